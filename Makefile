@@ -1,22 +1,26 @@
-# Every target does its own set-up: a virtual environment in .venv, installed by one pip command at the versions of constraints.txt.
-# PYTHON chooses the interpreter (3.11 or newer): make test PYTHON=/opt/python3.11/bin/python3
+# Every target does its own set-up: a virtual environment in .venv, installed by one pip command at
+# the versions of constraints.txt. PYTHON chooses the interpreter (3.11 or newer): make test
+# PYTHON=/opt/python3.11/bin/python3
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
-# Tests and commands start hundreds of processes: where this is set in the environment, each of them would compile all of Shoal anew.
+# Tests and commands start hundreds of processes: where this is set in the environment, each of them
+# would compile all of Shoal anew.
 export PYTHONDONTWRITEBYTECODE :=
 
 PYTHON ?= $(firstword $(foreach name,python3.11 python3,$(shell $(name) -c 'import sys; print("$(name)" if sys.version_info >= (3, 11) else "")' 2>/dev/null)))
 PYTEST_ARGS ?=
-# These tests say what holds on the host. Where there is a GPU, workers would take it, and NCCL: make test-gpu is for that.
+# These tests say what holds on the host. Where there is a GPU, workers would take it, and NCCL:
+# make test-gpu is for that.
 test test-slow parity chaos: export CUDA_VISIBLE_DEVICES :=
 DIST ?= dist
-# Tests wait for other processes, and for leases, a good part of their time: on two cores three processes run them, or two where they compute.
-# A test that is stuck ends its process, and so the run. Files go to processes in the order of pyproject.toml's testpaths, not those with the
-# most tests first: the longest have few.
+# Tests wait for other processes, and for leases, a good part of their time: on two cores three
+# processes run them, or two where they compute. A test that is stuck ends its process, and so the
+# run. Files go to processes in the order of pyproject.toml's testpaths, not those with the most
+# tests first: the longest have few.
 IN_TWO := --numprocesses=2 --max-worker-restart=0
 IN_THREE := --numprocesses=3 --max-worker-restart=0 --no-loadscope-reorder
 
@@ -31,7 +35,7 @@ PROTOC = $(BIN)/python -m grpc_tools.protoc -I protos --python_out=$(1) --pyi_ou
 help: ## Say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1|\2/p' $(MAKEFILE_LIST) | while IFS='|' read -r target text; do printf '%-18s %s\n' "$$target" "$$text"; done
 
-# ------------------------------------------------------------------------------------------------------------------------------- to run
+# ------------------------------------------------------------------------------------------- to run
 
 .PHONY: demo
 demo: .venv/installed ## Train on handwritten digits on a cluster of processes, with faults (about 90 s)
@@ -53,7 +57,8 @@ test-compose: .venv/installed ## Build the images and take compose.yaml's cluste
 test-gpu: .venv/installed ## Run the tests that need a CUDA device, where there is one (GPU_SHARED=1: NCCL ranks share it); docs/gpu.md says what has run where
 	$(BIN)/python -m pytest -m 'gpu and not soak' -o faulthandler_timeout=120 tests/gpu $(PYTEST_ARGS)
 
-# Strategies and their engines, tensors of DTensor's, process groups, hooks and hidden parameters, files of tensors: what a torch can break.
+# Strategies and their engines, tensors of DTensor's, process groups, hooks and hidden parameters,
+# files of tensors: what a torch can break.
 TORCH_TESTS ?= tests/unit/tooling/test_torch_internals.py tests/unit/torch_calls tests/unit/worker_strategies tests/unit/sharding \
 	tests/unit/tensor_parallel tests/unit/pipelining tests/unit/compression tests/unit/worker_backends tests/unit/worker_state \
 	tests/unit/worker_checkpoint tests/integration/worker_backends tests/integration/tensor_parallel tests/integration/pipelining
@@ -101,7 +106,7 @@ PIP_LIST ?=
 gpu-kit: .venv/installed ## Fetch into .gpu-kit what a GPU machine without network lacks (KIT_PYTHON=3.12, PIP_LIST=its pip list); there: python3 -m gpu_kit run
 	$(BIN)/python -m gpu_kit pack --python $(KIT_PYTHON) $(if $(PIP_LIST),--pip-list $(PIP_LIST))
 
-# ----------------------------------------------------------------------------------------------------------------------------- to hand on
+# --------------------------------------------------------------------------------------- to hand on
 
 .PHONY: dist
 dist: .venv/installed ## Build the wheels of all packages in dist/ (docs/install.md says how to install them)
@@ -114,7 +119,7 @@ docs: reference .venv-docs/installed ## Build the documentation's site in out/do
 	@$(SITE)
 	@echo "the site is in out/docs; with the search: python -m http.server --directory out/docs"
 
-# ---------------------------------------------------------------------------------------------------------------------- verify and fix
+# ----------------------------------------------------------------------------------- verify and fix
 
 .PHONY: verify
 verify: verify-stubs verify-style verify-types verify-imports verify-text verify-docs verify-deployment verify-images ## Check everything but behaviour
@@ -180,7 +185,7 @@ verify-deployment: .venv/installed
 verify-images: .venv/installed .venv-docs/installed
 	$(BIN)/python -m pytest -m images tests/integration/deployment tests/integration/pages $(PYTEST_ARGS)
 
-# ------------------------------------------------------------------------------------------------------------------------ environments
+# ------------------------------------------------------------------------------------- environments
 
 .venv/installed: constraints.txt dev-requirements.txt $(DISTRIBUTIONS:%=%/pyproject.toml)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: none found as python3.11 or python3; name one with PYTHON=..."; exit 1; }
@@ -190,7 +195,8 @@ verify-images: .venv/installed .venv-docs/installed
 		-e protos -e common -e coordinator -e ps_server -e 'worker[mpi]' -e 'sdk[demo,lightning,mlflow,ray,tensorboard,transformers]'
 	@touch $@
 
-# Third-party packages at the versions of constraints.txt, but for torch and setuptools, of which older torches need an older one.
+# Third-party packages at the versions of constraints.txt, but for torch and setuptools, of which
+# older torches need an older one.
 .venv-torch-%/installed: constraints.txt dev-requirements.txt $(DISTRIBUTIONS:%=%/pyproject.toml)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed: none found as python3.11 or python3; name one with PYTHON=..."; exit 1; }
 	@echo "Installing into .venv-torch-$* (some minutes, once)"

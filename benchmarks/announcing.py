@@ -1,7 +1,9 @@
-"""T12: thousands of simulated members at one coordinator on one core: until all are in one generation, and until all know of a death.
+"""T12: thousands of simulated members at one coordinator on one core: until all are in one
+generation, and until all know of a death.
 
-The members are those of `simulated_members`, in this process, on another core than the coordinator; a server that does nothing but
-hold as many streams (`workers.bare_sessions`) is measured beside it in the same way.
+The members are those of `simulated_members`, in this process, on another core than the coordinator;
+a server that does nothing but hold as many streams (`workers.bare_sessions`) is measured beside it
+in the same way.
 """
 
 from __future__ import annotations
@@ -47,9 +49,12 @@ BARE_JOINED_S: Final = 2.9
 DEATH_TARGET_S: Final = 0.1
 BYTES_TARGET: Final = 200
 _MOST_TOLD: Final = 50_000
-"""The most messages about deaths that one server is to send: fewer deaths among ten thousand members."""
+"""The most messages about deaths that one server is to send: fewer deaths among ten thousand
+members."""
 _TIMEOUT_S: Final = 300.0
-_HEARD: Final = re.compile(r'^shoal_coordinator_heartbeats_total\{kind="member"\} ([\d.e+]+)$', re.MULTILINE)
+_HEARD: Final = re.compile(
+    r'^shoal_coordinator_heartbeats_total\{kind="member"\} ([\d.e+]+)$', re.MULTILINE
+)
 
 
 @dataclass(kw_only=True)
@@ -81,7 +86,10 @@ def measure(options: Options) -> Table:
             deaths = 3 if options.quick else min(DEATHS, _MOST_TOLD // size)
             measured += [_attempt(size, deaths, bare=True), _attempt(size, deaths, bare=False)]
     rows = tuple(_row(each) for each in measured)
-    of = {kind: [row for row in rows if row.name.startswith(kind)] for kind in ("coordinator", "bare grpcio")}
+    of = {
+        kind: [row for row in rows if row.name.startswith(kind)]
+        for kind in ("coordinator", "bare grpcio")
+    }
     curves = [
         Row(
             name=kind,
@@ -106,22 +114,36 @@ def measure(options: Options) -> Table:
         key="t12",
         title="Thousands of members: joins to one generation, and until all know of a death",
         target=(
-            f"10 000 paced joins to one generation <= {JOIN_TARGET_S:g} s on one core, set where bare grpcio took {BARE_JOINED_S:g} s, so "
-            f"<= {JOIN_TARGET_S / BARE_JOINED_S:.2f} x; 2000 members: all told of a death in "
-            f"{DEATH_TARGET_S:g} s; <= {BYTES_TARGET} bytes a member and change"
+            f"10 000 paced joins to one generation <= {JOIN_TARGET_S:g} s on one core, set where "
+            f"bare grpcio took {BARE_JOINED_S:g} s, so <= {JOIN_TARGET_S / BARE_JOINED_S:.2f} x; "
+            f"2000 members: all told of a death in {DEATH_TARGET_S:g} s; <= {BYTES_TARGET} bytes a "
+            "member and change"
         ),
         method=(
-            "The coordinator runs on one core, with its embedded Valkey, and the members in one process on another; eight to a host, 16 "
-            "connections for all of them. Each opens its session and says that it is ready, one after another; joined: from the first one "
-            f"until the last was told of the first generation, which holds all. Then {DEATHS} deaths (5 of 10 000), each the launcher's "
-            "report of an exit, and for each of the other members the time until it was told of the generation without that one; all enter "
-            "it before the next. A change's bytes are those of the message about it, without HTTP/2's. Heartbeats: all members send "
-            f"{BEATS} each, and the coordinator's own counter says when it has them. The table is the whole answer of GetRanks, which a "
-            "member asks for at most once. Bare grpcio: a server that holds the same streams, answers the first message, and passes on "
-            "one message of about the same size to all; Python's garbage collection is set as in the coordinator, and "
-            "off where the members are."
+            "The coordinator runs on one core, with its embedded Valkey, and the members in one "
+            "process on another; eight to a host, 16 connections for all of them. Each opens its "
+            "session and says that it is ready, one after another; joined: from the first one "
+            f"until the last was told of the first generation, which holds all. Then {DEATHS} "
+            "deaths (5 of 10 000), each the launcher's report of an exit, and for each of the "
+            "other members the time until it was told of the generation without that one; all "
+            "enter it before the next. A change's bytes are those of the message about it, "
+            f"without HTTP/2's. Heartbeats: all members send {BEATS} each, and the coordinator's "
+            "own counter says when it has them. The table is the whole answer of GetRanks, which "
+            "a member asks for at most once. Bare grpcio: a server that holds the same streams, "
+            "answers the first message, and passes on one message of about the same size to all; "
+            "Python's garbage collection is set as in the coordinator, and off where the members "
+            "are."
         ),
-        columns=("joined, s", "server's processor, s", "death p50, ms", "p99, ms", "last, ms", "bytes", "heartbeats/s", "table, kB"),
+        columns=(
+            "joined, s",
+            "server's processor, s",
+            "death p50, ms",
+            "p99, ms",
+            "last, ms",
+            "bytes",
+            "heartbeats/s",
+            "table, kB",
+        ),
         rows=rows,
         verdict=_verdict(measured),
     )
@@ -130,7 +152,9 @@ def measure(options: Options) -> Table:
 def _attempt(size: int, deaths: int, *, bare: bool) -> Measured:
     module = "benchmarks.workers.bare_sessions" if bare else "shoal_coordinator"
     measured = Measured(
-        name=f"{'bare grpcio' if bare else 'coordinator'}, {size} members", members=size, command=f"taskset -c 0 python -m {module}"
+        name=f"{'bare grpcio' if bare else 'coordinator'}, {size} members",
+        members=size,
+        command=f"taskset -c 0 python -m {module}",
     )
     try:
         with Stage() as stage:
@@ -142,15 +166,30 @@ def _attempt(size: int, deaths: int, *, bare: bool) -> Measured:
 
 async def _measure(stage: Stage, measured: Measured, deaths: int, *, bare: bool) -> None:
     ports_file = stage.directory / "ports.json"
-    arguments = [str(ports_file), str(measured.members)] if bare else ["--port-file", str(ports_file), "--log-level", "ERROR"]
+    arguments = (
+        [str(ports_file), str(measured.members)]
+        if bare
+        else ["--port-file", str(ports_file), "--log-level", "ERROR"]
+    )
     module = "benchmarks.workers.bare_sessions" if bare else "shoal_coordinator"
-    server = psutil.Process(stage.start("server", [*_on_first_core(), sys.executable, "-m", module, *arguments]).pid)
-    stage.wait_until("the server serves", lambda: ports_file.exists() and bool(ports_file.read_text()), timeout_s=30)
+    server = psutil.Process(
+        stage.start("server", [*_on_first_core(), sys.executable, "-m", module, *arguments]).pid
+    )
+    stage.wait_until(
+        "the server serves",
+        lambda: ports_file.exists() and bool(ports_file.read_text()),
+        timeout_s=30,
+    )
     ports = json.loads(ports_file.read_text())
     async with _crowd(ports["grpc"]) as crowd, grpc.aio.insecure_channel(ports["grpc"]) as channel:
         stub = None if bare else CoordinatorStub(channel)
         if stub is not None:
-            spec = pb.JobSpec(job_id="crowd", min_workers=measured.members // 2, max_workers=measured.members, join_grace_ms=600_000)
+            spec = pb.JobSpec(
+                job_id="crowd",
+                min_workers=measured.members // 2,
+                max_workers=measured.members,
+                join_grace_ms=600_000,
+            )
             spec.lease_ms = spec.stall_timeout_ms = 600_000
             await stub.CreateJob(pb.CreateJobRequest(spec=spec))
         await _join(crowd, server, measured)
@@ -166,7 +205,9 @@ async def _measure(stage: Stage, measured: Measured, deaths: int, *, bare: bool)
 
 
 async def _join(crowd: Crowd, server: psutil.Process, measured: Measured) -> None:
-    members = [Member(number=number, member_id=str(uuid.uuid4())) for number in range(measured.members)]
+    members = [
+        Member(number=number, member_id=str(uuid.uuid4())) for number in range(measured.members)
+    ]
     used_s, began = _cpu_s(server), time.perf_counter()
     for member in members:
         await crowd.join(member)
@@ -175,7 +216,9 @@ async def _join(crowd: Crowd, server: psutil.Process, measured: Measured) -> Non
     measured.joined_cpu_s = _cpu_s(server) - used_s
 
 
-async def _death(crowd: Crowd, stub: CoordinatorStub | None, measured: Measured, number: int) -> None:
+async def _death(
+    crowd: Crowd, stub: CoordinatorStub | None, measured: Measured, number: int
+) -> None:
     victim = crowd.members[len(crowd.members) * 3 // 5]
     crowd.members.remove(victim)
     before = sum(member.announced_bytes for member in crowd.members)
@@ -183,12 +226,18 @@ async def _death(crowd: Crowd, stub: CoordinatorStub | None, measured: Measured,
     if stub is None:
         await victim.call.write(GOODBYE)
     else:
-        await stub.ReportExit(pb.ReportExitRequest(job_id="crowd", member_id=victim.member_id, exit_code=137, signal=9))
+        await stub.ReportExit(
+            pb.ReportExitRequest(
+                job_id="crowd", member_id=victim.member_id, exit_code=137, signal=9
+            )
+        )
     await crowd.until(lambda: crowd.told(number) >= len(crowd.members), timeout_s=_TIMEOUT_S)
     told_s = [member.told[number] - began for member in crowd.members]
     measured.told_s += told_s
     measured.last_s.append(max(told_s))
-    measured.message_bytes = (sum(member.announced_bytes for member in crowd.members) - before) / len(crowd.members)
+    measured.message_bytes = (
+        sum(member.announced_bytes for member in crowd.members) - before
+    ) / len(crowd.members)
     victim.call.cancel()
     await crowd.enter(number)
     await asyncio.sleep(0.5)  # the heartbeats are taken, and the next death is measured at rest
@@ -225,8 +274,8 @@ async def _crowd(address: str) -> AsyncIterator[Crowd]:
 
 @contextlib.contextmanager
 def _beside_the_server() -> Iterator[None]:
-    """This process keeps off the server's core, where there are two, and does not stop to look for garbage: thousands of members would be
-    told some 30 ms later by it."""
+    """This process keeps off the server's core, where there are two, and does not stop to look for
+    garbage: thousands of members would be told some 30 ms later by it."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores - {min(cores)} or cores)
     gc.disable()
@@ -254,7 +303,8 @@ def _row(measured: Measured) -> Row:
         "server's processor, s": f"{measured.joined_cpu_s:.2f}",
         "death p50, ms": f"{1000 * statistics.median(measured.told_s):.0f}",
         "p99, ms": f"{1000 * quantile(measured.told_s, 0.99):.0f}",
-        "last, ms": f"{1000 * statistics.median(measured.last_s):.0f} (at most {1000 * max(measured.last_s):.0f})",
+        "last, ms": f"{1000 * statistics.median(measured.last_s):.0f} (at most "
+        f"{1000 * max(measured.last_s):.0f})",
         "bytes": f"{measured.message_bytes:.0f}",
     }
     if measured.beats_per_s:
@@ -272,20 +322,41 @@ def _row(measured: Measured) -> Row:
 
 
 def _verdict(measured: Sequence[Measured]) -> str:
-    found = {(each.name.partition(",")[0], each.members): each for each in measured if not each.failure}
+    found = {
+        (each.name.partition(",")[0], each.members): each for each in measured if not each.failure
+    }
     told = []
     if (largest := found.get(("coordinator", 10_000))) is not None:
         bare = found.get(("bare grpcio", 10_000))
-        told.append(f"10 000 joins {largest.joined_s:.1f} s ({_reached(largest.joined_s <= JOIN_TARGET_S)})")
+        told.append(
+            f"10 000 joins {largest.joined_s:.1f} s ({_reached(largest.joined_s <= JOIN_TARGET_S)})"
+        )
         if bare is not None:
             ratio = largest.joined_s / bare.joined_s
-            told.append(f"{ratio:.2f} x bare grpcio's {bare.joined_s:.1f} s ({_reached(ratio <= JOIN_TARGET_S / BARE_JOINED_S)})")
+            told.append(
+                f"{ratio:.2f} x bare grpcio's {bare.joined_s:.1f} s "
+                f"({_reached(ratio <= JOIN_TARGET_S / BARE_JOINED_S)})"
+            )
     if (many := found.get(("coordinator", 2000))) is not None:
         last_s = statistics.median(many.last_s)
         bare = found.get(("bare grpcio", 2000))
-        beside = f", bare grpcio {1000 * statistics.median(bare.last_s):.0f} ms" if bare is not None else ""
-        told.append(f"the last of 2000 told after {1000 * last_s:.0f} ms{beside} ({_reached(last_s <= DEATH_TARGET_S)})")
-    most = max((each.message_bytes for (kind, size), each in found.items() if kind == "coordinator" and size > 64), default=0.0)
+        beside = (
+            f", bare grpcio {1000 * statistics.median(bare.last_s):.0f} ms"
+            if bare is not None
+            else ""
+        )
+        told.append(
+            f"the last of 2000 told after {1000 * last_s:.0f} ms{beside} "
+            f"({_reached(last_s <= DEATH_TARGET_S)})"
+        )
+    most = max(
+        (
+            each.message_bytes
+            for (kind, size), each in found.items()
+            if kind == "coordinator" and size > 64
+        ),
+        default=0.0,
+    )
     if most:
         told.append(f"{most:.0f} bytes a member and change ({_reached(most <= BYTES_TARGET)})")
     return ("; ".join(told) or "Not measured at the target's sizes") + "."

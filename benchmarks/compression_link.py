@@ -1,4 +1,5 @@
-"""T9: time to the same loss over a link of 100 Mbit/s: gradients as they are, compressed in each way, and the presets for links."""
+"""T9: time to the same loss over a link of 100 Mbit/s: gradients as they are, compressed in each
+way, and the presets for links."""
 
 from __future__ import annotations
 
@@ -52,7 +53,11 @@ class System:
 
 def shoal(name: str, *, preset: str = "", **options: Any) -> System:
     """A run of Shoal with options of `as_distributed`."""
-    words = ("--system=shoal", f"--options={json.dumps(options)}", *([f"--preset={preset}"] if preset else []))
+    words = (
+        "--system=shoal",
+        f"--options={json.dumps(options)}",
+        *([f"--preset={preset}"] if preset else []),
+    )
     return System(name=name, flags=words)
 
 
@@ -73,7 +78,12 @@ def measure(options: Options) -> Table:
         shoal("preset for high bandwidth", preset="high_bandwidth"),
     ]
     if options.quick:
-        systems = [torch_fp32, fp32, bf16, *(system for system in systems if "topk" in system.name or "powersgd" in system.name)]
+        systems = [
+            torch_fp32,
+            fp32,
+            bf16,
+            *(system for system in systems if "topk" in system.name or "powersgd" in system.name),
+        ]
     try:
         with Machines(_SERVICES, *_HOSTS) as machines, Stage() as services:
             for host in _HOSTS:
@@ -86,22 +96,40 @@ def measure(options: Options) -> Table:
     except MeasurementError as error:
         for system in systems:
             system.failure = system.failure or str(error)
-    plots.samples(options.output / "t9.png", _rows(systems, fp32, bf16), sample="time_to_loss_s", label=f"s to a loss of {_LOSS}")
+    plots.samples(
+        options.output / "t9.png",
+        _rows(systems, fp32, bf16),
+        sample="time_to_loss_s",
+        label=f"s to a loss of {_LOSS}",
+    )
     return Table(
         key="t9",
         title=f"Time to the same loss over a link of {MBIT_PER_S} Mbit/s",
         target=f"a compressor >= {OF_BF16:g} x faster than bf16 and >= {OF_FP32:g} x than fp32",
         method=(
-            f"{RANKS} ranks in network namespaces of this machine; all that each sends and receives passes a token bucket of {MBIT_PER_S} "
-            "Mbit/s at its port (tc tbf). Coordinator and Valkey have a machine of their own. All train a perceptron of layers "
-            f"{width} wide on the same batches of scikit-learn's handwritten digits ({_BATCH} per rank) with plain SGD at one learning "
-            f"rate, until the loss on a fixed set of images, looked at off the clock, is {_LOSS}. torch's own bf16 hook fails on the CPU: "
-            "bf16 is Shoal's. Bytes are those that the interface of the first rank counted, headers and control words included, beside the "
-            "formula of docs/strategies/compression.md and the time that the formula's bytes take on the link. Gloo's all-to-all often "
-            "sends one way after the other, so fp16, bf16, int8 and sign take up to twice that time (decision 0127). Runs of less than "
-            "10 s are repeated; times are medians."
+            f"{RANKS} ranks in network namespaces of this machine; all that each sends and "
+            f"receives passes a token bucket of {MBIT_PER_S} Mbit/s at its port (tc tbf). "
+            "Coordinator and Valkey have a machine of their own. All train a perceptron of layers "
+            f"{width} wide on the same batches of scikit-learn's handwritten digits ({_BATCH} per "
+            "rank) with plain SGD at one learning rate, until the loss on a fixed set of images, "
+            f"looked at off the clock, is {_LOSS}. torch's own bf16 hook fails on the CPU: bf16 is "
+            "Shoal's. Bytes are those that the interface of the first rank counted, headers and "
+            "control words included, beside the formula of docs/strategies/compression.md and the "
+            "time that the formula's bytes take on the link. Gloo's all-to-all often sends one "
+            "way after the other, so fp16, bf16, int8 and sign take up to twice that time "
+            "(decision 0127). Runs of less than 10 s are repeated; times are medians."
         ),
-        columns=("runs", "steps", "s to loss", "ms per step", "kB per step", "formula kB", "formula ms", "x fp32", "x bf16"),
+        columns=(
+            "runs",
+            "steps",
+            "s to loss",
+            "ms per step",
+            "kB per step",
+            "formula kB",
+            "formula ms",
+            "x fp32",
+            "x bf16",
+        ),
         rows=tuple(_rows(systems, fp32, bf16)),
         verdict=_verdict(systems, fp32, bf16),
     )
@@ -117,9 +145,19 @@ def _run(system: System, width: int, machines: Machines, endpoint: str) -> None:
         with Stage() as stage:
             output = stage.directory / "found"
             output.mkdir()
-            workload = (f"--width={width}", f"--batch={_BATCH}", f"--target={_LOSS}", f"--steps={_MOST_STEPS}", f"--output={output}")
+            workload = (
+                f"--width={width}",
+                f"--batch={_BATCH}",
+                f"--target={_LOSS}",
+                f"--steps={_MOST_STEPS}",
+                f"--output={output}",
+            )
             worker = ["-m", _WORKER, *system.flags, *workload]
-            starts = _torch(worker, machines) if "--system=torch" in system.flags else _shoal(worker, machines, endpoint)
+            starts = (
+                _torch(worker, machines)
+                if "--system=torch" in system.flags
+                else _shoal(worker, machines, endpoint)
+            )
             ranks = [
                 stage.start(f"rank-{rank}", machines.on(_HOSTS[rank], command), environment)
                 for rank, (command, environment) in enumerate(starts)
@@ -138,9 +176,18 @@ def _torch(worker: Sequence[str], machines: Machines) -> list[tuple[list[str], d
     return [([sys.executable, *worker], common | {"RANK": str(rank)}) for rank in range(RANKS)]
 
 
-def _shoal(worker: Sequence[str], machines: Machines, endpoint: str) -> list[tuple[list[str], dict[str, str]]]:
+def _shoal(
+    worker: Sequence[str], machines: Machines, endpoint: str
+) -> list[tuple[list[str], dict[str, str]]]:
     """As `_torch`. A launcher a machine, as a user would start it."""
-    run = [str(Path(sys.executable).with_name("shoal")), "run", "--nnodes", str(RANKS), "--rdzv-endpoint", endpoint]
+    run = [
+        str(Path(sys.executable).with_name("shoal")),
+        "run",
+        "--nnodes",
+        str(RANKS),
+        "--rdzv-endpoint",
+        endpoint,
+    ]
     job = ["--rdzv-id", f"t9-{uuid.uuid4().hex[:8]}"]
     return [([*run, *job, "--local-addr", machines.address(host), *worker], {}) for host in _HOSTS]
 
@@ -148,15 +195,39 @@ def _shoal(worker: Sequence[str], machines: Machines, endpoint: str) -> list[tup
 def _start_coordinator(machines: Machines, services: Stage) -> str:
     """Valkey and a coordinator at the switch. Returns where it listens."""
     host, ports = machines.address(_SERVICES), services.directory / "coordinator.json"
-    valkey = [str(find_server_binary()), "--bind", host, "--port", str(_PORT), "--protected-mode", "no", "--save", ""]
-    services.start("valkey", machines.on(_SERVICES, [*valkey, "--appendonly", "yes", "--dir", str(services.directory)]))
-    coordinator = ["--listen", f"{host}:0", "--insecure", "--redis", f"redis://{host}:{_PORT}", "--port-file", str(ports)]
-    services.start("coordinator", machines.on(_SERVICES, [sys.executable, "-m", "shoal_coordinator", *coordinator]))
+    valkey = [
+        str(find_server_binary()),
+        "--bind",
+        host,
+        "--port",
+        str(_PORT),
+        "--protected-mode",
+        "no",
+        "--save",
+        "",
+    ]
+    services.start(
+        "valkey",
+        machines.on(_SERVICES, [*valkey, "--appendonly", "yes", "--dir", str(services.directory)]),
+    )
+    coordinator = [
+        "--listen",
+        f"{host}:0",
+        "--insecure",
+        "--redis",
+        f"redis://{host}:{_PORT}",
+        "--port-file",
+        str(ports),
+    ]
+    services.start(
+        "coordinator",
+        machines.on(_SERVICES, [sys.executable, "-m", "shoal_coordinator", *coordinator]),
+    )
     services.wait_until("the coordinator", ports.exists, timeout_s=_TIMEOUT_S)
     return str(json.loads(ports.read_text())["grpc"])
 
 
-# ------------------------------------------------------------------------------------------------------------------ the table
+# ---------------------------------------------------------------------------------------- the table
 
 
 def _rows(systems: Sequence[System], fp32: System, bf16: System) -> list[Row]:
@@ -176,10 +247,24 @@ def _row(system: System, others: Mapping[str, System]) -> Row:
         }
     if system.times_s:
         cells["s to loss"] = f"{statistics.median(system.times_s):.2f}"
-        cells |= {column: f"{speed:.1f}" for column, other in others.items() if (speed := _speed(system, other)) is not None}
-    failure = system.failure or ("" if system.times_s or not system.runs else f"the loss was not reached in {_MOST_STEPS} steps")
+        cells |= {
+            column: f"{speed:.1f}"
+            for column, other in others.items()
+            if (speed := _speed(system, other)) is not None
+        }
+    failure = system.failure or (
+        ""
+        if system.times_s or not system.runs
+        else f"the loss was not reached in {_MOST_STEPS} steps"
+    )
     command = f"python -m {_WORKER} {' '.join(system.flags)}"
-    return Row(name=system.name, command=command, cells=cells, samples={"time_to_loss_s": system.times_s}, failure=failure)
+    return Row(
+        name=system.name,
+        command=command,
+        cells=cells,
+        samples={"time_to_loss_s": system.times_s},
+        failure=failure,
+    )
 
 
 def _median(system: System, of: Callable[[dict[str, Any]], float]) -> float:

@@ -1,8 +1,10 @@
-"""What workers of the tables compute on: the host's cores, CUDA devices, one for each worker (`python -m benchmarks --device cuda`), or
-one CUDA device for all of them (`--device cuda-shared`), whose rates say nothing about GPUs.
+"""What workers of the tables compute on: the host's cores, CUDA devices, one for each worker
+(`python -m benchmarks --device cuda`), or one CUDA device for all of them (`--device cuda-shared`),
+whose rates say nothing about GPUs.
 
-A rehearsal takes what is measured on devices, its systems and its floors, and runs it on the host at the host's sizes: whether it works can
-be seen where there is no GPU. Its figures say nothing. Nothing is measured here.
+A rehearsal takes what is measured on devices, its systems and its floors, and runs it on the host
+at the host's sizes: whether it works can be seen where there is no GPU. Its figures say nothing.
+Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ REHEARSAL: Final = "cuda-rehearsal"
 KINDS: Final = (CPU, CUDA, SHARED, REHEARSAL)
 _ASK: Final = (
     "import json, torch; n = torch.cuda.device_count(); "
-    "print(json.dumps([torch.cuda.get_device_name(i) for i in range(n)] if torch.cuda.is_available() else []))"
+    "print(json.dumps([torch.cuda.get_device_name(i) for i in range(n)] if "
+    "torch.cuda.is_available() else []))"
 )
 _ASK_TIMEOUT_S: Final = 120
 _REHEARSED: Final = 4
@@ -57,7 +60,8 @@ class Devices:
         return self.kind if self.kind in (CUDA, SHARED) else CPU
 
     def size(self, host: T, device: T) -> T:
-        """Chooses between a size for the host and one for GPUs that are not connected by the loopback interface."""
+        """Chooses between a size for the host and one for GPUs that are not connected by the
+        loopback interface."""
         return device if self.kind == CUDA else host
 
     def rounds(self, wanted: int) -> int:
@@ -70,20 +74,34 @@ class Devices:
 
     def named(self, rows: Sequence[Row]) -> tuple[Row, ...]:
         """Returns the rows, with the device in their names where it is not the host."""
-        return tuple(replace(row, name=f"{row.name}, on {self.names[0]}") if self.for_cuda and self.names else row for row in rows)
+        return tuple(
+            replace(row, name=f"{row.name}, on {self.names[0]}")
+            if self.for_cuda and self.names
+            else row
+            for row in rows
+        )
 
     def __str__(self) -> str:
-        return f"{len(self.names)} x {self.names[0]}" if self.names else "no CUDA device" if self.for_cuda else "the host"
+        return (
+            f"{len(self.names)} x {self.names[0]}"
+            if self.names
+            else "no CUDA device"
+            if self.for_cuda
+            else "the host"
+        )
 
     def lacking(self, what: str, workers: int) -> str | None:
         """Says that there are fewer devices than `what` has workers; None: there are enough."""
         if not self.for_cuda or len(self.names) >= workers:
             return None
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        seen = f"torch sees {len(self.names)} here" + ("" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})")
+        seen = f"torch sees {len(self.names)} here" + (
+            "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+        )
         return (
-            f"{what} needs {workers} CUDA devices, one for each worker, and {seen}: run it on a machine with as many and a CUDA build of "
-            f"torch; `--device {REHEARSAL}` shows on the host whether it works"
+            f"{what} needs {workers} CUDA devices, one for each worker, and {seen}: run it on a "
+            f"machine with as many and a CUDA build of torch; `--device {REHEARSAL}` shows on the "
+            "host whether it works"
         )
 
 
@@ -91,15 +109,24 @@ HOST: Final = Devices()
 
 
 def devices_of(kind: str) -> Devices:
-    """What there is of a kind. Raises MeasurementError where torch cannot be asked for CUDA devices."""
+    """What there is of a kind. Raises MeasurementError where torch cannot be asked for CUDA
+    devices."""
     if kind == CPU:
         return HOST
     if kind == REHEARSAL:
         return Devices(kind=kind, names=("the host as a rehearsal",) * _REHEARSED)
     # In a process of its own: the harness keeps no memory of a device.
-    answer = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=_ASK_TIMEOUT_S, check=False)
+    answer = subprocess.run(
+        [sys.executable, "-c", _ASK],
+        capture_output=True,
+        text=True,
+        timeout=_ASK_TIMEOUT_S,
+        check=False,
+    )
     if answer.returncode:
-        raise MeasurementError(f"torch cannot name the CUDA devices: {answer.stderr.strip().splitlines()[-1]}")
+        raise MeasurementError(
+            f"torch cannot name the CUDA devices: {answer.stderr.strip().splitlines()[-1]}"
+        )
     names = tuple(json.loads(answer.stdout))
     if kind == SHARED:
         names = (f"one {names[0]} that the workers share",) * _SHARING if names else ()

@@ -1,4 +1,5 @@
-"""T13 and T15: simulated runs with faults against the same runs without, bit for bit, and how many of them a minute takes.
+"""T13 and T15: simulated runs with faults against the same runs without, bit for bit, and how many
+of them a minute takes.
 
 The simulator (tests/simulation) does all of it; here it is started, and its account is read.
 """
@@ -24,7 +25,9 @@ QUICK_SEEDS: Final = 25
 PER_MINUTE: Final = 300
 _SIMULATION: Final = ("-m", "tests.simulation")
 _TIMEOUT_S: Final = 6 * 3600
-_RUNS: Final = re.compile(r"^(\d+) schedules in ([\d.]+) min, (\d+) a minute in each of (\d+) processes$", re.MULTILINE)
+_RUNS: Final = re.compile(
+    r"^(\d+) schedules in ([\d.]+) min, (\d+) a minute in each of (\d+) processes$", re.MULTILINE
+)
 _WRONG: Final = re.compile(r"^wrong: (0|\{.*\})$", re.MULTILINE)
 
 
@@ -36,7 +39,8 @@ class Account:
     per_minute: float
     """On one core."""
     wrong: Mapping[str, int]
-    """Schedules that ended otherwise than the run without faults, by what differs; one that differs in two ways counts in both."""
+    """Schedules that ended otherwise than the run without faults, by what differs; one that differs
+    in two ways counts in both."""
 
     @property
     def bitwise(self) -> int:
@@ -48,20 +52,35 @@ def measure(options: Options) -> Table:
     """See the module. About an hour on two cores: it is the simulated half of `make chaos`."""
     processes = ("--processes", "1" if options.quick else str(len(os.sched_getaffinity(0))))
     seeds = (*_SIMULATION, "--seeds", str(QUICK_SEEDS if options.quick else SEEDS), *processes)
-    tears = (*_SIMULATION, "--exhaustive", *(("--strategies", "ddp", "--loops", "flat") if options.quick else ()), *processes)
+    tears = (
+        *_SIMULATION,
+        "--exhaustive",
+        *(("--strategies", "ddp", "--loops", "flat") if options.quick else ()),
+        *processes,
+    )
     rows = [_row("numbered schedules", seeds), _row("every tear of a step", tears)]
-    plots.samples(options.output / "t13.png", rows, sample="per_minute", label="schedules a minute on one core", target=PER_MINUTE)
+    plots.samples(
+        options.output / "t13.png",
+        rows,
+        sample="per_minute",
+        label="schedules a minute on one core",
+        target=PER_MINUTE,
+    )
     return Table(
         key="t13",
         title="Faulty runs against fault-free runs, simulated",
-        target=f"{SEEDS} numbered schedules and every tear of a step bitwise equal; >= {PER_MINUTE} schedules a minute on one core (T15)",
+        target=f"{SEEDS} numbered schedules and every tear of a step bitwise equal; >= "
+        f"{PER_MINUTE} schedules a minute on one core (T15)",
         method=(
-            "The simulator runs the session, strategies and loaders on in-memory ranks in virtual time; a schedule says whom faults "
-            "befall, when, and in which order all goes on. Each run is compared with the one without faults: parameters, optimizer state, "
-            "every answer of step(), every sample. Numbered schedules draw strategy, loop, 2 to 4 ranks and 1 to 4 faults from their "
-            "number, and have 10 steps. Tears of a step are all there are with 3 ranks: strategy x loop x collective x who dies x who got "
-            "the result. The rate is that of each of as many processes as there are cores, the runs without faults and the shrinking of "
-            "failures included. A schedule that is wrong in two ways counts twice among the wrong. tests/simulation/README.md says what is "
+            "The simulator runs the session, strategies and loaders on in-memory ranks in virtual "
+            "time; a schedule says whom faults befall, when, and in which order all goes on. Each "
+            "run is compared with the one without faults: parameters, optimizer state, every "
+            "answer of step(), every sample. Numbered schedules draw strategy, loop, 2 to 4 ranks "
+            "and 1 to 4 faults from their number, and have 10 steps. Tears of a step are all "
+            "there are with 3 ranks: strategy x loop x collective x who dies x who got the "
+            "result. The rate is that of each of as many processes as there are cores, the runs "
+            "without faults and the shrinking of failures included. A schedule that is wrong in "
+            "two ways counts twice among the wrong. tests/simulation/README.md says what is "
             "simulated."
         ),
         columns=("schedules", "bitwise", "wrong", "a minute and core"),
@@ -75,15 +94,23 @@ def account_of(output: str) -> Account:
     runs, wrong = _RUNS.search(output), _WRONG.search(output)
     if runs is None or wrong is None:
         last = output.strip().rpartition("\n")[2]
-        raise MeasurementError(f"the simulator gave no account of its runs and ended with: {last}\n{output[-2000:]}")
-    return Account(schedules=int(runs[1]), per_minute=float(runs[3]), wrong=ast.literal_eval(wrong[1]) or {})
+        raise MeasurementError(
+            f"the simulator gave no account of its runs and ended with: {last}\n{output[-2000:]}"
+        )
+    return Account(
+        schedules=int(runs[1]), per_minute=float(runs[3]), wrong=ast.literal_eval(wrong[1]) or {}
+    )
 
 
 def described(name: str, command: str, account: Account) -> Row:
     """An account as a row."""
     wrong = ", ".join(f"{count} {kind}" for kind, count in account.wrong.items()) or "0"
     cells = {"schedules": str(account.schedules), "bitwise": str(account.bitwise), "wrong": wrong}
-    figures = {"schedules": account.schedules, "bitwise": account.bitwise, "per_minute": account.per_minute}
+    figures = {
+        "schedules": account.schedules,
+        "bitwise": account.bitwise,
+        "per_minute": account.per_minute,
+    }
     return Row(
         name=name,
         command=command,
@@ -100,9 +127,17 @@ def verdict(rows: Sequence[Row]) -> str:
 def _judged(row: Row) -> str:
     if row.failure:
         return f"{row.name} not measured"
-    schedules, bitwise, per_minute = (row.samples[key][0] for key in ("schedules", "bitwise", "per_minute"))
-    equal, fast = (("reached" if reached else "not reached") for reached in (bitwise == schedules, per_minute >= PER_MINUTE))
-    return f"{row.name}: {bitwise:.0f} of {schedules:.0f} bitwise ({equal}), {per_minute:.0f} a minute ({fast})"
+    schedules, bitwise, per_minute = (
+        row.samples[key][0] for key in ("schedules", "bitwise", "per_minute")
+    )
+    equal, fast = (
+        ("reached" if reached else "not reached")
+        for reached in (bitwise == schedules, per_minute >= PER_MINUTE)
+    )
+    return (
+        f"{row.name}: {bitwise:.0f} of {schedules:.0f} bitwise ({equal}), {per_minute:.0f} a "
+        f"minute ({fast})"
+    )
 
 
 def _row(name: str, words: Sequence[str]) -> Row:
@@ -114,7 +149,8 @@ def _row(name: str, words: Sequence[str]) -> Row:
 
 
 def _run(words: Sequence[str]) -> str:
-    """What it printed. It ends with 1 where a schedule was wrong, which is a figure here and no failure."""
+    """What it printed. It ends with 1 where a schedule was wrong, which is a figure here and no
+    failure."""
     with Stage() as stage:
         process = stage.start("simulation", [sys.executable, *words])
         stage.await_end(process, timeout_s=_TIMEOUT_S)

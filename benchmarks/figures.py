@@ -1,7 +1,7 @@
 """The statistics of the tables: quantiles, and ratios of paired runs with a confidence interval.
 
-On a machine that others use too, single times say little: what is compared runs in turns, close together, and the ratio is taken pair by
-pair, so that what slows both down cancels out.
+On a machine that others use too, single times say little: what is compared runs in turns, close
+together, and the ratio is taken pair by pair, so that what slows both down cancels out.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ CONFIDENCE = 0.95
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of the others do not exceed; linear between neighbours, as numpy's default is. With n values, p99 of fewer
-    than 100 is close to the largest one."""
+    """The value that `share` of the others do not exceed; linear between neighbours, as numpy's
+    default is. With n values, p99 of fewer than 100 is close to the largest one."""
     if not values:
         raise ValueError("quantile of no values")
     if not 0.0 <= share <= 1.0:
@@ -42,26 +42,41 @@ class Ratio:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def paired_ratio(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES) -> Ratio:
-    """Median of the pairs' ratios ours/theirs, with a percentile bootstrap over pairs (Efron and Tibshirani, 1993, chapter 13)."""
+def paired_ratio(
+    ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0, resamples: int = RESAMPLES
+) -> Ratio:
+    """Median of the pairs' ratios ours/theirs, with a percentile bootstrap over pairs (Efron and
+    Tibshirani, 1993, chapter 13)."""
     if len(ours) != len(theirs) or not ours:
-        raise ValueError(f"paired_ratio: {len(ours)} and {len(theirs)} values; expected as many of each, and some")
+        raise ValueError(
+            f"paired_ratio: {len(ours)} and {len(theirs)} values; expected as many of each, and "
+            "some"
+        )
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     generator = random.Random(seed)
-    resampled = [statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(resamples)]
+    resampled = [
+        statistics.median(generator.choices(ratios, k=len(ratios))) for _ in range(resamples)
+    ]
     return _interval(statistics.median(ratios), resampled)
 
 
 def ratio_of_medians(ours: Sequence[float], theirs: Sequence[float], *, seed: int = 0) -> Ratio:
-    """Median of `ours` over that of `theirs`. The bootstrap draws whole rounds, so that a slow one counts on both sides."""
+    """Median of `ours` over that of `theirs`. The bootstrap draws whole rounds, so that a slow one
+    counts on both sides."""
     if len(ours) != len(theirs) or not ours:
-        raise ValueError(f"ratio_of_medians: {len(ours)} and {len(theirs)} values; expected as many of each, and some")
+        raise ValueError(
+            f"ratio_of_medians: {len(ours)} and {len(theirs)} values; expected as many of each, "
+            "and some"
+        )
     generator = random.Random(seed)
     rounds = range(len(ours))
     resampled = []
     for _ in range(RESAMPLES):
         drawn = generator.choices(rounds, k=len(rounds))
-        resampled.append(statistics.median([ours[i] for i in drawn]) / statistics.median([theirs[i] for i in drawn]))
+        resampled.append(
+            statistics.median([ours[i] for i in drawn])
+            / statistics.median([theirs[i] for i in drawn])
+        )
     return _interval(statistics.median(ours) / statistics.median(theirs), resampled)
 
 

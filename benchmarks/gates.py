@@ -1,6 +1,8 @@
-"""The harness's end of the gates: lets one system's workers run a block of steps while the others' stand still.
+"""The harness's end of the gates: lets one system's workers run a block of steps while the others'
+stand still.
 
-So what is compared runs in turns of half a second, in processes that are warm, and a machine that gets slower gets slower for all.
+So what is compared runs in turns of half a second, in processes that are warm, and a machine that
+gets slower gets slower for all.
 """
 
 from __future__ import annotations
@@ -29,13 +31,19 @@ class Gate:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for worker in self._workers.values():
             worker.close()
         self._listener.close()
 
     def complete(self) -> bool:
-        """Whether all workers have come, each of them after its first step. Does not wait for more than those who are there."""
+        """Whether all workers have come, each of them after its first step. Does not wait for more
+        than those who are there."""
         while len(self._workers) < self._ranks:
             try:
                 worker, _ = self._listener.accept()
@@ -46,12 +54,15 @@ class Gate:
         return True
 
     def block(self, steps: int) -> list[list[float]]:
-        """Runs so many steps on all workers; each rank's step times in seconds. Raises MeasurementError."""
+        """Runs so many steps on all workers; each rank's step times in seconds. Raises
+        MeasurementError."""
         order = sorted(self._workers)
         for rank in order:
             self._workers[rank].sendall(b"%d\n" % steps)
         try:
-            return [[int(time) / 1e9 for time in _line(self._workers[rank]).split()] for rank in order]
+            return [
+                [int(time) / 1e9 for time in _line(self._workers[rank]).split()] for rank in order
+            ]
         except (TimeoutError, OSError) as error:
             raise MeasurementError(f"a block of {steps} steps did not end: {error}") from error
 

@@ -1,8 +1,10 @@
-"""T3: how long a join holds up the others, and how fast the joiner gets the state, against raw TCP in the same run.
+"""T3: how long a join holds up the others, and how fast the joiner gets the state, against raw TCP
+in the same run.
 
-One of three workers is killed, its replacement joins, and when all have done some steps together the next one is killed. The stall of a
-survivor is its longest step around the join minus its median step there; that of a join is the largest of the survivors'. The pause at the
-death is not in it: the steps that count begin after the survivors' first one without the dead.
+One of three workers is killed, its replacement joins, and when all have done some steps together
+the next one is killed. The stall of a survivor is its longest step around the join minus its median
+step there; that of a join is the largest of the survivors'. The pause at the death is not in it:
+the steps that count begin after the survivors' first one without the dead.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class Candidate:
 CANDIDATES: Final = (
     Candidate(
         name="shoal",
-        command="shoal run --standalone --nproc-per-node 3 --max-restarts 1000000 -m benchmarks.workers.train_shoal --logs",
+        command="shoal run --standalone --nproc-per-node 3 --max-restarts 1000000 -m "
+        "benchmarks.workers.train_shoal --logs",
         start=partial(start_shoal, restarts=True, more=("--logs",)),
     ),
     Candidate(
@@ -85,43 +88,80 @@ class Joins:
     @property
     def rate(self) -> float | None:
         """Bytes a second."""
-        return statistics.median(nbytes / seconds for nbytes, seconds in self.transfers) if self.transfers else None
+        return (
+            statistics.median(nbytes / seconds for nbytes, seconds in self.transfers)
+            if self.transfers
+            else None
+        )
 
 
 def measure(options: Options) -> Table:
     """See the module. About 8 minutes."""
     devices = options.devices
-    sizes = devices.size(QUICK_STATES_MB, QUICK_CUDA_STATES_MB) if options.quick else devices.size(STATES_MB, CUDA_STATES_MB)
+    sizes = (
+        devices.size(QUICK_STATES_MB, QUICK_CUDA_STATES_MB)
+        if options.quick
+        else devices.size(STATES_MB, CUDA_STATES_MB)
+    )
     states = [1e6 * megabytes for megabytes in sizes]
     # torchft has an environment of its own, with a torch for the host.
     candidates = CANDIDATES[:1] if devices.for_cuda else CANDIDATES
     tcp_s = _raw_tcp()
     measured = [
-        (c, nbytes, _joins(c, nbytes, _QUICK_JOINS if options.quick else _JOINS, devices.flag)) for nbytes in states for c in candidates
+        (c, nbytes, _joins(c, nbytes, _QUICK_JOINS if options.quick else _JOINS, devices.flag))
+        for nbytes in states
+        for c in candidates
     ]
     tcp_s += _raw_tcp()
     tcp = NBYTES / statistics.median(tcp_s)
     rows = [
-        *(row(candidate.name, candidate.command, nbytes, joins, tcp) for candidate, nbytes, joins in measured),
-        Row(name="raw TCP", command=f"python -m {_TCP} tcp", cells={"transfer GB/s": f"{tcp / 1e9:.2f}"}, samples={"transfer_s": tcp_s}),
+        *(
+            row(candidate.name, candidate.command, nbytes, joins, tcp)
+            for candidate, nbytes, joins in measured
+        ),
+        Row(
+            name="raw TCP",
+            command=f"python -m {_TCP} tcp",
+            cells={"transfer GB/s": f"{tcp / 1e9:.2f}"},
+            samples={"transfer_s": tcp_s},
+        ),
     ]
-    plots.samples(options.output / "t3.png", rows, sample="stall_s", label="stall of the survivors at a join, s")
+    plots.samples(
+        options.output / "t3.png",
+        rows,
+        sample="stall_s",
+        label="stall of the survivors at a join, s",
+    )
     return Table(
         key="t3",
         title="Joining: stall of the survivors, and transfer of the state against raw TCP",
         target=f"stall <= {ALLOWED_S} s + size / ({OF_TCP} x raw TCP)",
         method=(
-            f"{WORKERS} workers train a perceptron as large as the state says (weights and momentum, all trained), {BATCH} samples per "
-            "rank and step, under ddp. One is killed, each rank in turn, and a replacement joins. The stall is a survivor's longest step "
-            f"minus its median step, among up to {STEPS_AROUND} steps before the join and {STEPS_AROUND} after it; the larger of both "
-            "survivors. Steps before the first one without the dead do not count. The transfer's rate is what the joiner's log says, from "
-            "its first request to the last checksum; torchft says none. Raw TCP is one connection over loopback that moves 64 MiB into "
-            "memory that is there already, before and after all else. Medians."
+            f"{WORKERS} workers train a perceptron as large as the state says (weights and "
+            f"momentum, all trained), {BATCH} samples per rank and step, under ddp. One is killed, "
+            "each rank in turn, and a replacement joins. The stall is a survivor's longest step "
+            f"minus its median step, among up to {STEPS_AROUND} steps before the join and "
+            f"{STEPS_AROUND} after it; the larger of both survivors. Steps before the first one "
+            "without the dead do not count. The transfer's rate is what the joiner's log says, "
+            "from its first request to the last checksum; torchft says none. Raw TCP is one "
+            "connection over loopback that moves 64 MiB into memory that is there already, before "
+            "and after all else. Medians."
             + devices.describe("", " Each worker has a GPU, on which weights and momentum are.")
         ),
-        columns=("joins", "step s", "stall s", "longest stall s", "allowed s", "transfer GB/s", "x raw TCP"),
+        columns=(
+            "joins",
+            "step s",
+            "stall s",
+            "longest stall s",
+            "allowed s",
+            "transfer GB/s",
+            "x raw TCP",
+        ),
         rows=devices.named(rows),
-        verdict=_verdict([(nbytes, joins) for candidate, nbytes, joins in measured if candidate.name == "shoal"], tcp),
+        verdict=_verdict(
+            [(nbytes, joins) for candidate, nbytes, joins in measured if candidate.name == "shoal"],
+            tcp,
+        ),
     )
 
 
@@ -140,9 +180,22 @@ def row(name: str, command: str, nbytes: float, joins: Joins, tcp: float) -> Row
             "longest stall s": f"{max(joins.stalls_s):.2f}",
         }
     if joins.rate is not None:
-        cells |= {"transfer GB/s": f"{joins.rate / 1e9:.2f}", "x raw TCP": f"{joins.rate / tcp:.2f}"}
-    samples = {"stall_s": joins.stalls_s, "step_s": joins.steps_s, "transfer_s": [seconds for _, seconds in joins.transfers]}
-    return Row(name=f"{name}, {nbytes / 1e6:.0f} MB", command=command, cells=cells, samples=samples, failure=joins.failure)
+        cells |= {
+            "transfer GB/s": f"{joins.rate / 1e9:.2f}",
+            "x raw TCP": f"{joins.rate / tcp:.2f}",
+        }
+    samples = {
+        "stall_s": joins.stalls_s,
+        "step_s": joins.steps_s,
+        "transfer_s": [seconds for _, seconds in joins.transfers],
+    }
+    return Row(
+        name=f"{name}, {nbytes / 1e6:.0f} MB",
+        command=command,
+        cells=cells,
+        samples=samples,
+        failure=joins.failure,
+    )
 
 
 def _joins(candidate: Candidate, nbytes: float, count: int, device: str) -> Joins:
@@ -154,12 +207,16 @@ def _joins(candidate: Candidate, nbytes: float, count: int, device: str) -> Join
     return joins
 
 
-def _kill_and_replace(candidate: Candidate, nbytes: float, count: int, joins: Joins, device: str) -> None:
+def _kill_and_replace(
+    candidate: Candidate, nbytes: float, count: int, joins: Joins, device: str
+) -> None:
     width = math.isqrt(round(nbytes / _BYTES_PER_WEIGHT / _SQUARE_LAYERS))
     with Stage() as stage:
         directory = stage.directory / "steps"
         directory.mkdir()
-        system = candidate.start(stage, Workload(log=directory, ranks=WORKERS, width=width, batch=BATCH, device=device))
+        system = candidate.start(
+            stage, Workload(log=directory, ranks=WORKERS, width=width, batch=BATCH, device=device)
+        )
         logs = StepLogs(directory)
         since_ns = time.monotonic_ns()
         group = _whole(stage, logs, candidate, since_ns)
@@ -170,7 +227,10 @@ def _kill_and_replace(candidate: Candidate, nbytes: float, count: int, joins: Jo
             system.kill(group[turn % WORKERS])
             system.replace()
             group = _whole(stage, logs, candidate, since_ns)
-            late = ([commit for commit in logs.commits[pid] if commit.time_ns > since_ns] for pid in survivors)
+            late = (
+                [commit for commit in logs.commits[pid] if commit.time_ns > since_ns]
+                for pid in survivors
+            )
             stall, step = max(stall_s(commits, workers=WORKERS) for commits in late)
             joins.stalls_s.append(stall)
             joins.steps_s.append(step)
@@ -182,7 +242,11 @@ def _whole(stage: Stage, logs: StepLogs, candidate: Candidate, since_ns: int) ->
         logs.read()
         return members(logs.commits, workers=WORKERS, since_ns=since_ns)
 
-    stage.wait_until(f"{candidate.name}: {WORKERS} workers stepping together", lambda: bool(found()), timeout_s=_TIMEOUT_S)
+    stage.wait_until(
+        f"{candidate.name}: {WORKERS} workers stepping together",
+        lambda: bool(found()),
+        timeout_s=_TIMEOUT_S,
+    )
     return found()
 
 
@@ -207,4 +271,7 @@ def _judged(nbytes: float, joins: Joins, tcp: float) -> str:
     if not joins.stalls_s:
         return f"{nbytes / 1e6:.0f} MB not measured"
     stall, allowed = statistics.median(joins.stalls_s), allowed_s(nbytes, tcp)
-    return f"{nbytes / 1e6:.0f} MB {stall:.2f} s of {allowed:.2f} s ({'reached' if stall <= allowed else 'not reached'})"
+    return (
+        f"{nbytes / 1e6:.0f} MB {stall:.2f} s of {allowed:.2f} s "
+        f"({'reached' if stall <= allowed else 'not reached'})"
+    )

@@ -1,4 +1,5 @@
-"""Tells from the workers' step logs when a group is whole, and how long a join held the others up. Starts nobody itself."""
+"""Tells from the workers' step logs when a group is whole, and how long a join held the others up.
+Starts nobody itself."""
 
 from __future__ import annotations
 
@@ -12,34 +13,60 @@ from benchmarks.errors import MeasurementError
 from benchmarks.workers.steplog import Commit
 
 STEPS_AROUND: Final = 10
-"""Steps before a join, at most, and after it, among which its stall is looked for and which give the median."""
+"""Steps before a join, at most, and after it, among which its stall is looked for and which give
+the median."""
 _TAKEN: Final = re.compile(r"took ([\d.]+) MB of state from \d+ donor\(s\) in ([\d.]+) s")
 
 
 def members(commits: Mapping[int, Sequence[Commit]], *, workers: int, since_ns: int) -> list[int]:
-    """Pids that have done `STEPS_AROUND` steps and one more as a group of so many workers since that time, by rank; empty: there is no such
-    group. A process that is gone is none of them: it has no steps since its end."""
-    late = {pid: [commit for commit in of_pid if commit.time_ns > since_ns] for pid, of_pid in commits.items()}
-    whole = {pid: of_pid for pid, of_pid in late.items() if _whole_steps(of_pid, workers) > STEPS_AROUND}
+    """Pids that have done `STEPS_AROUND` steps and one more as a group of so many workers since
+    that time, by rank; empty: there is no such group. A process that is gone is none of them: it
+    has no steps since its end."""
+    late = {
+        pid: [commit for commit in of_pid if commit.time_ns > since_ns]
+        for pid, of_pid in commits.items()
+    }
+    whole = {
+        pid: of_pid for pid, of_pid in late.items() if _whole_steps(of_pid, workers) > STEPS_AROUND
+    }
     return sorted(whole, key=lambda pid: whole[pid][-1].rank) if len(whole) == workers else []
 
 
 def _whole_steps(commits: Sequence[Commit], workers: int) -> int:
-    return next((number for number, commit in enumerate(reversed(commits)) if commit.world_size != workers), len(commits))
+    return next(
+        (number for number, commit in enumerate(reversed(commits)) if commit.world_size != workers),
+        len(commits),
+    )
 
 
 def stall_s(commits: Sequence[Commit], *, workers: int) -> tuple[float, float]:
-    """How long a join made one worker that stayed wait, in seconds: (longest step minus median step, median step) around the join, from the
-    times at which that worker committed steps between the kill and the time after the join.
+    """How long a join made one worker that stayed wait, in seconds: (longest step minus median
+    step, median step) around the join, from the times at which that worker committed steps between
+    the kill and the time after the join.
 
     Raises:
-        MeasurementError: it did no step between the death and the join, so that the two cannot be told apart.
+        MeasurementError: it did no step between the death and the join, so that the two cannot be
+            told apart.
     """
-    shrunk = next((number for number, commit in enumerate(commits) if commit.world_size < workers), None)
-    joined = None if shrunk is None else next((n for n in range(shrunk, len(commits)) if commits[n].world_size == workers), None)
+    shrunk = next(
+        (number for number, commit in enumerate(commits) if commit.world_size < workers), None
+    )
+    joined = (
+        None
+        if shrunk is None
+        else next(
+            (n for n in range(shrunk, len(commits)) if commits[n].world_size == workers), None
+        )
+    )
     if shrunk is None or joined is None:
-        raise MeasurementError("no step of the survivors lies between the death and the join: take a state that is trained faster")
-    times = [commit.time_ns for commit in commits[max(shrunk, joined - 1 - STEPS_AROUND) : joined + 1 + STEPS_AROUND]]
+        raise MeasurementError(
+            "no step of the survivors lies between the death and the join: take a state that is "
+            "trained faster"
+        )
+    times = [
+        commit.time_ns
+        for commit in commits[max(shrunk, joined - 1 - STEPS_AROUND) : joined + 1 + STEPS_AROUND]
+    ]
     steps = [(end - begin) / 1e9 for begin, end in itertools.pairwise(times)]
     median = statistics.median(steps)
     return max(steps) - median, median
@@ -47,4 +74,6 @@ def stall_s(commits: Sequence[Commit], *, workers: int) -> tuple[float, float]:
 
 def taken(output: str) -> list[tuple[float, float]]:
     """What Shoal's workers say about the state they took, oldest first: (bytes, seconds)."""
-    return [(float(megabytes) * 1e6, float(seconds)) for megabytes, seconds in _TAKEN.findall(output)]
+    return [
+        (float(megabytes) * 1e6, float(seconds)) for megabytes, seconds in _TAKEN.findall(output)
+    ]

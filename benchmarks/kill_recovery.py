@@ -1,8 +1,9 @@
 """T1: from SIGKILL of one worker until all survivors have committed their next step.
 
-One run gives many samples: kill, wait until the survivors step again, wait until a replacement has joined and all step together, kill the
-next one. The kill comes at a random moment of a step, and each rank gets its turn. Where a failure restarts all workers
-(torchrun), it is over when all that take part have done a step.
+One run gives many samples: kill, wait until the survivors step again, wait until a replacement has
+joined and all step together, kill the next one. The kill comes at a random moment of a step, and
+each rank gets its turn. Where a failure restarts all workers (torchrun), it is over when all that
+take part have done a step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from benchmarks.processes import Stage
 from benchmarks.recovery import Recovery
 from benchmarks.registry import Options
 from benchmarks.report import Row, Table
-from benchmarks.systems import ElasticTorchrun, Start, Torchft, TorchftSettings, start_bare, start_shoal, start_torchrun
+from benchmarks.systems import (
+    ElasticTorchrun,
+    Start,
+    Torchft,
+    TorchftSettings,
+    start_bare,
+    start_shoal,
+    start_torchrun,
+)
 from benchmarks.workers.steplog import StepLogs
 from benchmarks.workers.workload import Workload
 
@@ -34,26 +43,32 @@ WIDTH: Final = 400
 BATCH: Final = 32
 OF_FLOOR: Final = 1.4
 OF_FLOOR_OTHERS: Final = 2.0
-"""Target, as a multiple of the floor, for 8 ranks, zero2 and fsdp; OF_FLOOR is that of ddp with few ranks."""
+"""Target, as a multiple of the floor, for 8 ranks, zero2 and fsdp; OF_FLOOR is that of ddp with few
+ranks."""
 CUDA_WIDTH: Final = 4096
 CUDA_BATCH: Final = 256
 CUDA_OF_FLOOR: Final = 2.0
 NOTICED_S: Final = 0.25
-"""How long after a connection has ended a Gloo group's watch ends the group (shoal_worker.backends.gloo.sockets.GRACE_S)."""
+"""How long after a connection has ended a Gloo group's watch ends the group
+(shoal_worker.backends.gloo.sockets.GRACE_S)."""
 _FLOOR: Final = (
-    "The bare floor is as many forked processes with a Gloo group and nothing else, which know what happened: they form a group anew and "
-    "take one step, whose only collective sums all gradients of the same model."
+    "The bare floor is as many forked processes with a Gloo group and nothing else, which know "
+    "what happened: they form a group anew and take one step, whose only collective sums all "
+    "gradients of the same model."
 )
 _FLOOR_OF_DEVICES: Final = (
-    f"The floor is a quarter of a second ({NOTICED_S:g} s), in which a death is noticed, and what as many processes that are warm take to "
-    "connect a new NCCL group and sum one number over it; an abort, the state's agreement and the step are not in it. The device has done "
-    "all it was told before a step counts as committed. torchft and elastic agents are not here: they have no CUDA in this environment, or "
-    "no device of their own for each agent."
+    f"The floor is a quarter of a second ({NOTICED_S:g} s), in which a death is noticed, and what "
+    "as many processes that are warm take to connect a new NCCL group and sum one number over it; "
+    "an abort, the state's agreement and the step are not in it. The device has done all it was "
+    "told before a step counts as committed. torchft and elastic agents are not here: they have "
+    "no CUDA in this environment, or no device of their own for each agent."
 )
 _LONGEST_PHASE_S: Final = 0.1
 _START_TIMEOUT_S: Final = 120
 _RECOVERY_TIMEOUT_S: Final = 180
-TUNED: Final = TorchftSettings(heartbeat_timeout_ms=200, heartbeat_ms=20, join_timeout_ms=100, quorum_tick_ms=10, timeout_s=5)
+TUNED: Final = TorchftSettings(
+    heartbeat_timeout_ms=200, heartbeat_ms=20, join_timeout_ms=100, quorum_tick_ms=10, timeout_s=5
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +94,23 @@ class Candidate:
         return self.ranks if self.restarts_all else self.ranks - 1
 
 
-def _shoal(name: str, *, kills: int, ranks: int = WORKERS, of_floor: float = OF_FLOOR_OTHERS, more: tuple[str, ...] = ()) -> Candidate:
-    words = ("--nproc-per-node", str(ranks), "--max-restarts", "1000000", "-m", "benchmarks.workers.train_shoal", *more)
+def _shoal(
+    name: str,
+    *,
+    kills: int,
+    ranks: int = WORKERS,
+    of_floor: float = OF_FLOOR_OTHERS,
+    more: tuple[str, ...] = (),
+) -> Candidate:
+    words = (
+        "--nproc-per-node",
+        str(ranks),
+        "--max-restarts",
+        "1000000",
+        "-m",
+        "benchmarks.workers.train_shoal",
+        *more,
+    )
     return Candidate(
         name=name,
         command=" ".join(("shoal run --standalone", *words)),
@@ -95,9 +125,10 @@ def _shoal(name: str, *, kills: int, ranks: int = WORKERS, of_floor: float = OF_
 def torchft_command(settings: TorchftSettings) -> str:
     """How torchft is started with them, as a person would type it."""
     return (
-        f"torchft_lighthouse --heartbeat_timeout_ms {settings.heartbeat_timeout_ms} --join_timeout_ms {settings.join_timeout_ms} "
-        f"--quorum_tick_ms {settings.quorum_tick_ms}; per replica python -m benchmarks.workers.train_torchft "
-        f"--heartbeat-ms {settings.heartbeat_ms} --timeout-s {settings.timeout_s:g}"
+        f"torchft_lighthouse --heartbeat_timeout_ms {settings.heartbeat_timeout_ms} "
+        f"--join_timeout_ms {settings.join_timeout_ms} --quorum_tick_ms {settings.quorum_tick_ms}; "
+        "per replica python -m benchmarks.workers.train_torchft --heartbeat-ms "
+        f"{settings.heartbeat_ms} --timeout-s {settings.timeout_s:g}"
     )
 
 
@@ -128,7 +159,8 @@ CANDIDATES: Final = (
     ),
     Candidate(
         name="torchrun, restart of all",
-        command="torchrun --standalone --nproc-per-node 3 --max-restarts 1000000 -m benchmarks.workers.train_ddp",
+        command="torchrun --standalone --nproc-per-node 3 --max-restarts 1000000 -m "
+        "benchmarks.workers.train_ddp",
         start=partial(start_torchrun, restarts=True),
         kills=3,
         quick_kills=1,
@@ -137,7 +169,8 @@ CANDIDATES: Final = (
     ),
     Candidate(
         name="torchrun, elastic agents",
-        command="3 x torchrun --nnodes 2:3 --nproc-per-node 1 --rdzv-backend c10d -m benchmarks.workers.train_ddp",
+        command="3 x torchrun --nnodes 2:3 --nproc-per-node 1 --rdzv-backend c10d -m "
+        "benchmarks.workers.train_ddp",
         start=partial(ElasticTorchrun, last_call_s=None),
         kills=1,
         quick_kills=0,
@@ -145,7 +178,8 @@ CANDIDATES: Final = (
     ),
     Candidate(
         name="torchrun, elastic agents, last_call_timeout=1",
-        command="3 x torchrun --nnodes 2:3 --nproc-per-node 1 --rdzv-conf last_call_timeout=1 -m benchmarks.workers.train_ddp",
+        command="3 x torchrun --nnodes 2:3 --nproc-per-node 1 --rdzv-conf last_call_timeout=1 -m "
+        "benchmarks.workers.train_ddp",
         start=partial(ElasticTorchrun, last_call_s=1),
         kills=1,
         quick_kills=0,
@@ -155,10 +189,15 @@ CANDIDATES: Final = (
 
 
 CUDA_CANDIDATES: Final = (
-    *(replace(candidate, of_floor=CUDA_OF_FLOOR) for candidate in CANDIDATES if candidate.name.startswith("shoal")),
+    *(
+        replace(candidate, of_floor=CUDA_OF_FLOOR)
+        for candidate in CANDIDATES
+        if candidate.name.startswith("shoal")
+    ),
     *(candidate for candidate in CANDIDATES if candidate.name == "torchrun, restart of all"),
 )
-"""The systems that have CUDA in this environment, with all workers under one launcher, which gives each its device."""
+"""The systems that have CUDA in this environment, with all workers under one launcher, which gives
+each its device."""
 
 
 def measure(options: Options) -> Table:
@@ -167,31 +206,47 @@ def measure(options: Options) -> Table:
     candidates = CUDA_CANDIDATES if devices.for_cuda else CANDIDATES
     chosen = [candidate for candidate in candidates if not options.quick or candidate.quick_kills]
     measured = [(candidate, _row(candidate, options)) for candidate in chosen]
-    floors = {ranks: (_floor_of_devices if devices.for_cuda else _floor)(options, ranks) for ranks in (WORKERS, MANY_WORKERS)}
+    floors = {
+        ranks: (_floor_of_devices if devices.for_cuda else _floor)(options, ranks)
+        for ranks in (WORKERS, MANY_WORKERS)
+    }
     shares = [of_floor(row, floors[candidate.ranks]) for candidate, row in measured]
-    rows = [*(with_share(row, share) for (_, row), share in zip(measured, shares, strict=True)), *floors.values()]
-    plots.samples(options.output / "t1.png", rows, sample="pause_s", label="kill to next committed step, s")
+    rows = [
+        *(with_share(row, share) for (_, row), share in zip(measured, shares, strict=True)),
+        *floors.values(),
+    ]
+    plots.samples(
+        options.output / "t1.png", rows, sample="pause_s", label="kill to next committed step, s"
+    )
     return Table(
         key="t1",
         title="SIGKILL of 1 worker to the next committed step of all survivors",
         target=devices.describe(
-            f"p50 <= {OF_FLOOR} x the bare floor of the same run; 8 ranks, zero2 and fsdp <= {OF_FLOOR_OTHERS} x theirs",
-            f"p50 <= {CUDA_OF_FLOOR} x the floor of the same run: a quarter of a second, and connecting NCCL anew",
+            f"p50 <= {OF_FLOOR} x the bare floor of the same run; 8 ranks, zero2 and fsdp <= "
+            f"{OF_FLOOR_OTHERS} x theirs",
+            f"p50 <= {CUDA_OF_FLOOR} x the floor of the same run: a quarter of a second, and "
+            "connecting NCCL anew",
         ),
         method=(
-            f"Workers, three where the row says no other number, train a {devices.size(WIDTH, CUDA_WIDTH)}-wide perceptron, "
-            f"{devices.size(BATCH, CUDA_BATCH)} samples per rank and step, under "
-            "ddp unless the row says otherwise. One is killed at a random moment, each rank in turn; the time ends when the last survivor "
-            "has committed a step in a newer group. Then a replacement joins, and when all have done 20 steps together, the next one is "
-            "killed. Shoal's launcher starts the replacement a quarter of a second after the death, on the same cores; torchft's starts "
-            "after the measurement. torchrun restarts all workers, which load no checkpoint here; its elastic agents die with their "
-            "worker, as a machine does. torchrun runs with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it a restarted Gloo group cannot "
-            f"connect. {devices.describe(_FLOOR, _FLOOR_OF_DEVICES)} Each row is compared with the floor of "
-            "its number of ranks. With few samples p99 is close to the largest one."
+            "Workers, three where the row says no other number, train a "
+            f"{devices.size(WIDTH, CUDA_WIDTH)}-wide perceptron, {devices.size(BATCH, CUDA_BATCH)} "
+            "samples per rank and step, under ddp unless the row says otherwise. One is killed at "
+            "a random moment, each rank in turn; the time ends when the last survivor has "
+            "committed a step in a newer group. Then a replacement joins, and when all have done "
+            "20 steps together, the next one is killed. Shoal's launcher starts the replacement a "
+            "quarter of a second after the death, on the same cores; torchft's starts after the "
+            "measurement. torchrun restarts all workers, which load no checkpoint here; its "
+            "elastic agents die with their worker, as a machine does. torchrun runs with "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it a restarted Gloo group cannot "
+            f"connect. {devices.describe(_FLOOR, _FLOOR_OF_DEVICES)} Each row is compared with the "
+            "floor of its number of ranks. With few samples p99 is close to the largest one."
         ),
         columns=("kills", "p50 s", "p99 s", "max s", "p50, of floor"),
         rows=devices.named(rows),
-        verdict=verdict((row.name, share, candidate.of_floor) for (candidate, row), share in zip(measured, shares, strict=True)),
+        verdict=verdict(
+            (row.name, share, candidate.of_floor)
+            for (candidate, row), share in zip(measured, shares, strict=True)
+        ),
     )
 
 
@@ -200,7 +255,12 @@ def _row(candidate: Candidate, options: Options) -> Row:
     failure = options.devices.lacking(candidate.name, candidate.ranks) or ""
     try:
         if not failure:
-            _kill_and_time(candidate, candidate.quick_kills if options.quick else candidate.kills, pauses, options.devices)
+            _kill_and_time(
+                candidate,
+                candidate.quick_kills if options.quick else candidate.kills,
+                pauses,
+                options.devices,
+            )
     except MeasurementError as error:
         failure = str(error)
     return _described(candidate.name, candidate.command, pauses, failure)
@@ -212,24 +272,44 @@ def _kill_and_time(candidate: Candidate, kills: int, pauses: list[float], device
         directory = stage.directory / "steps"
         directory.mkdir()
         width, batch = devices.size(WIDTH, CUDA_WIDTH), devices.size(BATCH, CUDA_BATCH)
-        system = candidate.start(stage, Workload(log=directory, ranks=candidate.ranks, width=width, batch=batch, device=devices.flag))
+        system = candidate.start(
+            stage,
+            Workload(
+                log=directory, ranks=candidate.ranks, width=width, batch=batch, device=devices.flag
+            ),
+        )
         logs = StepLogs(directory)
         for turn in range(kills):
-            recovery = Recovery(logs, workers=candidate.ranks, recovered=candidate.recovered, restarted=candidate.restarted)
-            stage.wait_until(f"{candidate.name}: {candidate.ranks} workers stepping together", recovery.settled, timeout_s=_START_TIMEOUT_S)
+            recovery = Recovery(
+                logs,
+                workers=candidate.ranks,
+                recovered=candidate.recovered,
+                restarted=candidate.restarted,
+            )
+            stage.wait_until(
+                f"{candidate.name}: {candidate.ranks} workers stepping together",
+                recovery.settled,
+                timeout_s=_START_TIMEOUT_S,
+            )
             victims = [pid for pid in recovery.members if system.may_kill(pid)]
             time.sleep(generator.uniform(0, _LONGEST_PHASE_S))
             victim = victims[turn % len(victims)]
             recovery.killed(victim, at_ns=time.monotonic_ns())
             system.kill(victim)
-            stage.wait_until(f"{candidate.name}: recovery", recovery.over, timeout_s=_RECOVERY_TIMEOUT_S)
+            stage.wait_until(
+                f"{candidate.name}: recovery", recovery.over, timeout_s=_RECOVERY_TIMEOUT_S
+            )
             pauses.append(recovery.pause_s)
             system.replace()
 
 
 def _floor(options: Options, ranks: int) -> Row:
     flags = {"ranks": ranks, "kills": 5 if options.quick else 30, "width": WIDTH, "batch": BATCH}
-    words = ["-m", "benchmarks.workers.bare_floor", *(f"--{name}={value}" for name, value in flags.items())]
+    words = [
+        "-m",
+        "benchmarks.workers.bare_floor",
+        *(f"--{name}={value}" for name, value in flags.items()),
+    ]
     pauses: list[float] = []
     failure = ""
     with Stage() as stage:
@@ -240,31 +320,55 @@ def _floor(options: Options, ranks: int) -> Row:
             pauses = json.loads(output.read_text())
         except MeasurementError as error:
             failure = str(error)
-    return _described(f"bare Gloo floor, {ranks} ranks", " ".join(["python", *words]), pauses, failure)
+    return _described(
+        f"bare Gloo floor, {ranks} ranks", " ".join(["python", *words]), pauses, failure
+    )
 
 
 def _floor_of_devices(options: Options, ranks: int) -> Row:
-    """A row of what no recovery over NCCL can be quicker than, as it is: see `_FLOOR_OF_DEVICES`."""
+    """A row of what no recovery over NCCL can be quicker than, as it is: see
+    `_FLOOR_OF_DEVICES`."""
     devices, pauses = options.devices, []
-    words = ["--standalone", "--nproc-per-node", str(ranks), "-m", "benchmarks.workers.bare_connect", "--device", devices.flag]
+    words = [
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "-m",
+        "benchmarks.workers.bare_connect",
+        "--device",
+        devices.flag,
+    ]
     words += ["--times", "3" if options.quick else "10"]
     failure = devices.lacking("the floor", ranks) or ""
     with Stage() as stage:
         output = stage.directory / "connecting.json"
         try:
             if not failure:
-                stage.finish(start_bare(stage, [*words, "--output", str(output)]).process, timeout_s=600)
+                stage.finish(
+                    start_bare(stage, [*words, "--output", str(output)]).process, timeout_s=600
+                )
                 pauses = [NOTICED_S + seconds for seconds in json.loads(output.read_text())]
         except MeasurementError as error:
             failure = str(error)
-    return _described(f"noticed, and connected anew, {ranks} ranks", " ".join(["torchrun", *words]), pauses, failure)
+    return _described(
+        f"noticed, and connected anew, {ranks} ranks",
+        " ".join(["torchrun", *words]),
+        pauses,
+        failure,
+    )
 
 
 def _described(name: str, command: str, pauses: Sequence[float], failure: str) -> Row:
     cells = {"kills": str(len(pauses))}
     if pauses:
-        cells |= {"p50 s": _seconds(quantile(pauses, 0.5)), "p99 s": _seconds(quantile(pauses, 0.99)), "max s": _seconds(max(pauses))}
-    return Row(name=name, command=command, cells=cells, samples={"pause_s": list(pauses)}, failure=failure)
+        cells |= {
+            "p50 s": _seconds(quantile(pauses, 0.5)),
+            "p99 s": _seconds(quantile(pauses, 0.99)),
+            "max s": _seconds(max(pauses)),
+        }
+    return Row(
+        name=name, command=command, cells=cells, samples={"pause_s": list(pauses)}, failure=failure
+    )
 
 
 def _seconds(value: float) -> str:
@@ -279,14 +383,22 @@ def of_floor(row: Row, floor: Row) -> float | None:
 
 def with_share(row: Row, share: float | None) -> Row:
     """The row with its ratio to the floor, where there is one."""
-    return row if share is None else replace(row, cells={**row.cells, "p50, of floor": f"{share:.2f}"})
+    return (
+        row if share is None else replace(row, cells={**row.cells, "p50, of floor": f"{share:.2f}"})
+    )
 
 
 def verdict(shares: Iterable[tuple[str, float | None, float | None]]) -> str:
     """From each row's name, ratio to its floor, and target; rows without a target are left out."""
-    judged = [f"{name} {_judged(share, target)}" for name, share, target in shares if target is not None]
+    judged = [
+        f"{name} {_judged(share, target)}" for name, share, target in shares if target is not None
+    ]
     return f"Measured, p50 of the floor: {'; '.join(judged)}."
 
 
 def _judged(share: float | None, target: float) -> str:
-    return "not measured" if share is None else f"{share:.2f} x ({'reached' if share <= target else 'not reached'})"
+    return (
+        "not measured"
+        if share is None
+        else f"{share:.2f} x ({'reached' if share <= target else 'not reached'})"
+    )

@@ -1,6 +1,8 @@
-"""T14: from the start of the command to the end of the first training step, `shoal run` against torchrun, in turns.
+"""T14: from the start of the command to the end of the first training step, `shoal run` against
+torchrun, in turns.
 
-`shoal run` is measured with workers that are forked from a warm process, and with fresh interpreters.
+`shoal run` is measured with workers that are forked from a warm process, and with fresh
+interpreters.
 """
 
 from __future__ import annotations
@@ -63,21 +65,32 @@ def measure(options: Options) -> Table:
                 rows.append(_row(side))
                 verdicts.append(f"{side.name} not measured")
                 continue
-            first, whole = (ratio_of_medians(a, b) for a, b in ((side.first_step_s, theirs.first_step_s), (side.exit_s, theirs.exit_s)))
+            first, whole = (
+                ratio_of_medians(a, b)
+                for a, b in ((side.first_step_s, theirs.first_step_s), (side.exit_s, theirs.exit_s))
+            )
             rows.append(_row(side, {"ratio": str(first), "ratio to the exit": str(whole)}))
-            reached = "" if not side.warm else " (reached)" if first.value <= target else " (not reached)"
+            reached = (
+                "" if not side.warm else " (reached)" if first.value <= target else " (not reached)"
+            )
             verdicts.append(f"{side.name} {first.value:.3f} x{reached}")
-    plots.samples(options.output / "t14.png", rows, sample="first_step_s", label="command to first step, s")
+    plots.samples(
+        options.output / "t14.png", rows, sample="first_step_s", label="command to first step, s"
+    )
     return Table(
         key="t14",
         title="From the command to the first step",
-        target="; ".join(f"{ranks} ranks <= {target} x torchrun" for ranks, target in TARGETS.items()),
+        target="; ".join(
+            f"{ranks} ranks <= {target} x torchrun" for ranks, target in TARGETS.items()
+        ),
         method=(
-            f"All launch their workers on this machine with the same model and data, which leave after one step; {rounds} rounds, in "
-            "turns whose order alternates, after one that is not counted. The time runs from the start of the command until the last rank "
-            "has done its first step; `shoal run` starts Valkey and the coordinator meanwhile. Its workers are forked from a process that "
-            "has imported torch, or are fresh interpreters (`--no-warm`). The ratio is that of the medians, with its 95 % confidence "
-            "interval (bootstrap over rounds)."
+            "All launch their workers on this machine with the same model and data, which leave "
+            f"after one step; {rounds} rounds, in turns whose order alternates, after one that is "
+            "not counted. The time runs from the start of the command until the last rank has "
+            "done its first step; `shoal run` starts Valkey and the coordinator meanwhile. Its "
+            "workers are forked from a process that has imported torch, or are fresh interpreters "
+            "(`--no-warm`). The ratio is that of the medians, with its 95 % confidence interval "
+            "(bootstrap over rounds)."
         ),
         columns=("rounds", "first step s", "exit s", "ratio", "ratio to the exit"),
         rows=tuple(rows),
@@ -133,9 +146,15 @@ def _launch(side: Side, ranks: int, *, counted: bool) -> None:
 def _row(side: Side, ratios: dict[str, str] | None = None) -> Row:
     cells = {"rounds": str(len(side.first_step_s))}
     if side.first_step_s:
-        cells |= {"first step s": _spread(side.first_step_s), "exit s": _spread(side.exit_s), **(ratios or {})}
+        cells |= {
+            "first step s": _spread(side.first_step_s),
+            "exit s": _spread(side.exit_s),
+            **(ratios or {}),
+        }
     samples = {"first_step_s": side.first_step_s, "exit_s": side.exit_s}
-    return Row(name=side.name, command=side.command, cells=cells, samples=samples, failure=side.failure)
+    return Row(
+        name=side.name, command=side.command, cells=cells, samples=samples, failure=side.failure
+    )
 
 
 def _spread(times: Sequence[float]) -> str:

@@ -1,11 +1,13 @@
-"""Machines at one switch, made of network namespaces of this machine: each has a name, an address and a cable of its own.
+"""Machines at one switch, made of network namespaces of this machine: each has a name, an address
+and a cable of its own.
 
-A cable can be made slow (a token bucket at both of its ends, tc tbf). What one machine sends to another can be lost on the way, without a
-word to either: it is addressed to a station that is nobody's. So a cut may be one way, between two machines only, or around any of them.
+A cable can be made slow (a token bucket at both of its ends, tc tbf). What one machine sends to
+another can be lost on the way, without a word to either: it is addressed to a station that is
+nobody's. So a cut may be one way, between two machines only, or around any of them.
 
-Needs root, `ip` and `tc`. Everything lies in namespaces, so that deleting those leaves nothing behind; they bear the process's id, and
-those of processes that are no more (killed before they could clean up) are deleted, with what runs in them, when the next ones are made.
-Linux alone.
+Needs root, `ip` and `tc`. Everything lies in namespaces, so that deleting those leaves nothing
+behind; they bear the process's id, and those of processes that are no more (killed before they
+could clean up) are deleted, with what runs in them, when the next ones are made. Linux alone.
 """
 
 from __future__ import annotations
@@ -36,8 +38,16 @@ _NOBODY: Final = "02:00:00:00:ff:ff"
 _BURST: Final = "128kb"
 _QUEUE: Final = "50ms"
 _TIMEOUT_S: Final = 20
-# A machine knows its own name, as on a network: `unshare` is of the package that `mount` is of. Each program here execs the next.
-_NAMED: Final = ("unshare", "--uts", "--", "sh", "-c", 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"')
+# A machine knows its own name, as on a network: `unshare` is of the package that `mount` is of.
+# Each program here execs the next.
+_NAMED: Final = (
+    "unshare",
+    "--uts",
+    "--",
+    "sh",
+    "-c",
+    'echo "$0" > /proc/sys/kernel/hostname; exec "$@"',
+)
 
 _KNOWING: Final = ("sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"')
 """`ip netns exec` gives each program a mount namespace of its own."""
@@ -79,31 +89,61 @@ class Machines:
             undo.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._delete()
 
     def address(self, machine: str) -> str:
         """Where the others reach it."""
-        return f"fd77::{self._number(machine):x}" if self._ipv6 else f"10.77.0.{self._number(machine)}"
+        return (
+            f"fd77::{self._number(machine):x}" if self._ipv6 else f"10.77.0.{self._number(machine)}"
+        )
 
     def second_address(self, machine: str) -> str:
         """Where others of its second network reach it (`connect`)."""
         return f"10.78.0.{self._number(machine)}"
 
     def connect(self, *machines: str) -> None:
-        """Gives these machines a second network, of their own, at the interface `SECOND_INTERFACE`."""
+        """Gives these machines a second network, of their own, at the interface
+        `SECOND_INTERFACE`."""
         switch = self._namespace(_SWITCH)
         _ip("-n", switch, "link", "add", "br1", "type", "bridge")
         _ip("-n", switch, "link", "set", "br1", "up")
         for machine in machines:
             own, port = self._namespace(machine), f"second{self._number(machine)}"
-            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", SECOND_INTERFACE, "netns", own)
+            _ip(
+                "-n",
+                switch,
+                "link",
+                "add",
+                port,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                SECOND_INTERFACE,
+                "netns",
+                own,
+            )
             _ip("-n", switch, "link", "set", port, "master", "br1", "up")
-            _ip("-n", own, "address", "add", f"{self.second_address(machine)}/24", "dev", SECOND_INTERFACE)
+            _ip(
+                "-n",
+                own,
+                "address",
+                "add",
+                f"{self.second_address(machine)}/24",
+                "dev",
+                SECOND_INTERFACE,
+            )
             _ip("-n", own, "link", "set", SECOND_INTERFACE, "up")
 
     def configure(self, machine: str, *command: str) -> None:
-        """Runs a program there that changes its network, such as `ip route`. Raises MeasurementError where it fails."""
+        """Runs a program there that changes its network, such as `ip route`. Raises
+        MeasurementError where it fails."""
         _ip("netns", "exec", self._namespace(machine), *command)
 
     def on(self, machine: str, command: Sequence[str]) -> list[str]:
@@ -142,7 +182,7 @@ class Machines:
         """Ends `lose`."""
         self._set_station(sender, receiver, self._station(receiver))
 
-    # --------------------------------------------------------------------------------------------------------------- making
+    # --------------------------------------------------------------------------------------- making
 
     def _number(self, machine: str) -> int:
         return self._names.index(machine) + 1
@@ -155,7 +195,10 @@ class Machines:
 
     def _cable(self, machine: str) -> tuple[tuple[str, str], tuple[str, str]]:
         """Namespace and interface of its two ends."""
-        return (self._namespace(machine), INTERFACE), (self._namespace(_SWITCH), self._port(machine))
+        return (self._namespace(machine), INTERFACE), (
+            self._namespace(_SWITCH),
+            self._port(machine),
+        )
 
     def _station(self, machine: str) -> str:
         return f"02:00:00:00:00:{self._number(machine):02x}"
@@ -174,7 +217,16 @@ class Machines:
             _ip("-n", switch, "link", "add", port, "type", "veth", *peer)
             _ip("-n", switch, "link", "set", port, "master", "br0", "up")
             length = ("64", "nodad") if self._ipv6 else ("24",)
-            _ip("-n", own, "address", "add", f"{self.address(machine)}/{length[0]}", *length[1:], "dev", INTERFACE)
+            _ip(
+                "-n",
+                own,
+                "address",
+                "add",
+                f"{self.address(machine)}/{length[0]}",
+                *length[1:],
+                "dev",
+                INTERFACE,
+            )
             _ip("-n", own, "link", "set", INTERFACE, "up")
         for sender in self._names:
             for receiver in self._names:
@@ -211,7 +263,8 @@ def _delete_leftovers() -> None:
 
 
 def _delete(name: str) -> None:
-    """A namespace, and what still runs in it: it would live on unseen for as long as one process does."""
+    """A namespace, and what still runs in it: it would live on unseen for as long as one process
+    does."""
     deadline = time.monotonic() + _TIMEOUT_S
     while (running := _ip("netns", "pids", name).split()) and time.monotonic() < deadline:
         for process in running:
@@ -226,7 +279,9 @@ def _ip(*words: str) -> str:
 
 
 def _run(*command: str) -> str:
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    answer = subprocess.run(
+        command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+    )
     if answer.returncode:
         raise MeasurementError(f"{' '.join(command)}: {answer.stderr.strip()}")
     return answer.stdout

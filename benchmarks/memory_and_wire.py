@@ -1,6 +1,8 @@
-"""T8: what each strategy holds in memory and sends, measured, beside the formulas that it is documented with.
+"""T8: what each strategy holds in memory and sends, measured, beside the formulas that it is
+documented with.
 
-One launch per strategy and number of ranks; nothing here is timed. What is counted, and how, says `benchmarks.workers.account`.
+One launch per strategy and number of ranks; nothing here is timed. What is counted, and how, says
+`benchmarks.workers.account`.
 """
 
 from __future__ import annotations
@@ -32,12 +34,13 @@ _TIMEOUT_S: Final = 180
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One strategy, and what a rank is to hold and to send with so many ranks, in units of the parameters' bytes P. With AdamW G is P and O
-    is 2P."""
+    """One strategy, and what a rank is to hold and to send with so many ranks, in units of the
+    parameters' bytes P. With AdamW G is P and O is 2P."""
 
     strategy: str
     held: Callable[[int], float] | None
-    """Parameters, gradients and optimizer state together; None: there is no formula in these units."""
+    """Parameters, gradients and optimizer state together; None: there is no formula in these
+    units."""
     sent: Callable[[int], float] | None
     options: Mapping[str, Any] = field(default_factory=dict)
     ranks: tuple[int, ...] = (2, 3, 4)
@@ -67,7 +70,8 @@ _LOGITS: Final = _WIDE_BATCH * TOKENS * WORDS / _P
 
 
 def _tensor_sends(ranks: int) -> float:
-    """Four all-reduces of the activation a block, one for the embedding and one for the output layer, which also gathers the logits."""
+    """Four all-reduces of the activation a block, one for the embedding and one for the output
+    layer, which also gathers the logits."""
     return _all_reduce(ranks) * _ACTIVATION * (4 * BLOCKS + 2) + _LOGITS * (ranks - 1) / ranks
 
 
@@ -82,8 +86,21 @@ CASES: Final = (
     Case(strategy="zero2", held=lambda n: 1 + 3 / n, sent=_all_reduce),
     Case(strategy="zero3", held=lambda n: 4 / n, sent=lambda n: 1.5 * _all_reduce(n)),
     Case(strategy="fsdp", held=lambda n: 4 / n, sent=lambda n: 1.5 * _all_reduce(n)),
-    Case(strategy="hsdp", options={"shard_size": 2}, ranks=(4,), held=lambda _: 2, sent=lambda _: 1.5 + 0.5),
-    Case(strategy="tensor", ranks=(2, 4), replicas=lambda _: 1, batch=_WIDE_BATCH, held=lambda n: 4 / n, sent=_tensor_sends),
+    Case(
+        strategy="hsdp",
+        options={"shard_size": 2},
+        ranks=(4,),
+        held=lambda _: 2,
+        sent=lambda _: 1.5 + 0.5,
+    ),
+    Case(
+        strategy="tensor",
+        ranks=(2, 4),
+        replicas=lambda _: 1,
+        batch=_WIDE_BATCH,
+        held=lambda n: 4 / n,
+        sent=_tensor_sends,
+    ),
     Case(
         strategy="pipeline",
         options={"schedule": "1f1b", "micro_batches": 4},
@@ -100,7 +117,8 @@ CASES: Final = (
         replicas=lambda _: 2,
         batch=_WIDE_BATCH,
         held=lambda _: 2,
-        sent=lambda _: _tensor_sends(2) + 0.5,  # and an all-reduce of half of the gradients between two replicas
+        # and an all-reduce of half of the gradients between two replicas
+        sent=lambda _: _tensor_sends(2) + 0.5,
     ),
     Case(
         strategy="hybrid",
@@ -118,9 +136,15 @@ CASES: Final = (
         replicas=lambda _: 2,
         batch=_WIDE_BATCH,
         held=lambda _: 4 / 4,
-        sent=lambda _: _tensor_sends(2) + 0.75,  # two gatherings and a reduction, of a half, between two replicas
+        # two gatherings and a reduction, of a half, between two replicas
+        sent=lambda _: _tensor_sends(2) + 0.75,
     ),
-    Case(strategy="local_sgd", options={"sync_every": _ROUND}, held=lambda n: 4, sent=lambda n: _all_reduce(n) / _ROUND),
+    Case(
+        strategy="local_sgd",
+        options={"sync_every": _ROUND},
+        held=lambda n: 4,
+        sent=lambda n: _all_reduce(n) / _ROUND,
+    ),
     Case(strategy="async_sgd", servers=1, held=lambda n: 2, sent=lambda n: 2),
 )
 
@@ -136,7 +160,8 @@ class Account:
     mirrors: int
     peak: int
     sent: float
-    """Per step, without what goes to mirrors; with parameter servers what comes from them as well."""
+    """Per step, without what goes to mirrors; with parameter servers what comes from them as
+    well."""
     sent_to_mirrors: float
 
     @property
@@ -151,7 +176,10 @@ class Account:
             return int(max(sum(rank[role] for role in roles) for rank in ranks))
 
         # Sums over the ranks are exact; a rank's own part depends on the order of an uneven ring.
-        sent = statistics.fmean(r["sent"] - r["sent_to_mirrors"] + (r["received"] if with_received else 0.0) for r in ranks)
+        sent = statistics.fmean(
+            r["sent"] - r["sent_to_mirrors"] + (r["received"] if with_received else 0.0)
+            for r in ranks
+        )
         return cls(
             model=most("model"),
             parameters=most("parameters"),
@@ -166,7 +194,11 @@ class Account:
 
 def measure(options: Options) -> Table:
     """See the module. About 4 minutes."""
-    rows = [_row(case, ranks) for case in CASES for ranks in (case.ranks[:1] if options.quick else case.ranks)]
+    rows = [
+        _row(case, ranks)
+        for case in CASES
+        for ranks in (case.ranks[:1] if options.quick else case.ranks)
+    ]
     plots.parts(
         options.output / "t8.png",
         rows,
@@ -179,16 +211,21 @@ def measure(options: Options) -> Table:
     return Table(
         key="t8",
         title="Memory and bytes on the wire of each strategy, against the formulas",
-        target=f"within {TOLERANCE:.0%} of docs/strategies (replicas in peers' memory counted apart)",
+        target=f"within {TOLERANCE:.0%} of docs/strategies (replicas in peers' memory counted "
+        "apart)",
         method=(
-            "The decoder of T6 (P = 13.0 MiB, float32) with AdamW, so G = P and O = 2P; one sample per rank and step, over Gloo on "
-            f"loopback, {_WIDE_BATCH} per replica where activations are sent. All columns but the ratios are MiB of a rank. Memory is that "
-            "of distinct tensor storages: parameters and optimizer state between steps, gradients after the backward pass or at update; "
-            "the rank that has most; what else a strategy keeps (tensor, pipeline and hybrid the sums of gradients, local_sgd the round's "
-            "start) is in the peak alone. Mirrors are what a rank holds for another one, so that a death loses no state. The peak is what "
-            "torch's allocator has out at most within a step (its profiler's account on the training thread), with activations and buffers "
-            f"of collectives. Bytes sent are read from the kernel (TCP_INFO of every connection of the process, over {_STEPS} steps, the "
-            "mean of the ranks), the coordinator's heartbeats included; with async_sgd what a rank pushes and pulls. The ratios are "
+            "The decoder of T6 (P = 13.0 MiB, float32) with AdamW, so G = P and O = 2P; one "
+            f"sample per rank and step, over Gloo on loopback, {_WIDE_BATCH} per replica where "
+            "activations are sent. All columns but the ratios are MiB of a rank. Memory is that "
+            "of distinct tensor storages: parameters and optimizer state between steps, gradients "
+            "after the backward pass or at update; the rank that has most; what else a strategy "
+            "keeps (tensor, pipeline and hybrid the sums of gradients, local_sgd the round's "
+            "start) is in the peak alone. Mirrors are what a rank holds for another one, so that "
+            "a death loses no state. The peak is what torch's allocator has out at most within a "
+            "step (its profiler's account on the training thread), with activations and buffers "
+            "of collectives. Bytes sent are read from the kernel (TCP_INFO of every connection of "
+            f"the process, over {_STEPS} steps, the mean of the ranks), the coordinator's "
+            "heartbeats included; with async_sgd what a rank pushes and pulls. The ratios are "
             "measured over formula."
         ),
         columns=(
@@ -204,7 +241,10 @@ def _row(case: Case, ranks: int) -> Row:
     name = f"{case.name}, {ranks} ranks"
     more = ("--replicas", str(case.replicas(ranks)), "--options", json.dumps(dict(case.options)))
     flags = f"--nproc-per-node {ranks}" + (f" --servers {case.servers}" if case.servers else "")
-    command = f"shoal run --standalone {flags} -m benchmarks.workers.account --strategy {case.strategy} {' '.join(more[:3])} '{more[3]}'"
+    command = (
+        f"shoal run --standalone {flags} -m benchmarks.workers.account --strategy "
+        f"{case.strategy} {' '.join(more[:3])} '{more[3]}'"
+    )
     try:
         account = Account.of(launch(case, ranks, more), with_received=bool(case.servers))
     except MeasurementError as error:
@@ -212,10 +252,16 @@ def _row(case: Case, ranks: int) -> Row:
     roles = ("parameters", "gradients", "optimizer", "mirrors", "peak", "sent", "sent_to_mirrors")
     figures: dict[str, Sequence[float]] = {role: [getattr(account, role) / _MIB] for role in roles}
     cells = {role.replace("_", " "): f"{value[0]:.2f}" for role, value in figures.items()}
-    for column, measured, formula in (("held", account.held, case.held), ("sent", account.sent, case.sent)):
+    for column, measured, formula in (
+        ("held", account.held, case.held),
+        ("sent", account.sent, case.sent),
+    ):
         if formula is not None:
             share = measured / (formula(ranks) * account.model)
-            figures[f"{column}_of_formula"], cells[f"{column}, of formula"] = [share], f"{share:.3f}"
+            figures[f"{column}_of_formula"], cells[f"{column}, of formula"] = (
+                [share],
+                f"{share:.3f}",
+            )
     return Row(name=name, command=command, cells=cells, samples=figures)
 
 
@@ -229,7 +275,9 @@ def launch(case: Case, ranks: int, more: Sequence[str]) -> list[dict[str, float]
         stage.finish(system.process, timeout_s=_TIMEOUT_S)
         accounts = [json.loads(file.read_text()) for file in sorted(output.glob("*.json"))]
         if len(accounts) != ranks:
-            raise MeasurementError(f"{len(accounts)} of {ranks} ranks gave an account\n{stage.outputs()}")
+            raise MeasurementError(
+                f"{len(accounts)} of {ranks} ranks gave an account\n{stage.outputs()}"
+            )
         return accounts
 
 
@@ -242,8 +290,14 @@ def _verdict(rows: Sequence[Row]) -> str:
     }
     if not shares:
         return "Not measured."
-    above, below = ([text for text, share in shares.items() if sign * (share - 1) > TOLERANCE] for sign in (1, -1))
-    parts = [f"Measured: {len(shares) - len(above) - len(below)} of {len(shares)} figures are within {TOLERANCE:.0%}"]
+    above, below = (
+        [text for text, share in shares.items() if sign * (share - 1) > TOLERANCE]
+        for sign in (1, -1)
+    )
+    parts = [
+        f"Measured: {len(shares) - len(above) - len(below)} of {len(shares)} figures are within "
+        f"{TOLERANCE:.0%}"
+    ]
     parts += [f"more: {', '.join(above)}"] if above else []
     parts += [f"less: {', '.join(below)}"] if below else []
     return "; ".join(parts) + "."

@@ -1,4 +1,5 @@
-"""T16: bytes that workers and servers exchange, and the loss after the same samples: async_sgd with outer steps and without."""
+"""T16: bytes that workers and servers exchange, and the loss after the same samples: async_sgd with
+outer steps and without."""
 
 from __future__ import annotations
 
@@ -46,16 +47,30 @@ class System:
     def command(self) -> str:
         """At the learning rate that was found."""
         words = shlex.join([*self.words(self.learning_rate or LEARNING_RATES[0]), "--output=."])
-        return f"SHOAL_SERVER_TRANSPORT=tcp shoal run --standalone --nproc-per-node {RANKS} --servers 1 -m {_WORKER} {words}"
+        return (
+            f"SHOAL_SERVER_TRANSPORT=tcp shoal run --standalone --nproc-per-node {RANKS} "
+            f"--servers 1 -m {_WORKER} {words}"
+        )
 
 
 def systems() -> list[System]:
     """All rows; async_sgd as it is first."""
     return [
         System(name="async_sgd", flags=()),
-        *(System(name=f"inner_steps={steps}, DelayedNesterov(every={RANKS})", flags=(f"--inner-steps={steps}",)) for steps in (1, 8, 32)),
-        System(name="inner_steps=8, SGD(0.7, momentum=0.9, nesterov=True)", flags=("--inner-steps=8", "--outer=nesterov")),
-        System(name=f"inner_steps=8, SGD({1 / RANKS:g})", flags=("--inner-steps=8", "--outer=mean")),
+        *(
+            System(
+                name=f"inner_steps={steps}, DelayedNesterov(every={RANKS})",
+                flags=(f"--inner-steps={steps}",),
+            )
+            for steps in (1, 8, 32)
+        ),
+        System(
+            name="inner_steps=8, SGD(0.7, momentum=0.9, nesterov=True)",
+            flags=("--inner-steps=8", "--outer=nesterov"),
+        ),
+        System(
+            name=f"inner_steps=8, SGD({1 / RANKS:g})", flags=("--inner-steps=8", "--outer=mean")
+        ),
     ]
 
 
@@ -76,12 +91,14 @@ def measure(options: Options) -> Table:
         title="Outer steps: bytes moved, and the loss after the same samples",
         target="inner_steps=H moves 1/H of async_sgd's bytes",
         method=(
-            f"{RANKS} workers, all as fast as this machine lets them, and one parameter server train the perceptron of T10 for {EPOCHS} "
-            f"epochs of {TRAINED_ON} of scikit-learn's handwritten digits, {BATCH} to a step, with AdamW: on the server, or, with inner "
-            "steps, on the workers; with asp. The loss is the cross-entropy on the other images when all have ended. Bytes are those that "
-            "all workers handed to their TCP connections and got from them, heartbeats and leases included. The learning rate of each row "
-            f"is the one of {', '.join(f'{rate:g}' for rate in sorted(rates))} with the lowest loss in a run each; the loss is the mean of "
-            f"{repeats} runs at it."
+            f"{RANKS} workers, all as fast as this machine lets them, and one parameter server "
+            f"train the perceptron of T10 for {EPOCHS} epochs of {TRAINED_ON} of scikit-learn's "
+            f"handwritten digits, {BATCH} to a step, with AdamW: on the server, or, with inner "
+            "steps, on the workers; with asp. The loss is the cross-entropy on the other images "
+            "when all have ended. Bytes are those that all workers handed to their TCP "
+            "connections and got from them, heartbeats and leases included. The learning rate of "
+            f"each row is the one of {', '.join(f'{rate:g}' for rate in sorted(rates))} with the "
+            f"lowest loss in a run each; the loss is the mean of {repeats} runs at it."
         ),
         columns=("learning rate", "MB moved", "of async_sgd", "loss"),
         rows=tuple(row(system, all_of_them[0]) for system in all_of_them),
@@ -95,7 +112,11 @@ def _run(system: System, learning_rate: float) -> None:
             outputs = [stage.directory / f"{rank}.json" for rank in range(RANKS)]
             words = (*system.words(learning_rate), f"--output={stage.directory}")
             start_outer(stage, ranks=RANKS, words=words)
-            stage.wait_until(system.name, lambda: all(output.exists() for output in outputs), timeout_s=_LONGEST_S)
+            stage.wait_until(
+                system.name,
+                lambda: all(output.exists() for output in outputs),
+                timeout_s=_LONGEST_S,
+            )
             found: list[dict[str, Any]] = [json.loads(output.read_text()) for output in outputs]
     except MeasurementError as error:
         system.failure = str(error)
@@ -104,7 +125,7 @@ def _run(system: System, learning_rate: float) -> None:
     system.megabytes.append(sum(each["sent"] + each["received"] for each in found) / 1e6)
 
 
-# ------------------------------------------------------------------------------------------------------------------ the table
+# ---------------------------------------------------------------------------------------- the table
 
 
 def row(system: System, plain: System) -> Row:
@@ -118,8 +139,16 @@ def row(system: System, plain: System) -> Row:
         }
         if (share := share_of(system, plain)) is not None and system is not plain:
             cells["of async_sgd"] = f"{100 * share:.1f} %"
-    samples = {f"loss_at_{rate:g}": losses for rate, losses in system.losses.items()} | {"megabytes": system.megabytes}
-    return Row(name=system.name, command=system.command, cells=cells, samples=samples, failure=system.failure)
+    samples = {f"loss_at_{rate:g}": losses for rate, losses in system.losses.items()} | {
+        "megabytes": system.megabytes
+    }
+    return Row(
+        name=system.name,
+        command=system.command,
+        cells=cells,
+        samples=samples,
+        failure=system.failure,
+    )
 
 
 def share_of(system: System, plain: System) -> float | None:
@@ -133,5 +162,8 @@ def verdict(all_of_them: list[System]) -> str:
     """Says in one sentence what each moved."""
     plain, *others = all_of_them
     shares = ((system.name, share_of(system, plain)) for system in others)
-    told = (f"{name} {'not measured' if share is None else f'{100 * share:.1f} %'}" for name, share in shares)
+    told = (
+        f"{name} {'not measured' if share is None else f'{100 * share:.1f} %'}"
+        for name, share in shares
+    )
     return f"Measured, of async_sgd's bytes: {'; '.join(told)}."

@@ -1,8 +1,10 @@
 """Writes the documentation's figures from what was measured: `python -m benchmarks --docs docs`.
 
-`docs/benchmarks/tables.md` and the plots beside it are made whole: all tables, as they were measured. Other pages take single tables:
-between the lines `<!-- figures: t8 -->` and `<!-- end of figures -->` stands what this module puts there. `<!-- figures: all -->` takes a
-line for each table, with its target and what was reached: so does `docs/benchmarks.md`, the page to look at. Nothing is measured here.
+`docs/benchmarks/tables.md` and the plots beside it are made whole: all tables, as they were
+measured. Other pages take single tables: between the lines `<!-- figures: t8 -->` and
+`<!-- end of figures -->` stands what this module puts there. `<!-- figures: all -->` takes a line
+for each table, with its target and what was reached: so does `docs/benchmarks.md`, the page to look
+at. Nothing is measured here.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ _INSERTED: Final = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figur
 _HEADER: Final = """\
 # All tables
 
-Each table as it was measured: side by side with the peers on one machine. It says on what, by which command and how busy the machine was
-before; tables may be of different days. [The figures at a glance](../benchmarks.md) are a page of their own. `make bench` makes all of them
-again (about two and a half hours on two quiet cores, one for T13), and `python -m benchmarks t2` one; `python -m benchmarks --docs docs`
-writes this page from what was measured last. [Where the time goes](where-the-time-goes.md) has diaries of measurements.
+Each table as it was measured: side by side with the peers on one machine. It says on what, by which
+command and how busy the machine was before; tables may be of different days.
+[The figures at a glance](../benchmarks.md) are a page of their own. `make bench` makes all of them
+again (about two and a half hours on two quiet cores, one for T13), and `python -m benchmarks t2`
+one; `python -m benchmarks --docs docs` writes this page from what was measured last.
+[Where the time goes](where-the-time-goes.md) has diaries of measurements.
 """
 
 
@@ -42,7 +46,8 @@ class Measured:
 
 
 def write_pages(measured: Path, docs: Path, keys: Sequence[str]) -> list[Path]:
-    """Writes the page, the plots, and the tables that other pages take; the changed files. Tables that were not measured are left out.
+    """Writes the page, the plots, and the tables that other pages take; the changed files. Tables
+    that were not measured are left out.
 
     Raises:
         MeasurementError: there is nothing in `measured`, or a page takes a table that is not there.
@@ -55,7 +60,9 @@ def write_pages(measured: Path, docs: Path, keys: Sequence[str]) -> list[Path]:
     for key, each in tables.items():
         if each.plot.exists():
             changed.append(Path(shutil.copyfile(each.plot, docs / _PLOTS / f"{key}.png")))
-    (docs / _PLOTS / _PAGE).write_text("\n".join([_HEADER, *(_section(key, each) for key, each in tables.items())]))
+    (docs / _PLOTS / _PAGE).write_text(
+        "\n".join([_HEADER, *(_section(key, each) for key, each in tables.items())])
+    )
     for page in sorted(docs.rglob("*.md")):
         text = page.read_text()
         filled = _filled(text, tables, page)
@@ -67,7 +74,9 @@ def write_pages(measured: Path, docs: Path, keys: Sequence[str]) -> list[Path]:
 
 def _load(measured: Path, key: str) -> Measured:
     table, machine, command = read(measured / f"{key}.json")
-    return Measured(table=table, section=markdown(table, machine, command), plot=measured / f"{key}.png")
+    return Measured(
+        table=table, section=markdown(table, machine, command), plot=measured / f"{key}.png"
+    )
 
 
 def _section(key: str, each: Measured) -> str:
@@ -80,20 +89,33 @@ def _filled(text: str, tables: dict[str, Measured], page: Path) -> str:
 
 def _grid(key: str, tables: dict[str, Measured], page: Path) -> str:
     if key == _ALL:
-        return "\n".join(summary({each: measured.table for each, measured in tables.items()})) + "\n"
+        return (
+            "\n".join(summary({each: measured.table for each, measured in tables.items()})) + "\n"
+        )
     if key not in tables:
-        raise MeasurementError(f"{page} takes table {key}, which was not measured: run `python -m benchmarks {key}` first")
+        raise MeasurementError(
+            f"{page} takes table {key}, which was not measured: run `python -m benchmarks {key}` "
+            "first"
+        )
     return "\n".join(grid(tables[key].table)) + "\n"
 
 
 def summary(tables: Mapping[str, Table]) -> list[str]:
-    """The lines of a Markdown table of all tables that have a target: what was to be reached, and what was."""
+    """The lines of a Markdown table of all tables that have a target: what was to be reached, and
+    what was."""
     lines = ["|  | what | target | measured |", "|---|---|---|---|"]
     for key, table in tables.items():
         if not table.target.startswith("none"):
-            measured = table.verdict.removeprefix("Measured: ").removeprefix("Measured, ").removesuffix(".")
+            measured = (
+                table.verdict.removeprefix("Measured: ")
+                .removeprefix("Measured, ")
+                .removesuffix(".")
+            )
             anchor = slug(f"{table.key.upper()}: {table.title}")
-            lines.append(f"| [{key.upper()}]({_PLOTS}/{_PAGE}#{anchor}) | {table.title} | {table.target} | {measured} |")
+            lines.append(
+                f"| [{key.upper()}]({_PLOTS}/{_PAGE}#{anchor}) | {table.title} | {table.target} | "
+                f"{measured} |"
+            )
     return lines
 
 

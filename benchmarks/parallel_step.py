@@ -1,6 +1,8 @@
-"""T7: a step of ddp, tensor, pipeline and hybrid against what torch has for the same, on CPUs over Gloo, in turns.
+"""T7: a step of ddp, tensor, pipeline and hybrid against what torch has for the same, on CPUs over
+Gloo, in turns.
 
-What is compared computes the same and sends the same: equal splits, equal micro-batches, equal batches.
+What is compared computes the same and sends the same: equal splits, equal micro-batches, equal
+batches.
 """
 
 from __future__ import annotations
@@ -34,15 +36,27 @@ MICRO_BATCHES: Final = 4
 
 def _strategy(name: str, options: Mapping[str, Any], *, replicas: int) -> Side:
     more = ("--options", json.dumps(options), "--replicas", str(replicas))
-    command = f"shoal run --standalone -m benchmarks.workers.train_strategy --strategy {name} --options '{more[1]}' --replicas {replicas}"
-    return Side(name=f"shoal {name}", command=command, start=partial(start_strategy, strategy=name, more=more))
+    command = (
+        f"shoal run --standalone -m benchmarks.workers.train_strategy --strategy {name} "
+        f"--options '{more[1]}' --replicas {replicas}"
+    )
+    return Side(
+        name=f"shoal {name}",
+        command=command,
+        start=partial(start_strategy, strategy=name, more=more),
+    )
 
 
 COMPARISONS: Final = (
     Comparison(ours=_strategy("ddp", {}, replicas=2), theirs=(torch_peer("torch DDP", "ddp"),)),
-    Comparison(ours=_strategy("tensor", {}, replicas=1), theirs=(torch_peer("parallelize_module", "tensor"),)),
     Comparison(
-        ours=_strategy("pipeline", {"schedule": "1f1b", "micro_batches": MICRO_BATCHES}, replicas=1),
+        ours=_strategy("tensor", {}, replicas=1),
+        theirs=(torch_peer("parallelize_module", "tensor"),),
+    ),
+    Comparison(
+        ours=_strategy(
+            "pipeline", {"schedule": "1f1b", "micro_batches": MICRO_BATCHES}, replicas=1
+        ),
         theirs=(torch_peer("torch.distributed.pipelining, 1F1B", "pipelining"),),
     ),
     Comparison(
@@ -57,21 +71,35 @@ def measure(options: Options) -> Table:
     """See the module. About 3 minutes."""
     devices = options.devices
     rounds = devices.rounds(QUICK_ROUNDS if options.quick else ROUNDS)
-    rows = [row for comparison in COMPARISONS for ranks in comparison.ranks for row in compare(comparison, ranks, rounds, devices)]
-    plots.samples(options.output / "t7.png", rows, sample="ratio", label="Shoal's mean step of a block over the peer's", target=TARGET)
+    rows = [
+        row
+        for comparison in COMPARISONS
+        for ranks in comparison.ranks
+        for row in compare(comparison, ranks, rounds, devices)
+    ]
+    plots.samples(
+        options.output / "t7.png",
+        rows,
+        sample="ratio",
+        label="Shoal's mean step of a block over the peer's",
+        target=TARGET,
+    )
     return Table(
         key="t7",
         title="Steps of ddp, tensor, pipeline and hybrid against torch's own",
         target=f"<= {TARGET} x",
         method=(
-            f"The decoder of T6, {devices.size(BATCH, CUDA_BATCH)} samples per replica and step; tensor and pipeline are one replica, "
-            f"hybrid is two of two ranks. The two systems of a comparison take turns in blocks of {STEPS_PER_BLOCK} steps, "
-            f"{rounds} rounds; the ratio is the median of "
-            "Shoal's mean step over the peer's of the same round, with its 95 % confidence interval (bootstrap over rounds), and stands in "
-            "the peer's row. Tensor splits attention by heads and perceptrons by their middle on both sides, Shoal embedding and output "
-            "layer as well; torch's replicas of hybrid keep parameters gathered (reshard_after_forward=False), which sends what an "
-            f"all-reduce does; the pipelines run 1F1B with {MICRO_BATCHES} micro-batches. Shoal runs with launcher, coordinator and "
-            f"metrics. {devices.describe('Two ranks have a core each, four share two.', ON_DEVICES)}"
+            f"The decoder of T6, {devices.size(BATCH, CUDA_BATCH)} samples per replica and step; "
+            "tensor and pipeline are one replica, hybrid is two of two ranks. The two systems of "
+            f"a comparison take turns in blocks of {STEPS_PER_BLOCK} steps, {rounds} rounds; the "
+            "ratio is the median of Shoal's mean step over the peer's of the same round, with its "
+            "95 % confidence interval (bootstrap over rounds), and stands in the peer's row. "
+            "Tensor splits attention by heads and perceptrons by their middle on both sides, "
+            "Shoal embedding and output layer as well; torch's replicas of hybrid keep parameters "
+            "gathered (reshard_after_forward=False), which sends what an all-reduce does; the "
+            f"pipelines run 1F1B with {MICRO_BATCHES} micro-batches. Shoal runs with launcher, "
+            "coordinator and metrics. "
+            f"{devices.describe('Two ranks have a core each, four share two.', ON_DEVICES)}"
         ),
         columns=turns.COLUMNS,
         rows=devices.named(rows),
@@ -80,6 +108,15 @@ def measure(options: Options) -> Table:
 
 
 def _verdict(rows: Sequence[Row]) -> str:
-    ratios = {row.name: statistics.median(row.samples["ratio"]) for row in rows if "ratio" in row.samples}
-    judged = [f"{name} {ratio:.3f} x ({'reached' if ratio <= TARGET else 'not reached'})" for name, ratio in ratios.items()]
-    return f"Measured, Shoal's step over the peer's: {'; '.join(judged)}." if judged else "Not measured."
+    ratios = {
+        row.name: statistics.median(row.samples["ratio"]) for row in rows if "ratio" in row.samples
+    }
+    judged = [
+        f"{name} {ratio:.3f} x ({'reached' if ratio <= TARGET else 'not reached'})"
+        for name, ratio in ratios.items()
+    ]
+    return (
+        f"Measured, Shoal's step over the peer's: {'; '.join(judged)}."
+        if judged
+        else "Not measured."
+    )

@@ -1,4 +1,5 @@
-"""The peers' environment: torchft and DeepSpeed have a virtual environment of their own, apart from Shoal's requirements."""
+"""The peers' environment: torchft and DeepSpeed have a virtual environment of their own, apart from
+Shoal's requirements."""
 
 from __future__ import annotations
 
@@ -14,17 +15,20 @@ PYTHON: Final = REPOSITORY / ".venv-peers" / "bin" / "python"
 TORCHRUN: Final = REPOSITORY / ".venv-peers" / "bin" / "torchrun"
 LIGHTHOUSE: Final = REPOSITORY / ".venv-peers" / "bin" / "torchft_lighthouse"
 EXTENSIONS: Final = REPOSITORY / ".venv-peers" / "extensions"
-"""What DeepSpeed compiled when it was installed: a shared-memory collective that it wants to load although Gloo needs none."""
+"""What DeepSpeed compiled when it was installed: a shared-memory collective that it wants to load
+although Gloo needs none."""
 _IMPORT_TIMEOUT_S: Final = 60
 
 
 def torchft_version() -> str:
-    """Version of torchft and of its torch. Raises MeasurementError, saying why it cannot run here."""
+    """Version of torchft and of its torch. Raises MeasurementError, saying why it cannot run
+    here."""
     return _version("torchft", "torchft-nightly")
 
 
 def deepspeed_version() -> str:
-    """Version of DeepSpeed and of its torch. Raises MeasurementError, saying why it cannot run here."""
+    """Version of DeepSpeed and of its torch. Raises MeasurementError, saying why it cannot run
+    here."""
     return _version("deepspeed", "deepspeed")
 
 
@@ -32,11 +36,21 @@ def deepspeed_version() -> str:
 def _version(module: str, distribution: str) -> str:
     if not PYTHON.exists():
         raise MeasurementError(f"{distribution} is not installed: run `make .venv-peers/installed`")
-    program = f"import importlib.metadata as m, {module}; print(m.version({distribution!r}), 'on torch', m.version('torch'))"
+    program = (
+        f"import importlib.metadata as m, {module}; print(m.version({distribution!r}), 'on "
+        "torch', m.version('torch'))"
+    )
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     answer = subprocess.run(
-        [PYTHON, "-c", program], capture_output=True, text=True, timeout=_IMPORT_TIMEOUT_S, check=False, env=environment
+        [PYTHON, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=_IMPORT_TIMEOUT_S,
+        check=False,
+        env=environment,
     )
     if answer.returncode:
-        raise MeasurementError(f"{distribution} cannot be imported: {answer.stderr.strip().splitlines()[-1]}")
+        raise MeasurementError(
+            f"{distribution} cannot be imported: {answer.stderr.strip().splitlines()[-1]}"
+        )
     return answer.stdout.strip().splitlines()[-1]

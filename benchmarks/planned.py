@@ -1,7 +1,7 @@
 """What `shoal.plan` says of each strategy, beside what a run of it is measured to hold and send.
 
-A plan is made of the decoder of T8, and each strategy is then run with the options that the plan gives, and accounted for as in T8
-(`benchmarks.workers.account`).
+A plan is made of the decoder of T8, and each strategy is then run with the options that the plan
+gives, and accounted for as in T8 (`benchmarks.workers.account`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,16 @@ class Compared:
     """The name of the row in a plan: strategy and mesh."""
     ranks: int
     batch: int = 1
-    """Samples of a replica and step: where activations are sent, enough that they outweigh the rest."""
+    """Samples of a replica and step: where activations are sent, enough that they outweigh the
+    rest."""
 
 
 COMPARED: Final = (
-    *(Compared(label=label, ranks=ranks) for label in ("ddp", "zero1", "zero2", "zero3", "fsdp") for ranks in (2, 4)),
+    *(
+        Compared(label=label, ranks=ranks)
+        for label in ("ddp", "zero1", "zero2", "zero3", "fsdp")
+        for ranks in (2, 4)
+    ),
     Compared(label="hsdp 2 x 2", ranks=4),
     Compared(label="tensor t2 d1", ranks=2, batch=16),
     Compared(label="tensor t4 d1", ranks=4, batch=16),
@@ -56,7 +61,8 @@ COMPARED: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Bytes planned and bytes measured of one strategy, each by what they are (held, mirrors, sent)."""
+    """Bytes planned and bytes measured of one strategy, each by what they are (held, mirrors,
+    sent)."""
 
     planned: Mapping[str, float]
     measured: Mapping[str, float]
@@ -86,8 +92,13 @@ def plan_of(ranks: int, batch: int, replicas: int) -> Plan:
 
 def planned_as(compared: Compared) -> PlannedStrategy:
     """The plan's row."""
-    found = next(each for each in plan_of(compared.ranks, compared.batch, compared.ranks).strategies if each.label == compared.label)
-    again = plan_of(compared.ranks, compared.batch, found.data)  # with the batch that so many replicas take
+    found = next(
+        each
+        for each in plan_of(compared.ranks, compared.batch, compared.ranks).strategies
+        if each.label == compared.label
+    )
+    # with the batch that so many replicas take
+    again = plan_of(compared.ranks, compared.batch, found.data)
     return next(each for each in again.strategies if each.label == compared.label)
 
 
@@ -108,7 +119,12 @@ def compare(compared: Compared) -> Outcome:
     account = Account.of(launch(case, compared.ranks, more), with_received=False)
     memory = planned.memory
     return Outcome(
-        planned={"held": memory.held, "mirrors": memory.mirrors, "sent": planned.sent, "total": memory.total},
+        planned={
+            "held": memory.held,
+            "mirrors": memory.mirrors,
+            "sent": planned.sent,
+            "total": memory.total,
+        },
         measured={
             "held": account.held + account.mirrors,
             "mirrors": account.mirrors,
@@ -127,10 +143,12 @@ def measure(options: Options) -> Table:
         title="Plans against runs: memory and bytes on the wire",
         target=f"held memory and bytes sent within {TOLERANCE:.0%} of what is measured",
         method=(
-            "The decoder of T8 with AdamW, planned with `shoal.plan` for as many ranks as are then started with the options that the plan "
-            "gives, and accounted for as in T8: bytes held from distinct storages, bytes sent from the kernel, the peak from torch's "
-            "allocator. Held: parameters, gradients, optimizer state and mirrors of the rank that has most. Sent: by a rank in a step, the "
-            "mean of the ranks, with mirrors. The total of a plan adds what is needed for a while and activations, and stands beside the "
+            "The decoder of T8 with AdamW, planned with `shoal.plan` for as many ranks as are "
+            "then started with the options that the plan gives, and accounted for as in T8: bytes "
+            "held from distinct storages, bytes sent from the kernel, the peak from torch's "
+            "allocator. Held: parameters, gradients, optimizer state and mirrors of the rank that "
+            "has most. Sent: by a rank in a step, the mean of the ranks, with mirrors. The total "
+            "of a plan adds what is needed for a while and activations, and stands beside the "
             "measured peak. Columns are MiB; shares are planned over measured."
         ),
         columns=(
@@ -150,17 +168,26 @@ def _row(compared: Compared) -> Row:
     except MeasurementError as error:
         return Row(name=name, command="", cells={}, failure=str(error))
     cells: dict[str, str] = {}
-    for what, measured, share in (("held", "held", "share of held"), ("sent", "sent", "share of sent"), ("total", "peak", "share of peak")):
+    for what, measured, share in (
+        ("held", "held", "share of held"),
+        ("sent", "sent", "share of sent"),
+        ("total", "peak", "share of peak"),
+    ):
         cells[f"{what}, planned"] = f"{outcome.planned[what] / _MIB:.2f}"
         cells[f"{measured}, measured"] = f"{outcome.measured[what] / _MIB:.2f}"
         cells[share] = f"{outcome.share(what):.3f}"
-    samples: dict[str, Sequence[float]] = {f"share_of_{what}": [outcome.share(what)] for what in ("held", "sent", "total")}
+    samples: dict[str, Sequence[float]] = {
+        f"share_of_{what}": [outcome.share(what)] for what in ("held", "sent", "total")
+    }
     return Row(name=name, command=outcome.command, cells=cells, samples=samples)
 
 
 def _command(compared: Compared, options: Mapping[str, Any], planned: PlannedStrategy) -> str:
     run = f"shoal run --standalone --nproc-per-node {compared.ranks} -m benchmarks.workers.account"
-    return f"{run} --strategy {planned.strategy} --replicas {planned.data} --options '{json.dumps(dict(options))}'"
+    return (
+        f"{run} --strategy {planned.strategy} --replicas {planned.data} --options "
+        f"'{json.dumps(dict(options))}'"
+    )
 
 
 def _verdict(rows: Sequence[Row]) -> str:
@@ -174,6 +201,13 @@ def _verdict(rows: Sequence[Row]) -> str:
     if not shares:
         return "Not measured."
     far = [text for text, share in shares.items() if abs(share - 1) > TOLERANCE]
-    parts = [f"Measured: {len(shares) - len(far)} of {len(shares)} figures are within {TOLERANCE:.0%}"]
+    parts = [
+        f"Measured: {len(shares) - len(far)} of {len(shares)} figures are within {TOLERANCE:.0%}"
+    ]
     parts += [f"others: {', '.join(far)}"] if far else []
-    return "; ".join([*parts, f"totals are {min(peaks):.2f} to {max(peaks):.2f} of the measured peaks"]) + "."
+    return (
+        "; ".join(
+            [*parts, f"totals are {min(peaks):.2f} to {max(peaks):.2f} of the measured peaks"]
+        )
+        + "."
+    )

@@ -9,7 +9,9 @@ from typing import Any
 from benchmarks.report import Row
 
 
-def samples(path: Path, rows: Sequence[Row], *, sample: str, label: str, target: float | None = None) -> None:
+def samples(
+    path: Path, rows: Sequence[Row], *, sample: str, label: str, target: float | None = None
+) -> None:
     """Every measurement as a point, a line per system, on a logarithmic axis."""
     pyplot = _pyplot()
     shown = [row for row in reversed(rows) if row.samples.get(sample)]
@@ -28,11 +30,27 @@ def samples(path: Path, rows: Sequence[Row], *, sample: str, label: str, target:
     pyplot.close(figure)
 
 
-def curves(path: Path, panels: Mapping[str, Sequence[Row]], *, x: str, y: str, labels: tuple[str, str], target: float) -> None:
-    """A panel for each title: a line per system through its samples `y` over its samples `x`, on a logarithmic vertical axis; `target`
-    stands as a line across. `labels`: of the two axes."""
+def curves(
+    path: Path,
+    panels: Mapping[str, Sequence[Row]],
+    *,
+    x: str,
+    y: str,
+    labels: tuple[str, str],
+    target: float,
+) -> None:
+    """A panel for each title: a line per system through its samples `y` over its samples `x`, on a
+    logarithmic vertical axis; `target` stands as a line across. `labels`: of the two axes."""
     pyplot = _pyplot()
-    figure, all_axes = pyplot.subplots(1, len(panels), figsize=(13, 5), layout="constrained", sharex=True, sharey=True, squeeze=False)
+    figure, all_axes = pyplot.subplots(
+        1,
+        len(panels),
+        figsize=(13, 5),
+        layout="constrained",
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+    )
     for axes, (title, rows) in zip(all_axes[0], panels.items(), strict=True):
         for row in rows:
             if row.samples.get(x):
@@ -48,11 +66,21 @@ def curves(path: Path, panels: Mapping[str, Sequence[Row]], *, x: str, y: str, l
     pyplot.close(figure)
 
 
-def parts(path: Path, rows: Sequence[Row], *, stacks: Mapping[str, Sequence[str]], mark: str) -> None:
-    """A panel for each stack: a bar per system, made of its samples of these names. In the first panel `mark` stands as a line."""
+def parts(
+    path: Path, rows: Sequence[Row], *, stacks: Mapping[str, Sequence[str]], mark: str
+) -> None:
+    """A panel for each stack: a bar per system, made of its samples of these names. In the first
+    panel `mark` stands as a line."""
     pyplot = _pyplot()
     shown = [row for row in reversed(rows) if not row.failure]
-    figure, panels = pyplot.subplots(1, len(stacks), figsize=(13, 1.5 + 0.3 * len(shown)), layout="constrained", sharey=True, squeeze=False)
+    figure, panels = pyplot.subplots(
+        1,
+        len(stacks),
+        figsize=(13, 1.5 + 0.3 * len(shown)),
+        layout="constrained",
+        sharey=True,
+        squeeze=False,
+    )
     for axes, (label, names) in zip(panels[0], stacks.items(), strict=True):
         left = [0.0] * len(shown)
         for name in names:
@@ -60,7 +88,14 @@ def parts(path: Path, rows: Sequence[Row], *, stacks: Mapping[str, Sequence[str]
             axes.barh(range(len(shown)), sizes, left=left, label=name.replace("_", " "))
             left = [begin + size for begin, size in zip(left, sizes, strict=True)]
         if axes is panels[0][0]:
-            axes.plot([row.samples[mark][0] for row in shown], range(len(shown)), "|", color="black", markersize=14, label=mark)
+            axes.plot(
+                [row.samples[mark][0] for row in shown],
+                range(len(shown)),
+                "|",
+                color="black",
+                markersize=14,
+                label=mark,
+            )
         axes.set_yticks(range(len(shown)), [row.name for row in shown])
         axes.set_ylim(-0.6, len(shown) - 0.4)
         axes.set_xlim(0, None)

@@ -1,7 +1,7 @@
 """Starts what is measured as processes of their own, and leaves none behind.
 
-All processes of a stage inherit a mark in their environment, so that those whose parent died first are found as well. Nothing here
-measures. A stage belongs to the thread that made it.
+All processes of a stage inherit a mark in their environment, so that those whose parent died first
+are found as well. Nothing here measures. A stage belongs to the thread that made it.
 """
 
 from __future__ import annotations
@@ -43,16 +43,27 @@ class Stage:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         try:
             self.stop(grace_s=5.0)
         finally:
             self._temporary.cleanup()
 
     def start(
-        self, name: str, command: Sequence[str], environment: Mapping[str, str] | None = None, *, expendable: bool = False
+        self,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        expendable: bool = False,
     ) -> subprocess.Popen[bytes]:
-        """Starts `command` in the repository's root; its output goes to a file. One computing thread, as torchrun sets it.
+        """Starts `command` in the repository's root; its output goes to a file. One computing
+        thread, as torchrun sets it.
 
         Args:
             name: of the output's file; several processes may share one.
@@ -64,7 +75,12 @@ class Stage:
             process = subprocess.Popen(
                 command,
                 cwd=REPOSITORY,
-                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {}), _MARK: self._mark},
+                env={
+                    **os.environ,
+                    "OMP_NUM_THREADS": "1",
+                    **(environment or {}),
+                    _MARK: self._mark,
+                },
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -76,10 +92,12 @@ class Stage:
         return process
 
     def wait_until(self, what: str, condition: Callable[[], bool], *, timeout_s: float) -> None:
-        """Polls until `condition` holds, 50 times a second: rarely enough not to disturb what is measured.
+        """Polls until `condition` holds, 50 times a second: rarely enough not to disturb what is
+        measured.
 
         Raises:
-            MeasurementError: not within `timeout_s`, or a process that is not expendable failed meanwhile.
+            MeasurementError: not within `timeout_s`, or a process that is not expendable failed
+                meanwhile.
         """
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -94,14 +112,18 @@ class Stage:
             raise MeasurementError(f"{_named(process)} ended with {code}\n{self.outputs()}")
 
     def await_end(self, process: subprocess.Popen[bytes], *, timeout_s: float) -> int:
-        """Waits until `process` has ended; its exit code. Raises MeasurementError when it does not."""
+        """Waits until `process` has ended; its exit code. Raises MeasurementError when it does
+        not."""
         try:
             return process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            raise MeasurementError(f"{_named(process)} did not end within {timeout_s:g} s\n{self.outputs()}") from None
+            raise MeasurementError(
+                f"{_named(process)} did not end within {timeout_s:g} s\n{self.outputs()}"
+            ) from None
 
     def stop(self, *, grace_s: float) -> None:
-        """SIGTERM to all that run still, SIGKILL after `grace_s` to whatever is left, orphans included."""
+        """SIGTERM to all that run still, SIGKILL after `grace_s` to whatever is left, orphans
+        included."""
         running = [process for _, process in self._started if process.poll() is None]
         for process in running:
             process.send_signal(signal.SIGTERM)
@@ -118,7 +140,9 @@ class Stage:
         _, alive = psutil.wait_procs(left, timeout=_KILL_DEADLINE_S)
         self._started.clear()
         if alive:
-            raise MeasurementError(f"still there after SIGKILL: {[process.pid for process in alive]}")
+            raise MeasurementError(
+                f"still there after SIGKILL: {[process.pid for process in alive]}"
+            )
 
     def processes(self) -> list[psutil.Process]:
         """All processes of the stage that run now, whoever started them."""
@@ -126,11 +150,16 @@ class Stage:
 
     def outputs(self) -> str:
         """The end of each process's output, for people."""
-        return "\n".join(f"--- {name}\n{text.strip()[-_OUTPUT_SHOWN:]}" for name, text in self.texts().items())
+        return "\n".join(
+            f"--- {name}\n{text.strip()[-_OUTPUT_SHOWN:]}" for name, text in self.texts().items()
+        )
 
     def texts(self) -> dict[str, str]:
         """All that was written so far, by the names of the outputs."""
-        return {file.stem: file.read_text(errors="replace") for file in sorted(self.directory.glob("*.out"))}
+        return {
+            file.stem: file.read_text(errors="replace")
+            for file in sorted(self.directory.glob("*.out"))
+        }
 
     def _output(self, name: str) -> Path:
         return self.directory / f"{name}.out"
@@ -139,7 +168,9 @@ class Stage:
         for name, process in self._started:
             code = process.poll() or 0
             if code > 0 or (code < 0 and process.pid not in self._expendable):
-                raise MeasurementError(f"{what}: {name} ended with {code} meanwhile\n{self.outputs()}")
+                raise MeasurementError(
+                    f"{what}: {name} ended with {code} meanwhile\n{self.outputs()}"
+                )
 
     def _marked(self) -> list[psutil.Process]:
         found = []
@@ -151,4 +182,8 @@ class Stage:
 
 
 def _named(process: subprocess.Popen[bytes]) -> str:
-    return " ".join(str(word) for word in process.args) if isinstance(process.args, (list, tuple)) else str(process.args)
+    return (
+        " ".join(str(word) for word in process.args)
+        if isinstance(process.args, (list, tuple))
+        else str(process.args)
+    )

@@ -1,4 +1,5 @@
-"""T4 and T5 over the size of what is pushed and pulled, the number of tensors, of clients and of servers."""
+"""T4 and T5 over the size of what is pushed and pulled, the number of tensors, of clients and of
+servers."""
 
 from __future__ import annotations
 
@@ -26,16 +27,19 @@ def measure(options: Options) -> Table:
         take_turns(sides, rounds)
         first = sides[0]
         rows += [row(side, (("x the first of its curve", first),)) for side in sides]
-    plots.samples(options.output / "t4c.png", rows, sample="push_and_pull_s", label="push and pull, s")
+    plots.samples(
+        options.output / "t4c.png", rows, sample="push_and_pull_s", label="push and pull, s"
+    )
     return Table(
         key="t4c",
         title="Parameter server: curves over size, tensors, clients and servers",
         target="none: how the figures of T4 and T5 change",
         method=(
-            f"As T4 and T5: {rounds} rounds after {WARM_UP} that are not counted, the systems of a curve in turns. With several clients a "
-            "round is over when the last one has pulled, and rates are of all together. With several servers each has its share of the "
-            "values and a thread of the client's. More processes than cores take turns on them: what more cores would give is not in these "
-            f"figures. {RATES}"
+            f"As T4 and T5: {rounds} rounds after {WARM_UP} that are not counted, the systems of a "
+            "curve in turns. With several clients a round is over when the last one has pulled, "
+            "and rates are of all together. With several servers each has its share of the values "
+            "and a thread of the client's. More processes than cores take turns on them: what "
+            f"more cores would give is not in these figures. {RATES}"
         ),
         columns=("rounds", "push GB/s", "pull GB/s", "push+pull GB/s", "x the first of its curve"),
         rows=tuple(rows),
@@ -46,16 +50,30 @@ def measure(options: Options) -> Table:
 def _curves() -> list[list[Side]]:
     sizes = [
         [
-            Side(key=f"size-{kib}-raw", name=f"{_size(kib)}, raw TCP", system="tcp", elements=kib << 8),
+            Side(
+                key=f"size-{kib}-raw",
+                name=f"{_size(kib)}, raw TCP",
+                system="tcp",
+                elements=kib << 8,
+            ),
             *(
-                Side(key=f"size-{kib}-{key}", name=f"{_size(kib)}, {name}", client=("--transport", key), elements=kib << 8)
+                Side(
+                    key=f"size-{kib}-{key}",
+                    name=f"{_size(kib)}, {name}",
+                    client=("--transport", key),
+                    elements=kib << 8,
+                )
                 for key, name in _TRANSPORTS.items()
             ),
         ]
         for kib in _SIZES_KIB
     ]
     tensors = [
-        Side(key=f"tensors-{count}", name=f"64 MiB in {count} tensors, TCP", client=("--transport", "tcp", "--tensors", str(count)))
+        Side(
+            key=f"tensors-{count}",
+            name=f"64 MiB in {count} tensors, TCP",
+            client=("--transport", "tcp", "--tensors", str(count)),
+        )
         for count in (1, *_TENSORS)
     ]
     clients = [
@@ -69,7 +87,12 @@ def _curves() -> list[list[Side]]:
         for count in _CLIENTS
     ]
     servers = [
-        Side(key=f"servers-{count}", name=f"64 MiB on {count} servers, TCP", client=("--transport", "tcp"), servers=count)
+        Side(
+            key=f"servers-{count}",
+            name=f"64 MiB on {count} servers, TCP",
+            client=("--transport", "tcp"),
+            servers=count,
+        )
         for count in (1, *_SERVERS)
     ]
     return [*sizes, tensors, clients, servers]

@@ -1,4 +1,5 @@
-"""T5: the push and the pull of T4 where client and server share memory, beside torch RPC with its own transports and a plain copy."""
+"""T5: the push and the pull of T4 where client and server share memory, beside torch RPC with its
+own transports and a plain copy."""
 
 from __future__ import annotations
 
@@ -32,19 +33,42 @@ def measure(options: Options) -> Table:
         Side(key="by-grpc", name="shoal over gRPC", client=("--transport", "grpc")),
     )
     take_turns(sides, rounds)
-    rows = [row(side, (("x memcpy", memcpy), ("x raw TCP", tcp), ("x torch RPC", torch_rpc))) for side in sides]
-    plots.samples(options.output / "t5.png", rows, sample="push_and_pull_s", label="push and pull of 64 MiB, s")
+    rows = [
+        row(side, (("x memcpy", memcpy), ("x raw TCP", tcp), ("x torch RPC", torch_rpc)))
+        for side in sides
+    ]
+    plots.samples(
+        options.output / "t5.png",
+        rows,
+        sample="push_and_pull_s",
+        label="push and pull of 64 MiB, s",
+    )
     return Table(
         key="t5",
-        title="Parameter server: push and pull of 64 MiB fp32 through shared memory, one server, one client, SGD applied",
+        title="Parameter server: push and pull of 64 MiB fp32 through shared memory, one server, "
+        "one client, SGD applied",
         target=f">= {OF_MEMCPY} x memcpy and >= {OF_TORCH_RPC} x torch RPC",
         method=(
-            f"{method(rounds)} torch RPC chooses its transports by itself, which among processes of one machine are shared memory and "
-            "reading from the other's; it waits by polling, on a core for each of its two processes, so these stand still (SIGSTOP) in the "
-            "turns of the others. The plain copy is one by numpy within the client, of the gradients and of the values: no other "
-            f"process, no arithmetic. {RATES}"
+            f"{method(rounds)} torch RPC chooses its transports by itself, which among processes "
+            "of one machine are shared memory and reading from the other's; it waits by polling, "
+            "on a core for each of its two processes, so these stand still (SIGSTOP) in the turns "
+            "of the others. The plain copy is one by numpy within the client, of the gradients "
+            f"and of the values: no other process, no arithmetic. {RATES}"
         ),
-        columns=("rounds", "push GB/s", "pull GB/s", "push+pull GB/s", "x memcpy", "x raw TCP", "x torch RPC"),
+        columns=(
+            "rounds",
+            "push GB/s",
+            "pull GB/s",
+            "push+pull GB/s",
+            "x memcpy",
+            "x raw TCP",
+            "x torch RPC",
+        ),
         rows=tuple(rows),
-        verdict=verdict((("memcpy", speed(shoal, memcpy), OF_MEMCPY), ("torch RPC", speed(shoal, torch_rpc), OF_TORCH_RPC))),
+        verdict=verdict(
+            (
+                ("memcpy", speed(shoal, memcpy), OF_MEMCPY),
+                ("torch RPC", speed(shoal, torch_rpc), OF_TORCH_RPC),
+            )
+        ),
     )

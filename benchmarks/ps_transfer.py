@@ -1,4 +1,5 @@
-"""T4: a push and a pull of 64 MiB against one parameter server, beside a raw TCP connection, torch RPC and plain gRPC, in turns.
+"""T4: a push and a pull of 64 MiB against one parameter server, beside a raw TCP connection, torch
+RPC and plain gRPC, in turns.
 
 T5 (ps_shared_memory.py) is made of the same parts.
 """
@@ -52,8 +53,8 @@ class Side:
     clients: int = 1
     servers: int = 1
     polls: bool = False
-    """This system's processes poll while they wait, and so take a core each when nothing is asked of them. They are stopped (SIGSTOP) while
-    another system is measured."""
+    """This system's processes poll while they wait, and so take a core each when nothing is asked
+    of them. They are stopped (SIGSTOP) while another system is measured."""
     processes: list[psutil.Process] = field(default_factory=list)
     """The client's and the server's process of a system that polls; empty for others."""
     push_s: list[float] = field(default_factory=list)
@@ -65,7 +66,11 @@ class Side:
     def flags(self) -> tuple[str, ...]:
         """All flags of its client that say what is measured."""
         more: list[str] = [*self.client]
-        for name, value, default in (("elements", self.elements, ELEMENTS), ("clients", self.clients, 1), ("servers", self.servers, 1)):
+        for name, value, default in (
+            ("elements", self.elements, ELEMENTS),
+            ("clients", self.clients, 1),
+            ("servers", self.servers, 1),
+        ):
             if value != default:
                 more += [f"--{name}", str(value)]
         return tuple(more)
@@ -109,24 +114,39 @@ def measure(options: Options) -> Table:
         many,
         Side(key="checksums", name="shoal, with checksums", client=(*by_tcp, "--checksums")),
         journal,
-        Side(key="never", name="shoal, with a journal that the kernel syncs", client=by_tcp, server=("--fsync", "never"), journal=True),
+        Side(
+            key="never",
+            name="shoal, with a journal that the kernel syncs",
+            client=by_tcp,
+            server=("--fsync", "never"),
+            journal=True,
+        ),
     )
     take_turns(sides, rounds)
     rows = [row(side, (("x raw TCP", tcp), ("x torch RPC", torch_rpc))) for side in sides]
-    plots.samples(options.output / "t4.png", rows, sample="push_and_pull_s", label="push and pull of 64 MiB, s")
+    plots.samples(
+        options.output / "t4.png",
+        rows,
+        sample="push_and_pull_s",
+        label="push and pull of 64 MiB, s",
+    )
     return Table(
         key="t4",
-        title="Parameter server: push and pull of 64 MiB fp32 over sockets, one server, one client, SGD applied",
+        title="Parameter server: push and pull of 64 MiB fp32 over sockets, one server, one "
+        "client, SGD applied",
         target=(
-            f">= {OF_TCP} x raw TCP and >= {OF_TORCH_RPC:g} x torch RPC over TCP; with a journal >= {WITH_A_JOURNAL} x raw TCP; 400 "
-            f"tensors <= {OF_MANY_TENSORS} x the time of one"
+            f">= {OF_TCP} x raw TCP and >= {OF_TORCH_RPC:g} x torch RPC over TCP; with a journal "
+            f">= {WITH_A_JOURNAL} x raw TCP; 400 tensors <= {OF_MANY_TENSORS} x the time of one"
         ),
         method=(
-            f"{method(rounds)} Raw TCP (loopback, 1 MiB reads) moves the bytes and computes nothing; the others apply plain SGD. torch RPC "
-            "has sockets alone here. Shoal's tensors travel over its bulk channel's TCP connection, but for the row that names gRPC. "
-            "Checksums (xxh3-64 both ways) are the caller's choice and have a row of their own. With a journal (`--data-dir`), a push is "
-            "on this machine's disk when it is acknowledged (`--fsync group`), or with the kernel (`--fsync never`). In the row of 400 "
-            f"tensors the client gathers them into partitions and takes them apart, as workers do. {RATES}"
+            f"{method(rounds)} Raw TCP (loopback, 1 MiB reads) moves the bytes and computes "
+            "nothing; the others apply plain SGD. torch RPC has sockets alone here. Shoal's "
+            "tensors travel over its bulk channel's TCP connection, but for the row that names "
+            "gRPC. Checksums (xxh3-64 both ways) are the caller's choice and have a row of their "
+            "own. With a journal (`--data-dir`), a push is on this machine's disk when it is "
+            "acknowledged (`--fsync group`), or with the kernel (`--fsync never`). In the row of "
+            "400 tensors the client gathers them into partitions and takes them apart, as workers "
+            f"do. {RATES}"
         ),
         columns=("rounds", "push GB/s", "pull GB/s", "push+pull GB/s", "x raw TCP", "x torch RPC"),
         rows=tuple(rows),
@@ -141,25 +161,28 @@ def measure(options: Options) -> Table:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------- parts of T4 and T5
+# ------------------------------------------------------------------------------- parts of T4 and T5
 
 
 RATES: Final = (
-    "Rates are medians; ratios are the medians of the rounds' ratios of push and pull together, with their 95 % confidence intervals."
+    "Rates are medians; ratios are the medians of the rounds' ratios of push and pull "
+    "together, with their 95 % confidence intervals."
 )
 
 
 def method(rounds: int) -> str:
     """How both tables are measured."""
     return (
-        f"Each system has a client and a server process on this machine; {rounds} rounds in turns whose order alternates, after {WARM_UP} "
-        "that are not counted. A round is one push, acknowledged, and one pull into memory that is there already. Shoal runs with its "
+        f"Each system has a client and a server process on this machine; {rounds} rounds in turns "
+        f"whose order alternates, after {WARM_UP} that are not counted. A round is one push, "
+        "acknowledged, and one pull into memory that is there already. Shoal runs with its "
         "coordinator, metrics, sequence numbers and checks for finite values."
     )
 
 
 def take_turns(sides: Sequence[Side], rounds: int) -> None:
-    """Starts all sides, and measures so many rounds of each; what goes wrong stands in the side's `failure`."""
+    """Starts all sides, and measures so many rounds of each; what goes wrong stands in the side's
+    `failure`."""
     with ExitStack() as stack:
         stage = stack.enter_context(Stage())
         coordinator = _start_coordinator(stage)
@@ -176,13 +199,25 @@ def take_turns(sides: Sequence[Side], rounds: int) -> None:
 
 def _start_coordinator(stage: Stage) -> str:
     ports = stage.directory / "coordinator.json"
-    stage.start("coordinator", [sys.executable, "-m", "shoal_coordinator", "--redis", "embedded://", "--port-file", str(ports)])
+    stage.start(
+        "coordinator",
+        [
+            sys.executable,
+            "-m",
+            "shoal_coordinator",
+            "--redis",
+            "embedded://",
+            "--port-file",
+            str(ports),
+        ],
+    )
     stage.wait_until("the coordinator", ports.exists, timeout_s=_TIMEOUT_S)
     return str(json.loads(ports.read_text())["grpc"])
 
 
 def _start(side: Side, stage: Stage, stack: ExitStack, coordinator: str) -> None:
-    """Starts a system and waits until its client has come to the gate; the next one starts on a quiet machine."""
+    """Starts a system and waits until its client has come to the gate; the next one starts on a
+    quiet machine."""
     path = stage.directory / f"{side.key}.gate"
     before = stage.processes()
     gate = side.gate = stack.enter_context(Gate(path, ranks=side.clients, timeout_s=_TIMEOUT_S))
@@ -192,11 +227,34 @@ def _start(side: Side, stage: Stage, stack: ExitStack, coordinator: str) -> None
         data = ("--data-dir", str(stage.directory / side.key)) if side.journal else ()
         for number in range(side.servers):
             name = f"{side.key}-server-{number}"
-            stage.start(name, [sys.executable, "-m", "shoal_ps_server", "--server-id", name, *job, *data, *side.server])
+            stage.start(
+                name,
+                [
+                    sys.executable,
+                    "-m",
+                    "shoal_ps_server",
+                    "--server-id",
+                    name,
+                    *job,
+                    *data,
+                    *side.server,
+                ],
+            )
     for rank in range(side.clients):
         stage.start(
             f"{side.key}-{rank}",
-            [sys.executable, "-m", _CLIENT, side.system, "--gate", str(path), *job, *side.flags, "--rank", str(rank)],
+            [
+                sys.executable,
+                "-m",
+                _CLIENT,
+                side.system,
+                "--gate",
+                str(path),
+                *job,
+                *side.flags,
+                "--rank",
+                str(rank),
+            ],
         )
     try:
         stage.wait_until(side.name, gate.complete, timeout_s=_TIMEOUT_S)
@@ -249,10 +307,15 @@ def speed(side: Side, other: Side) -> Ratio | None:
 
 
 def verdict(comparisons: Sequence[tuple[str, Ratio | None, float]]) -> str:
-    """Sums a table up in one sentence. `comparisons`: the peer's name, the ratio that was measured to it (None: none was), the target."""
+    """Sums a table up in one sentence. `comparisons`: the peer's name, the ratio that was measured
+    to it (None: none was), the target."""
     parts = []
     for name, ratio, target in comparisons:
-        reached = "not measured" if ratio is None else f"{ratio.value:.2f} x, {'reached' if ratio.value >= target else 'not reached'}"
+        reached = (
+            "not measured"
+            if ratio is None
+            else f"{ratio.value:.2f} x, {'reached' if ratio.value >= target else 'not reached'}"
+        )
         parts.append(f"{name}: {reached}")
     return f"Measured: {'; '.join(parts)}."
 

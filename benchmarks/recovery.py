@@ -1,4 +1,5 @@
-"""Tells from the workers' step logs when a group of workers is whole, and when it has recovered from a kill. Kills nobody itself."""
+"""Tells from the workers' step logs when a group of workers is whole, and when it has recovered
+from a kill. Kills nobody itself."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ class Recovery:
     """One kill: whole before it, recovered after it."""
 
     def __init__(self, logs: StepLogs, *, workers: int, recovered: int, restarted: bool) -> None:
-        """`recovered`: how many workers must step again until it is over. `restarted`: they are other processes than before."""
+        """`recovered`: how many workers must step again until it is over. `restarted`: they are
+        other processes than before."""
         self._logs = logs
         self._workers = workers
         self._needed = recovered
@@ -29,12 +31,21 @@ class Recovery:
         """All workers step together, and have for a while."""
         self._logs.read()
         now = time.monotonic_ns()
-        newest = {pid: commits[-1] for pid, commits in self._logs.commits.items() if commits and now - commits[-1].time_ns < _FRESH_NS}
-        if len(newest) != self._workers or len({(c.group, c.world_size) for c in newest.values()}) != 1:
+        newest = {
+            pid: commits[-1]
+            for pid, commits in self._logs.commits.items()
+            if commits and now - commits[-1].time_ns < _FRESH_NS
+        }
+        if (
+            len(newest) != self._workers
+            or len({(c.group, c.world_size) for c in newest.values()}) != 1
+        ):
             return False
         self._members = newest
         return all(
-            commit.world_size == self._workers and self._steps_in(pid, commit.group) >= SETTLED_STEPS for pid, commit in newest.items()
+            commit.world_size == self._workers
+            and self._steps_in(pid, commit.group) >= SETTLED_STEPS
+            for pid, commit in newest.items()
         )
 
     def _steps_in(self, pid: int, group: int) -> int:
@@ -52,22 +63,25 @@ class Recovery:
         self._killed_ns = at_ns
 
     def over(self) -> bool:
-        """Enough workers committed a step in a group that is newer than the killed one's. A step that the old group still finished does
-        not count."""
+        """Enough workers committed a step in a group that is newer than the killed one's. A step
+        that the old group still finished does not count."""
         self._logs.read()
         for pid, commits in self._logs.commits.items():
             known = self._members.get(pid)
             if pid in self._victims or pid in self._first or (known is None) != self._restarted:
                 continue
             for commit in reversed(commits):
-                if commit.time_ns < self._killed_ns or (known is not None and commit.group <= known.group):
+                if commit.time_ns < self._killed_ns or (
+                    known is not None and commit.group <= known.group
+                ):
                     break
                 self._first[pid] = commit.time_ns
         return len(self._first) >= self._needed
 
     @property
     def last_to_recover(self) -> tuple[int, int]:
-        """Pid of the worker whose next step ends the recovery, and when it committed that (CLOCK_MONOTONIC, ns)."""
+        """Pid of the worker whose next step ends the recovery, and when it committed that
+        (CLOCK_MONOTONIC, ns)."""
         return sorted(self._first.items(), key=lambda item: item[1])[self._needed - 1]
 
     @property

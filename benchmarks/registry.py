@@ -27,7 +27,8 @@ class Measure(Protocol):
     """What a benchmark's module has."""
 
     def measure(self, options: Options) -> Table:
-        """Measures, and draws plots into `options.output`. Failures of a single system stand in its row."""
+        """Measures, and draws plots into `options.output`. Failures of a single system stand in its
+        row."""
         ...
 
 
@@ -39,7 +40,8 @@ class Benchmark:
     title: str
     module: str
     on_devices: int | None = None
-    """The least number of CUDA devices that the table can be made on; None: it is measured on the host alone."""
+    """The least number of CUDA devices that the table can be made on; None: it is measured on the
+    host alone."""
 
     def measure(self, options: Options) -> Table:
         """Runs it; takes minutes."""
@@ -47,26 +49,97 @@ class Benchmark:
 
 
 BENCHMARKS: Final = (
-    Benchmark(key="t1", title="SIGKILL of 1 worker to the next committed step", module="benchmarks.kill_recovery", on_devices=3),
-    Benchmark(key="t2", title="Step time against bare torch DDP", module="benchmarks.step_time", on_devices=2),
-    Benchmark(key="t3", title="Joining: stall of the survivors, transfer of the state", module="benchmarks.join_stall", on_devices=3),
-    Benchmark(key="t4", title="Parameter server: push and pull over sockets", module="benchmarks.ps_transfer"),
-    Benchmark(key="t5", title="Parameter server: push and pull through shared memory", module="benchmarks.ps_shared_memory"),
-    Benchmark(key="t4c", title="Parameter server: curves over size, tensors, clients and servers", module="benchmarks.ps_curves"),
     Benchmark(
-        key="t6", title="Sharded steps against FSDP2, ZeroRedundancyOptimizer and DeepSpeed", module="benchmarks.sharded_step", on_devices=2
+        key="t1",
+        title="SIGKILL of 1 worker to the next committed step",
+        module="benchmarks.kill_recovery",
+        on_devices=3,
     ),
     Benchmark(
-        key="t7", title="Steps of ddp, tensor, pipeline and hybrid against torch's own", module="benchmarks.parallel_step", on_devices=2
+        key="t2",
+        title="Step time against bare torch DDP",
+        module="benchmarks.step_time",
+        on_devices=2,
     ),
-    Benchmark(key="t8", title="Memory and bytes on the wire of each strategy", module="benchmarks.memory_and_wire"),
-    Benchmark(key="t9", title="Compressed gradients over a slow link", module="benchmarks.compression_link"),
-    Benchmark(key="t10", title="One slow worker: time to the same loss", module="benchmarks.straggler_loss"),
-    Benchmark(key="t11", title="A parameter server's primary killed: pause, and pushes lost", module="benchmarks.server_failover"),
-    Benchmark(key="t12", title="Thousands of members: joins, and until all know of a death", module="benchmarks.announcing"),
-    Benchmark(key="t13", title="Faulty runs against fault-free runs, simulated", module="benchmarks.faulty_runs"),
-    Benchmark(key="t14", title="From the command to the first step", module="benchmarks.launch_time"),
-    Benchmark(key="t16", title="Outer steps: bytes moved, and the loss after the same samples", module="benchmarks.outer_steps"),
-    Benchmark(key="t18", title="Plans against runs: memory and bytes on the wire", module="benchmarks.planned"),
-    Benchmark(key="t20", title="SIGKILL of 1 worker to a step at full strength", module="benchmarks.replacement"),
+    Benchmark(
+        key="t3",
+        title="Joining: stall of the survivors, transfer of the state",
+        module="benchmarks.join_stall",
+        on_devices=3,
+    ),
+    Benchmark(
+        key="t4",
+        title="Parameter server: push and pull over sockets",
+        module="benchmarks.ps_transfer",
+    ),
+    Benchmark(
+        key="t5",
+        title="Parameter server: push and pull through shared memory",
+        module="benchmarks.ps_shared_memory",
+    ),
+    Benchmark(
+        key="t4c",
+        title="Parameter server: curves over size, tensors, clients and servers",
+        module="benchmarks.ps_curves",
+    ),
+    Benchmark(
+        key="t6",
+        title="Sharded steps against FSDP2, ZeroRedundancyOptimizer and DeepSpeed",
+        module="benchmarks.sharded_step",
+        on_devices=2,
+    ),
+    Benchmark(
+        key="t7",
+        title="Steps of ddp, tensor, pipeline and hybrid against torch's own",
+        module="benchmarks.parallel_step",
+        on_devices=2,
+    ),
+    Benchmark(
+        key="t8",
+        title="Memory and bytes on the wire of each strategy",
+        module="benchmarks.memory_and_wire",
+    ),
+    Benchmark(
+        key="t9",
+        title="Compressed gradients over a slow link",
+        module="benchmarks.compression_link",
+    ),
+    Benchmark(
+        key="t10",
+        title="One slow worker: time to the same loss",
+        module="benchmarks.straggler_loss",
+    ),
+    Benchmark(
+        key="t11",
+        title="A parameter server's primary killed: pause, and pushes lost",
+        module="benchmarks.server_failover",
+    ),
+    Benchmark(
+        key="t12",
+        title="Thousands of members: joins, and until all know of a death",
+        module="benchmarks.announcing",
+    ),
+    Benchmark(
+        key="t13",
+        title="Faulty runs against fault-free runs, simulated",
+        module="benchmarks.faulty_runs",
+    ),
+    Benchmark(
+        key="t14", title="From the command to the first step", module="benchmarks.launch_time"
+    ),
+    Benchmark(
+        key="t16",
+        title="Outer steps: bytes moved, and the loss after the same samples",
+        module="benchmarks.outer_steps",
+    ),
+    Benchmark(
+        key="t18",
+        title="Plans against runs: memory and bytes on the wire",
+        module="benchmarks.planned",
+    ),
+    Benchmark(
+        key="t20",
+        title="SIGKILL of 1 worker to a step at full strength",
+        module="benchmarks.replacement",
+    ),
 )

@@ -1,6 +1,8 @@
-"""T20: from SIGKILL of one worker until all ranks, its replacement among them, have committed a step together.
+"""T20: from SIGKILL of one worker until all ranks, its replacement among them, have committed a
+step together.
 
-One run gives many samples, as in T1 (`kill_recovery`), whose recovery ends earlier: when the survivors step again.
+One run gives many samples, as in T1 (`kill_recovery`), whose recovery ends earlier: when the
+survivors step again.
 """
 
 from __future__ import annotations
@@ -52,10 +54,15 @@ def _shoal(strategy: str, *, warm: bool) -> Candidate:
 
 
 CANDIDATES: Final = (
-    *(_shoal(strategy, warm=warm) for strategy in ("ddp", "zero2", "fsdp") for warm in (True, False)),
+    *(
+        _shoal(strategy, warm=warm)
+        for strategy in ("ddp", "zero2", "fsdp")
+        for warm in (True, False)
+    ),
     Candidate(
         name="torchrun, restart of all",
-        command=f"torchrun --standalone --nproc-per-node {WORKERS} --max-restarts 1000000 -m benchmarks.workers.train_ddp",
+        command=f"torchrun --standalone --nproc-per-node {WORKERS} --max-restarts 1000000 -m "
+        "benchmarks.workers.train_ddp",
         start=partial(start_torchrun, restarts=True),
     ),
 )
@@ -66,16 +73,27 @@ def measure(options: Options) -> Table:
     kills = 2 if options.quick else 10
     measured = [(candidate, _row(candidate, kills)) for candidate in CANDIDATES]
     rows = [row for _, row in measured]
-    plots.samples(options.output / "t20.png", rows, sample="pause_s", label="kill to a step at full strength, s")
-    judged = [f"{row.name} {_judged(row.samples['pause_s'])}" for candidate, row in measured if candidate.has_target]
+    plots.samples(
+        options.output / "t20.png",
+        rows,
+        sample="pause_s",
+        label="kill to a step at full strength, s",
+    )
+    judged = [
+        f"{row.name} {_judged(row.samples['pause_s'])}"
+        for candidate, row in measured
+        if candidate.has_target
+    ]
     return Table(
         key="t20",
         title="SIGKILL of 1 worker to a step at full strength",
         target=f"p50 <= {TARGET_S:g} s with a warm process",
         method=(
-            f"{WORKERS} workers train a {_WIDTH}-wide perceptron, {_BATCH} samples per rank and step. When all have done 20 steps "
-            "together, one is killed, each rank in turn. The time ends when as many ranks as before, one of them a new process, have "
-            "committed a step in one newer group. Fresh: with `--no-warm`. torchrun restarts all workers, which load no checkpoint here."
+            f"{WORKERS} workers train a {_WIDTH}-wide perceptron, {_BATCH} samples per rank and "
+            "step. When all have done 20 steps together, one is killed, each rank in turn. The "
+            "time ends when as many ranks as before, one of them a new process, have committed a "
+            "step in one newer group. Fresh: with `--no-warm`. torchrun restarts all workers, "
+            "which load no checkpoint here."
         ),
         columns=("kills", "p50 s", "max s"),
         rows=tuple(rows),
@@ -111,18 +129,25 @@ def _kill_and_time(candidate: Candidate, kills: int, pauses: list[float]) -> Non
         logs = StepLogs(directory)
         for turn in range(kills):
             whole = Recovery(logs, workers=WORKERS, recovered=WORKERS, restarted=False)
-            stage.wait_until(f"{candidate.name}: {WORKERS} workers stepping together", whole.settled, timeout_s=_START_TIMEOUT_S)
+            stage.wait_until(
+                f"{candidate.name}: {WORKERS} workers stepping together",
+                whole.settled,
+                timeout_s=_START_TIMEOUT_S,
+            )
             victims = [pid for pid in whole.members if system.may_kill(pid)]
             victim = victims[turn % len(victims)]
             strength = FullStrength(logs, before=whole.members, killed_ns=time.monotonic_ns())
             system.kill(victim)
-            stage.wait_until(f"{candidate.name}: full strength", strength.reached, timeout_s=_RECOVERY_TIMEOUT_S)
+            stage.wait_until(
+                f"{candidate.name}: full strength", strength.reached, timeout_s=_RECOVERY_TIMEOUT_S
+            )
             pauses.append(strength.pause_s)
             system.replace()
 
 
 class FullStrength:
-    """One kill: when all ranks step together again, not all of them the processes that they were."""
+    """One kill: when all ranks step together again, not all of them the processes that they
+    were."""
 
     def __init__(self, logs: StepLogs, *, before: Sequence[int], killed_ns: int) -> None:
         """`before`: pids of the settled group. `killed_ns`: time of the kill (CLOCK_MONOTONIC)."""
@@ -132,7 +157,8 @@ class FullStrength:
         self._reached_ns = 0
 
     def reached(self) -> bool:
-        """Whether as many processes as before, with a new one among them, have committed a step in one group."""
+        """Whether as many processes as before, with a new one among them, have committed a step in
+        one group."""
         self._logs.read()
         groups: dict[int, dict[int, Commit]] = {}
         for pid, commits in self._logs.commits.items():

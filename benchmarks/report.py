@@ -1,4 +1,5 @@
-"""What a benchmark gives back, and how it is shown: on the terminal, as JSON with every sample, and as Markdown.
+"""What a benchmark gives back, and how it is shown: on the terminal, as JSON with every sample, and
+as Markdown.
 
 Nothing here measures or judges: a row says what was measured, or why it could not be.
 """
@@ -35,7 +36,8 @@ class Row:
     command: str
     """What was started, as a person would type it."""
     cells: Mapping[str, str]
-    """Column to text, with the unit in the column's name or in the text. Columns left out show as missing."""
+    """Column to text, with the unit in the column's name or in the text. Columns left out show as
+    missing."""
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Every single measurement, by name with its unit (`pause_s`). For the JSON and the plots."""
     failure: str = ""
@@ -88,14 +90,19 @@ class Machine:
     def __str__(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return (
-            f"{self.cores} cores ({self.processor}), {self.memory_gib} GiB, {self.system}, Python {self.python}, {versions}; "
-            f"load average before: {self.load_average}"
+            f"{self.cores} cores ({self.processor}), {self.memory_gib} GiB, {self.system}, Python "
+            f"{self.python}, {versions}; load average before: {self.load_average}"
         )
 
 
 def show(console: Console, table: Table) -> None:
     """Prints the table."""
-    shown = Grid(title=f"{table.key.upper()}  {table.title}", caption=table.verdict, title_justify="left", caption_justify="left")
+    shown = Grid(
+        title=f"{table.key.upper()}  {table.title}",
+        caption=table.verdict,
+        title_justify="left",
+        caption_justify="left",
+    )
     for column in ("", *table.columns):
         shown.add_column(column, justify="left" if not column else "right")
     for row in table.rows:
@@ -109,7 +116,11 @@ def show(console: Console, table: Table) -> None:
 def write(directory: Path, table: Table, machine: Machine, command: str) -> None:
     """Writes `<key>.json` and `<key>.md`; `command` is what made them."""
     directory.mkdir(parents=True, exist_ok=True)
-    content = {"command": command, "machine": dataclasses.asdict(machine), **dataclasses.asdict(table)}
+    content = {
+        "command": command,
+        "machine": dataclasses.asdict(machine),
+        **dataclasses.asdict(table),
+    }
     (directory / f"{table.key}.json").write_text(json.dumps(content, indent=1) + "\n")
     (directory / f"{table.key}.md").write_text(markdown(table, machine, command))
 
@@ -146,7 +157,10 @@ def grid(table: Table) -> list[str]:
     return [
         f"| {' | '.join(['', *table.columns])} |",
         f"|{'|'.join(['---', *('--:' for _ in table.columns)])}|",
-        *(f"| {' | '.join([row.name, *(row.cells.get(c, MISSING) for c in table.columns)])} |" for row in table.rows),
+        *(
+            f"| {' | '.join([row.name, *(row.cells.get(c, MISSING) for c in table.columns)])} |"
+            for row in table.rows
+        ),
     ]
 
 

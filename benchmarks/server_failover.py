@@ -1,7 +1,9 @@
-"""T11: SIGKILL of a parameter server that is the primary: how long its workers stand still, and what became of their pushes.
+"""T11: SIGKILL of a parameter server that is the primary: how long its workers stand still, and
+what became of their pushes.
 
-One run gives many samples: kill, wait until all is well again (the workers step, and the server that was killed is the backup and in sync),
-kill the new primary. The pushes are counted at the run's end, one by one (`benchmarks.workers.tally`).
+One run gives many samples: kill, wait until all is well again (the workers step, and the server
+that was killed is the backup and in sync), kill the new primary. The pushes are counted at the
+run's end, one by one (`benchmarks.workers.tally`).
 """
 
 from __future__ import annotations
@@ -45,9 +47,11 @@ WORKERS: Final = 2
 WIDTH: Final = 256
 BATCH: Final = 32
 STEPS_AROUND: Final = 20
-"""Steps of each worker that give its ordinary step time, and as many that it must do after a kill before all is well again."""
+"""Steps of each worker that give its ordinary step time, and as many that it must do after a kill
+before all is well again."""
 REST_S: Final = 6.0
-"""Seconds between a recovery and the next kill: Shoal's launcher gives up a server that ended within 5 s of serving four times in a row."""
+"""Seconds between a recovery and the next kill: Shoal's launcher gives up a server that ended
+within 5 s of serving four times in a row."""
 _QUICK_KILLS: Final = 3
 _LONGEST_PHASE_S: Final = 0.1
 _TIMEOUT_S: Final = 120
@@ -55,12 +59,14 @@ _TIMEOUT_S: Final = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """How long one worker stood still around one kill: times between two of its successive steps, beyond an ordinary step."""
+    """How long one worker stood still around one kill: times between two of its successive steps,
+    beyond an ordinary step."""
 
     first_s: float
     """Longest of its first steps after the kill."""
     later_s: float
-    """Longest of the others until all was well again: the server that was killed came back and caught up meanwhile."""
+    """Longest of the others until all was well again: the server that was killed came back and
+    caught up meanwhile."""
     step_s: float
     """Median time of the worker's steps before the kill, in seconds."""
 
@@ -89,7 +95,10 @@ class System:
     def command(self) -> str:
         backed = f" --server-backups {self.backups}" if self.backups else ""
         words = " ".join(_workload(Path("steps")).arguments())
-        return f"shoal run --standalone --nproc-per-node {WORKERS} --servers 1{backed} -m benchmarks.workers.train_async {words}"
+        return (
+            f"shoal run --standalone --nproc-per-node {WORKERS} --servers 1{backed} -m "
+            f"benchmarks.workers.train_async {words}"
+        )
 
 
 def measure(options: Options) -> Table:
@@ -102,25 +111,37 @@ def measure(options: Options) -> Table:
         except (MeasurementError, ShoalError) as error:
             system.failure = str(error)
     rows = tuple(row(system, restarted) for system in (backed, restarted))
-    plots.samples(options.output / "t11.png", rows, sample="pause_s", label="pause of a worker beyond a step, s", target=TARGET_S)
+    plots.samples(
+        options.output / "t11.png",
+        rows,
+        sample="pause_s",
+        label="pause of a worker beyond a step, s",
+        target=TARGET_S,
+    )
     return Table(
         key="t11",
         title="A parameter server's primary killed: pause of its workers, pushes lost",
         target=f"p99 <= {TARGET_S} s, no acknowledged push lost, none applied twice",
         method=(
-            f"{WORKERS} workers train a {WIDTH}-wide perceptron, {BATCH} samples per push, under async_sgd (asp) with Adam and one "
-            "parameter server, whose journal is synced before a push is acknowledged (--fsync group). The process that is the primary at "
-            "the moment gets SIGKILL at a random moment of a step; the launcher starts it again, on the same cores, and where there is a "
-            f"backup it becomes the new primary's. {REST_S:g} s after all is well again (each worker has done {STEPS_AROUND} steps, the "
-            "primary is there, its backup in sync), the next kill comes. The pause of a worker is the longest time between two of its "
-            "successive steps that ended between the kill and the moment at which all is well, less the median of its last "
-            f"{STEPS_AROUND} steps before the kill; so the time in which the new backup catches up counts too. Two columns tell the "
-            f"longest of each worker's first {STEPS_AROUND} steps after a kill from the longest later. Each worker and kill is a sample; "
-            "with so few p99 is close to the largest one. Pushes are counted one by one: beside the model the servers step a tensor that "
-            "has an element for each push of each worker; a push's gradient is 1 at its own element, and with Adam at betas of 0, an eps "
-            "of 1 and a learning rate of 2 the element goes down by exactly 1 each time that the push is applied. At the end each worker "
-            "says how many pushes it had acknowledged: an element of these that is 0 is a push lost, one below -1 a push applied twice. "
-            "The partitions without such elements must be at version 1 + all acknowledged pushes, else the difference counts. The "
+            f"{WORKERS} workers train a {WIDTH}-wide perceptron, {BATCH} samples per push, under "
+            "async_sgd (asp) with Adam and one parameter server, whose journal is synced before a "
+            "push is acknowledged (--fsync group). The process that is the primary at the moment "
+            "gets SIGKILL at a random moment of a step; the launcher starts it again, on the same "
+            f"cores, and where there is a backup it becomes the new primary's. {REST_S:g} s after "
+            f"all is well again (each worker has done {STEPS_AROUND} steps, the primary is there, "
+            "its backup in sync), the next kill comes. The pause of a worker is the longest time "
+            "between two of its successive steps that ended between the kill and the moment at "
+            f"which all is well, less the median of its last {STEPS_AROUND} steps before the kill; "
+            "so the time in which the new backup catches up counts too. Two columns tell the "
+            f"longest of each worker's first {STEPS_AROUND} steps after a kill from the longest "
+            "later. Each worker and kill is a sample; with so few p99 is close to the largest "
+            "one. Pushes are counted one by one: beside the model the servers step a tensor that "
+            "has an element for each push of each worker; a push's gradient is 1 at its own "
+            "element, and with Adam at betas of 0, an eps of 1 and a learning rate of 2 the "
+            "element goes down by exactly 1 each time that the push is applied. At the end each "
+            "worker says how many pushes it had acknowledged: an element of these that is 0 is a "
+            "push lost, one below -1 a push applied twice. The partitions without such elements "
+            "must be at version 1 + all acknowledged pushes, else the difference counts. The "
             f"parameter server paper (Li et al., OSDI 2014) has {PAPER_S} s, on its own cluster."
         ),
         columns=(
@@ -147,7 +168,9 @@ def _measure(system: System, kills: int) -> None:
         directory = stage.directory / "steps"
         directory.mkdir()
         job_id = f"t11-{uuid.uuid4().hex[:8]}"
-        launcher = start_with_servers(stage, _workload(directory), job_id=job_id, backups=system.backups)
+        launcher = start_with_servers(
+            stage, _workload(directory), job_id=job_id, backups=system.backups
+        )
         with _Job(stage, job_id, system.backups) as job:
             logs, killed_ns = StepLogs(directory), 0
             _wait_until_well(stage, job, logs, killed_ns)
@@ -170,29 +193,43 @@ def _workload(directory: Path) -> Workload:
 
 def _wait_until_well(stage: Stage, job: _Job, logs: StepLogs, since_ns: int) -> None:
     """Until each worker has done enough steps since then, and all servers are there."""
-    stage.wait_until("all to be well", lambda: job.is_whole() and _stepping(logs, since_ns), timeout_s=_TIMEOUT_S)
+    stage.wait_until(
+        "all to be well", lambda: job.is_whole() and _stepping(logs, since_ns), timeout_s=_TIMEOUT_S
+    )
 
 
 def _stepping(logs: StepLogs, since_ns: int) -> bool:
     """Whether each worker has done enough steps since then."""
     logs.read()
-    after = [sum(1 for commit in commits if commit.time_ns > since_ns) for commits in logs.commits.values()]
+    after = [
+        sum(1 for commit in commits if commit.time_ns > since_ns)
+        for commits in logs.commits.values()
+    ]
     return len(after) == WORKERS and min(after) > STEPS_AROUND
 
 
 def pause_of(commits: Sequence[Commit], killed_ns: int) -> Pause:
-    """Reads a worker's pause from its steps until all was well again. An ordinary step is the median of its last before the kill.
+    """Reads a worker's pause from its steps until all was well again. An ordinary step is the
+    median of its last before the kill.
 
     Raises:
         MeasurementError: there are too few steps before the kill, or after it.
     """
-    steps = [(later.time_ns, (later.time_ns - earlier.time_ns) / 1e9) for earlier, later in itertools.pairwise(commits)]
+    steps = [
+        (later.time_ns, (later.time_ns - earlier.time_ns) / 1e9)
+        for earlier, later in itertools.pairwise(commits)
+    ]
     before = [seconds for end_ns, seconds in steps if end_ns <= killed_ns][-STEPS_AROUND:]
     after = [seconds for end_ns, seconds in steps if end_ns > killed_ns]
     if len(before) < STEPS_AROUND or len(after) <= STEPS_AROUND:
-        raise MeasurementError(f"{len(before)} steps before the kill and {len(after)} after it; expected {STEPS_AROUND}, and more")
+        raise MeasurementError(
+            f"{len(before)} steps before the kill and {len(after)} after it; expected "
+            f"{STEPS_AROUND}, and more"
+        )
     ordinary_s = statistics.median(before)
-    first_s, later_s = (max(part) - ordinary_s for part in (after[:STEPS_AROUND], after[STEPS_AROUND:]))
+    first_s, later_s = (
+        max(part) - ordinary_s for part in (after[:STEPS_AROUND], after[STEPS_AROUND:])
+    )
     return Pause(first_s=first_s, later_s=later_s, step_s=ordinary_s)
 
 
@@ -201,12 +238,15 @@ def _count(stage: Stage, directory: Path, job: _Job) -> Account:
     (directory / STOP).touch()
     stage.wait_until("the workers' accounts", (directory / APPLIED).exists, timeout_s=_TIMEOUT_S)
     tally = json.loads((directory / APPLIED).read_text())["tally"]
-    acknowledged = [json.loads((directory / acknowledged_file(rank)).read_text()) for rank in range(WORKERS)]
+    acknowledged = [
+        json.loads((directory / acknowledged_file(rank)).read_text()) for rank in range(WORKERS)
+    ]
     return account(tally, acknowledged, job.versions())
 
 
 class _Job:
-    """The running job as its coordinator sees it. What asks a service raises ShoalError where that does not answer."""
+    """The running job as its coordinator sees it. What asks a service raises ShoalError where that
+    does not answer."""
 
     def __init__(self, stage: Stage, job_id: str, backups: int) -> None:
         """Waits for the coordinator. Raises MeasurementError."""
@@ -214,7 +254,9 @@ class _Job:
         self._job_id = job_id
         self._backups = backups
         stage.wait_until("the coordinator", self._is_registered, timeout_s=_TIMEOUT_S)
-        self._client = CoordinatorClient(ChannelSettings(address=newest_cluster(job=job_id).coordinator))
+        self._client = CoordinatorClient(
+            ChannelSettings(address=newest_cluster(job=job_id).coordinator)
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -235,11 +277,17 @@ class _Job:
     def is_whole(self) -> bool:
         """Whether there is a primary, and a backup in sync where there is to be one."""
         there = [server for server in self._servers() if server.alive]
-        primaries = [server for server in there if server.role == coordinator_pb2.SERVER_ROLE_PRIMARY]
+        primaries = [
+            server for server in there if server.role == coordinator_pb2.SERVER_ROLE_PRIMARY
+        ]
         return len(primaries) == 1 and sum(server.in_sync for server in there) == self._backups
 
     def primary(self) -> coordinator_pb2.ServerStatus:
-        return next(server for server in self._servers() if server.role == coordinator_pb2.SERVER_ROLE_PRIMARY)
+        return next(
+            server
+            for server in self._servers()
+            if server.role == coordinator_pb2.SERVER_ROLE_PRIMARY
+        )
 
     def process_of(self, server_id: str) -> int:
         """Pid of the server's process. Raises MeasurementError."""
@@ -256,7 +304,7 @@ class _Job:
             return [partition.version for partition in client.get_server().partitions]
 
 
-# ------------------------------------------------------------------------------------------------------------------ the table
+# ---------------------------------------------------------------------------------------- the table
 
 
 def row(system: System, restarted: System) -> Row:
@@ -272,16 +320,28 @@ def row(system: System, restarted: System) -> Row:
             "later, max s": f"{max(pause.later_s for pause in system.pauses):.3f}",
         }
     if longest_s and restarted.pauses and system is not restarted:
-        cells["p50, of a restart"] = f"{quantile(longest_s, 0.5) / quantile(restarted.longest_s, 0.5):.3f}"
+        cells["p50, of a restart"] = (
+            f"{quantile(longest_s, 0.5) / quantile(restarted.longest_s, 0.5):.3f}"
+        )
     if system.pushes is not None:
-        cells |= {"pushes": str(system.pushes.acknowledged), "lost": str(system.pushes.lost), "twice": str(system.pushes.twice)}
+        cells |= {
+            "pushes": str(system.pushes.acknowledged),
+            "lost": str(system.pushes.lost),
+            "twice": str(system.pushes.twice),
+        }
     samples = {
         "pause_s": longest_s,
         "first_s": [pause.first_s for pause in system.pauses],
         "later_s": [pause.later_s for pause in system.pauses],
         "step_s": [pause.step_s for pause in system.pauses],
     }
-    return Row(name=system.name, command=system.command, cells=cells, samples=samples, failure=system.failure)
+    return Row(
+        name=system.name,
+        command=system.command,
+        cells=cells,
+        samples=samples,
+        failure=system.failure,
+    )
 
 
 def verdict(backed: System) -> str:
@@ -291,5 +351,8 @@ def verdict(backed: System) -> str:
     p99, pushes = quantile(backed.longest_s, 0.99), backed.pushes
     pause = "reached" if p99 <= TARGET_S else "not reached"
     kept = "reached" if pushes.lost == pushes.twice == 0 else "not reached"
-    told = f"of {pushes.acknowledged} acknowledged pushes {pushes.lost} lost, {pushes.twice} twice ({kept})"
+    told = (
+        f"of {pushes.acknowledged} acknowledged pushes {pushes.lost} lost, {pushes.twice} twice "
+        f"({kept})"
+    )
     return f"Measured: p99 {p99:.3f} s ({pause}), {p99 / PAPER_S:.2f} x the paper's pause; {told}."

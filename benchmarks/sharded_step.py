@@ -1,8 +1,8 @@
-"""T6: a step of zero1, zero2 and fsdp (zero3 is the same) against torch's own sharding and DeepSpeed's, on CPUs over Gloo; and what such a
-step sends, by itself.
+"""T6: a step of zero1, zero2 and fsdp (zero3 is the same) against torch's own sharding and
+DeepSpeed's, on CPUs over Gloo; and what such a step sends, by itself.
 
-Comparisons whose ratio is taken run in turns. Communication alone is the collectives of one fully sharded step, the same calls under
-torch's Gloo backend and Shoal's; nothing else runs there.
+Comparisons whose ratio is taken run in turns. Communication alone is the collectives of one fully
+sharded step, the same calls under torch's Gloo backend and Shoal's; nothing else runs there.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ _LARGE_WIDTH: Final = 768
 """For blocks of a size as larger models have them; communication alone."""
 _COLLECTIVES: Final = "communication alone"
 _ON_THE_HOST: Final = (
-    "DeepSpeed runs on its CPU accelerator over Gloo, with torch's AdamW and its default settings. Communication alone is what a fully "
-    "sharded step sends, called as FSDP2 does, two gatherings and one reduce-scatter of each block without computing, of this decoder, and "
-    f"of one {_LARGE_WIDTH} wide. Two ranks have a core each, four share two."
+    "DeepSpeed runs on its CPU accelerator over Gloo, with torch's AdamW and its default "
+    "settings. Communication alone is what a fully sharded step sends, called as FSDP2 does, two "
+    "gatherings and one reduce-scatter of each block without computing, of this decoder, and of "
+    f"one {_LARGE_WIDTH} wide. Two ranks have a core each, four share two."
 )
 
 
@@ -55,12 +56,17 @@ def torch_peer(name: str, key: str) -> Side:
 
 def _deepspeed(stage: int) -> Side:
     command = f"torchrun --standalone -m benchmarks.workers.train_deepspeed --stage {stage}"
-    return Side(name=f"DeepSpeed, stage {stage}", command=command, start=partial(start_deepspeed, zero_stage=stage))
+    return Side(
+        name=f"DeepSpeed, stage {stage}",
+        command=command,
+        start=partial(start_deepspeed, zero_stage=stage),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Shoal's side, and peers that do the same. Each row's ratio is Shoal's step over the peer's."""
+    """Shoal's side, and peers that do the same. Each row's ratio is Shoal's step over the
+    peer's."""
 
     ours: Side
     theirs: tuple[Side, ...]
@@ -89,7 +95,10 @@ def _collectives(name: str, backend: str, block_mb: int) -> Side:
 
 
 COMPARISONS: Final = (
-    Comparison(ours=strategy("zero1"), theirs=(torch_peer("ZeroRedundancyOptimizer and DDP", "zero-redundancy"), _deepspeed(1))),
+    Comparison(
+        ours=strategy("zero1"),
+        theirs=(torch_peer("ZeroRedundancyOptimizer and DDP", "zero-redundancy"), _deepspeed(1)),
+    ),
     Comparison(ours=strategy("zero2"), theirs=(_deepspeed(2),)),
     Comparison(ours=strategy("fsdp"), theirs=(torch_peer("FSDP2", "fsdp2"), _deepspeed(3))),
     _communication(WIDTH, ranks=(2, 4)),
@@ -98,14 +107,21 @@ COMPARISONS: Final = (
 
 
 CUDA_COMPARISONS: Final = (
-    Comparison(ours=strategy("zero1"), theirs=(torch_peer("ZeroRedundancyOptimizer and DDP", "zero-redundancy"),), ranks=(2, 8)),
+    Comparison(
+        ours=strategy("zero1"),
+        theirs=(torch_peer("ZeroRedundancyOptimizer and DDP", "zero-redundancy"),),
+        ranks=(2, 8),
+    ),
     Comparison(ours=strategy("zero2"), theirs=(), ranks=(2, 8)),
     Comparison(ours=strategy("fsdp"), theirs=(torch_peer("FSDP2", "fsdp2"),), ranks=(2, 8)),
 )
 """Without DeepSpeed, whose environment has a torch for the host."""
 CUDA_WIDTH: Final = 2048
 CUDA_BATCH: Final = 256
-ON_DEVICES: Final = "Each rank has a GPU and sends over NCCL; a block's time begins and ends when the device has done all it was told."
+ON_DEVICES: Final = (
+    "Each rank has a GPU and sends over NCCL; a block's time begins and ends when "
+    "the device has done all it was told."
+)
 
 
 def measure(options: Options) -> Table:
@@ -113,22 +129,35 @@ def measure(options: Options) -> Table:
     devices = options.devices
     rounds = devices.rounds(QUICK_ROUNDS if options.quick else ROUNDS)
     comparisons = CUDA_COMPARISONS if devices.for_cuda else COMPARISONS
-    rows = [row for comparison in comparisons for ranks in comparison.ranks for row in compare(comparison, ranks, rounds, devices)]
+    rows = [
+        row
+        for comparison in comparisons
+        for ranks in comparison.ranks
+        for row in compare(comparison, ranks, rounds, devices)
+    ]
     width, batch = devices.size(WIDTH, CUDA_WIDTH), devices.size(BATCH, CUDA_BATCH)
     parameters = sum(p.numel() for p in _decoder(width).parameters())
-    plots.samples(options.output / "t6.png", rows, sample="ratio", label="Shoal's mean step of a block over the peer's", target=STEP_TARGET)
+    plots.samples(
+        options.output / "t6.png",
+        rows,
+        sample="ratio",
+        label="Shoal's mean step of a block over the peer's",
+        target=STEP_TARGET,
+    )
     return Table(
         key="t6",
         title="Sharded steps against torch's FSDP2 and ZeroRedundancyOptimizer, and DeepSpeed",
         target="communication at least 2 x as fast, the step never slower",
         method=(
-            f"A decoder of four blocks, {width} wide ({parameters / 1e6:.1f} million parameters, {4 * parameters / 1e6:.1f} MB in "
-            f"float32), AdamW, {batch} samples of 16 tokens per rank and step{devices.describe(', on Gloo over loopback', '')}. The "
-            f"systems of a comparison take turns in blocks of {STEPS_PER_BLOCK} steps, {rounds} rounds; the ratio is the "
-            "median of Shoal's mean step over the peer's of the same round, with its 95 % confidence interval "
-            "(bootstrap over rounds), and stands in the peer's row. Shoal runs with launcher, coordinator and metrics, its step sends "
-            "gradient shards to a peer's memory as well, and it updates that mirror too; the peers lose their state with a rank. "
-            + devices.describe(_ON_THE_HOST, ON_DEVICES)
+            f"A decoder of four blocks, {width} wide ({parameters / 1e6:.1f} million parameters, "
+            f"{4 * parameters / 1e6:.1f} MB in float32), AdamW, {batch} samples of 16 tokens per "
+            f"rank and step{devices.describe(', on Gloo over loopback', '')}. The systems of a "
+            f"comparison take turns in blocks of {STEPS_PER_BLOCK} steps, {rounds} rounds; the "
+            "ratio is the median of Shoal's mean step over the peer's of the same round, with its "
+            "95 % confidence interval (bootstrap over rounds), and stands in the peer's row. "
+            "Shoal runs with launcher, coordinator and metrics, its step sends gradient shards to "
+            "a peer's memory as well, and it updates that mirror too; the peers lose their state "
+            "with a rank. " + devices.describe(_ON_THE_HOST, ON_DEVICES)
         ),
         columns=turns.COLUMNS,
         rows=devices.named(rows),
@@ -140,7 +169,10 @@ def compare(comparison: Comparison, ranks: int, rounds: int, devices: Devices = 
     """Shoal's row, and the peers' with Shoal's ratio to each."""
     sides = (comparison.ours, *comparison.theirs)
     if (failure := devices.lacking(f"a comparison of {ranks} ranks", ranks)) is not None:
-        return [Row(name=f"{side.name}, {ranks} ranks", command=side.command, cells={}, failure=failure) for side in sides]
+        return [
+            Row(name=f"{side.name}, {ranks} ranks", command=side.command, cells={}, failure=failure)
+            for side in sides
+        ]
     course = Course(
         ranks=ranks,
         width=devices.size(comparison.width, CUDA_WIDTH),
@@ -174,5 +206,9 @@ def _verdict(rows: Sequence[Row]) -> str:
             continue
         ratio = statistics.median(row.samples["ratio"])
         target = COMMUNICATION_TARGET if row.name.startswith(_COLLECTIVES) else STEP_TARGET
-        parts.append(f"{row.name} {ratio:.2f} x ({'reached' if ratio <= target else 'not reached'})")
-    return f"Measured, Shoal's time over the peer's: {'; '.join(parts)}." if parts else "Not measured."
+        parts.append(
+            f"{row.name} {ratio:.2f} x ({'reached' if ratio <= target else 'not reached'})"
+        )
+    return (
+        f"Measured, Shoal's time over the peer's: {'; '.join(parts)}." if parts else "Not measured."
+    )

@@ -1,7 +1,9 @@
-"""Members of a job that do nothing but hold their sessions, thousands of them in one process, over real gRPC.
+"""Members of a job that do nothing but hold their sessions, thousands of them in one process, over
+real gRPC.
 
-They share a few connections, as real members do not: what a connection costs is not measured. Messages are kept as bytes where nothing has
-to be read in them, so that this process is not what is measured. Everything belongs to one event loop.
+They share a few connections, as real members do not: what a connection costs is not measured.
+Messages are kept as bytes where nothing has to be read in them, so that this process is not what is
+measured. Everything belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any, Final
 
 import grpc
@@ -44,7 +47,7 @@ class Member:
         """Its first message."""
         host = f"node-{self.number // RANKS_PER_HOST:04d}.cluster.internal"
         ids = {
-            "donor_address": f"10.{self.number >> 16 & 255}.{self.number >> 8 & 255}.{self.number & 255}:40123",
+            "donor_address": f"{ip_address((10 << 24) + self.number)}:40123",
             "donor_key": f"{self.number:032x}",
         }
         return pb.MemberMessage(
@@ -89,7 +92,8 @@ class Crowd:
         return self._told[number]
 
     async def until(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
-        """Waits until `condition` holds; it is looked at whenever a member was told something. Raises TimeoutError."""
+        """Waits until `condition` holds; it is looked at whenever a member was told something.
+        Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while not condition():
                 self._changed.clear()
@@ -99,7 +103,10 @@ class Crowd:
         """Ends all sessions."""
         for member in self.members:
             member.call.cancel()
-        await asyncio.gather(*(member.task for member in self.members if member.task is not None), return_exceptions=True)
+        await asyncio.gather(
+            *(member.task for member in self.members if member.task is not None),
+            return_exceptions=True,
+        )
         for channel in self._channels:
             await channel.close()
 

@@ -1,7 +1,9 @@
-"""T2: the step time of elastic training against bare torch DDP on the same model, with torchft beside it.
+"""T2: the step time of elastic training against bare torch DDP on the same model, with torchft
+beside it.
 
-A step is one iteration of the user's loop with each system's own loader: batch, forward, backward, optimizer, zero_grad. On two ranks Shoal
-takes part three times: comparing what the ranks hold in common as often as by default, never, and in every step.
+A step is one iteration of the user's loop with each system's own loader: batch, forward, backward,
+optimizer, zero_grad. On two ranks Shoal takes part three times: comparing what the ranks hold in
+common as often as by default, never, and in every step.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ BATCH_OF_RANKS: Final = {2: 64, 3: 32}
 """For steps of about 5 ms on two cores."""
 CUDA_WIDTH: Final = 2048
 CUDA_BATCH_OF_RANKS: Final = {2: 1024, 8: 1024}
-"""Chosen so that a step takes a few milliseconds on a GPU: an expectation, which was not measured."""
+"""Chosen so that a step takes a few milliseconds on a GPU: an expectation, which was not
+measured."""
 STEPS_PER_BLOCK: Final = 100
 
 
@@ -45,8 +48,16 @@ def _checking(how_often: str, every: int) -> Side:
     )
 
 
-BASELINE: Final = Side(name="torch DDP", command="torchrun --standalone -m benchmarks.workers.train_ddp", start=start_torchrun)
-SHOAL: Final = Side(name="shoal", command="shoal run --standalone -m benchmarks.workers.train_shoal", start=start_shoal)
+BASELINE: Final = Side(
+    name="torch DDP",
+    command="torchrun --standalone -m benchmarks.workers.train_ddp",
+    start=start_torchrun,
+)
+SHOAL: Final = Side(
+    name="shoal",
+    command="shoal run --standalone -m benchmarks.workers.train_shoal",
+    start=start_shoal,
+)
 NEVER, ALWAYS = CHECKING = _checking("never", 0), _checking("each step", 1)
 """Shoal that compares what the ranks hold in common never, and in every step."""
 SIDES: Final = (
@@ -67,22 +78,33 @@ def measure(options: Options) -> Table:
     rounds = devices.rounds(8 if options.quick else 16)
     batches = CUDA_BATCH_OF_RANKS if devices.kind == CUDA else BATCH_OF_RANKS
     rows = [row for ranks, batch in batches.items() for row in _rows(ranks, batch, rounds, devices)]
-    workloads = ", ".join(f"{batch} samples per rank on {ranks} ranks" for ranks, batch in batches.items())
+    workloads = ", ".join(
+        f"{batch} samples per rank on {ranks} ranks" for ranks, batch in batches.items()
+    )
     width = devices.size(WIDTH, CUDA_WIDTH)
-    plots.samples(options.output / "t2.png", rows, sample="ratio", label="mean step time of a block over torch DDP's", target=TARGET)
+    plots.samples(
+        options.output / "t2.png",
+        rows,
+        sample="ratio",
+        label="mean step time of a block over torch DDP's",
+        target=TARGET,
+    )
     return Table(
         key="t2",
         title="Step time with elasticity, metrics and the coordinator on, against bare torch DDP",
         target=f"<= {TARGET} x at 5 ms steps",
         method=(
-            f"All systems train a {width}-wide perceptron with their own data loaders ({workloads}). They take turns in blocks of "
-            f"{STEPS_PER_BLOCK} steps, {rounds} rounds. A block's figure is the mean step of its ranks; the ratio is the median of the "
-            "ratios to torch DDP's block of the same round, with its 95 % confidence interval (bootstrap over rounds). The other ratio "
-            "compares the blocks' median steps, which single hiccups do not move. CPU ms is the processor time of a step and rank, that of "
-            "launcher and services included; other users of the machine move it least. Systems that wait for their turn keep their "
-            f"background work (heartbeats). {devices.describe('Three ranks share two cores.', ON_DEVICES)} "
-            "Checking: the ranks compare what they hold in common, after "
-            "every 100 steps by default (consistency_check_every; 0 is never)."
+            f"All systems train a {width}-wide perceptron with their own data loaders "
+            f"({workloads}). They take turns in blocks of {STEPS_PER_BLOCK} steps, {rounds} "
+            "rounds. A block's figure is the mean step of its ranks; the ratio is the median of "
+            "the ratios to torch DDP's block of the same round, with its 95 % confidence interval "
+            "(bootstrap over rounds). The other ratio compares the blocks' median steps, which "
+            "single hiccups do not move. CPU ms is the processor time of a step and rank, that of "
+            "launcher and services included; other users of the machine move it least. Systems "
+            "that wait for their turn keep their background work (heartbeats). "
+            f"{devices.describe('Three ranks share two cores.', ON_DEVICES)} Checking: the ranks "
+            "compare what they hold in common, after every 100 steps by default "
+            "(consistency_check_every; 0 is never)."
         ),
         columns=turns.COLUMNS,
         rows=devices.named(rows),
@@ -91,14 +113,18 @@ def measure(options: Options) -> Table:
 
 
 def sides_of(ranks: int, devices: Devices) -> tuple[Side, ...]:
-    """Who takes part with so many ranks. torchft has an environment of its own, with a torch for the host."""
+    """Who takes part with so many ranks. torchft has an environment of its own, with a torch for
+    the host."""
     return (BASELINE, SHOAL, *CHECKING) if devices.for_cuda else SIDES_OF_RANKS[ranks]
 
 
 def _rows(ranks: int, batch: int, rounds: int, devices: Devices) -> list[Row]:
     sides = sides_of(ranks, devices)
     if (failure := devices.lacking(f"T2 with {ranks} ranks", ranks)) is not None:
-        return [Row(name=f"{side.name}, {ranks} ranks", command=side.command, cells={}, failure=failure) for side in sides]
+        return [
+            Row(name=f"{side.name}, {ranks} ranks", command=side.command, cells={}, failure=failure)
+            for side in sides
+        ]
     course = Course(
         ranks=ranks,
         width=devices.size(WIDTH, CUDA_WIDTH),
@@ -123,20 +149,30 @@ def _rows(ranks: int, batch: int, rounds: int, devices: Devices) -> list[Row]:
 def _verdict(rows: Sequence[Row]) -> str:
     measured = {row.name: row for row in rows}
     names = [name for name in measured if name.startswith(f"{SHOAL.name}, ")]
-    ratios = {name: statistics.median(measured[name].samples["ratio"]) for name in names if "ratio" in measured[name].samples}
+    ratios = {
+        name: statistics.median(measured[name].samples["ratio"])
+        for name in names
+        if "ratio" in measured[name].samples
+    }
     if not ratios:
         return "Not measured."
-    told = ", ".join(f"{name} {r:.3f} x ({'reached' if r <= TARGET else 'not reached'})" for name, r in ratios.items())
+    told = ", ".join(
+        f"{name} {r:.3f} x ({'reached' if r <= TARGET else 'not reached'})"
+        for name, r in ratios.items()
+    )
     return " ".join([f"Measured: {told}.", *_cost_of_checks(measured)])
 
 
 def _cost_of_checks(measured: Mapping[str, Row]) -> list[str]:
     """The steps with comparisons over those without, round by round."""
     (ranks,) = [ranks for ranks, sides in SIDES_OF_RANKS.items() if NEVER in sides]
-    default, never, always = (measured[f"{side.name}, {ranks} ranks"].samples.get("step_s", []) for side in (SHOAL, NEVER, ALWAYS))
+    default, never, always = (
+        measured[f"{side.name}, {ranks} ranks"].samples.get("step_s", [])
+        for side in (SHOAL, NEVER, ALWAYS)
+    )
     if not never or not len(default) == len(never) == len(always):
         return []
     return [
-        f"Comparing what the ranks hold in common, over never: {paired_ratio(default, never)} x at the default, "
-        f"{paired_ratio(always, never)} x in every step."
+        f"Comparing what the ranks hold in common, over never: {paired_ratio(default, never)} x at "
+        f"the default, {paired_ratio(always, never)} x in every step."
     ]

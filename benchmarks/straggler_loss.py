@@ -1,4 +1,5 @@
-"""T10: time to the same loss with one of four workers four times slower: async_sgd against ddp and local_sgd."""
+"""T10: time to the same loss with one of four workers four times slower: async_sgd against ddp and
+local_sgd."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ class System:
     slow: int
     """How many times as long as the others the last rank computes; 1: as long."""
     look_every: int = 1
-    """Steps between two looks at the loss: between averages local_sgd's ranks have values of their own."""
+    """Steps between two looks at the loss: between averages local_sgd's ranks have values of their
+    own."""
     tried: dict[float, float] = field(default_factory=dict)
     """Learning rate -> seconds until the loss was reached; only rates that reached it."""
     learning_rate: float | None = None
@@ -55,7 +57,8 @@ class System:
     @property
     def name(self) -> str:
         options = ", ".join(f"{key} {value}" for key, value in self.options.items())
-        return f"{self.strategy}{f' ({options})' if options else ''}{', one slow' if self.slow > 1 else ''}"
+        given = f" ({options})" if options else ""
+        return f"{self.strategy}{given}{', one slow' if self.slow > 1 else ''}"
 
     @property
     def servers(self) -> int:
@@ -63,15 +66,25 @@ class System:
 
     @property
     def times_s(self) -> list[float]:
-        """Seconds from the first step until the loss was reached, for each run at the chosen learning rate; empty unless all reached it."""
+        """Seconds from the first step until the loss was reached, for each run at the chosen
+        learning rate; empty unless all reached it."""
         times = [run["reached_s"] for run in self.runs]
         return [] if None in times else times
 
     def words(self, learning_rate: float, *, within_s: float) -> list[str]:
         """The worker's flags, without the one that says where to write."""
         return [
-            *(f"--strategy={self.strategy}", f"--options={json.dumps(self.options)}", f"--learning-rate={learning_rate:g}"),
-            *(f"--ranks={RANKS}", f"--batch={BATCH}", f"--compute-ms={COMPUTE_MS}", f"--slow={self.slow}"),
+            *(
+                f"--strategy={self.strategy}",
+                f"--options={json.dumps(self.options)}",
+                f"--learning-rate={learning_rate:g}",
+            ),
+            *(
+                f"--ranks={RANKS}",
+                f"--batch={BATCH}",
+                f"--compute-ms={COMPUTE_MS}",
+                f"--slow={self.slow}",
+            ),
             *(f"--target={LOSS}", f"--look-every={self.look_every}", f"--within-s={within_s:g}"),
         ]
 
@@ -91,9 +104,18 @@ def systems() -> list[System]:
         for slow in (SLOW, 1)
         for system in (
             System(strategy="ddp", slow=slow),
-            System(strategy="local_sgd", options={"sync_every": _SYNC_EVERY}, slow=slow, look_every=_SYNC_EVERY),
+            System(
+                strategy="local_sgd",
+                options={"sync_every": _SYNC_EVERY},
+                slow=slow,
+                look_every=_SYNC_EVERY,
+            ),
             System(strategy="async_sgd", options={"consistency": "asp"}, slow=slow),
-            System(strategy="async_sgd", options={"consistency": "ssp", "staleness_bound": _BOUND}, slow=slow),
+            System(
+                strategy="async_sgd",
+                options={"consistency": "ssp", "staleness_bound": _BOUND},
+                slow=slow,
+            ),
         )
     ]
 
@@ -106,32 +128,62 @@ def measure(options: Options) -> Table:
         find_learning_rate(system, rates)
     for number in range(rounds):
         for system in all_of_them if number % 2 else reversed(all_of_them):
-            if system.learning_rate is not None and not system.failure and (run := _run(system, system.learning_rate, within_s=_LONGEST_S)):
+            if (
+                system.learning_rate is not None
+                and not system.failure
+                and (run := _run(system, system.learning_rate, within_s=_LONGEST_S))
+            ):
                 system.runs.append(run)
     ddp = all_of_them[0]
-    rows = tuple(row(system, ddp, _without_straggler(system, all_of_them)) for system in all_of_them)
+    rows = tuple(
+        row(system, ddp, _without_straggler(system, all_of_them)) for system in all_of_them
+    )
     panels = {
-        title: [row for row, system in zip(rows, all_of_them, strict=True) if (system.slow > 1) is slow]
-        for title, slow in ((f"one of {RANKS} workers {SLOW} x slower", True), ("none slower", False))
+        title: [
+            row for row, system in zip(rows, all_of_them, strict=True) if (system.slow > 1) is slow
+        ]
+        for title, slow in (
+            (f"one of {RANKS} workers {SLOW} x slower", True),
+            ("none slower", False),
+        )
     }
-    plots.curves(options.output / "t10.png", panels, x="time_s", y="loss", labels=("s", "loss on the validation set"), target=LOSS)
+    plots.curves(
+        options.output / "t10.png",
+        panels,
+        x="time_s",
+        y="loss",
+        labels=("s", "loss on the validation set"),
+        target=LOSS,
+    )
     return Table(
         key="t10",
         title=f"One of {RANKS} workers {SLOW} x slower: time to the same loss",
         target=f"async_sgd (asp) <= {OF_DDP} x ddp",
         method=(
-            f"{RANKS} workers train a perceptron (64, 128 and 10 wide) on {TRAINED_ON} of scikit-learn's handwritten digits, {BATCH} "
-            f"samples per worker and step, with plain SGD, until the cross-entropy on the others is {LOSS} or less and stays so for "
-            f"{STAYS_STEPS} steps of rank 0; the time runs from rank 0's first step to the first of these. Rank 0 looks at every step's "
-            f"values, under local_sgd at every average's (every {_SYNC_EVERY} steps). The workers share this machine's cores, so slowness "
-            "is waited for and not computed: forward and backward, and rank 0's look at the loss within them, are filled up by sleeping "
-            f"to {COMPUTE_MS} ms, on the slow worker to {SLOW * COMPUTE_MS} ms; what comes then (all-reduce, or push and pull, and the "
-            "update) takes what it takes. Model, data, samples per step of a worker and per epoch are the same for all. "
-            f"{_rates_said(rates)} Rounds of all rows at their rates: {rounds}, in turns whose order alternates. Ratios are of the "
-            f"medians, with their 95 % confidence intervals (bootstrap over rounds). Under ssp a worker may be {_BOUND} steps ahead of "
-            "the slowest: that evens out a worker that is slow now and then, not one that always is."
+            f"{RANKS} workers train a perceptron (64, 128 and 10 wide) on {TRAINED_ON} of "
+            f"scikit-learn's handwritten digits, {BATCH} samples per worker and step, with plain "
+            f"SGD, until the cross-entropy on the others is {LOSS} or less and stays so for "
+            f"{STAYS_STEPS} steps of rank 0; the time runs from rank 0's first step to the first "
+            "of these. Rank 0 looks at every step's values, under local_sgd at every average's "
+            f"(every {_SYNC_EVERY} steps). The workers share this machine's cores, so slowness is "
+            "waited for and not computed: forward and backward, and rank 0's look at the loss "
+            f"within them, are filled up by sleeping to {COMPUTE_MS} ms, on the slow worker to "
+            f"{SLOW * COMPUTE_MS} ms; what comes then (all-reduce, or push and pull, and the "
+            "update) takes what it takes. Model, data, samples per step of a worker and per epoch "
+            f"are the same for all. {_rates_said(rates)} Rounds of all rows at their rates: "
+            f"{rounds}, in turns whose order alternates. Ratios are of the medians, with their 95 "
+            f"% confidence intervals (bootstrap over rounds). Under ssp a worker may be {_BOUND} "
+            "steps ahead of the slowest: that evens out a worker that is slow now and then, not "
+            "one that always is."
         ),
-        columns=("learning rate", "runs", "steps of rank 0", "s to loss", "of ddp, one slow", "of itself, none slow"),
+        columns=(
+            "learning rate",
+            "runs",
+            "steps of rank 0",
+            "s to loss",
+            "of ddp, one slow",
+            "of itself, none slow",
+        ),
         rows=rows,
         verdict=verdict(all_of_them),
     )
@@ -142,8 +194,8 @@ def _rates_said(rates: Sequence[float]) -> str:
         return f"The learning rate is {rates[0]:g} for all, tuned for none."
     tried = ", ".join(f"{rate:g}" for rate in sorted(rates))
     return (
-        f"The learning rate of each row is the one of {tried} that reached the loss soonest in a run each before, given up after twice the "
-        "best time so far."
+        f"The learning rate of each row is the one of {tried} that reached the loss soonest in a "
+        "run each before, given up after twice the best time so far."
     )
 
 
@@ -154,7 +206,11 @@ def find_learning_rate(system: System, rates: Sequence[float]) -> None:
         return
     for rate in rates:
         best_s = min(system.tried.values(), default=_LONGEST_S / 2)
-        if not system.failure and (run := _run(system, rate, within_s=2 * best_s)) and run["reached_s"] is not None:
+        if (
+            not system.failure
+            and (run := _run(system, rate, within_s=2 * best_s))
+            and run["reached_s"] is not None
+        ):
             system.tried[rate] = run["reached_s"]
     system.learning_rate = min(system.tried, key=system.tried.__getitem__, default=None)
 
@@ -174,16 +230,21 @@ def _run(system: System, learning_rate: float, *, within_s: float) -> dict[str, 
         return None
 
 
-# ------------------------------------------------------------------------------------------------------------------ the table
+# ---------------------------------------------------------------------------------------- the table
 
 
 def _without_straggler(system: System, all_of_them: Sequence[System]) -> System:
     """Finds the measurement of the same strategy and options with equal workers."""
-    return next(other for other in all_of_them if other.slow == 1 and (other.strategy, other.options) == (system.strategy, system.options))
+    return next(
+        other
+        for other in all_of_them
+        if other.slow == 1 and (other.strategy, other.options) == (system.strategy, system.options)
+    )
 
 
 def row(system: System, ddp: System, even: System) -> Row:
-    """A row of the table, compared with ddp with the slow worker, and with the same strategy without it."""
+    """A row of the table, compared with ddp with the slow worker, and with the same strategy
+    without it."""
     cells = {"runs": str(len(system.runs))}
     if system.learning_rate is not None:
         cells |= {
@@ -197,26 +258,43 @@ def row(system: System, ddp: System, even: System) -> Row:
     for column, other in (("of ddp, one slow", ddp), ("of itself, none slow", even)):
         if (ratio := compared(system, other)) is not None:
             cells[column] = str(ratio)
-    samples = {"time_to_loss_s": system.times_s, "tried_learning_rate": list(system.tried), "tried_s": list(system.tried.values())}
+    samples = {
+        "time_to_loss_s": system.times_s,
+        "tried_learning_rate": list(system.tried),
+        "tried_s": list(system.tried.values()),
+    }
     if system.runs:
         samples |= {"time_s": system.runs[0]["times_s"], "loss": system.runs[0]["losses"]}
-    failure = system.failure or ("" if system.times_s else f"a loss of {LOSS} was not reached within {_LONGEST_S:g} s")
-    return Row(name=system.name, command=system.command, cells=cells, samples=samples, failure=failure)
+    failure = system.failure or (
+        "" if system.times_s else f"a loss of {LOSS} was not reached within {_LONGEST_S:g} s"
+    )
+    return Row(
+        name=system.name, command=system.command, cells=cells, samples=samples, failure=failure
+    )
 
 
 def compared(system: System, other: System) -> Ratio | None:
-    """How many times as long as the other it took; None: itself, or one of them was not measured."""
+    """How many times as long as the other it took; None: itself, or one of them was not
+    measured."""
     if system is other or not system.times_s or len(system.times_s) != len(other.times_s):
         return None
     return ratio_of_medians(system.times_s, other.times_s)
 
 
 def verdict(all_of_them: Sequence[System]) -> str:
-    """Says in one sentence whether async_sgd reached the target, and how long each strategy took with the slow worker."""
+    """Says in one sentence whether async_sgd reached the target, and how long each strategy took
+    with the slow worker."""
     ddp, *others = (system for system in all_of_them if system.slow > 1)
     parts = []
     for system in others:
         ratio = compared(system, ddp)
-        judged = f" ({'reached' if ratio.value <= OF_DDP else 'not reached'})" if ratio is not None and "asp" in system.name else ""
-        parts.append(f"{system.name.removesuffix(', one slow')} {'not measured' if ratio is None else f'{ratio.value:.2f} x{judged}'}")
+        judged = (
+            f" ({'reached' if ratio.value <= OF_DDP else 'not reached'})"
+            if ratio is not None and "asp" in system.name
+            else ""
+        )
+        parts.append(
+            f"{system.name.removesuffix(', one slow')} "
+            f"{'not measured' if ratio is None else f'{ratio.value:.2f} x{judged}'}"
+        )
     return f"Measured, of ddp: {'; '.join(parts)}."

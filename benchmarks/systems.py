@@ -1,7 +1,9 @@
-"""How each system starts the workers of the training loop: Shoal, torchrun in two ways, and torchft with its lighthouse.
+"""How each system starts the workers of the training loop: Shoal, torchrun in two ways, and torchft
+with its lighthouse.
 
-Peers are started as their own documentation says; what differs from their defaults is a setting here and stands in the table. A system
-belongs to the stage that it was started on, which ends its processes.
+Peers are started as their own documentation says; what differs from their defaults is a setting
+here and stands in the table. A system belongs to the stage that it was started on, which ends its
+processes.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ from benchmarks.workers.workload import Workload
 
 _MANY_RESTARTS: Final = ("--max-restarts", "1000000")
 _STORE_PER_START: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""For torchrun. By default agent and workers share one store, and a Gloo group that is started again there reads the addresses of the one
-before and cannot connect (torch 2.13)."""
+"""For torchrun. By default agent and workers share one store, and a Gloo group that is started
+again there reads the addresses of the one before and cannot connect (torch 2.13)."""
 
 
 class System(Protocol):
@@ -49,7 +51,9 @@ Start = Callable[[Stage, Workload], System]
 class WithLauncher:
     """One launcher, which replaces workers by itself."""
 
-    def __init__(self, stage: Stage, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, stage: Stage, command: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
         self.process = stage.start(Path(command[0]).name, command, environment)
 
     def may_kill(self, pid: int) -> bool:
@@ -70,54 +74,113 @@ def start_shoal(
     warm: bool = True,
     more: Sequence[str] = (),
 ) -> WithLauncher:
-    """Launcher, coordinator, embedded Valkey, workers with metrics. `restarts`: workers may die often. `warm`: workers are forked from a
-    warm process. `more`: of the worker's flags."""
+    """Launcher, coordinator, embedded Valkey, workers with metrics. `restarts`: workers may die
+    often. `warm`: workers are forked from a warm process. `more`: of the worker's flags."""
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
     flags += (*(_MANY_RESTARTS if restarts else ()), *(() if warm else ("--no-warm",)))
-    command = [_beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.train_shoal", *more, *workload.arguments()]
+    command = [
+        _beside_python("shoal"),
+        "run",
+        *flags,
+        "-m",
+        "benchmarks.workers.train_shoal",
+        *more,
+        *workload.arguments(),
+    ]
     return WithLauncher(stage, command)
 
 
-def start_strategy(stage: Stage, workload: Workload, *, strategy: str, more: Sequence[str] = ()) -> WithLauncher:
-    """The decoder under a strategy of Shoal's, with all of its services. `more`: of the worker's flags."""
+def start_strategy(
+    stage: Stage, workload: Workload, *, strategy: str, more: Sequence[str] = ()
+) -> WithLauncher:
+    """The decoder under a strategy of Shoal's, with all of its services. `more`: of the worker's
+    flags."""
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
     worker = ("-m", "benchmarks.workers.train_strategy", "--strategy", strategy, *more)
-    return WithLauncher(stage, [_beside_python("shoal"), "run", *flags, *worker, *workload.arguments()])
-
-
-def start_account(stage: Stage, *, ranks: int, servers: int, words: Sequence[str]) -> WithLauncher:
-    """Ranks that give an account of their memory and of what they send, and end. `servers`: parameter servers."""
-    flags = ("--standalone", "--nproc-per-node", str(ranks), "--servers", str(servers))
-    return WithLauncher(stage, [_beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.account", *words])
-
-
-def start_with_servers(stage: Stage, workload: Workload, *, job_id: str, backups: int) -> WithLauncher:
-    """Workers under async_sgd with one parameter server and its backups, 0 or 1, in a job of this name. The launcher starts a server that
-    dies again."""
-    flags = ("--standalone", "--rdzv-id", job_id, "--nproc-per-node", str(workload.ranks), "--servers", "1")
-    backed = ("--server-backups", str(backups)) if backups else ()
     return WithLauncher(
-        stage, [_beside_python("shoal"), "run", *flags, *backed, "-m", "benchmarks.workers.train_async", *workload.arguments()]
+        stage, [_beside_python("shoal"), "run", *flags, *worker, *workload.arguments()]
     )
 
 
-def start_straggler(stage: Stage, *, ranks: int, servers: int, words: Sequence[str]) -> WithLauncher:
-    """Ranks of which one may be slow, which train until the stage ends. `servers`: parameter servers."""
+def start_account(stage: Stage, *, ranks: int, servers: int, words: Sequence[str]) -> WithLauncher:
+    """Ranks that give an account of their memory and of what they send, and end. `servers`:
+    parameter servers."""
     flags = ("--standalone", "--nproc-per-node", str(ranks), "--servers", str(servers))
-    return WithLauncher(stage, [_beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.train_straggler", *words])
+    return WithLauncher(
+        stage, [_beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.account", *words]
+    )
+
+
+def start_with_servers(
+    stage: Stage, workload: Workload, *, job_id: str, backups: int
+) -> WithLauncher:
+    """Workers under async_sgd with one parameter server and its backups, 0 or 1, in a job of this
+    name. The launcher starts a server that dies again."""
+    flags = (
+        "--standalone",
+        "--rdzv-id",
+        job_id,
+        "--nproc-per-node",
+        str(workload.ranks),
+        "--servers",
+        "1",
+    )
+    backed = ("--server-backups", str(backups)) if backups else ()
+    return WithLauncher(
+        stage,
+        [
+            _beside_python("shoal"),
+            "run",
+            *flags,
+            *backed,
+            "-m",
+            "benchmarks.workers.train_async",
+            *workload.arguments(),
+        ],
+    )
+
+
+def start_straggler(
+    stage: Stage, *, ranks: int, servers: int, words: Sequence[str]
+) -> WithLauncher:
+    """Ranks of which one may be slow, which train until the stage ends. `servers`: parameter
+    servers."""
+    flags = ("--standalone", "--nproc-per-node", str(ranks), "--servers", str(servers))
+    return WithLauncher(
+        stage,
+        [
+            _beside_python("shoal"),
+            "run",
+            *flags,
+            "-m",
+            "benchmarks.workers.train_straggler",
+            *words,
+        ],
+    )
 
 
 def start_outer(stage: Stage, *, ranks: int, words: Sequence[str]) -> WithLauncher:
     """Ranks with one parameter server that train with outer steps or without, over TCP, and end."""
     flags = ("--standalone", "--nproc-per-node", str(ranks), "--servers", "1")
-    command = [_beside_python("shoal"), "run", *flags, "-m", "benchmarks.workers.train_outer", *words]
+    command = [
+        _beside_python("shoal"),
+        "run",
+        *flags,
+        "-m",
+        "benchmarks.workers.train_outer",
+        *words,
+    ]
     return WithLauncher(stage, command, {"SHOAL_SERVER_TRANSPORT": "tcp"})
 
 
-def start_module(stage: Stage, workload: Workload, *, module: str, more: Sequence[str] = ()) -> WithLauncher:
+def start_module(
+    stage: Stage, workload: Workload, *, module: str, more: Sequence[str] = ()
+) -> WithLauncher:
     """A worker module of the benchmarks' under torchrun."""
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
-    return WithLauncher(stage, [_beside_python("torchrun"), *flags, "-m", module, *more, *workload.arguments()])
+    return WithLauncher(
+        stage, [_beside_python("torchrun"), *flags, "-m", module, *more, *workload.arguments()]
+    )
 
 
 def start_bare(stage: Stage, words: Sequence[str]) -> WithLauncher:
@@ -131,26 +194,43 @@ def start_deepspeed(stage: Stage, workload: Workload, *, zero_stage: int) -> Wit
     flags = ("--standalone", "--nproc-per-node", str(workload.ranks))
     worker = ("-m", "benchmarks.workers.train_deepspeed", "--stage", str(zero_stage))
     environment = {"DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": str(peers.EXTENSIONS)}
-    return WithLauncher(stage, [str(peers.TORCHRUN), *flags, *worker, *workload.arguments()], environment)
+    return WithLauncher(
+        stage, [str(peers.TORCHRUN), *flags, *worker, *workload.arguments()], environment
+    )
 
 
 def start_torchrun(stage: Stage, workload: Workload, *, restarts: bool = False) -> WithLauncher:
     """One agent. `restarts`: a worker's death restarts all workers, often."""
-    flags = ("--standalone", "--nproc-per-node", str(workload.ranks), *(_MANY_RESTARTS if restarts else ()))
-    command = [_beside_python("torchrun"), *flags, "-m", "benchmarks.workers.train_ddp", *workload.arguments()]
+    flags = (
+        "--standalone",
+        "--nproc-per-node",
+        str(workload.ranks),
+        *(_MANY_RESTARTS if restarts else ()),
+    )
+    command = [
+        _beside_python("torchrun"),
+        *flags,
+        "-m",
+        "benchmarks.workers.train_ddp",
+        *workload.arguments(),
+    ]
     return WithLauncher(stage, command, _STORE_PER_START if restarts else None)
 
 
 class ElasticTorchrun:
-    """`torchrun --nnodes MIN:MAX`: an agent per worker, as on machines of their own. A kill takes worker and agent, as a lost machine does;
-    the other agents wait for it and go on without. The agent that hosts the rendezvous' store is spared: it is every run's end."""
+    """`torchrun --nnodes MIN:MAX`: an agent per worker, as on machines of their own. A kill takes
+    worker and agent, as a lost machine does; the other agents wait for it and go on without. The
+    agent that hosts the rendezvous' store is spared: it is every run's end."""
 
     def __init__(self, stage: Stage, workload: Workload, *, last_call_s: int | None) -> None:
-        """`last_call_s`: how long a rendezvous waits for more nodes than the fewest; None: torchrun's default, 30 s."""
+        """`last_call_s`: how long a rendezvous waits for more nodes than the fewest; None:
+        torchrun's default, 30 s."""
         self._stage = stage
         self._workload = workload
         self._port = free_port()
-        self._last_call = () if last_call_s is None else ("--rdzv-conf", f"last_call_timeout={last_call_s}")
+        self._last_call = (
+            () if last_call_s is None else ("--rdzv-conf", f"last_call_timeout={last_call_s}")
+        )
         self._host = self._start_agent()
         stage.wait_until("the rendezvous' store", lambda: _listens(self._port), timeout_s=30)
         for _ in range(workload.ranks - 1):
@@ -168,8 +248,23 @@ class ElasticTorchrun:
 
     def _start_agent(self) -> int:
         command = [
-            *(_beside_python("torchrun"), "--nnodes", f"2:{self._workload.ranks}", "--nproc-per-node", "1", *_MANY_RESTARTS),
-            *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", "benchmark", *self._last_call),
+            *(
+                _beside_python("torchrun"),
+                "--nnodes",
+                f"2:{self._workload.ranks}",
+                "--nproc-per-node",
+                "1",
+                *_MANY_RESTARTS,
+            ),
+            *(
+                "--rdzv-backend",
+                "c10d",
+                "--rdzv-endpoint",
+                f"127.0.0.1:{self._port}",
+                "--rdzv-id",
+                "benchmark",
+                *self._last_call,
+            ),
             *("-m", "benchmarks.workers.train_ddp", *self._workload.arguments()),
         ]
         return self._stage.start("torchrun", command, _STORE_PER_START, expendable=True).pid
@@ -184,7 +279,8 @@ class TorchftSettings:
     heartbeat_ms: int = 100
     """How often a replica sends one."""
     join_timeout_ms: int = 60_000
-    """Of the lighthouse: how long a quorum waits for replicas that live and have not asked for it."""
+    """Of the lighthouse: how long a quorum waits for replicas that live and have not asked for
+    it."""
     quorum_tick_ms: int = 100
     """Of the lighthouse: how often it looks."""
     timeout_s: float = 60
@@ -192,10 +288,14 @@ class TorchftSettings:
 
 
 class Torchft:
-    """The lighthouse, and a process per replica; no launcher, so that a replacement starts when the harness says."""
+    """The lighthouse, and a process per replica; no launcher, so that a replacement starts when the
+    harness says."""
 
-    def __init__(self, stage: Stage, workload: Workload, *, settings: TorchftSettings, min_replicas: int) -> None:
-        """`min_replicas`: no step without so many. Raises MeasurementError where torchft is not installed."""
+    def __init__(
+        self, stage: Stage, workload: Workload, *, settings: TorchftSettings, min_replicas: int
+    ) -> None:
+        """`min_replicas`: no step without so many. Raises MeasurementError where torchft is not
+        installed."""
         peers.torchft_version()
         self._stage = stage
         self._workload = workload
@@ -203,9 +303,21 @@ class Torchft:
         self._port = free_port()
         self._replicas: dict[int, int] = {}
         self._missing: list[int] = []
-        lighthouse = (str(peers.LIGHTHOUSE), "--bind", f"127.0.0.1:{self._port}", "--min_replicas", str(min_replicas))
+        lighthouse = (
+            str(peers.LIGHTHOUSE),
+            "--bind",
+            f"127.0.0.1:{self._port}",
+            "--min_replicas",
+            str(min_replicas),
+        )
         timeouts = ("heartbeat_timeout_ms", "join_timeout_ms", "quorum_tick_ms")
-        stage.start("lighthouse", [*lighthouse, *(word for t in timeouts for word in (f"--{t}", str(getattr(settings, t))))])
+        stage.start(
+            "lighthouse",
+            [
+                *lighthouse,
+                *(word for t in timeouts for word in (f"--{t}", str(getattr(settings, t)))),
+            ],
+        )
         stage.wait_until("torchft's lighthouse", lambda: _listens(self._port), timeout_s=10)
         for replica in range(workload.ranks):
             self._start(replica)
@@ -223,16 +335,28 @@ class Torchft:
 
     def _start(self, replica: int) -> None:
         command = [
-            *(str(peers.PYTHON), "-u", "-m", "benchmarks.workers.train_torchft", *self._workload.arguments()),
+            *(
+                str(peers.PYTHON),
+                "-u",
+                "-m",
+                "benchmarks.workers.train_torchft",
+                *self._workload.arguments(),
+            ),
             *("--replica", str(replica), "--lighthouse", f"http://127.0.0.1:{self._port}"),
-            *("--timeout-s", str(self._settings.timeout_s), "--heartbeat-ms", str(self._settings.heartbeat_ms)),
+            *(
+                "--timeout-s",
+                str(self._settings.timeout_s),
+                "--heartbeat-ms",
+                str(self._settings.heartbeat_ms),
+            ),
         ]
         process = self._stage.start(f"torchft-{replica}", command, expendable=True)
         self._replicas[process.pid] = replica
 
 
 def free_port() -> int:
-    """A port that nobody listens on at the moment, for servers that cannot say which one they got."""
+    """A port that nobody listens on at the moment, for servers that cannot say which one they
+    got."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,7 +1,8 @@
 """Step times of several systems that take turns: what T2, T6 and T7 have in common.
 
-All systems are started and kept; then each runs a block of steps in every round, and the order of the rounds alternates. The ratio is taken
-round by round, so that what slows the machine down for a while cancels out. It knows nothing of what the systems are.
+All systems are started and kept; then each runs a block of steps in every round, and the order of
+the rounds alternates. The ratio is taken round by round, so that what slows the machine down for a
+while cancels out. It knows nothing of what the systems are.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class _Started:
 
 
 def take_turns(sides: Sequence[Side], course: Course) -> dict[str, Outcome]:
-    """Runs all rounds; the outcome of each side by its name. A side that fails is left out from then on, and its outcome says why."""
+    """Runs all rounds; the outcome of each side by its name. A side that fails is left out from
+    then on, and its outcome says why."""
     started: dict[str, _Started] = {}
     failures: dict[str, str] = {}
     with ExitStack() as stack:
@@ -103,12 +105,22 @@ def take_turns(sides: Sequence[Side], course: Course) -> dict[str, Outcome]:
                     started[name].run_block(course.steps_per_block)
                 except (MeasurementError, psutil.Error) as error:
                     failures[name] = str(error)
-    return {side.name: _outcome(started.get(side.name), course, failures.get(side.name, "")) for side in sides}
+    return {
+        side.name: _outcome(started.get(side.name), course, failures.get(side.name, ""))
+        for side in sides
+    }
 
 
-def row(outcome: Outcome, *, name: str, command: str, over: Outcome | None = None, under: Outcome | None = None) -> Row:
-    """A system's figures. `over`: the ratio of its times to that system's is given too. `under`: the ratio of that system's times to its
-    own. Both round by round."""
+def row(
+    outcome: Outcome,
+    *,
+    name: str,
+    command: str,
+    over: Outcome | None = None,
+    under: Outcome | None = None,
+) -> Row:
+    """A system's figures. `over`: the ratio of its times to that system's is given too. `under`:
+    the ratio of that system's times to its own. Both round by round."""
     if not outcome.means_s:
         return Row(name=name, command=command, cells={}, failure=outcome.failure)
     cells = {
@@ -137,10 +149,19 @@ def _starting(side: Side, course: Course) -> Iterator[_Started]:
         socket = stage.directory / "gate"
         with Gate(socket, ranks=course.ranks, timeout_s=_TIMEOUT_S) as gate:
             workload = Workload(
-                log=directory, ranks=course.ranks, width=course.width, batch=course.batch, device=course.device, gate=socket
+                log=directory,
+                ranks=course.ranks,
+                width=course.width,
+                batch=course.batch,
+                device=course.device,
+                gate=socket,
             )
             side.start(stage, workload)
-            stage.wait_until(f"{side.name}: first steps of {course.ranks} workers", gate.complete, timeout_s=_TIMEOUT_S)
+            stage.wait_until(
+                f"{side.name}: first steps of {course.ranks} workers",
+                gate.complete,
+                timeout_s=_TIMEOUT_S,
+            )
             yield _Started(gate=gate, processes=stage.processes())
             gate.dismiss()
 
@@ -153,7 +174,9 @@ def _outcome(started: _Started | None, course: Course, failure: str) -> Outcome:
     return Outcome(
         means_s=[statistics.fmean(steps) for steps in flat],
         medians_s=[statistics.median(steps) for steps in flat],
-        cpu_s=[total / (len(block) * per_rank) for total, block in zip(cpu_s, blocks, strict=False)],
+        cpu_s=[
+            total / (len(block) * per_rank) for total, block in zip(cpu_s, blocks, strict=False)
+        ],
         steps_s=list(itertools.chain(*flat)),
         failure=failure,
     )

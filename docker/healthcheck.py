@@ -1,6 +1,8 @@
-"""A container's health: exit 0 when the given URL answers 2xx within two seconds, else say why and exit 1.
+"""A container's health: exit 0 when the given URL answers 2xx within two seconds, else say why and
+exit 1.
 
-The images have no curl, and this starts in a tenth of the time that importing the service would take.
+The images have no curl, and this starts in a tenth of the time that importing the service would
+take.
 """
 
 import sys
@@ -9,7 +11,8 @@ import urllib.request
 
 def main(url: str) -> int:
     """The container's health as an exit status."""
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # http_proxy is for destinations elsewhere
+    # http_proxy is for destinations elsewhere
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with direct.open(url, timeout=2):
             return 0

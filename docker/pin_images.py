@@ -1,8 +1,8 @@
 """Writes compose.pinned.yaml, which names the images of others by digest: `make pin-images`.
 
-Pulls each image, and takes the digest under which its registry has it now. Images that are built here
-are in no registry, which is why `docker compose config --resolve-image-digests` fails for them; of
-those the base image is pinned.
+Pulls each image, and takes the digest under which its registry has it now. Images that are built
+here are in no registry, which is why `docker compose config --resolve-image-digests` fails for
+them; of those the base image is pinned.
 """
 
 from __future__ import annotations
@@ -41,16 +41,25 @@ def by_digest(image: str, told: str) -> str:
     """Returns the image's name with its digest. `told`: what `image inspect` says of RepoDigests.
     Raises PinError: none is of this repository."""
     repository = image.rpartition(":")[0] or image
-    found = [each for each in json.loads(told) or [] if f"/{each}".partition("@")[0].endswith(f"/{repository}")]
+    found = [
+        each
+        for each in json.loads(told) or []
+        if f"/{each}".partition("@")[0].endswith(f"/{repository}")
+    ]
     if not found:
-        raise PinError(f"{image} has the digests {told.strip()}, and none of them is of {repository}: pull it from its registry")
+        raise PinError(
+            f"{image} has the digests {told.strip()}, and none of them is of {repository}: pull it "
+            "from its registry"
+        )
     return str(found[0])
 
 
 def pull(engine: str, image: str) -> str:
     """Pulls the image and returns its name with its digest. Raises PinError."""
     try:
-        subprocess.run([engine, "pull", "--quiet", image], check=True, capture_output=True, text=True)
+        subprocess.run(
+            [engine, "pull", "--quiet", image], check=True, capture_output=True, text=True
+        )
         told = subprocess.run(
             [engine, "image", "inspect", "--format", "{{json .RepoDigests}}", image],
             check=True,
@@ -58,7 +67,9 @@ def pull(engine: str, image: str) -> str:
             text=True,
         )
     except FileNotFoundError as error:
-        raise PinError(f"there is no {engine}; name another engine, as in make pin-images ENGINE=podman") from error
+        raise PinError(
+            f"there is no {engine}; name another engine, as in make pin-images ENGINE=podman"
+        ) from error
     except subprocess.CalledProcessError as error:
         raise PinError(f"{engine} cannot pull {image}: {error.stderr.strip()}") from error
     return by_digest(image, told.stdout)
@@ -83,7 +94,9 @@ def main(engine: str) -> int:
         print(f"pin-images: {error}", file=sys.stderr)
         return 1
     PINNED.write_text(yaml.safe_dump(content), encoding="utf-8")
-    print(f"written: {PINNED.name}; use it as in docker compose -f compose.yaml -f {PINNED.name} up")
+    print(
+        f"written: {PINNED.name}; use it as in docker compose -f compose.yaml -f {PINNED.name} up"
+    )
     return 0
 
 

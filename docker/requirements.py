@@ -1,6 +1,8 @@
-"""Says what one of our distributions needs, so that an image can install third-party packages and our own in layers of their own.
+"""Says what one of our distributions needs, so that an image can install third-party packages and
+our own in layers of their own.
 
-    python docker/requirements.py coordinator          # requirements of others, one per line, for pip install -r
+    python docker/requirements.py coordinator          # requirements of others, one per line, for
+                                                       pip install -r
     python docker/requirements.py coordinator --own    # folders of our distributions, itself last
 
 Reads the pyprojects and nothing else: neither pip nor anything installed is needed.
@@ -28,12 +30,19 @@ def own_distributions(folder: str, *, root: Path = ROOT) -> list[str]:
 
 def third_party(folder: str, *, root: Path = ROOT) -> list[str]:
     """The requirements on others' distributions, of `folder`'s and of ours that it needs."""
-    return sorted({requirement for _, requirements in _walk(folder, root) for requirement in requirements}, key=str.lower)
+    return sorted(
+        {requirement for _, requirements in _walk(folder, root) for requirement in requirements},
+        key=str.lower,
+    )
 
 
 def _walk(folder: str, root: Path) -> Iterator[tuple[str, list[str]]]:
-    """Each of our distributions once, depth first, with its third-party requirements. Extras of ours count as needed."""
-    projects = {name: tomllib.loads((root / name / "pyproject.toml").read_text(encoding="utf-8"))["project"] for name in FOLDERS}
+    """Each of our distributions once, depth first, with its third-party requirements. Extras of
+    ours count as needed."""
+    projects = {
+        name: tomllib.loads((root / name / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        for name in FOLDERS
+    }
     folder_of = {str(project["name"]): name for name, project in projects.items()}
     wanted: dict[str, set[str]] = {}  # folder -> extras, in the order first met
 
@@ -44,13 +53,27 @@ def _walk(folder: str, root: Path) -> Iterator[tuple[str, list[str]]]:
         for requirement in _requirements(projects[name], wanted[name]):
             match = _REQUIREMENT.match(requirement)
             if match and match["name"] in folder_of:
-                want(folder_of[match["name"]], {extra.strip() for extra in (match["extras"] or "").split(",") if extra.strip()})
+                want(
+                    folder_of[match["name"]],
+                    {
+                        extra.strip()
+                        for extra in (match["extras"] or "").split(",")
+                        if extra.strip()
+                    },
+                )
 
     want(folder, set())
     for name in FOLDERS:  # which stand in the order of their imports
         if name in wanted:
             requirements = _requirements(projects[name], wanted[name])
-            yield name, [line for line in requirements if (match := _REQUIREMENT.match(line)) and match["name"] not in folder_of]
+            yield (
+                name,
+                [
+                    line
+                    for line in requirements
+                    if (match := _REQUIREMENT.match(line)) and match["name"] not in folder_of
+                ],
+            )
 
 
 def _requirements(project: dict[str, object], extras: set[str]) -> list[str]:
@@ -62,11 +85,17 @@ def _requirements(project: dict[str, object], extras: set[str]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("distribution", choices=FOLDERS)
     parser.add_argument("--own", action="store_true", help="print our own folders instead")
     arguments = parser.parse_args()
-    lines = own_distributions(arguments.distribution) if arguments.own else third_party(arguments.distribution)
+    lines = (
+        own_distributions(arguments.distribution)
+        if arguments.own
+        else third_party(arguments.distribution)
+    )
     sys.stdout.writelines(f"{line}\n" for line in lines)
 
 

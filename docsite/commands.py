@@ -1,4 +1,5 @@
-"""Writes docs/reference/commands.md: every command with its arguments and flags, from the parsers themselves."""
+"""Writes docs/reference/commands.md: every command with its arguments and flags, from the parsers
+themselves."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ from shoal.cli.app import app
 _HEADER = """\
 # Commands
 
-Written from the programs' own parsers by `make reference`. `COMMAND --help` says the same. Flags may be spelled with hyphens or with
-underscores. What a command's end means: [exit statuses](../exit-status.md). Variables that stand for flags are in the last column; all
+Written from the programs' own parsers by `make reference`. `COMMAND --help` says the same. Flags
+may be spelled with hyphens or with underscores. What a command's end means:
+[exit statuses](../exit-status.md). Variables that stand for flags are in the last column; all
 variables: [environment](environment.md).
 """
 
@@ -39,7 +41,9 @@ def _command(name: str, command: Any, context: typer.Context) -> Iterator[str]:
     yield f"## shoal {name}\n"
     yield f"```\n{command.get_usage(context).removeprefix('Usage: ')}\n```\n"
     yield f"{inspect.cleandoc(command.help or '')}\n"
-    rows = [_row(parameter) for parameter in command.params if not getattr(parameter, "hidden", False)]
+    rows = [
+        _row(parameter) for parameter in command.params if not getattr(parameter, "hidden", False)
+    ]
     if rows:
         yield from _table(("", "", "variable"), rows)
 
@@ -50,10 +54,19 @@ def _row(parameter: Any) -> tuple[str, str, str]:
         return f"`{_value(parameter)}`", told, ""
     names = ", ".join(f"`{name}`" for name in [*parameter.opts, *parameter.secondary_opts])
     flag = isinstance(parameter.default, bool)
-    if parameter.show_default is not False and not flag and parameter.default not in (None, "") and "Default:" not in told:
+    if (
+        parameter.show_default is not False
+        and not flag
+        and parameter.default not in (None, "")
+        and "Default:" not in told
+    ):
         told += f" Default: `{parameter.default}`."
     variables = [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar or []
-    return names if flag else f"{names} `{_value(parameter)}`", told, ", ".join(f"`{name}`" for name in variables)
+    return (
+        names if flag else f"{names} `{_value(parameter)}`",
+        told,
+        ", ".join(f"`{name}`" for name in variables),
+    )
 
 
 def _value(parameter: Any) -> str:
@@ -66,7 +79,8 @@ def _service(parser: argparse.ArgumentParser) -> Iterator[str]:
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
     rows = [
         (
-            ", ".join(f"`{name}`" for name in action.option_strings) + (f" `{action.metavar}`" if action.metavar else ""),
+            ", ".join(f"`{name}`" for name in action.option_strings)
+            + (f" `{action.metavar}`" if action.metavar else ""),
             _sentence(str(action.help or "")),
         )
         for action in shown
@@ -84,5 +98,8 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Iterator[str]:
     yield f"| {' | '.join(head)} |"
     yield f"|{'---|' * len(head)}"
     for row in rows:
-        yield f"| {' | '.join(cell.replace('|', chr(92) + '|') if '`' in cell and chr(92) not in cell else cell for cell in row)} |"
+        cells = (
+            cell.replace("|", "\\|") if "`" in cell and "\\" not in cell else cell for cell in row
+        )
+        yield f"| {' | '.join(cells)} |"
     yield ""

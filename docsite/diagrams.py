@@ -1,7 +1,8 @@
-"""`python -m docsite.diagrams MERMAID.JS` draws the Mermaid diagrams of all pages as docs/diagrams/DIGEST.svg, for the site.
+"""`python -m docsite.diagrams MERMAID.JS` draws the Mermaid diagrams of all pages as
+docs/diagrams/DIGEST.svg, for the site.
 
-By hand, when a diagram has changed (the build of the site says so): it takes chromium, and the file mermaid.min.js of npm's package
-`mermaid` (`npm pack mermaid@11.16.0`).
+By hand, when a diagram has changed (the build of the site says so): it takes chromium, and the file
+mermaid.min.js of npm's package `mermaid` (`npm pack mermaid@11.16.0`).
 """
 
 from __future__ import annotations
@@ -26,21 +27,48 @@ def digest(diagram: str) -> str:
 
 def all_diagrams() -> dict[str, str]:
     """The diagrams of all pages, by the names of their drawings."""
-    return {digest(text): text for page in sorted(DOCS.rglob("*.md")) for text in DIAGRAM.findall(page.read_text())}
+    return {
+        digest(text): text
+        for page in sorted(DOCS.rglob("*.md"))
+        for text in DIAGRAM.findall(page.read_text())
+    }
 
 
 def draw(diagram: str, mermaid: Path) -> str:
     """The diagram as SVG, with its own white ground."""
-    settings = '{startOnLoad: true, htmlLabels: false, flowchart: {htmlLabels: false}, fontFamily: "sans-serif"}'
-    scripts = f"<script src='{mermaid.resolve()}'></script><script>mermaid.initialize({settings})</script>"
+    settings = (
+        "{startOnLoad: true, htmlLabels: false, flowchart: {htmlLabels: false}, fontFamily: "
+        '"sans-serif"}'
+    )
+    scripts = (
+        f"<script src='{mermaid.resolve()}'></script>"
+        f"<script>mermaid.initialize({settings})</script>"
+    )
     page = f"<pre class=mermaid>{html.escape(diagram)}</pre>{scripts}"
     with tempfile.NamedTemporaryFile("w", suffix=".html") as file:
         file.write(page)
         file.flush()
-        browser = ["chromium", "--headless", "--no-sandbox", "--allow-file-access-from-files", "--virtual-time-budget=20000", "--dump-dom"]
-        shown = subprocess.run([*browser, f"file://{file.name}"], capture_output=True, text=True, check=True, timeout=120).stdout
+        browser = [
+            "chromium",
+            "--headless",
+            "--no-sandbox",
+            "--allow-file-access-from-files",
+            "--virtual-time-budget=20000",
+            "--dump-dom",
+        ]
+        shown = subprocess.run(
+            [*browser, f"file://{file.name}"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        ).stdout
     found = re.search(r"<svg\b.*?</svg>", shown, re.DOTALL)
-    size = re.search(r'viewBox="[-\d.]+ [-\d.]+ ([\d.]+) ([\d.]+)"', found[0]) if found is not None else None
+    size = (
+        re.search(r'viewBox="[-\d.]+ [-\d.]+ ([\d.]+) ([\d.]+)"', found[0])
+        if found is not None
+        else None
+    )
     if found is None or size is None:
         raise SystemExit(f"chromium drew nothing of\n{diagram}")
     width, height = size.groups()

@@ -1,8 +1,9 @@
-"""What MkDocs does with the pages beside mkdocs.yml: links that leave docs/, diagrams, and the check that the site needs no network.
+"""What MkDocs does with the pages beside mkdocs.yml: links that leave docs/, diagrams, and the
+check that the site needs no network.
 
-Pages are written for those who read them in the repository as well. A link to a file outside of docs/ leads on the site to a page that
-shows that file, and a Mermaid diagram is the SVG that was drawn of it (`docsite/diagrams.py`). A link to what is not there fails the
-build.
+Pages are written for those who read them in the repository as well. A link to a file outside of
+docs/ leads on the site to a page that shows that file, and a Mermaid diagram is the SVG that was
+drawn of it (`docsite/diagrams.py`). A link to what is not there fails the build.
 """
 
 from __future__ import annotations
@@ -24,14 +25,28 @@ _SHOWN: Final = "source"
 """Folder of the site with what is shown of files outside of docs/."""
 _LINK: Final = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 _FENCE: Final = re.compile(r"^(`{3,}).*?^\1`*$", re.DOTALL | re.MULTILINE)
-_LANGUAGES: Final = {".py": "python", ".yml": "yaml", ".yaml": "yaml", ".js": "javascript", ".proto": "protobuf", ".sh": "bash"}
-_FETCHED: Final = re.compile(r"""<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)""")
+_LANGUAGES: Final = {
+    ".py": "python",
+    ".yml": "yaml",
+    ".yaml": "yaml",
+    ".js": "javascript",
+    ".proto": "protobuf",
+    ".sh": "bash",
+}
+_FETCHED: Final = re.compile(
+    r"""<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)"""
+)
 _FETCHED_BY_STYLES: Final = re.compile(r"""(?:url\(|@import\s+)["']?((?:https?:)?//[^"')\s]+)""")
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds a page for each file outside of docs/ that a page links to, and for those that these link to."""
-    pending = [(f"docs/{file.src_uri}", Path(file.abs_src_path).read_text()) for file in files.documentation_pages() if file.abs_src_path]
+    """Adds a page for each file outside of docs/ that a page links to, and for those that these
+    link to."""
+    pending = [
+        (f"docs/{file.src_uri}", Path(file.abs_src_path).read_text())
+        for file in files.documentation_pages()
+        if file.abs_src_path
+    ]
     there: set[str] = set()
     while pending:
         page, text = pending.pop()
@@ -48,7 +63,8 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Points links to files outside of docs/ at their pages, and puts drawings in the places of diagrams."""
+    """Points links to files outside of docs/ at their pages, and puts drawings in the places of
+    diagrams."""
     uri = page.file.src_uri
     here = uri.removeprefix(f"{_SHOWN}/") if uri.startswith(f"{_SHOWN}/") else f"docs/{uri}"
     up = posixpath.relpath("diagrams", posixpath.dirname(uri) or ".")
@@ -60,7 +76,9 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         target = _resolved(here, found[2])
         if target is None:
             return found[0]
-        return f"{found[1]}{posixpath.relpath(_uri(target), posixpath.dirname(uri) or '.')}{found[3]}"
+        return (
+            f"{found[1]}{posixpath.relpath(_uri(target), posixpath.dirname(uri) or '.')}{found[3]}"
+        )
 
     return _outside_fences(DIAGRAM.sub(drawing, markdown), link)
 
@@ -72,7 +90,10 @@ def on_post_build(config: Any) -> None:
         if file.suffix == ".html":
             found += [f"{file.name}: {address}" for address in _FETCHED.findall(file.read_text())]
         elif file.suffix == ".css":
-            found += [f"{file.name}: {address}" for address in _FETCHED_BY_STYLES.findall(file.read_text())]
+            found += [
+                f"{file.name}: {address}"
+                for address in _FETCHED_BY_STYLES.findall(file.read_text())
+            ]
     if found:
         raise PluginError("the site fetches from elsewhere: " + "; ".join(found[:10]))
 
@@ -91,7 +112,8 @@ def _targets(page: str, text: str) -> list[str]:
 
 
 def _resolved(page: str, target: str) -> str | None:
-    """The path in the repository that a link of `page` leads to; None: it is an address, or stays within docs/ as it is."""
+    """The path in the repository that a link of `page` leads to; None: it is an address, or stays
+    within docs/ as it is."""
     if re.match(r"[a-z]+:", target):
         return None
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), target))
@@ -117,6 +139,10 @@ def _shown(path: str) -> str:
     if path.endswith(".md"):
         return file.read_text()
     if file.is_dir():
-        names = "\n".join(f"- `{each.name}`" for each in sorted(file.iterdir()) if not each.name.startswith(("_", ".")))
+        names = "\n".join(
+            f"- `{each.name}`"
+            for each in sorted(file.iterdir())
+            if not each.name.startswith(("_", "."))
+        )
         return f"# {path}\n\nA folder of the repository, with\n\n{names}\n"
     return f"# {path}\n\n````{_LANGUAGES.get(file.suffix, 'text')}\n{file.read_text()}````\n"

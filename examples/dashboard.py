@@ -1,4 +1,5 @@
-"""Tells what goes on in a job: `python dashboard.py JOB`. A line for each event, and every few seconds one of how far the ranks are.
+"""Tells what goes on in a job: `python dashboard.py JOB`. A line for each event, and every few
+seconds one of how far the ranks are.
 
 Both come over one asynchronous client: a web server would send the same values to browsers.
 """
@@ -11,15 +12,23 @@ import shoal
 
 parser = argparse.ArgumentParser(description="Tells what goes on in a job.")
 parser.add_argument("job", help="as `shoal jobs` shows it")
-parser.add_argument("--coordinator", help="HOST:PORT of a shared one; else the job is one of this machine")
-parser.add_argument("--every", type=float, default=2.0, help="seconds between two lines of progress")
+parser.add_argument(
+    "--coordinator", help="HOST:PORT of a shared one; else the job is one of this machine"
+)
+parser.add_argument(
+    "--every", type=float, default=2.0, help="seconds between two lines of progress"
+)
 options = parser.parse_args()
 
 
 async def tell_events(client: shoal.AsyncClient) -> None:
     """Ends with the job's cluster."""
     async for event in client.events(options.job, follow=True):
-        print(f"{event.at:%H:%M:%S} {event.kind}", *(f"{name}={value}" for name, value in event.attributes.items()), flush=True)
+        print(
+            f"{event.at:%H:%M:%S} {event.kind}",
+            *(f"{name}={value}" for name, value in event.attributes.items()),
+            flush=True,
+        )
 
 
 async def tell_progress(client: shoal.AsyncClient) -> None:
@@ -31,7 +40,11 @@ async def tell_progress(client: shoal.AsyncClient) -> None:
             losses = [member.loss for member in job.members if member.loss is not None]
             loss = f"{sum(losses) / len(losses):.4g}" if losses else "not told"
             step = max((member.step for member in job.members), default=0)
-            print(f"{job.phase}: {job.world_size} ranks at step {step}, {speed:,.0f} samples/s, loss {loss}", flush=True)
+            print(
+                f"{job.phase}: {job.world_size} ranks at step {step}, {speed:,.0f} samples/s, loss "
+                f"{loss}",
+                flush=True,
+            )
         await asyncio.sleep(options.every)
 
 

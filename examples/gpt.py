@@ -1,4 +1,5 @@
-"""A small GPT that learns to write Python, byte by byte, from the source files of Python's own standard library.
+"""A small GPT that learns to write Python, byte by byte, from the source files of Python's own
+standard library.
 
 python gpt.py                                                                  alone
 shoal run --standalone --nproc-per-node 2 gpt.py --strategy fsdp               on two ranks
@@ -44,15 +45,24 @@ class Block(nn.Module):
         super().__init__()
         self.heads = heads
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x):
         h = self.attention_norm(x)
         q, k, v = (
-            project(h).unflatten(-1, (-1, h.shape[-1] // self.heads)).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+            project(h).unflatten(-1, (-1, h.shape[-1] // self.heads)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        x = x + self.out_proj(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.out_proj(
+            functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -84,7 +94,10 @@ def measure(model, batch):
     """For shoal.evaluate: bits, and of how many bytes."""
     x, y = batch
     logits = model.predict(x.to(shoal.device()))
-    return {"bits": cross_entropy(logits, y.to(shoal.device())).item() * y.numel() / math.log(2), "bytes": y.numel()}
+    return {
+        "bits": cross_entropy(logits, y.to(shoal.device())).item() * y.numel() / math.log(2),
+        "bytes": y.numel(),
+    }
 
 
 @torch.no_grad()
@@ -98,22 +111,38 @@ def write(model, length, prompt, count):
 
 
 def parse(arguments):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--strategy", default="ddp")
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an option of the strategy, the value in JSON")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the strategy, the value in JSON",
+    )
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps")
-    parser.add_argument("--batch", type=int, default=16, help="windows in a step over all ranks; with async_sgd, in a push")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=16,
+        help="windows in a step over all ranks; with async_sgd, in a push",
+    )
     parser.add_argument("--length", type=int, default=128, help="bytes in a window")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--checkpoints", help="a directory to go on from, and to save to")
-    parser.add_argument("--write", type=int, default=0, metavar="N", help="bytes to write at the end")
+    parser.add_argument(
+        "--write", type=int, default=0, metavar="N", help="bytes to write at the end"
+    )
     return parser.parse_args(arguments)
 
 
 def train(model, optimizer, scheduler, loader, options):
-    """Takes steps until there are enough, over as many epochs as it takes. Returns the last loss, in bits per byte."""
+    """Takes steps until there are enough, over as many epochs as it takes. Returns the last loss,
+    in bits per byte."""
     loss = torch.tensor(math.nan)
     for _ in loader.epochs(math.ceil(options.steps / len(loader))):
         for x, y in loader:
@@ -123,7 +152,10 @@ def train(model, optimizer, scheduler, loader, options):
             scheduler.step()
             optimizer.zero_grad()
             if shoal.rank() == 0 and loader.global_step % 20 == 0:
-                print(f"step {loader.global_step}: {loss.item() / math.log(2):.2f} bits per byte", flush=True)
+                print(
+                    f"step {loader.global_step}: {loss.item() / math.log(2):.2f} bits per byte",
+                    flush=True,
+                )
             if options.checkpoints:
                 shoal.save_checkpoint(options.checkpoints, every_steps=50)
             if loader.global_step >= options.steps:
@@ -137,9 +169,14 @@ def main(arguments=None):
     torch.manual_seed(0)
     net = Gpt(options.length, options.width, options.layers, options.heads)
     optimizer = torch.optim.AdamW(net.parameters(), 3e-3)
-    settings = {name: json.loads(value) for name, value in (setting.split("=", 1) for setting in options.set)}
+    settings = {
+        name: json.loads(value)
+        for name, value in (setting.split("=", 1) for setting in options.set)
+    }
     model, optimizer = shoal.as_distributed(net, optimizer, strategy=options.strategy, **settings)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=options.steps + 1, cycle_momentum=False)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, 3e-3, total_steps=options.steps + 1, cycle_momentum=False
+    )
     shoal.register_state(scheduler=scheduler)
     size = {"batch_size" if options.strategy == "async_sgd" else "global_batch_size": options.batch}
     loader = shoal.ElasticDataLoader(Source(options.length, held_out=False), **size)
@@ -148,13 +185,21 @@ def main(arguments=None):
     if options.checkpoints:
         shoal.resume(options.checkpoints)
     train(model, optimizer, scheduler, loader, options)
-    found = shoal.evaluate(model, shoal.ElasticDataLoader(held_out, global_batch_size=options.batch, train=False), measure)
+    found = shoal.evaluate(
+        model,
+        shoal.ElasticDataLoader(held_out, global_batch_size=options.batch, train=False),
+        measure,
+    )
     bits = found["bits"] / found["bytes"]
     if options.checkpoints:
         shoal.save_checkpoint(options.checkpoints)
     whole = model.clone().eval() if options.write else None
     if shoal.rank() == 0:
-        print(f"{options.strategy} on {shoal.world_size()} ranks: {bits:.3f} bits per byte of files that it has not seen", flush=True)
+        print(
+            f"{options.strategy} on {shoal.world_size()} ranks: {bits:.3f} bits per byte of files "
+            "that it has not seen",
+            flush=True,
+        )
         if whole is not None:
             print(write(whole, options.length, "def main(", options.write))
     return bits

@@ -1,4 +1,5 @@
-"""Training on several ranks without a cluster, as in a notebook: the ranks are threads of this process. Each "# %%" begins a cell."""
+"""Training on several ranks without a cluster, as in a notebook: the ranks are threads of this
+process. Each "# %%" begins a cell."""
 
 # %%
 import shoal
@@ -8,7 +9,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 digits = load_digits()
-dataset = TensorDataset(torch.tensor(digits.images / 16, dtype=torch.float32), torch.tensor(digits.target))
+dataset = TensorDataset(
+    torch.tensor(digits.images / 16, dtype=torch.float32), torch.tensor(digits.target)
+)
 
 
 # %%
@@ -18,10 +21,13 @@ def count_correct(model, batch):
 
 
 def train(strategy):
-    """What each rank does. Ranks share what is made outside, such as the dataset; each makes its own model."""
+    """What each rank does. Ranks share what is made outside, such as the dataset; each makes its
+    own model."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-2), strategy=strategy)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.AdamW(net.parameters(), 1e-2), strategy=strategy
+    )
     loader = shoal.ElasticDataLoader(dataset, global_batch_size=256, seed=0)
     for _ in loader.epochs(5):
         for images, labels in loader:
@@ -29,7 +35,9 @@ def train(strategy):
             model.clip_grad_norm_(1.0)
             optimizer.step()
             optimizer.zero_grad()
-    found = shoal.evaluate(model, shoal.ElasticDataLoader(dataset, global_batch_size=512, train=False), count_correct)
+    found = shoal.evaluate(
+        model, shoal.ElasticDataLoader(dataset, global_batch_size=512, train=False), count_correct
+    )
     return {
         "accuracy": found["correct"] / found["samples"],
         "elements held": sum(part.numel() for part in model.local_shard.values()),
@@ -40,9 +48,14 @@ def train(strategy):
 # %%
 results = {strategy: shoal.launch(train, strategy, world_size=4) for strategy in ("ddp", "zero3")}
 for strategy, ranks in results.items():
-    print(f"{strategy}: accuracy {ranks[0]['accuracy']:.3f}, elements held by each rank {[rank['elements held'] for rank in ranks]}")
+    print(
+        f"{strategy}: accuracy {ranks[0]['accuracy']:.3f}, elements held by each rank "
+        f"{[rank['elements held'] for rank in ranks]}"
+    )
 
 # %%
 # Both compute the same: what differs is who holds what.
 for name, expected in results["ddp"][0]["parameters"].items():
-    torch.testing.assert_close(results["zero3"][0]["parameters"][name], expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        results["zero3"][0]["parameters"][name], expected, rtol=1e-3, atol=1e-4
+    )

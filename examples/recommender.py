@@ -1,17 +1,20 @@
-"""A recommender on a click log: a small DLRM (Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation
-Systems", 2019) whose embeddings are sparse tables on parameter servers, and whose dense part is trained by ddp beside them.
+"""A recommender on a click log: a small DLRM (Naumov et al., "Deep Learning Recommendation Model
+for Personalization and Recommendation Systems", 2019) whose embeddings are sparse tables on
+parameter servers, and whose dense part is trained by ddp beside them.
 
     shoal up --workers 2 --servers 2 examples/recommender.py
 
-With --strategy async_sgd nobody waits for anybody: the dense part is on the servers too, and each worker pushes for itself.
+With --strategy async_sgd nobody waits for anybody: the dense part is on the servers too, and each
+worker pushes for itself.
 
-The log is generated, so that the best that any model can do is known. Somebody with id `u` is shown something with id `i` and three tags,
-and clicks with the probability
+The log is generated, so that the best that any model can do is known. Somebody with id `u` is shown
+something with id `i` and three tags, and clicks with the probability
 
     sigmoid(factors(u) . factors(i) + appeal(i) + mean of appeal(tags) + dense . WEIGHTS - 0.5)
 
-where factors (two numbers, of mean 0) and appeal (one) follow from the id alone. After each epoch rank 0 prints the area under the ROC
-curve (AUC) for clicks that nobody trained on, and what these probabilities themselves have there: more is not to be had.
+where factors (two numbers, of mean 0) and appeal (one) follow from the id alone. After each epoch
+rank 0 prints the area under the ROC curve (AUC) for clicks that nobody trained on, and what these
+probabilities themselves have there: more is not to be had.
 """
 
 import argparse
@@ -35,10 +38,14 @@ def factors(ids: np.ndarray, count: int, kind: int) -> np.ndarray:
     return np.sqrt(2) * np.cos(2 * np.pi * (ids[..., None] * turns % 1.0))
 
 
-def click_log(samples: int, users: int, items: int, seed: int) -> tuple[list[torch.Tensor], np.ndarray]:
-    """Who was shown what, with three dense features, and clicked or not; and how probable that was."""
+def click_log(
+    samples: int, users: int, items: int, seed: int
+) -> tuple[list[torch.Tensor], np.ndarray]:
+    """Who was shown what, with three dense features, and clicked or not; and how probable that
+    was."""
     drawn = np.random.default_rng(seed)
-    who = (users * drawn.random(samples) ** 2).astype(np.int64)  # some are there more often than others
+    # some are there more often than others
+    who = (users * drawn.random(samples) ** 2).astype(np.int64)
     what = (items * drawn.random(samples) ** 2).astype(np.int64)
     tags = (what[:, None] * np.arange(1, TAGS + 1) * 7919) % MOST_TAGS
     dense = drawn.standard_normal((samples, len(WEIGHTS)))
@@ -46,7 +53,10 @@ def click_log(samples: int, users: int, items: int, seed: int) -> tuple[list[tor
     logits += factors(tags, 1, 4)[..., 0].mean(1) + dense @ WEIGHTS - 0.5
     probability = 1 / (1 + np.exp(-logits))
     clicked = drawn.random(samples) < probability
-    columns = [torch.from_numpy(column) for column in (who, what, tags, dense.astype(np.float32), clicked.astype(np.float32))]
+    columns = [
+        torch.from_numpy(column)
+        for column in (who, what, tags, dense.astype(np.float32), clicked.astype(np.float32))
+    ]
     return columns, probability
 
 
@@ -55,23 +65,32 @@ def area_under_curve(scores: np.ndarray, clicked: np.ndarray) -> float:
     ranks = np.empty(len(scores))
     ranks[np.argsort(scores)] = np.arange(1, len(scores) + 1)
     clicks = clicked.sum()
-    return float((ranks[clicked].sum() - clicks * (clicks + 1) / 2) / (clicks * (len(scores) - clicks)))
+    return float(
+        (ranks[clicked].sum() - clicks * (clicks + 1) / 2) / (clicks * (len(scores) - clicks))
+    )
 
 
 class Recommender(nn.Module):
-    """Embeddings, a network for the dense features, their dot products by pairs, and a network on top of these."""
+    """Embeddings, a network for the dense features, their dot products by pairs, and a network on
+    top of these."""
 
     def __init__(self, users: int, items: int) -> None:
         super().__init__()
         table = {"optimizer": partial(torch.optim.Adagrad, lr=0.1), "scale": 0.1}
         self.users = shoal.SparseEmbedding(users, DIM, name="users", seed=1, **table)
         self.items = shoal.SparseEmbedding(items, DIM, name="items", seed=2, **table)
-        self.tags = shoal.SparseEmbeddingBag(MOST_TAGS, DIM, name="tags", seed=3, mode="mean", **table)
+        self.tags = shoal.SparseEmbeddingBag(
+            MOST_TAGS, DIM, name="tags", seed=3, mode="mean", **table
+        )
         self.bottom = nn.Sequential(nn.Linear(len(WEIGHTS), 16), nn.ReLU(), nn.Linear(16, DIM))
         self.top = nn.Sequential(nn.Linear(DIM * 4 + 6, 32), nn.ReLU(), nn.Linear(32, 1))
 
-    def forward(self, users: torch.Tensor, items: torch.Tensor, tags: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-        vectors = torch.stack([self.bottom(dense), self.users(users), self.items(items), self.tags(tags)], dim=1)
+    def forward(
+        self, users: torch.Tensor, items: torch.Tensor, tags: torch.Tensor, dense: torch.Tensor
+    ) -> torch.Tensor:
+        vectors = torch.stack(
+            [self.bottom(dense), self.users(users), self.items(items), self.tags(tags)], dim=1
+        )
         first, second = torch.triu_indices(4, 4, offset=1)
         products = (vectors[:, first] * vectors[:, second]).sum(2)
         return self.top(torch.cat([vectors.flatten(1), products], dim=1)).squeeze(1)
@@ -86,12 +105,18 @@ def train(options: argparse.Namespace) -> None:
     shoal.init()
     torch.manual_seed(0)
     net = Recommender(options.users, options.items)
-    model, optimizer = shoal.as_distributed(net, torch.optim.Adam(net.parameters(), 5e-3), strategy=options.strategy)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.Adam(net.parameters(), 5e-3), strategy=options.strategy
+    )
     log, _ = click_log(options.samples, options.users, options.items, seed=1)
     (*shown, clicked), probability = click_log(20_000, options.users, options.items, seed=2)
     held_out = clicked.numpy() > 0
     asynchronous = options.strategy == "async_sgd"
-    batches = {"batch_size": options.batch_size, "look_ahead": True} if asynchronous else {"global_batch_size": options.batch_size}
+    batches = (
+        {"batch_size": options.batch_size, "look_ahead": True}
+        if asynchronous
+        else {"global_batch_size": options.batch_size}
+    )
     loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(*log), **batches)
 
     def show(when: str) -> None:
@@ -99,13 +124,18 @@ def train(options: argparse.Namespace) -> None:
             reached = area_under_curve(model.predict(tuple(shown)).numpy(), held_out)
             best = area_under_curve(probability, held_out)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-            print(f"{when}: AUC {reached:.4f} of {best:.4f}; this worker's memory {peak} MiB at most", flush=True)
+            print(
+                f"{when}: AUC {reached:.4f} of {best:.4f}; this worker's memory {peak} MiB at most",
+                flush=True,
+            )
 
-    if options.checkpoints is not None and shoal.resume(options.checkpoints):  # the rows too: the servers may have none, or later ones
+    if options.checkpoints is not None and shoal.resume(options.checkpoints):
+        # the rows too: the servers may have none, or later ones
         show("resumed")
     for epoch in loader.epochs(options.epochs):
         for *inputs, clicks in loader:
-            if asynchronous and (upcoming := loader.peek()) is not None:  # under ddp the next rows are not there before this step is pushed
+            if asynchronous and (upcoming := loader.peek()) is not None:
+                # under ddp the next rows are not there before this step is pushed
                 net.prefetch(*upcoming[:3])
             optimizer.zero_grad()
             nn.functional.binary_cross_entropy_with_logits(model(*inputs), clicks).backward()
@@ -116,12 +146,24 @@ def train(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--strategy", choices=["ddp", "async_sgd"], default="ddp")
     parser.add_argument("--users", type=int, default=500, help="how many ids of users there are")
     parser.add_argument("--items", type=int, default=300, help="how many ids of items there are")
-    parser.add_argument("--samples", type=int, default=100_000, help="of the log, which is trained on once an epoch")
-    parser.add_argument("--batch-size", type=int, default=250, help="samples of a step; with async_sgd, of a worker's step")
+    parser.add_argument(
+        "--samples", type=int, default=100_000, help="of the log, which is trained on once an epoch"
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=250,
+        help="samples of a step; with async_sgd, of a worker's step",
+    )
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--checkpoints", help="a directory: one is written there after each epoch, and the newest is gone on from")
+    parser.add_argument(
+        "--checkpoints",
+        help="a directory: one is written there after each epoch, and the newest is gone on from",
+    )
     train(parser.parse_args())

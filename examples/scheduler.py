@@ -1,6 +1,8 @@
-"""Runs jobs one after another, and one that fails again: `python scheduler.py --workers 2 "train.py" "gpt.py --steps 100"`.
+"""Runs jobs one after another, and one that fails again: `python scheduler.py --workers 2
+"train.py" "gpt.py --steps 100"`.
 
-The jobs are in the background: if this program is ended they go on, and `shoal jobs`, `shoal logs` and `shoal top` show them.
+The jobs are in the background: if this program is ended they go on, and `shoal jobs`, `shoal logs`
+and `shoal top` show them.
 """
 
 import argparse
@@ -10,7 +12,9 @@ from datetime import timedelta
 
 import shoal
 
-parser = argparse.ArgumentParser(description="Runs jobs one after another, and one that fails again.")
+parser = argparse.ArgumentParser(
+    description="Runs jobs one after another, and one that fails again."
+)
 parser.add_argument("jobs", nargs="+", help="each a script with its arguments, in quotes")
 parser.add_argument("--workers", type=int, default=1, help="of each job")
 parser.add_argument("--attempts", type=int, default=3, help="of each job at most")
@@ -28,7 +32,8 @@ def run(client: shoal.Client, job: str) -> bool:
         except shoal.DeadlineError:
             client.kill(job_id)
             result = client.result(job_id)
-        print(f"{job}: {'finished' if result.ok else f'failed with status {result.exit_status}: {result.summary.strip()}'}", flush=True)
+        failure = f"failed with status {result.exit_status}: {result.summary.strip()}"
+        print(f"{job}: {'finished' if result.ok else failure}", flush=True)
         if result.ok:
             return True
     return False

@@ -1,11 +1,13 @@
-"""Serves the newest weights of a model while it trains: a small network for handwritten digits, on parameter servers.
+"""Serves the newest weights of a model while it trains: a small network for handwritten digits, on
+parameter servers.
 
 Train:  shoal up --workers 2 --servers 2 examples/serve_while_training.py
 Serve:  as the training says in its first line; or, where its cluster was made beforehand,
         python examples/serve_while_training.py --serve COORDINATOR --job JOB
 
-The serving process is no member of the job: nobody waits for it, it may come and go, and a token of role viewer (SHOAL_TOKEN) is enough. It
-answers `GET /` with how much of the held-out digits the newest weights get right.
+The serving process is no member of the job: nobody waits for it, it may come and go, and a token of
+role viewer (SHOAL_TOKEN) is enough. It answers `GET /` with how much of the held-out digits the
+newest weights get right.
 """
 
 import argparse
@@ -34,9 +36,15 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 def train(epochs: int) -> None:
     shoal.init()
     if shoal.rank() == 0 and "SHOAL_COORDINATOR" in os.environ:
-        print(f"python {__file__} --serve {os.environ['SHOAL_COORDINATOR']} --job {os.environ['SHOAL_JOB_ID']}", flush=True)
+        print(
+            f"python {__file__} --serve {os.environ['SHOAL_COORDINATOR']} --job "
+            f"{os.environ['SHOAL_JOB_ID']}",
+            flush=True,
+        )
     net = network()
-    model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-3), strategy="async_sgd")
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.AdamW(net.parameters(), 1e-3), strategy="async_sgd"
+    )
     images, labels = digits()
     dataset = torch.utils.data.TensorDataset(images[HELD_OUT:], labels[HELD_OUT:])
     loader = shoal.ElasticDataLoader(dataset, batch_size=32)
@@ -61,11 +69,16 @@ class Answers:
         state = self._reader.state_dict()  # only what has changed since the last call is sent
         with torch.no_grad():
             guesses = torch.func.functional_call(self._net, state, self._images).argmax(1)
-        return {"accuracy": float((guesses == self._labels).float().mean()), "updates": max(self._reader.versions.values()) - 1}
+        return {
+            "accuracy": float((guesses == self._labels).float().mean()),
+            "updates": max(self._reader.versions.values()) - 1,
+        }
 
 
 def serve(coordinator: str, job: str, port: int) -> None:
-    with shoal.ModelReader(shoal.ChannelSettings(address=coordinator, token=os.environ.get("SHOAL_TOKEN")), job) as reader:
+    with shoal.ModelReader(
+        shoal.ChannelSettings(address=coordinator, token=os.environ.get("SHOAL_TOKEN")), job
+    ) as reader:
         answers = Answers(reader)
 
         class Handler(BaseHTTPRequestHandler):
@@ -85,8 +98,14 @@ def serve(coordinator: str, job: str, port: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--serve", metavar="COORDINATOR", help="serve what is trained there (host:port), instead of training")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--serve",
+        metavar="COORDINATOR",
+        help="serve what is trained there (host:port), instead of training",
+    )
     parser.add_argument("--job", help="whose model is served")
     parser.add_argument("--port", type=int, default=0, help="of the answers; 0: any free one")
     parser.add_argument("--epochs", type=int, default=20)

@@ -1,8 +1,10 @@
-"""Trains on images in .tar files, as webdataset has them: each shard is read by one worker, which may be killed in the middle of it.
+"""Trains on images in .tar files, as webdataset has them: each shard is read by one worker, which
+may be killed in the middle of it.
 
     shoal run --standalone --nproc-per-node 3 examples/tar_shards.py --shards /tmp/digits
 
-`write_shards` makes such files of scikit-learn's handwritten digits. A sample is the files of one name: `00017.pixels` and `00017.label`.
+`write_shards` makes such files of scikit-learn's handwritten digits. A sample is the files of one
+name: `00017.pixels` and `00017.label`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ def write_shards(folder: Path, *, shards: int) -> None:
     for shard in range(shards):
         with tarfile.open(folder / f"digits-{shard:03d}.part", "w") as tar:
             for number in range(cuts[shard], cuts[shard + 1]):
-                image, label = digits.images[number].astype("uint8").tobytes(), str(digits.target[number]).encode()
+                image, label = (
+                    digits.images[number].astype("uint8").tobytes(),
+                    str(digits.target[number]).encode(),
+                )
                 for kind, content in (("pixels", image), ("label", label)):
                     member = tarfile.TarInfo(f"{number:05d}.{kind}")
                     member.size = len(content)
@@ -54,7 +59,8 @@ def read_shard(path: Path) -> Iterator[tuple[torch.Tensor, int]]:
                 buffer.append((image, int(sample[".label"])))
                 sample = {}
             if len(buffer) == 64:
-                # Python's generator, which Shoal seeds for each item: another rank that goes on with the shard draws the same.
+                # Python's generator, which Shoal seeds for each item: another rank that goes on
+                # with the shard draws the same.
                 yield buffer.pop(random.randrange(64))
     random.shuffle(buffer)
     yield from buffer
@@ -63,15 +69,28 @@ def read_shard(path: Path) -> Iterator[tuple[torch.Tensor, int]]:
 def correct(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
     """The sums of one batch that an evaluation adds up."""
     images, labels = batch
-    return {"correct": float((model(images / 16).argmax(1) == labels).sum()), "samples": float(len(labels))}
+    return {
+        "correct": float((model(images / 16).argmax(1) == labels).sum()),
+        "samples": float(len(labels)),
+    }
 
 
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--shards", type=Path, required=True)
     options.add_argument("--epochs", type=int, default=5)
-    options.add_argument("--num-workers", type=int, default=0, help="processes of each worker that read its shards ahead")
-    options.add_argument("--pause", type=float, default=0.0, help="seconds between two steps, to have time to kill a worker")
+    options.add_argument(
+        "--num-workers",
+        type=int,
+        default=0,
+        help="processes of each worker that read its shards ahead",
+    )
+    options.add_argument(
+        "--pause",
+        type=float,
+        default=0.0,
+        help="seconds between two steps, to have time to kill a worker",
+    )
     given = options.parse_args()
 
     shoal.init()
@@ -79,10 +98,16 @@ def main() -> None:
         write_shards(given.shards, shards=12)
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-    model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 2e-3), deterministic=True)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.AdamW(net.parameters(), 2e-3), deterministic=True
+    )
     stream = shoal.ShardedStream(sorted(given.shards.glob("*.tar")), read_shard)
-    loader = shoal.ElasticDataLoader(stream, global_batch_size=96, micro_batch_size=16, num_workers=given.num_workers)
-    evaluation = shoal.ElasticDataLoader(stream, global_batch_size=96, num_workers=given.num_workers, train=False)
+    loader = shoal.ElasticDataLoader(
+        stream, global_batch_size=96, micro_batch_size=16, num_workers=given.num_workers
+    )
+    evaluation = shoal.ElasticDataLoader(
+        stream, global_batch_size=96, num_workers=given.num_workers, train=False
+    )
 
     for epoch in loader.epochs(given.epochs):
         for step in loader.steps():
@@ -94,7 +119,10 @@ def main() -> None:
             optimizer.zero_grad()
             time.sleep(given.pause)
         sums = shoal.evaluate(model, evaluation, correct)  # each shard on one worker
-        shoal.print_once(f"epoch {epoch} is done after {loader.global_step} steps: {sums['correct']:.0f} of {sums['samples']:.0f} correct")
+        shoal.print_once(
+            f"epoch {epoch} is done after {loader.global_step} steps: {sums['correct']:.0f} of "
+            f"{sums['samples']:.0f} correct"
+        )
 
     parameters = b"".join(p.numpy().tobytes() for p in model.full_state_dict().values())
     shoal.print_once(f"parameters {hashlib.sha256(parameters).hexdigest()[:16]}")

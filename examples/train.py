@@ -1,4 +1,5 @@
-"""The plain script beside it, elastic: `shoal run --standalone --nproc-per-node 3 train.py`. Five lines differ."""
+"""The plain script beside it, elastic: `shoal run --standalone --nproc-per-node 3 train.py`. Five
+lines differ."""
 
 import shoal
 import torch
@@ -8,7 +9,9 @@ from torch.utils.data import TensorDataset
 
 torch.manual_seed(0)
 digits = load_digits()
-dataset = TensorDataset(torch.tensor(digits.images / 16, dtype=torch.float32), torch.tensor(digits.target))
+dataset = TensorDataset(
+    torch.tensor(digits.images / 16, dtype=torch.float32), torch.tensor(digits.target)
+)
 model = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 model, optimizer = shoal.as_distributed(model, optimizer)

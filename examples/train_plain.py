@@ -1,4 +1,5 @@
-"""A plain PyTorch script: a small network for handwritten digits. train.py beside it is the same with Shoal."""
+"""A plain PyTorch script: a small network for handwritten digits. train.py beside it is the same
+with Shoal."""
 
 import torch
 from sklearn.datasets import load_digits
@@ -7,7 +8,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 torch.manual_seed(0)
 digits = load_digits()
-dataset = TensorDataset(torch.tensor(digits.images / 16, dtype=torch.float32), torch.tensor(digits.target))
+dataset = TensorDataset(
+    torch.tensor(digits.images / 16, dtype=torch.float32), torch.tensor(digits.target)
+)
 model = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 loader = DataLoader(dataset, batch_size=96, shuffle=True)

@@ -1,6 +1,8 @@
-"""A headless Chromium for tests, spoken to through chromedriver by its own protocol (W3C WebDriver: JSON over HTTP), so without a package.
+"""A headless Chromium for tests, spoken to through chromedriver by its own protocol (W3C WebDriver:
+JSON over HTTP), so without a package.
 
-Debian's packages chromium and chromium-driver have both; tests that use them are skipped where they are not installed.
+Debian's packages chromium and chromium-driver have both; tests that use them are skipped where they
+are not installed.
 """
 
 from __future__ import annotations
@@ -34,21 +36,41 @@ MISSING = next(
 
 _LISTENS = re.compile(r"started successfully on port (\d+)")
 _TRIES = 10
-_FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--hide-scrollbars")
+_FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--hide-scrollbars",
+)
 
 
 class Browser:
     """One window; a context manager."""
 
-    def __init__(self, directory: Path, *, width: int = 1440, height: int = 1000, dark: bool = False) -> None:
+    def __init__(
+        self, directory: Path, *, width: int = 1440, height: int = 1000, dark: bool = False
+    ) -> None:
         """`directory`: for its profile and its log. `dark`: the system prefers dark colours."""
         self._driver, port = start_driver(directory / "chromedriver.log")
         try:
             self._address = f"http://127.0.0.1:{port}"
-            flags = [*_FLAGS, f"--window-size={width},{height}", f"--user-data-dir={directory / 'profile'}"]
+            flags = [
+                *_FLAGS,
+                f"--window-size={width},{height}",
+                f"--user-data-dir={directory / 'profile'}",
+            ]
             flags += ["--force-dark-mode"] if dark else []
             options = {"args": flags, "binary": shutil.which("chromium")}
-            asked = {"capabilities": {"alwaysMatch": {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}}}
+            asked = {
+                "capabilities": {
+                    "alwaysMatch": {
+                        "goog:chromeOptions": options,
+                        "goog:loggingPrefs": {"browser": "ALL"},
+                    }
+                }
+            }
             self._session = f"/session/{self._call('POST', '/session', asked)['sessionId']}"
         except BaseException:
             self._end()
@@ -60,11 +82,16 @@ class Browser:
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What a piece of JavaScript returns."""
-        return self._call("POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)})
+        return self._call(
+            "POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)}
+        )
 
     def texts(self, selector: str) -> list[str]:
         """The texts of the visible elements that a CSS selector finds."""
-        found = "[...document.querySelectorAll(arguments[0])].filter(e => e.checkVisibility()).map(e => e.innerText.trim())"
+        found = (
+            "[...document.querySelectorAll(arguments[0])].filter(e => "
+            "e.checkVisibility()).map(e => e.innerText.trim())"
+        )
         return list(self.run(f"return {found}", selector))
 
     def click(self, selector: str) -> None:
@@ -76,34 +103,53 @@ class Browser:
         self._call("POST", f"{self._session}/element/{self._find(selector)}/value", {"text": text})
 
     def complaints(self) -> list[str]:
-        """What the console says since it was asked last: errors of the script, and what the page's policy forbids."""
+        """What the console says since it was asked last: errors of the script, and what the page's
+        policy forbids."""
         entries = self._call("POST", f"{self._session}/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
     def photograph(self, path: Path, *, whole: bool = False) -> None:
         """Writes a PNG of the window; `whole`: of all of the page."""
-        asked: dict[str, Any] = {"cmd": "Page.captureScreenshot", "params": {"captureBeyondViewport": whole}}
+        asked: dict[str, Any] = {
+            "cmd": "Page.captureScreenshot",
+            "params": {"captureBeyondViewport": whole},
+        }
         if whole:
-            width, height = self.run("const e = document.documentElement; return [e.clientWidth, e.scrollHeight]")
-            asked["params"] |= {"clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}}
-        path.write_bytes(base64.b64decode(self._call("POST", f"{self._session}/goog/cdp/execute", asked)["data"]))
+            width, height = self.run(
+                "const e = document.documentElement; return [e.clientWidth, e.scrollHeight]"
+            )
+            asked["params"] |= {
+                "clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+            }
+        path.write_bytes(
+            base64.b64decode(self._call("POST", f"{self._session}/goog/cdp/execute", asked)["data"])
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         try:
             self._call("DELETE", self._session)
         finally:
             self._end()
 
     def _find(self, selector: str) -> str:
-        found: dict[str, str] = self._call("POST", f"{self._session}/element", {"using": "css selector", "value": selector})
+        found: dict[str, str] = self._call(
+            "POST", f"{self._session}/element", {"using": "css selector", "value": selector}
+        )
         return next(iter(found.values()))
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._address + path, data, {"Content-Type": "application/json"}, method=method)
+        request = urllib.request.Request(
+            self._address + path, data, {"Content-Type": "application/json"}, method=method
+        )
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
                 return json.load(answer)["value"]
@@ -117,19 +163,25 @@ class Browser:
 def start_driver(log: Path) -> tuple[subprocess.Popen[bytes], int]:
     """A chromedriver, and the port that it listens on.
 
-    It takes any port that is free on ::1, and then wants the same one on 127.0.0.1. Where another process has that, it says so and ends:
-    beside tests that hold hundreds of ports of 127.0.0.1 this happens now and then, and another chromedriver gets another port.
+    It takes any port that is free on ::1, and then wants the same one on 127.0.0.1. Where another
+    process has that, it says so and ends: beside tests that hold hundreds of ports of 127.0.0.1
+    this happens now and then, and another chromedriver gets another port.
     """
     for _ in range(_TRIES):
         with log.open("wb") as output:
-            driver = subprocess.Popen(["chromedriver", "--port=0"], stdout=output, stderr=subprocess.STDOUT)
+            driver = subprocess.Popen(
+                ["chromedriver", "--port=0"], stdout=output, stderr=subprocess.STDOUT
+            )
         with contextlib.ExitStack() as unless_it_listens:
             unless_it_listens.callback(_end, driver)
             eventually(partial(_listens_or_ended, driver, log), "chromedriver to listen")
             if (listens := _LISTENS.search(log.read_text())) is not None:
                 unless_it_listens.pop_all()
                 return driver, int(listens[1])
-    pytest.fail(f"chromedriver ended {_TRIES} times without listening; the last time it said: {log.read_text()}")
+    pytest.fail(
+        f"chromedriver ended {_TRIES} times without listening; the last time it said: "
+        f"{log.read_text()}"
+    )
 
 
 def _listens_or_ended(driver: subprocess.Popen[bytes], log: Path) -> bool:

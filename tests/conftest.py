@@ -1,4 +1,5 @@
-"""What all tests share: a real Redis-protocol server, and the check that no process outlives the tests.
+"""What all tests share: a real Redis-protocol server, and the check that no process outlives the
+tests.
 
 Ports come from the operating system: servers listen on port 0 and say which they got.
 """
@@ -18,7 +19,8 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-# Before anything imports torch: ranks are processes of one thread each, and what they are compared with must sum in the same order.
+# Before anything imports torch: ranks are processes of one thread each, and what they are compared
+# with must sum in the same order.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import hypothesis
@@ -33,10 +35,12 @@ from tests.zygote.children import zygote  # noqa: F401 - a fixture
 
 
 def heed_interrupts() -> None:
-    """Sees to it that processes which the tests start end on Ctrl-C (SIGINT), also where the tests run in the background of a shell.
+    """Sees to it that processes which the tests start end on Ctrl-C (SIGINT), also where the tests
+    run in the background of a shell.
 
-    A shell without job control has what runs in its background (`make test &` in a script) ignore SIGINT; whoever is started from there
-    inherits that, and Python then installs no handler. A script that a test interrupts would go on as if nobody had.
+    A shell without job control has what runs in its background (`make test &` in a script) ignore
+    SIGINT; whoever is started from there inherits that, and Python then installs no handler. A
+    script that a test interrupts would go on as if nobody had.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -44,9 +48,12 @@ def heed_interrupts() -> None:
 
 heed_interrupts()
 
-# Hypothesis has a deadline of 200 ms for each example, and another for making them: on a busy machine both are chance. So is which examples
-# are tried, in "searching" (make chaos): what fails there is mended and named in a test, and every run of make test tries the same ones.
-_UNHURRIED = hypothesis.settings(deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+# Hypothesis has a deadline of 200 ms for each example, and another for making them: on a busy
+# machine both are chance. So is which examples are tried, in "searching" (make chaos): what fails
+# there is mended and named in a test, and every run of make test tries the same ones.
+_UNHURRIED = hypothesis.settings(
+    deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.register_profile("searching", _UNHURRIED)
 hypothesis.settings.register_profile("repeatable", _UNHURRIED, derandomize=True)
 hypothesis.settings.load_profile("repeatable")
@@ -58,12 +65,14 @@ _MARK = "SHOAL_PYTEST_RUN"
 
 _exit_status = 0
 _PINNED = "2.13."
-"""The torch that tests run with, but for make test-torch. With it nothing may be refused for its version."""
+"""The torch that tests run with, but for make test-torch. With it nothing may be refused for its
+version."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """What Shoal refuses with an older torch is what the test comes to with that one (make test-torch)."""
+    """What Shoal refuses with an older torch is what the test comes to with that one (make
+    test-torch)."""
     try:
         return (yield)
     except Exception as error:
@@ -75,8 +84,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Thousands of tests and what they import, torch among it, are nearly two million objects, which are there to the end: a collection of
-    garbage that looks through all of them takes a second."""
+    """Thousands of tests and what they import, torch among it, are nearly two million objects,
+    which are there to the end: a collection of garbage that looks through all of them takes a
+    second."""
     gc.disable()
     try:
         yield
@@ -90,7 +100,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--durations-file", type=Path, help="write where the time went to this file")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     file = config.getoption("durations_file")
     if file is not None:
         write_durations(file, terminalreporter.stats.values())
@@ -102,7 +114,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """The interpreter would wait for a thread that a test left stuck, for ever: name it, and end with the tests' own status."""
+    """The interpreter would wait for a thread that a test left stuck, for ever: name it, and end
+    with the tests' own status."""
     deadline = time.monotonic() + _THREADS_GRACE_S
     others = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
     for thread in others:
@@ -117,15 +130,20 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def leftover_processes() -> Iterator[None]:
-    """Fails the run when a process that a test started is still there at its end. Processes already on their way out get 30 s.
+    """Fails the run when a process that a test started is still there at its end. Processes already
+    on their way out get 30 s.
 
-    Descendants are found by their parents, and orphans (whose parent died, so that nobody's child they are) by an environment variable
-    that all inherit.
+    Descendants are found by their parents, and orphans (whose parent died, so that nobody's child
+    they are) by an environment variable that all inherit.
     """
     mark = os.environ[_MARK] = uuid.uuid4().hex
     before = set(psutil.pids())
     yield
-    ours = [process for process in _descendants_and_orphans(mark) if process.pid not in before and not _is_python_helper(process)]
+    ours = [
+        process
+        for process in _descendants_and_orphans(mark)
+        if process.pid not in before and not _is_python_helper(process)
+    ]
     _, alive = psutil.wait_procs(ours, timeout=_GRACE_S)
     if not alive:
         return
@@ -149,7 +167,8 @@ def _descendants_and_orphans(mark: str) -> list[psutil.Process]:
 @pytest.fixture
 def fresh_session() -> Iterator[None]:
     """This process has no session, before the test and after it."""
-    from shoal_worker.elastic.worker_process import set_session  # which brings torch, that other tests do without
+    # which brings torch, that other tests do without
+    from shoal_worker.elastic.worker_process import set_session
 
     set_session(None)
     yield
@@ -164,7 +183,8 @@ def _redis_server(leftover_processes: None) -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture
 def redis_url(_redis_server: EmbeddedRedis) -> str:
-    """redis:// URL of a real server that is empty when the test starts. Tests that stop or restart a server start their own."""
+    """redis:// URL of a real server that is empty when the test starts. Tests that stop or restart
+    a server start their own."""
     with redis.Redis.from_url(_redis_server.url) as client:
         client.flushall()
         client.script_flush()
@@ -182,6 +202,9 @@ def _is_python_helper(process: psutil.Process) -> bool:
 
 def _described(process: psutil.Process) -> str:
     try:
-        return f"pid {process.pid}: {' '.join(process.cmdline()) or process.name()} (started by {process.ppid()}, tests are {os.getpid()})"
+        return (
+            f"pid {process.pid}: {' '.join(process.cmdline()) or process.name()} (started by "
+            f"{process.ppid()}, tests are {os.getpid()})"
+        )
     except psutil.Error:
         return f"pid {process.pid}"

@@ -33,7 +33,9 @@ def write_durations(file: Path, reports: Iterable[Sequence[Any]]) -> None:
         begin = min(begin, report.start)
     file.parent.mkdir(parents=True, exist_ok=True)
     sections = {
-        "last test of each process, since the first test": {process: end - begin for process, end in ends.items()},
+        "last test of each process, since the first test": {
+            process: end - begin for process, end in ends.items()
+        },
         "files": files,
         "tests": tests,
     }

@@ -10,7 +10,11 @@ from tensorboard.backend.event_processing.event_accumulator import TENSORS, Even
 def points(directory: Path, tag: str) -> list[tuple[int, float]]:
     """Steps and values of a scalar, in the files' order."""
     read = _read(directory)
-    return [(event.step, event.value) for event in read.Scalars(tag)] if tag in read.Tags()["scalars"] else []
+    return (
+        [(event.step, event.value) for event in read.Scalars(tag)]
+        if tag in read.Tags()["scalars"]
+        else []
+    )
 
 
 def texts(directory: Path) -> list[tuple[int, str]]:

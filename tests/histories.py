@@ -1,10 +1,12 @@
 """Recorded histories of pushes and pulls, and what asp, ssp and bsp promise of them.
 
-A value tells who pushed how often: every partition has one element for each member, and each push of a member adds 1 to that element (plain
-SGD with lr=1, and a gradient of -1 there). So what a pull brought is a vector of counts, and a promise is a sentence about counts.
+A value tells who pushed how often: every partition has one element for each member, and each push
+of a member adds 1 to that element (plain SGD with lr=1, and a gradient of -1 there). So what a pull
+brought is a vector of counts, and a promise is a sentence about counts.
 
-`History` is written by the members' threads while they train; the checks read it when they have ended. Each check raises `BrokenPromise`,
-which names the pull and the promise. What `check_asp` finds is promised under every consistency.
+`History` is written by the members' threads while they train; the checks read it when they have
+ended. Each check raises `BrokenPromise`, which names the pull and the promise. What `check_asp`
+finds is promised under every consistency.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Pull:
 
     member: int
     iteration: int
-    """How many iterations the member has finished, counted from the beginning of the job also for a joiner."""
+    """How many iterations the member has finished, counted from the beginning of the job also for a
+    joiner."""
     began: float
     ended: float
     counts: Mapping[int, Counts]
@@ -72,34 +75,55 @@ class History:
         began = time.monotonic()
         counts: dict[int, Counts] = {}
         yield counts
-        self.pulls.append(Pull(member=member, iteration=iteration, began=began, ended=time.monotonic(), counts=counts))
+        self.pulls.append(
+            Pull(
+                member=member,
+                iteration=iteration,
+                began=began,
+                ended=time.monotonic(),
+                counts=counts,
+            )
+        )
 
 
 def check_asp(history: History) -> None:
-    """Every pull sees each push once, all that were acknowledged before it began, and none that had not begun when it ended. What one
-    member sees of a partition never goes back."""
+    """Every pull sees each push once, all that were acknowledged before it began, and none that had
+    not begun when it ended. What one member sees of a partition never goes back."""
     seen: dict[tuple[int, int], Counts] = {}
     for pull in sorted(history.pulls, key=lambda pull: pull.began):
         for partition, counts in pull.counts.items():
             for member, count in enumerate(counts):
-                least = sum(push.member == member and push.ended <= pull.began for push in history.pushes)
-                most = sum(push.member == member and push.began <= pull.ended for push in history.pushes)
+                least = sum(
+                    push.member == member and push.ended <= pull.began for push in history.pushes
+                )
+                most = sum(
+                    push.member == member and push.began <= pull.ended for push in history.pushes
+                )
                 if not least <= count <= most:
                     raise BrokenPromise(
-                        f"{_told(pull, partition)}: {count} pushes of member {member}; {least} were acknowledged before, {most} had begun"
+                        f"{_told(pull, partition)}: {count} pushes of member {member}; {least} "
+                        f"were acknowledged before, {most} had begun"
                     )
             before = seen.setdefault((pull.member, partition), counts)
             if any(now < then for now, then in zip(counts, before, strict=True)):
-                raise BrokenPromise(f"{_told(pull, partition)}: this member had seen {before} there")
+                raise BrokenPromise(
+                    f"{_told(pull, partition)}: this member had seen {before} there"
+                )
             seen[pull.member, partition] = counts
 
 
-def check_ssp(history: History, *, bound: int, since: Sequence[int] = (), until: Mapping[int, int] | None = None) -> None:
-    """Beside what asp promises: a pull after k iterations sees all pushes of iterations up to k - bound of all members (Ho et al., NIPS
-    2013, section 2).
+def check_ssp(
+    history: History,
+    *,
+    bound: int,
+    since: Sequence[int] = (),
+    until: Mapping[int, int] | None = None,
+) -> None:
+    """Beside what asp promises: a pull after k iterations sees all pushes of iterations up to k -
+    bound of all members (Ho et al., NIPS 2013, section 2).
 
-    `since`: for each member how many iterations the job had behind it when it came; none given: all were there from the beginning.
-    `until`: how many it had when a member left, for those that did.
+    `since`: for each member how many iterations the job had behind it when it came; none given: all
+    were there from the beginning. `until`: how many it had when a member left, for those that did.
     """
     check_asp(history)
     for pull in history.pulls:
@@ -108,22 +132,30 @@ def check_ssp(history: History, *, bound: int, since: Sequence[int] = (), until:
                 least = _pushed(member, pull.iteration - bound, since, until)
                 if count < least:
                     raise BrokenPromise(
-                        f"{_told(pull, partition)}: {count} pushes of member {member}, at least {least} were due with a bound of {bound}"
+                        f"{_told(pull, partition)}: {count} pushes of member {member}, at least "
+                        f"{least} were due with a bound of {bound}"
                     )
 
 
-def check_bsp(history: History, *, since: Sequence[int] = (), until: Mapping[int, int] | None = None) -> None:
-    """Beside what asp promises: a pull after k iterations sees all pushes of iterations up to k of all members, and none of a later one; so
-    all that pull after k iterations see the same. `since`, `until`: as `check_ssp` has them."""
+def check_bsp(
+    history: History, *, since: Sequence[int] = (), until: Mapping[int, int] | None = None
+) -> None:
+    """Beside what asp promises: a pull after k iterations sees all pushes of iterations up to k of
+    all members, and none of a later one; so all that pull after k iterations see the same. `since`,
+    `until`: as `check_ssp` has them."""
     check_asp(history)
     read: dict[tuple[int, int], Counts] = {}
     for pull in history.pulls:
         for partition, counts in pull.counts.items():
-            due = tuple(_pushed(member, pull.iteration, since, until) for member in range(len(counts)))
+            due = tuple(
+                _pushed(member, pull.iteration, since, until) for member in range(len(counts))
+            )
             if counts != due:
                 raise BrokenPromise(f"{_told(pull, partition)}: exactly {due} were due")
             if (other := read.setdefault((pull.iteration, partition), counts)) != counts:
-                raise BrokenPromise(f"{_told(pull, partition)}: another member read {other} in this iteration")
+                raise BrokenPromise(
+                    f"{_told(pull, partition)}: another member read {other} in this iteration"
+                )
 
 
 def pushes_by_member(history: History) -> dict[int, int]:
@@ -134,11 +166,17 @@ def pushes_by_member(history: History) -> dict[int, int]:
     return dict(found)
 
 
-def _pushed(member: int, iteration: int, since: Sequence[int], until: Mapping[int, int] | None) -> int:
-    """How many pushes a member has made by the end of an iteration of the job, one in each that it took part in."""
+def _pushed(
+    member: int, iteration: int, since: Sequence[int], until: Mapping[int, int] | None
+) -> int:
+    """How many pushes a member has made by the end of an iteration of the job, one in each that it
+    took part in."""
     last = min(iteration, (until or {}).get(member, iteration))
     return max(0, last - (since[member] if since else 0))
 
 
 def _told(pull: Pull, partition: int) -> str:
-    return f"member {pull.member} after {pull.iteration} iterations reads {pull.counts[partition]} in partition {partition}"
+    return (
+        f"member {pull.member} after {pull.iteration} iterations reads {pull.counts[partition]} "
+        f"in partition {partition}"
+    )

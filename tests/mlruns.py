@@ -13,7 +13,8 @@ EXPERIMENT = "digits"
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """Variables under which MLflow writes there, as it does only where it is allowed to; MLFLOW_STORE is the tests' own."""
+    """Variables under which MLflow writes there, as it does only where it is allowed to;
+    MLFLOW_STORE is the tests' own."""
     return {
         "MLFLOW_STORE": str(directory),
         "MLFLOW_TRACKING_URI": directory.as_uri(),
@@ -32,7 +33,10 @@ def runs(directory: Path) -> list[Run]:
 
 def points(directory: Path, run: Run, name: str) -> list[tuple[int, float]]:
     """Steps and values of a metric, in the order in which they were written."""
-    return [(metric.step, metric.value) for metric in _client(directory).get_metric_history(run.info.run_id, name)]
+    return [
+        (metric.step, metric.value)
+        for metric in _client(directory).get_metric_history(run.info.run_id, name)
+    ]
 
 
 def _client(directory: Path) -> MlflowClient:

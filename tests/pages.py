@@ -11,8 +11,8 @@ _DOCS = Path(__file__).parents[1] / "docs"
 
 
 def run_examples(page: str, *, shown: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Runs a page's two examples in this process. The first prints what the page shows, a block that begins with `shown`; what the second
-    prints is returned."""
+    """Runs a page's two examples in this process. The first prints what the page shows, a block
+    that begins with `shown`; what the second prints is returned."""
     text = (_DOCS / page).read_text()
     first, second = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (expected,) = re.findall(rf"```\n({re.escape(shown)}.*?)```", text, re.DOTALL)

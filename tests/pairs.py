@@ -1,4 +1,5 @@
-"""Products of independent axes: `make test` runs cases in which all pairs of values meet, `make parity` the rest.
+"""Products of independent axes: `make test` runs cases in which all pairs of values meet,
+`make parity` the rest.
 
 Most faults need one value, or two of different axes, to show. Each value of each axis meets each
 value of each other axis in at least one case; a fault that needs three values at once is what
@@ -27,12 +28,15 @@ def by_pairs(*, also: Collection[Case] = (), **axes: Iterable[Any]) -> pytest.Ma
     unknown = [case for case in also if case not in product]
     assert not unknown, f"{unknown} are no cases of {list(axes)}"
     chosen = covering(product, also)
-    cases = [pytest.param(*case, marks=() if case in chosen else pytest.mark.matrix) for case in product]
+    cases = [
+        pytest.param(*case, marks=() if case in chosen else pytest.mark.matrix) for case in product
+    ]
     return pytest.mark.parametrize(tuple(axes), cases)
 
 
 def covering(product: Collection[Case], also: Collection[Case] = ()) -> list[Case]:
-    """`also`, and cases that together have all pairs of the product; each is the first that adds most pairs."""
+    """`also`, and cases that together have all pairs of the product; each is the first that adds
+    most pairs."""
     chosen = list(also)
     missing = set().union(*map(_pairs, product)).difference(*map(_pairs, chosen))
     while missing:

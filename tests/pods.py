@@ -1,4 +1,5 @@
-"""Manifests as pods: what each container of docker/kubernetes would be started with, and by what it is reached."""
+"""Manifests as pods: what each container of docker/kubernetes would be started with, and by what it
+is reached."""
 
 from __future__ import annotations
 
@@ -31,9 +32,18 @@ def all_documents() -> list[tuple[Path, Manifest]]:
 
 def jobs(document: Manifest) -> Iterator[Manifest]:
     """The templates of Jobs in a JobSet or a TrainingRuntime, as Jobs."""
-    spec = document["spec"]["template"]["spec"] if document["kind"] == "TrainingRuntime" else document["spec"]
+    spec = (
+        document["spec"]["template"]["spec"]
+        if document["kind"] == "TrainingRuntime"
+        else document["spec"]
+    )
     for replicated in spec.get("replicatedJobs", []):
-        yield {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": replicated["name"]}, "spec": replicated["template"]["spec"]}
+        yield {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": replicated["name"]},
+            "spec": replicated["template"]["spec"],
+        }
 
 
 def workloads(document: Manifest) -> Iterator[Manifest]:
@@ -68,7 +78,9 @@ class Pod:
         values: dict[str, str] = {}
         for variable in self.container.get("env", []):
             if "valueFrom" in variable:
-                assert variable["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}, variable
+                assert variable["valueFrom"] == {"fieldRef": {"fieldPath": "metadata.name"}}, (
+                    variable
+                )
                 values[variable["name"]] = self.name
             else:
                 values[variable["name"]] = expanded(variable["value"], values)
@@ -78,13 +90,19 @@ class Pod:
     def command(self) -> list[str]:
         """`command` stands for the image's ENTRYPOINT, `args` for its CMD."""
         given = self.container
-        return [*given.get("command", ENTRYPOINT), *(expanded(argument, self.environment) for argument in given["args"])]
+        return [
+            *given.get("command", ENTRYPOINT),
+            *(expanded(argument, self.environment) for argument in given["args"]),
+        ]
 
     @property
     def mounts(self) -> dict[str, Manifest]:
         """What lies at each path: the volume, with `readOnly` as it is mounted."""
         volumes = {volume["name"]: volume for volume in self.spec.get("volumes", [])}
-        volumes |= {claim["metadata"]["name"]: {"claim": claim} for claim in self.workload["spec"].get("volumeClaimTemplates", [])}
+        volumes |= {
+            claim["metadata"]["name"]: {"claim": claim}
+            for claim in self.workload["spec"].get("volumeClaimTemplates", [])
+        }
         return {
             mount["mountPath"]: {**volumes[mount["name"]], "readOnly": mount.get("readOnly", False)}
             for mount in self.container.get("volumeMounts", [])

@@ -1,4 +1,5 @@
-"""A link that a test can cut, as a network does: it drops connections, or keeps their bytes, in one direction or in both."""
+"""A link that a test can cut, as a network does: it drops connections, or keeps their bytes, in one
+direction or in both."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ _WAYS = ((THERE, BACK), (THERE,), (BACK,))
 class _Connection:
     """Two sockets, and a thread for each direction; the last thread closes both."""
 
-    def __init__(self, ends: tuple[socket.socket, socket.socket], tap: Callable[[bytes], None]) -> None:
+    def __init__(
+        self, ends: tuple[socket.socket, socket.socket], tap: Callable[[bytes], None]
+    ) -> None:
         self._ends = ends
         self._tap = tap
         self._gates = (threading.Event(), threading.Event())
@@ -65,7 +68,8 @@ class _Connection:
 
 
 class Relay:
-    """A link to `target`, host:port, which need not listen yet. A context manager. `tap` is shown what goes by, in both directions."""
+    """A link to `target`, host:port, which need not listen yet. A context manager. `tap` is shown
+    what goes by, in both directions."""
 
     def __init__(self, target: str, *, tap: Callable[[bytes], None] = lambda data: None) -> None:
         self._tap = tap
@@ -85,7 +89,8 @@ class Relay:
         return len(self._all())
 
     def hold(self, ways: Sequence[int]) -> None:
-        """Keeps the bytes of all connections in these directions, also of later ones, until `open`."""
+        """Keeps the bytes of all connections in these directions, also of later ones, until
+        `open`."""
         with self._lock:
             self._held = ways
         for connection in self._all():
@@ -110,7 +115,8 @@ class Relay:
             connection.drop()
 
     def cut_some(self, chance: random.Random) -> list[_Connection]:
-        """Keeps the bytes of about half of the connections from now on, in one direction or in both. Returns them, to be mended."""
+        """Keeps the bytes of about half of the connections from now on, in one direction or in
+        both. Returns them, to be mended."""
         some = self._some(chance)
         for connection in some:
             connection.hold(chance.choice(_WAYS))

@@ -1,14 +1,17 @@
-"""Runs the console sessions of a page of docs/, in real shells, and compares what they print with what the page shows.
+"""Runs the console sessions of a page of docs/, in real shells, and compares what they print with
+what the page shows.
 
-A page has blocks of Markdown. `python title="train.py"` is a file, which is written. `console` is a terminal: lines that begin with `$ `
-are typed, and what follows them is what is printed. `console title="second terminal"` is another terminal beside it; a block without a `$
-` shows what the command that is still running there prints further. Blocks of other kinds are for readers.
+A page has blocks of Markdown. `python title="train.py"` is a file, which is written. `console` is a
+terminal: lines that begin with `$ ` are typed, and what follows them is what is printed.
+`console title="second terminal"` is another terminal beside it; a block without a `$ ` shows what
+the command that is still running there prints further. Blocks of other kinds are for readers.
 
-Compared is the text without its numbers, but for `2 of 3 workers`: runs of digits, hexadecimal names, this machine's name, and gaps
-between columns may differ. A line `...` stands for any lines. Lines of workers (`[0]: `) and all others are compared apart, each in their
-order: workers and their launcher do not wait for each other. The last command of a block with a title may go on while the next blocks are
-followed; a command that is typed beside one that goes on is typed again until it prints what the page shows, since it looks at something
-that is on its way.
+Compared is the text without its numbers, but for `2 of 3 workers`: runs of digits, hexadecimal
+names, this machine's name, and gaps between columns may differ. A line `...` stands for any lines.
+Lines of workers (`[0]: `) and all others are compared apart, each in their order: workers and their
+launcher do not wait for each other. The last command of a block with a title may go on while the
+next blocks are followed; a command that is typed beside one that goes on is typed again until it
+prints what the page shows, since it looks at something that is on its way.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ _DEADLINE_S = 120.0
 _FIRST = "terminal"
 _WORKER = re.compile(r"^\[[\d,-]+\]: ")
 _NOW_AND_THEN = re.compile(r"^shoal: step N\b|: the others wait for rank N |: step N is lost: ")
-"""What a run says or not, depending on how quick the machine is, and on what a rank that was killed was just doing: not compared."""
+"""What a run says or not, depending on how quick the machine is, and on what a rank that was killed
+was just doing: not compared."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +80,16 @@ class Terminal:
     @property
     def said(self) -> str:
         """What the newest command has printed so far."""
-        return self._printed.read_text()[self._begin :].partition(self._mark)[0] if self._mark else ""
+        return (
+            self._printed.read_text()[self._begin :].partition(self._mark)[0] if self._mark else ""
+        )
 
     @property
     def status(self) -> int | None:
         """The newest command's exit status; None: it goes on."""
-        ended = re.search(rf"^{self._mark} (\d+)$", self._printed.read_text()[self._begin :], re.MULTILINE)
+        ended = re.search(
+            rf"^{self._mark} (\d+)$", self._printed.read_text()[self._begin :], re.MULTILINE
+        )
         return int(ended[1]) if ended else None
 
     def wait(self) -> int:
@@ -116,7 +124,8 @@ class Session:
         """Each command that ended, with all that it printed."""
 
     def follow(self, blocks: list[Block]) -> None:
-        """Does what the blocks say, one after the other. An AssertionError says which command printed what instead."""
+        """Does what the blocks say, one after the other. An AssertionError says which command
+        printed what instead."""
         shown: dict[str, tuple[str, str]] = {}
         for block in blocks:
             if block.kind == "console":
@@ -174,18 +183,26 @@ class Session:
 
 
 def alike(shown: str, said: str) -> bool:
-    """Whether a command said what a page shows: the workers theirs, in order, and the launcher, or what else was typed, its own."""
+    """Whether a command said what a page shows: the workers theirs, in order, and the launcher, or
+    what else was typed, its own."""
     return all(_alike(_lines(shown, workers), _lines(said, workers)) for workers in (True, False))
 
 
 def _lines(text: str, workers: bool) -> str:
     """What workers said, or what all others did, with the lines that stand for any."""
-    return "\n".join(line for line in text.split("\n") if line == "..." or bool(_WORKER.search(line)) == workers)
+    return "\n".join(
+        line for line in text.split("\n") if line == "..." or bool(_WORKER.search(line)) == workers
+    )
 
 
 def _alike(shown: str, said: str) -> bool:
-    expected, found = ([line for line in _without_numbers(text) if not _NOW_AND_THEN.search(line)] for text in (shown, said))
-    pattern = "".join(r"(?:.*\n)*?" if line == "..." else re.escape(line) + r"\n" for line in expected)
+    expected, found = (
+        [line for line in _without_numbers(text) if not _NOW_AND_THEN.search(line)]
+        for text in (shown, said)
+    )
+    pattern = "".join(
+        r"(?:.*\n)*?" if line == "..." else re.escape(line) + r"\n" for line in expected
+    )
     return re.fullmatch(pattern, "".join(f"{line}\n" for line in found)) is not None
 
 
@@ -195,7 +212,11 @@ def _without_numbers(text: str) -> list[str]:
     for line in text.strip("\n").split("\n") if text.strip("\n") else []:
         line = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "vm", line)
         line = re.sub(r"\b(?=\w*\d)[0-9a-f]{6,}\b|(?<=-)[0-9a-f]{6}\b", "NAME", line)
-        line = re.sub(r"\b(\d+) of (\d+) workers", lambda counts: f"{_word(counts[1])} of {_word(counts[2])} workers", line)
+        line = re.sub(
+            r"\b(\d+) of (\d+) workers",
+            lambda counts: f"{_word(counts[1])} of {_word(counts[2])} workers",
+            line,
+        )
         lines.append(" ".join(re.sub(r"\d[\d,.]*", "N", line).split()))
     return lines
 

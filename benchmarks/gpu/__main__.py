@@ -1,8 +1,8 @@
-"""`python -m benchmarks.gpu [PART ...]`: measures one CUDA device, prints the tables and writes them as JSON and Markdown. Skips, and says
-why, where there is none.
+"""`python -m benchmarks.gpu [PART ...]`: measures one CUDA device, prints the tables and writes
+them as JSON and Markdown. Skips, and says why, where there is none.
 
-`--device cpu` is a rehearsal on the host with tiny sizes: it shows that a part works, and its figures say nothing of any device. Parts that
-only a device has (copies, groups) are left out then.
+`--device cpu` is a rehearsal on the host with tiny sizes: it shows that a part works, and its
+figures say nothing of any device. Parts that only a device has (copies, groups) are left out then.
 """
 
 from __future__ import annotations
@@ -28,12 +28,22 @@ from benchmarks.gpu.steps import Taken, Way, take, ways
 from benchmarks.report import Machine, Row, Table, show, write
 
 _COMMAND = "make bench-gpu"
-_COLUMNS = ("step ms", "slowest ms", "launches", "waits", "to host, pinned", "to host, pageable", "operators", "peak MiB")
+_COLUMNS = (
+    "step ms",
+    "slowest ms",
+    "launches",
+    "waits",
+    "to host, pinned",
+    "to host, pageable",
+    "operators",
+    "peak MiB",
+)
 _ON_DEVICES_ALONE: Final = ("copies", "groups")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures the parts that can be measured here; 1 if there is a part of which nothing was measured."""
+    """Measures the parts that can be measured here; 1 if there is a part of which nothing was
+    measured."""
     options = _parse(arguments)
     console = Console()
     if options.device == "cuda" and (missing := _missing()):
@@ -49,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     nothing = False
     for part in options.parts or PARTS:
         if context.rehearsal and part in _ON_DEVICES_ALONE:
-            console.print(f"left out: {part} is measured on a device alone", markup=False, highlight=False)
+            console.print(
+                f"left out: {part} is measured on a device alone", markup=False, highlight=False
+            )
             continue
         table = PARTS[part](context)
         show(console, table)
@@ -62,7 +74,9 @@ def _context(options: argparse.Namespace) -> Context:
     on_device = options.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_device else torch.device("cpu")
     what = torch.cuda.get_device_name(device) if on_device else "the host, as a rehearsal"
-    return Context(device=device, what=what, width=options.width, steps=options.steps, rows=options.rows)
+    return Context(
+        device=device, what=what, width=options.width, steps=options.steps, rows=options.rows
+    )
 
 
 def _missing() -> str:
@@ -72,13 +86,30 @@ def _missing() -> str:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="Measure one CUDA device.")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal, whose figures say nothing")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu", description="Measure one CUDA device."
+    )
+    parser.add_argument(
+        "parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: a rehearsal, whose figures say nothing",
+    )
     parser.add_argument("--width", type=int, default=1024, help="of the small model's layers")
-    parser.add_argument("--steps", type=int, default=50, help="of the small model that are timed in each way")
-    parser.add_argument("--rows", type=Path, help="append each row to this file, as a line of JSON, once it was measured")
-    parser.add_argument("--output", type=Path, default=Path("out/bench-gpu"), help="where JSON and Markdown go")
+    parser.add_argument(
+        "--steps", type=int, default=50, help="of the small model that are timed in each way"
+    )
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        help="append each row to this file, as a line of JSON, once it was measured",
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("out/bench-gpu"), help="where JSON and Markdown go"
+    )
     options = parser.parse_args(arguments)
     if unknown := [part for part in options.parts if part not in PARTS]:
         parser.error(f"no part named {', '.join(unknown)}; there are {', '.join(PARTS)}")
@@ -87,14 +118,17 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _steps(context: Context) -> Table:
     chosen = ways(compiled=context.device.type == "cuda" and shutil.which("cc") is not None)
-    rows = [context.measured("steps", way.name, functools.partial(_way, context, way)) for way in chosen]
+    rows = [
+        context.measured("steps", way.name, functools.partial(_way, context, way)) for way in chosen
+    ]
     return Table(
         key="gpu-steps",
         title=f"Steps on {context.what}",
         target=NO_TARGET,
         method=(
-            f"A decoder of width {context.width}, 16 samples a step, AdamW, one process. Each step ends when the device is at rest. "
-            "What the host tells the device is counted by torch's profiler over further steps. Shoal is alone: no rank is waited for."
+            f"A decoder of width {context.width}, 16 samples a step, AdamW, one process. Each step "
+            "ends when the device is at rest. What the host tells the device is counted by "
+            "torch's profiler over further steps. Shoal is alone: no rank is waited for."
         ),
         columns=_COLUMNS,
         rows=tuple(rows),
@@ -148,24 +182,43 @@ def _copies(context: Context) -> Table:
 
 
 def _medians(name: str, ones: groups.GroupsOfOne, of: str) -> Row:
-    """A row with the median of one of its lists of seconds, and the memory that its groups have lost."""
+    """A row with the median of one of its lists of seconds, and the memory that its groups have
+    lost."""
     seconds: tuple[float, ...] = getattr(ones, of)
-    cells = {"ms": f"{1e3 * statistics.median(seconds):.1f}", "memory lost, MiB": f"{ones.lost_bytes / 2**20:.1f}"}
+    cells = {
+        "ms": f"{1e3 * statistics.median(seconds):.1f}",
+        "memory lost, MiB": f"{ones.lost_bytes / 2**20:.1f}",
+    }
     return Row(name=name, command=_COMMAND, cells=cells, samples={of: seconds})
 
 
 def _groups(context: Context) -> Table:
     ones, many = groups.come_and_go(CudaDevice), groups.collectives(CudaDevice)
-    finalized, parts = groups.come_and_go(CudaDevice, finalize=True), groups.come_and_go(CudaDevice, split=True)
+    finalized, parts = (
+        groups.come_and_go(CudaDevice, finalize=True),
+        groups.come_and_go(CudaDevice, split=True),
+    )
     count = groups.COLLECTIVES
     rows = (
         _medians(f"a group of one connects, {groups.GROUPS} times", ones, "connect_s"),
         _medians("and is left", ones, "leave_s"),
         _medians("and is finalized", finalized, "leave_s"),
         _medians("it is split off another, and does not connect", parts, "connect_s"),
-        Row(name=f"{count} all-reduces of 4 MiB, each waited for", command=_COMMAND, cells={"ms": f"{1e3 * many.waited_for_s:.2f}"}),
-        Row(name=f"{count} all-reduces of 4 MiB, waited for once", command=_COMMAND, cells={"ms": f"{1e3 * many.ordered_s:.2f}"}),
-        Row(name="until the host begins to wait", command=_COMMAND, cells={"ms": f"{1e3 * many.started_s:.2f}"}),
+        Row(
+            name=f"{count} all-reduces of 4 MiB, each waited for",
+            command=_COMMAND,
+            cells={"ms": f"{1e3 * many.waited_for_s:.2f}"},
+        ),
+        Row(
+            name=f"{count} all-reduces of 4 MiB, waited for once",
+            command=_COMMAND,
+            cells={"ms": f"{1e3 * many.ordered_s:.2f}"},
+        ),
+        Row(
+            name="until the host begins to wait",
+            command=_COMMAND,
+            cells={"ms": f"{1e3 * many.started_s:.2f}"},
+        ),
     )
     rows = tuple(context.measured("groups", row.name, lambda row=row: row) for row in rows)
     return Table(

@@ -34,8 +34,9 @@ def measure(context: Context) -> Table:
         title=f"A checkpoint of the large model on {context.what}",
         target=NO_TARGET,
         method=(
-            "1.34 billion parameters in fp32 and Adam's two moments, to a local directory. The pause is the call of save_checkpoint, and "
-            "what the slowest step beside the writing takes longer than the median before."
+            "1.34 billion parameters in fp32 and Adam's two moments, to a local directory. The "
+            "pause is the call of save_checkpoint, and what the slowest step beside the writing "
+            "takes longer than the median before."
         ),
         columns=(
             "GB",

@@ -29,7 +29,9 @@ _REHEARSAL_TIMEOUT_S: Final = 200.0
 def measure(context: Context) -> Table:
     """Trains in a process alone, then in one under a launcher and a coordinator. Below a minute."""
     rows = tuple(
-        context.measured("coordinator", name, lambda name=name, under=under: _row(context, name, under=under))
+        context.measured(
+            "coordinator", name, lambda name=name, under=under: _row(context, name, under=under)
+        )
         for name, under in (
             ("without a coordinator", False),
             ("shoal run, with a coordinator", True),
@@ -40,8 +42,9 @@ def measure(context: Context) -> Table:
         title=f"Steps with and without a coordinator on {context.what}",
         target=NO_TARGET,
         method=(
-            f"Shoal's ddp, one worker, {FEW_LAYERS} layers of the large model; each row is a process of its own. In both nothing travels "
-            "between workers; in a step the coordinator is asked nothing."
+            f"Shoal's ddp, one worker, {FEW_LAYERS} layers of the large model; each row is a "
+            "process of its own. In both nothing travels between workers; in a step the "
+            "coordinator is asked nothing."
         ),
         columns=("step ms", "step alone ms", "host ms"),
         rows=rows,

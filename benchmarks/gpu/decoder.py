@@ -44,7 +44,9 @@ class Size:
     steps: int
 
 
-LARGE: Final = Size(words=32_768, width=2048, layers=24, heads=16, tokens=2048, batch=4, warm=4, steps=12)
+LARGE: Final = Size(
+    words=32_768, width=2048, layers=24, heads=16, tokens=2048, batch=4, warm=4, steps=12
+)
 """1.34 billion parameters."""
 TINY: Final = Size(words=64, width=32, layers=2, heads=2, tokens=16, batch=2, warm=1, steps=2)
 """Sizes for rehearsals."""
@@ -96,7 +98,9 @@ class Block(nn.Module):
     def _compute(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.qkv(self.attention_norm(x)).chunk(3, -1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        attended = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         x = x + self.out(attended)
         out: torch.Tensor = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
         return out
@@ -108,7 +112,9 @@ class Decoder(nn.Module):
     def __init__(self, size: Size, *, recompute: bool = False) -> None:
         super().__init__()
         self.embed = nn.Embedding(size.words, size.width)
-        self.layers = nn.ModuleList(Block(size.width, size.heads, recompute=recompute) for _ in range(size.layers))
+        self.layers = nn.ModuleList(
+            Block(size.width, size.heads, recompute=recompute) for _ in range(size.layers)
+        )
         self.norm, self.head = nn.RMSNorm(size.width), nn.Linear(size.width, size.words, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -156,7 +162,9 @@ class Training:
             (512 * size.batch, size.tokens + 1),
             generator=torch.Generator().manual_seed(1),
         )
-        model, self._optimizer, self._batches = _set_up(recipe, module, TensorDataset(words), size, device)
+        model, self._optimizer, self._batches = _set_up(
+            recipe, module, TensorDataset(words), size, device
+        )
         self._called = torch.compile(model) if recipe.compiled else model
 
     def step(self) -> torch.Tensor:
@@ -259,8 +267,12 @@ def _set_up(
 
         optimizer = torch.optim.AdamW(module.parameters(), 1e-4, fused=fused)
         again = {"activation_checkpointing": [Block]} if recipe.recompute else {}
-        model, optimizer = shoal.as_distributed(module, optimizer, strategy=recipe.strategy, **recipe.options, **again)
-        loader = shoal.ElasticDataLoader(dataset, global_batch_size=size.batch, shuffle=False, **options)
+        model, optimizer = shoal.as_distributed(
+            module, optimizer, strategy=recipe.strategy, **recipe.options, **again
+        )
+        loader = shoal.ElasticDataLoader(
+            dataset, global_batch_size=size.batch, shuffle=False, **options
+        )
         return model, optimizer, (batch for _ in loader.epochs(MANY_EPOCHS) for batch in loader)
     model: Any = module
     if recipe.system == "ddp":

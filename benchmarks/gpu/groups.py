@@ -1,7 +1,8 @@
-"""Copies between a device and the host, and what a group of one rank over NCCL costs: connecting, leaving, and collectives that the host
-waits for one by one, or once for all.
+"""Copies between a device and the host, and what a group of one rank over NCCL costs: connecting,
+leaving, and collectives that the host waits for one by one, or once for all.
 
-A world of one has no group in Shoal; here it is forced. Nothing travels, so that what is left is the host's and the library's part.
+A world of one has no group in Shoal; here it is forced. Nothing travels, so that what is left is
+the host's and the library's part.
 """
 
 from __future__ import annotations
@@ -45,8 +46,17 @@ def copies(device: torch.device) -> list[Copied]:
         source = torch.ones(mib << 20, dtype=torch.uint8, device=device)
         for pinned in (False, True):
             target = torch.empty(mib << 20, dtype=torch.uint8, pin_memory=pinned)
-            seconds = [_timed(functools.partial(target.copy_, source, non_blocking=True), device) for _ in range(_REPEATED + 1)][1:]
-            found.append(Copied(mib=mib, pinned=pinned, bytes_per_s=tuple((mib << 20) / each for each in seconds)))
+            seconds = [
+                _timed(functools.partial(target.copy_, source, non_blocking=True), device)
+                for _ in range(_REPEATED + 1)
+            ][1:]
+            found.append(
+                Copied(
+                    mib=mib,
+                    pinned=pinned,
+                    bytes_per_s=tuple((mib << 20) / each for each in seconds),
+                )
+            )
     return found
 
 
@@ -60,9 +70,16 @@ class GroupsOfOne:
     """By how much the device's free memory has shrunk from the second group to the last."""
 
 
-def come_and_go(make: Callable[[], CudaDevice], *, groups: int = GROUPS, split: bool = False, finalize: bool = False) -> GroupsOfOne:
-    """Connects a group of one, has it sum something, and leaves it; so many times. `split`: it is split off another. `finalize`: it leaves
-    as all ranks do at the end of a run, and not by an abort."""
+def come_and_go(
+    make: Callable[[], CudaDevice],
+    *,
+    groups: int = GROUPS,
+    split: bool = False,
+    finalize: bool = False,
+) -> GroupsOfOne:
+    """Connects a group of one, has it sum something, and leaves it; so many times. `split`: it is
+    split off another. `finalize`: it leaves as all ranks do at the end of a run, and not by an
+    abort."""
     whole = alone(make()) if split else None
     connect_s, leave_s, free = [], [], []
     for _ in range(groups + 2):
@@ -77,7 +94,9 @@ def come_and_go(make: Callable[[], CudaDevice], *, groups: int = GROUPS, split: 
         free.append(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0)
     if whole is not None:
         whole.shutdown()
-    return GroupsOfOne(connect_s=tuple(connect_s), leave_s=tuple(leave_s), lost_bytes=free[1] - free[-1])
+    return GroupsOfOne(
+        connect_s=tuple(connect_s), leave_s=tuple(leave_s), lost_bytes=free[1] - free[-1]
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +133,8 @@ def collectives(make: Callable[[], CudaDevice]) -> Collectives:
 
 
 def alone(device: CudaDevice, whole: NCCLBackend | None = None) -> NCCLBackend:
-    """A group of one rank, with a communicator all the same, that has summed something. It is split off `whole`, if there is one."""
+    """A group of one rank, with a communicator all the same, that has summed something. It is split
+    off `whole`, if there is one."""
     backend = NCCLBackend(device)
     if whole is not None:
         os.environ["SHOAL_NCCL_SPLIT"] = "1"

@@ -34,7 +34,9 @@ RECIPES: Final = (
         strategy="zero3",
         recompute=True,
     ),
-    Recipe(name=f"torch, {FEW_LAYERS} layers, compiled", system="torch", compiled=True, few_layers=True),
+    Recipe(
+        name=f"torch, {FEW_LAYERS} layers, compiled", system="torch", compiled=True, few_layers=True
+    ),
     Recipe(
         name=f"shoal ddp, {FEW_LAYERS} layers, compiled",
         system="shoal",
@@ -73,9 +75,11 @@ def measure(context: Context) -> Table:
         title=f"1.3 billion parameters in bf16 on {context.what}",
         target=NO_TARGET,
         method=(
-            f"A decoder of width {LARGE.width} with {LARGE.layers} layers, {LARGE.batch} samples of {LARGE.tokens} tokens a step, fused "
-            "AdamW, bf16 autocast where nothing else is said, a world of one. Steps are timed together, and a few alone, to where the "
-            "device is at rest. All take the same samples. MFU counts 6 operations for each multiplied weight, and causal attention."
+            f"A decoder of width {LARGE.width} with {LARGE.layers} layers, {LARGE.batch} samples "
+            f"of {LARGE.tokens} tokens a step, fused AdamW, bf16 autocast where nothing else is "
+            "said, a world of one. Steps are timed together, and a few alone, to where the device "
+            "is at rest. All take the same samples. MFU counts 6 operations for each multiplied "
+            "weight, and causal attention."
         ),
         columns=COLUMNS,
         rows=tuple(rows),
@@ -94,7 +98,10 @@ def measure_recipes(context: Context, recipes: Sequence[Recipe]) -> list[Row]:
     """Returns a row for each recipe."""
     if context.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
-    return [context.measured("large", recipe.name, lambda recipe=recipe: _row(context, recipe)) for recipe in recipes]
+    return [
+        context.measured("large", recipe.name, lambda recipe=recipe: _row(context, recipe))
+        for recipe in recipes
+    ]
 
 
 def _row(context: Context, recipe: Recipe) -> Row:
@@ -102,7 +109,9 @@ def _row(context: Context, recipe: Recipe) -> Row:
     if context.rehearsal and recipe.compiled:
         recipe = dataclasses.replace(recipe, compiled=False)  # needs a compiler, and minutes
     try:
-        figures = in_world_of_one(recipe, context.device, lambda: Training(recipe, size, context.device).figures())
+        figures = in_world_of_one(
+            recipe, context.device, lambda: Training(recipe, size, context.device).figures()
+        )
     finally:
         if recipe.compiled:
             torch.compiler.reset()

@@ -55,12 +55,14 @@ def measure(context: Context) -> Table:
         title=f"Two ranks of plain torch that share {context.what}",
         target=NO_TARGET,
         method=(
-            "Two processes with an NCCL_HOSTID each, over the loopback interface. ms: from the call until the device is at rest. stall ms: "
-            "the longest time for which no Python thread of rank 0 could run meanwhile."
+            "Two processes with an NCCL_HOSTID each, over the loopback interface. ms: from the "
+            "call until the device is at rest. stall ms: the longest time for which no Python "
+            "thread of rank 0 could run meanwhile."
         ),
         columns=("ms", "stall ms", "result"),
         rows=tuple(rows),
-        verdict="A row of all_to_all with equal parts may fail: torch 2.11 does not wait for a communicator that does not block.",
+        verdict="A row of all_to_all with equal parts may fail: torch 2.11 does not wait for a "
+        "communicator that does not block.",
     )
 
 
@@ -85,7 +87,10 @@ def _pair(context: Context, mode: str, fault: str) -> list[Row]:
             fault,
         ]
         command = [sys.executable, *words, "--rank"]
-        ranks = [stage.start(f"rank{rank}", [*command, str(rank)], environment, expendable=True) for rank in range(2)]
+        ranks = [
+            stage.start(f"rank{rank}", [*command, str(rank)], environment, expendable=True)
+            for rank in range(2)
+        ]
         limit_s = _REHEARSAL_LIMIT_S if context.rehearsal else _LIMIT_S
         deadline = time.monotonic() + limit_s
         asked, done = stage.directory / "fault-asked", stage.directory / "fault-done"
@@ -96,7 +101,11 @@ def _pair(context: Context, mode: str, fault: str) -> list[Row]:
             time.sleep(_POLL_S)
         stuck = ranks[0].poll() is None
         output = stage.outputs()
-        written = (stage.directory / "rows.jsonl").read_text() if (stage.directory / "rows.jsonl").exists() else ""
+        written = (
+            (stage.directory / "rows.jsonl").read_text()
+            if (stage.directory / "rows.jsonl").exists()
+            else ""
+        )
     rows = []
     for line in written.splitlines():
         told = json.loads(line)
@@ -136,7 +145,9 @@ class _Rank:
             is_master=self.rank == 0,
             timeout=timedelta(seconds=_REHEARSAL_LIMIT_S),
         )
-        self.values = [torch.arange(float(_ELEMENTS), device=self.device) + rank for rank in range(2)]
+        self.values = [
+            torch.arange(float(_ELEMENTS), device=self.device) + rank for rank in range(2)
+        ]
         self._steps = 0
 
     def step(self, name: str, call: Callable[[], str]) -> bool:
@@ -157,7 +168,12 @@ class _Rank:
         }
         if self.rank == 0:
             with (self.directory / "rows.jsonl").open("a") as file:
-                file.write(json.dumps({"name": name, "cells": {} if failure else cells, "failure": failure}) + "\n")
+                file.write(
+                    json.dumps(
+                        {"name": name, "cells": {} if failure else cells, "failure": failure}
+                    )
+                    + "\n"
+                )
         return not failure
 
     def meet(self) -> None:
@@ -261,7 +277,9 @@ class _Rank:
         return "right"
 
     def rate(self) -> str:
-        tensor = torch.ones(_RATE_BYTES // 4 if self.device.type == "cuda" else _ELEMENTS, device=self.device)
+        tensor = torch.ones(
+            _RATE_BYTES // 4 if self.device.type == "cuda" else _ELEMENTS, device=self.device
+        )
         dist.all_reduce(tensor)
         self.come_to_rest()
         begun = time.perf_counter()

@@ -36,15 +36,19 @@ _RECOVERY_TIMEOUT_S: Final = 45.0
 def measure(context: Context) -> Table:
     """Kills each worker once under ddp and zero2. About a minute on a device."""
     rows = tuple(
-        context.measured("recovery", f"shoal {strategy}", functools.partial(_row, context, strategy)) for strategy in ("ddp", "zero2")
+        context.measured(
+            "recovery", f"shoal {strategy}", functools.partial(_row, context, strategy)
+        )
+        for strategy in ("ddp", "zero2")
     )
     return Table(
         key="gpu-recovery",
         title=f"SIGKILL of one of {_WORKERS} workers that share {context.what}, in parts",
         target=NO_TARGET,
         method=(
-            f"A {_WIDTH}-wide perceptron, {_BATCH} samples a rank; medians over {_KILLS} kills, of the survivor that commits last. notice: "
-            "until its group is ended; abort: until nothing of it uses the device; agree: until it connects; connect: until it is "
+            f"A {_WIDTH}-wide perceptron, {_BATCH} samples a rank; medians over {_KILLS} kills, of "
+            "the survivor that commits last. notice: until its group is ended; abort: until "
+            "nothing of it uses the device; agree: until it connects; connect: until it is "
             "connected; redo: until the step is committed."
         ),
         columns=("kills", "pause s", *(f"{part} s" for part in PARTS)),
@@ -60,7 +64,9 @@ def _row(context: Context, strategy: str) -> Row:
         os.environ["CUDA_VISIBLE_DEVICES"] = first_visible()
     with Stage() as stage:
         device = "cpu" if context.rehearsal else SHARED
-        workload = Workload(log=stage.directory, ranks=_WORKERS, width=_WIDTH, batch=_BATCH, device=device)
+        workload = Workload(
+            log=stage.directory, ranks=_WORKERS, width=_WIDTH, batch=_BATCH, device=device
+        )
         start_shoal(
             stage,
             workload,
@@ -93,9 +99,13 @@ def _row(context: Context, strategy: str) -> Row:
     )
 
 
-def _add(samples: dict[str, list[float]], recovery: Recovery, directory: Path, killed_ns: int) -> None:
+def _add(
+    samples: dict[str, list[float]], recovery: Recovery, directory: Path, killed_ns: int
+) -> None:
     """Adds the parts of the survivor that committed last."""
     pid, committed_ns = recovery.last_to_recover
     samples["pause"].append((committed_ns - killed_ns) / 1e9)
-    for part, seconds in parts_of(read(directory / f"{pid}.phases"), killed_ns=killed_ns, committed_ns=committed_ns).items():
+    for part, seconds in parts_of(
+        read(directory / f"{pid}.phases"), killed_ns=killed_ns, committed_ns=committed_ns
+    ).items():
         samples[part].append(seconds)

@@ -1,7 +1,8 @@
-"""Training steps on one device, in the ways in which users take them: how long each takes, and what the host tells the device in it.
+"""Training steps on one device, in the ways in which users take them: how long each takes, and what
+the host tells the device in it.
 
-Every way is measured twice, with plain torch and with Shoal, alone: what Shoal adds is in the difference. Both take as many samples through
-the same model.
+Every way is measured twice, with plain torch and with Shoal, alone: what Shoal adds is in the
+difference. Both take as many samples through the same model.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class Taken:
 
 
 def ways(*, compiled: bool = True) -> list[Way]:
-    """The ways that are measured. `compiled`: with torch.compile among them, which needs a compiler."""
+    """The ways that are measured. `compiled`: with torch.compile among them, which needs a
+    compiler."""
     variants: list[dict[str, Any]] = [
         {"name": "fp32"},
         {"name": "bf16 autocast", "autocast": torch.bfloat16},
@@ -66,7 +68,13 @@ def ways(*, compiled: bool = True) -> list[Way]:
         for variant in variants
         for strategy in systems
     ]
-    return [*each, *(Way(name=f"{strategy}: fp32", strategy=strategy) for strategy in ("zero1", "zero2", "zero3"))]
+    return [
+        *each,
+        *(
+            Way(name=f"{strategy}: fp32", strategy=strategy)
+            for strategy in ("zero1", "zero2", "zero3")
+        ),
+    ]
 
 
 def take(way: Way, *, device: torch.device, width: int, steps: int) -> Taken:
@@ -79,9 +87,14 @@ def _take(way: Way, device: torch.device, width: int, steps: int) -> Taken:
     torch.manual_seed(0)
     module: nn.Module = Decoder(width).to(device)
     module_optimizer = torch.optim.AdamW(module.parameters(), 1e-3)
-    words = torch.randint(0, WORDS, (SAMPLES_PER_RANK, TOKENS + 1), generator=torch.Generator().manual_seed(1))
+    words = torch.randint(
+        0, WORDS, (SAMPLES_PER_RANK, TOKENS + 1), generator=torch.Generator().manual_seed(1)
+    )
     dataset = TensorDataset(words)
-    options: dict[str, Any] = {"num_workers": way.workers, "pin_memory": way.workers > 0 and device.type == "cuda"}
+    options: dict[str, Any] = {
+        "num_workers": way.workers,
+        "pin_memory": way.workers > 0 and device.type == "cuda",
+    }
     model: Any = module
     optimizer: Any = module_optimizer
     if way.strategy is not None:
@@ -98,7 +111,9 @@ def _take(way: Way, device: torch.device, width: int, steps: int) -> Taken:
         optimizer.zero_grad()
         with torch.autocast(device.type, way.autocast, enabled=way.autocast is not None):
             logits = called(tokens[:, :-1])
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+            loss = nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), tokens[:, 1:].flatten()
+            )
         if scaler is None:
             loss.backward()
             optimizer.step()
@@ -113,7 +128,9 @@ def _take(way: Way, device: torch.device, width: int, steps: int) -> Taken:
         torch.cuda.reset_peak_memory_stats(device)
     seconds = tuple(_timed(step, device) for _ in range(steps))
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    return Taken(way=way, seconds=seconds, counts=counted(step, steps=min(steps, 5)), peak_bytes=peak)
+    return Taken(
+        way=way, seconds=seconds, counts=counted(step, steps=min(steps, 5)), peak_bytes=peak
+    )
 
 
 def _timed(step: Callable[[], None], device: torch.device) -> float:

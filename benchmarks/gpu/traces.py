@@ -1,6 +1,8 @@
-"""What the host told a device in a few steps, counted from a trace of torch's profiler: launches, copies, and where the host stood still.
+"""What the host told a device in a few steps, counted from a trace of torch's profiler: launches,
+copies, and where the host stood still.
 
-The names are CUDA's own, as the profiler writes them into a Chrome trace (categories cuda_runtime, cuda_driver and gpu_memcpy).
+The names are CUDA's own, as the profiler writes them into a Chrome trace (categories cuda_runtime,
+cuda_driver and gpu_memcpy).
 """
 
 from __future__ import annotations
@@ -34,14 +36,16 @@ class Counts:
     """torch's own, on the host."""
     launches: float
     waits: float
-    """Calls in which the host stands still until the device, a stream or an event has come to its end."""
+    """Calls in which the host stands still until the device, a stream or an event has come to its
+    end."""
     to_host: Mapping[str, float]
     """Copies by the kind of the host's memory: "Pinned", "Pageable"."""
     to_device: Mapping[str, float]
 
 
 def count(events: Sequence[Mapping[str, Any]], *, steps: int) -> Counts:
-    """Counts the events of a Chrome trace of so many steps; of what the host did, until it had taken them."""
+    """Counts the events of a Chrome trace of so many steps; of what the host did, until it had
+    taken them."""
     end = _end_of_steps(events)
     operators = launches = waits = 0
     to_host: Counter[str] = Counter()
@@ -70,8 +74,12 @@ def count(events: Sequence[Mapping[str, Any]], *, steps: int) -> Counts:
 
 
 def counted(step: Callable[[], object], *, steps: int) -> Counts:
-    """Takes so many steps under the profiler, on the calling thread. That the profiler waits for the device in the end is not counted."""
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+    """Takes so many steps under the profiler, on the calling thread. That the profiler waits for
+    the device in the end is not counted."""
+    activities = [
+        ProfilerActivity.CPU,
+        *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
+    ]
     with tempfile.TemporaryDirectory(prefix="shoal-trace-") as directory:
         file = Path(directory) / "trace.json"
         with profile(activities=activities) as profiler, record_function(_STEPS):
@@ -83,5 +91,9 @@ def counted(step: Callable[[], object], *, steps: int) -> Counts:
 
 def _end_of_steps(events: Sequence[Mapping[str, Any]]) -> float:
     """When the host had taken the steps, in the trace's time; infinity: the trace does not say."""
-    ends = [event["ts"] + event["dur"] for event in events if event.get("name") == _STEPS and event.get("cat") == "user_annotation"]
+    ends = [
+        event["ts"] + event["dur"]
+        for event in events
+        if event.get("name") == _STEPS and event.get("cat") == "user_annotation"
+    ]
     return max(ends, default=math.inf)

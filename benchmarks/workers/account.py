@@ -1,12 +1,14 @@
-"""One rank's account under a strategy: bytes of memory by role, the highest that torch's allocator had out, and bytes on its connections.
+"""One rank's account under a strategy: bytes of memory by role, the highest that torch's allocator
+had out, and bytes on its connections.
 
 `shoal run ... -m benchmarks.workers.account --strategy zero2 --output DIR` writes DIR/<rank>.json.
 
-Memory is that of distinct storages: parameters and optimizer state between two steps, gradients after the backward pass or when the
-optimizer is about to update, whichever is more. What a rank holds for another one (mirrors) is apart. The peak is the sum of all
-allocations of torch's CPU allocator on the training thread, as its profiler reports them, over the steps that are counted; what Gloo
-allocates for itself is not in it. Bytes sent are read from the sockets between steps (`wire.py`); what goes to mirrors is the difference
-over the one call that sends it.
+Memory is that of distinct storages: parameters and optimizer state between two steps, gradients
+after the backward pass or when the optimizer is about to update, whichever is more. What a rank
+holds for another one (mirrors) is apart. The peak is the sum of all allocations of torch's CPU
+allocator on the training thread, as its profiler reports them, over the steps that are counted;
+what Gloo allocates for itself is not in it. Bytes sent are read from the sockets between steps
+(`wire.py`); what goes to mirrors is the difference over the one call that sends it.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class Wired:
 
 
 class Live:
-    """Allocations that are out. What another thread frees is not reported: it is gone when its memory is given out again."""
+    """Allocations that are out. What another thread frees is not reported: it is gone when its
+    memory is given out again."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -64,7 +67,9 @@ class Live:
         if size < 0:
             self._free(address)
             return
-        while (at := bisect.bisect_left(self._begins, address + size)) and self._ends(self._begins[at - 1]) > address:
+        while (at := bisect.bisect_left(self._begins, address + size)) and self._ends(
+            self._begins[at - 1]
+        ) > address:
             self._free(self._begins[at - 1])
         bisect.insort(self._begins, address)
         self._sizes[address] = size
@@ -83,7 +88,9 @@ class Live:
 def main() -> None:
     """Trains some steps, counts during some more."""
     options = _options()
-    workload = Workload(log=options.output, ranks=options.ranks, width=options.width, batch=options.batch)
+    workload = Workload(
+        log=options.output, ranks=options.ranks, width=options.width, batch=options.batch
+    )
     mirrored = Wired()
     _count_mirroring(mirrored)
     shoal.init()
@@ -109,10 +116,19 @@ def _train(options: Namespace, workload: Workload, mirrored: Wired) -> dict[str,
     net = blocks.network(workload)
     inner = blocks.optimizer_of(net)
     names = {id(p) for p in net.parameters()}
-    account: dict[str, Any] = {"model": sum(p.numel() * p.element_size() for p in net.parameters()), "tensors": len(names)}
-    model, optimizer = shoal.as_distributed(net, inner, strategy=options.strategy, **options.options)
+    account: dict[str, Any] = {
+        "model": sum(p.numel() * p.element_size() for p in net.parameters()),
+        "tensors": len(names),
+    }
+    model, optimizer = shoal.as_distributed(
+        net, inner, strategy=options.strategy, **options.options
+    )
     before_update(inner, lambda: _note_gradients(account, model, inner))
-    sizes = {"batch_size": workload.batch} if options.strategy == "async_sgd" else {"global_batch_size": workload.batch * options.replicas}
+    sizes = (
+        {"batch_size": workload.batch}
+        if options.strategy == "async_sgd"
+        else {"global_batch_size": workload.batch * options.replicas}
+    )
     loader = shoal.ElasticDataLoader(blocks.dataset(workload), **sizes)
     done, before, before_mirrored = 0, traffic(), 0
     for _ in loader.epochs(blocks.MANY_EPOCHS):
@@ -136,7 +152,8 @@ def _train(options: Namespace, workload: Workload, mirrored: Wired) -> dict[str,
 
 
 def before_update(inner: Any, call: Callable[[], object]) -> None:
-    """`call()` whenever the user's optimizer is about to update what this rank has. (Step hooks are refused where that is pieces.)"""
+    """`call()` whenever the user's optimizer is about to update what this rank has. (Step hooks are
+    refused where that is pieces.)"""
     step = inner.step
 
     @functools.wraps(step)
@@ -150,7 +167,9 @@ def before_update(inner: Any, call: Callable[[], object]) -> None:
 def _at_rest(model: Any, inner: torch.optim.Optimizer) -> dict[str, int]:
     own, mirrors = _pieces(model)
     mirror_ids = {id(p) for p in mirrors}
-    updated = [p for group in inner.param_groups for p in group["params"] if id(p) not in mirror_ids]
+    updated = [
+        p for group in inner.param_groups for p in group["params"] if id(p) not in mirror_ids
+    ]
     owned = _storages([*model.module.parameters(), *own, *updated])
     held_for_others = {key: size for key, size in _storages(mirrors).items() if key not in owned}
     states = {True: 0, False: 0}
@@ -168,14 +187,20 @@ def _at_rest(model: Any, inner: torch.optim.Optimizer) -> dict[str, int]:
 def _note_gradients(account: dict[str, Any], model: Any, inner: torch.optim.Optimizer) -> None:
     own, mirrors = _pieces(model)
     mirror_ids = {id(p) for p in mirrors}
-    updated = [p for group in inner.param_groups for p in group["params"] if id(p) not in mirror_ids]
-    for role, parameters in (("gradients", [*model.module.parameters(), *own, *updated]), ("mirrored_gradients", mirrors)):
+    updated = [
+        p for group in inner.param_groups for p in group["params"] if id(p) not in mirror_ids
+    ]
+    for role, parameters in (
+        ("gradients", [*model.module.parameters(), *own, *updated]),
+        ("mirrored_gradients", mirrors),
+    ):
         now = sum(_storages(g for g in map(gradient_of, parameters) if g is not None).values())
         account[role] = max(account.get(role, 0), now)
 
 
 def _pieces(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What the optimizer of a sharded strategy updates: this rank's pieces, and those that it mirrors. Nothing public tells them apart."""
+    """What the optimizer of a sharded strategy updates: this rank's pieces, and those that it
+    mirrors. Nothing public tells them apart."""
     from shoal_worker.mesh.data_axis import InShards
     from shoal_worker.mesh.engine import MeshEngine
     from shoal_worker.sharding.engine import ShardedEngine
@@ -186,21 +211,29 @@ def _pieces(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     elif isinstance(model.engine, MeshEngine):
         data_axis = model.engine._held.data_axis
         units = data_axis.units if isinstance(data_axis, InShards) else ()
-    return [p for unit in units for p in unit.own.pieces], [p for unit in units for p in unit.mirror.pieces]
+    return [p for unit in units for p in unit.own.pieces], [
+        p for unit in units for p in unit.mirror.pieces
+    ]
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Bytes by storage; tensors that share one count once. Also of parameters whose values or gradients are elsewhere: what is here."""
+    """Bytes by storage; tensors that share one count once. Also of parameters whose values or
+    gradients are elsewhere: what is here."""
     with inside():
         local = [getattr(t, "_local_tensor", t) for t in tensors if not t.is_meta]
-        return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in local if t.untyped_storage().nbytes()}
+        return {
+            t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+            for t in local
+            if t.untyped_storage().nbytes()
+        }
 
 
 def _count_mirroring(mirrored: Wired) -> None:
     from shoal_worker.sharding.gradients import CutGradients
 
     # When it is called no other collective is on its way.
-    CutGradients.pass_on = mirrored.around(CutGradients.pass_on)  # type: ignore[method-assign]  # counts, and changes nothing
+    # counts, and changes nothing
+    CutGradients.pass_on = mirrored.around(CutGradients.pass_on)  # type: ignore[method-assign]
 
 
 def _peak_bytes(profiler: profile) -> int:
@@ -214,7 +247,9 @@ def _peak_bytes(profiler: profile) -> int:
         event = stack.pop()
         stack += event.children
         if event.tag == _EventType.Allocation:
-            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
+            changes.append(
+                (event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size)
+            )
         elif event.name == _COUNTED:
             begins = event.start_time_ns
     live, highest = Live(), 0

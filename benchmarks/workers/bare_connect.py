@@ -1,7 +1,9 @@
-"""What connecting costs alone, anew in processes that are warm: a group of all ranks, and its first all-reduce.
+"""What connecting costs alone, anew in processes that are warm: a group of all ranks, and its first
+all-reduce.
 
-`torchrun ... -m benchmarks.workers.bare_connect --device cuda --times 10 --output FILE`; rank 0 writes the seconds of each time as a JSON
-list. It is the slowest rank's: the last of them ends the all-reduce.
+`torchrun ... -m benchmarks.workers.bare_connect --device cuda --times 10 --output FILE`; rank 0
+writes the seconds of each time as a JSON list. It is the slowest rank's: the last of them ends the
+all-reduce.
 """
 
 from __future__ import annotations
@@ -30,11 +32,18 @@ def main() -> None:
     workload = Workload(log=options.output, ranks=size, width=0, batch=0, device=options.device)
     device = place(workload, int(os.environ["LOCAL_RANK"]))
     settle = settling(device) or (lambda: None)
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
     seconds = []
     for number in range(options.times + 1):
         begun = time.perf_counter()
-        dist.init_process_group(store=dist.PrefixStore(str(number), store), rank=rank, world_size=size, **joining(device))
+        dist.init_process_group(
+            store=dist.PrefixStore(str(number), store),
+            rank=rank,
+            world_size=size,
+            **joining(device),
+        )
         dist.all_reduce(torch.ones(1, device=device))
         settle()
         seconds.append(time.perf_counter() - begun)

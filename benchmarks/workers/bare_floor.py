@@ -1,10 +1,12 @@
-"""The floor under every recovery: processes with a bare Gloo group that make a new one by themselves when a peer dies.
+"""The floor under every recovery: processes with a bare Gloo group that make a new one by
+themselves when a peer dies.
 
-No launcher, no coordinator, no model state to agree on, no replacement: everybody knows that one died, and the new ranks are the
-order of arrival at a store that the parent hosts. What is left is noticing the death, connecting those that are left, and one step.
-Each trial forks fresh members, which have torch imported already, and makes the store after that: its server's thread asks the
-resolver for the name of every client, and a member forked in that moment would inherit libc's resolver lock as held, for ever. Writes the
-pauses in seconds as a JSON list.
+No launcher, no coordinator, no model state to agree on, no replacement: everybody knows that one
+died, and the new ranks are the order of arrival at a store that the parent hosts. What is left is
+noticing the death, connecting those that are left, and one step. Each trial forks fresh members,
+which have torch imported already, and makes the store after that: its server's thread asks the
+resolver for the name of every client, and a member forked in that moment would inherit libc's
+resolver lock as held, for ever. Writes the pauses in seconds as a JSON list.
 """
 
 from __future__ import annotations
@@ -45,10 +47,15 @@ def main() -> None:
     pauses = []
     for trial in range(options.kills):
         with tempfile.TemporaryDirectory(prefix="shoal-bench-floor-") as directory:
-            workload = Workload(log=Path(directory), ranks=options.ranks, width=options.width, batch=options.batch)
+            workload = Workload(
+                log=Path(directory), ranks=options.ranks, width=options.width, batch=options.batch
+            )
             if not trial:
-                training.optimizer_of(training.network(workload))  # the first optimizer imports half of torch: once, not in every member
-            pauses.append(_trial(workload, victim=trial % options.ranks, delay_s=generator.uniform(0.0, 0.1)))
+                # the first optimizer imports half of torch: once, not in every member
+                training.optimizer_of(training.network(workload))
+            pauses.append(
+                _trial(workload, victim=trial % options.ranks, delay_s=generator.uniform(0.0, 0.1))
+            )
     options.output.write_text(json.dumps(pauses))
 
 
@@ -59,7 +66,12 @@ def _trial(workload: Workload, *, victim: int, delay_s: float) -> float:
     try:
         for _ in children:
             ports.put(store.port)
-        recovery = Recovery(StepLogs(workload.log), workers=workload.ranks, recovered=workload.ranks - 1, restarted=False)
+        recovery = Recovery(
+            StepLogs(workload.log),
+            workers=workload.ranks,
+            recovered=workload.ranks - 1,
+            restarted=False,
+        )
         _wait("the members did not step together", recovery.settled)
         time.sleep(delay_s)
         recovery.killed(children[victim], at_ns=time.monotonic_ns())
@@ -85,7 +97,9 @@ def _fork(rank: int, ports: multiprocessing.SimpleQueue[int], workload: Workload
     child = os.fork()
     if child == 0:
         try:
-            _Member(dist.TCPStore("127.0.0.1", ports.get(), is_master=False), rank, workload.ranks).train(workload)
+            _Member(
+                dist.TCPStore("127.0.0.1", ports.get(), is_master=False), rank, workload.ranks
+            ).train(workload)
         finally:
             os._exit(1)  # trains until it is killed
     return child
@@ -107,15 +121,23 @@ class _Member:
         step = 0
         while True:
             training.loss_fn(net(inputs), labels).backward()
-            torch.cat([p.grad.view(-1) for p in net.parameters() if p.grad is not None], out=gradients)
+            torch.cat(
+                [p.grad.view(-1) for p in net.parameters() if p.grad is not None], out=gradients
+            )
             while not self._average(gradients):
                 self._shrink()
-            for parameter, gradient in zip(net.parameters(), gradients.split([p.numel() for p in net.parameters()]), strict=True):
+            for parameter, gradient in zip(
+                net.parameters(),
+                gradients.split([p.numel() for p in net.parameters()]),
+                strict=True,
+            ):
                 parameter.grad = gradient.view_as(parameter)
             optimizer.step()
             optimizer.zero_grad()
             step += 1
-            log.committed(group=self._number, world_size=self._world_size, rank=self._rank, step=step)
+            log.committed(
+                group=self._number, world_size=self._world_size, rank=self._rank, step=step
+            )
 
     def _average(self, tensor: torch.Tensor) -> bool:
         assert self._group is not None

@@ -1,7 +1,8 @@
-"""What gRPC alone can do for T12: a server that keeps a stream for each member, answers it, and tells all when all are there.
+"""What gRPC alone can do for T12: a server that keeps a stream for each member, answers it, and
+tells all when all are there.
 
-It decides nothing and writes nothing. A member that says goodbye (one message of one byte) has all others told at once, as of a death.
-`python -m benchmarks.workers.bare_sessions PORT_FILE MEMBERS`.
+It decides nothing and writes nothing. A member that says goodbye (one message of one byte) has all
+others told at once, as of a death. `python -m benchmarks.workers.bare_sessions PORT_FILE MEMBERS`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Sessions:
         """One stream."""
         box: asyncio.Queue[bytes] = asyncio.Queue()
         self._boxes[id(box)] = box
-        box.put_nowait(pb.MemberDirective(welcome=pb.Welcome(heartbeat_interval_ms=1000)).SerializeToString())
+        box.put_nowait(
+            pb.MemberDirective(welcome=pb.Welcome(heartbeat_interval_ms=1000)).SerializeToString()
+        )
         reader = asyncio.create_task(self._read(requests, box))
         try:
             while True:
@@ -61,7 +64,9 @@ class Sessions:
 
     def _tell(self) -> None:
         self._number += 1
-        generation = pb.Generation(number=self._number, nonce="0" * 32, world_size=self._ready, table_digest=bytes(16))
+        generation = pb.Generation(
+            number=self._number, nonce="0" * 32, world_size=self._ready, table_digest=bytes(16)
+        )
         message = pb.MemberDirective(generation=generation).SerializeToString()
         for box in self._boxes.values():
             box.put_nowait(message)
@@ -73,7 +78,9 @@ async def _main(port_file: Path, members: int) -> None:
     server = grpc.aio.server(options=ALL_AT_ONCE)
     service, method = JOIN_SESSION.strip("/").split("/")
     handler = grpc.stream_stream_rpc_method_handler(Sessions(members).serve)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(service, {method: handler}),)
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     port_file.write_text(json.dumps({"grpc": f"127.0.0.1:{port}"}))

@@ -1,7 +1,8 @@
 """The model, the data and the optimizer of T6, T7 and T8: a small decoder of equal blocks.
 
-Its names are Llama's, so that tensor parallelism finds what to split; its blocks are one list, so that they can be sharded one by one and
-handed to pipeline stages. About 3.4 million parameters at a width of 256.
+Its names are Llama's, so that tensor parallelism finds what to split; its blocks are one list, so
+that they can be sharded one by one and handed to pipeline stages. About 3.4 million parameters at a
+width of 256.
 """
 
 from __future__ import annotations
@@ -28,10 +29,15 @@ class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.num_heads = width // HEAD_WIDTH
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(width, width, bias=False) for _ in range(4)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (p(x).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(x).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
+            for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         out: torch.Tensor = self.o_proj(heads.transpose(1, 2).flatten(2))
         return out
@@ -42,7 +48,10 @@ class Mlp(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.up_proj, self.down_proj = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.up_proj, self.down_proj = (
+            nn.Linear(width, 4 * width, bias=False),
+            nn.Linear(4 * width, width, bias=False),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down_proj(F.gelu(self.up_proj(x)))
@@ -100,5 +109,10 @@ def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
 
 def dataset(workload: Workload) -> TensorDataset:
     """Random words, equal in all processes; the task is to repeat them."""
-    words = torch.randint(0, WORDS, (SAMPLES_PER_RANK * workload.ranks, TOKENS), generator=torch.Generator().manual_seed(1))
+    words = torch.randint(
+        0,
+        WORDS,
+        (SAMPLES_PER_RANK * workload.ranks, TOKENS),
+        generator=torch.Generator().manual_seed(1),
+    )
     return TensorDataset(words, words)

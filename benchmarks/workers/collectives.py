@@ -1,7 +1,9 @@
-"""What one fully sharded step sends, without the step: each block's parameters gathered twice, its gradients reduce-scattered once.
+"""What one fully sharded step sends, without the step: each block's parameters gathered twice, its
+gradients reduce-scattered once.
 
-`torchrun ... -m benchmarks.workers.collectives --backend gloo`, or `shoal_gloo`: the same calls of torch.distributed, as torch's FSDP2
-issues them, the next block's gathering on its way while one would be computed with.
+`torchrun ... -m benchmarks.workers.collectives --backend gloo`, or `shoal_gloo`: the same calls of
+torch.distributed, as torch's FSDP2 issues them, the next block's gathering on its way while one
+would be computed with.
 """
 
 from __future__ import annotations
@@ -56,10 +58,14 @@ def main() -> None:
 
 
 def _one_step(sharded: list[Sharded]) -> None:
-    for units in (sharded, sharded[:0:-1]):  # the outermost stays gathered between forward and backward pass
+    for units in (sharded, sharded[:0:-1]):
+        # the outermost stays gathered between forward and backward pass
         following = units[0].gather()
         for number in range(len(units)):
-            this, following = following, units[number + 1].gather() if number + 1 < len(units) else None
+            this, following = (
+                following,
+                units[number + 1].gather() if number + 1 < len(units) else None,
+            )
             this.wait()
             if units is not sharded:
                 units[number].reduce().wait()

@@ -1,4 +1,5 @@
-"""How fast each compressor works on one core: a bucket of 64 MiB of normally distributed float32 values. Prints a Markdown table.
+"""How fast each compressor works on one core: a bucket of 64 MiB of normally distributed float32
+values. Prints a Markdown table.
 
     OMP_NUM_THREADS=1 python -m benchmarks.workers.compression_speed
 
@@ -44,13 +45,19 @@ def compressor_row(name: str, values: torch.Tensor, out: torch.Tensor) -> str:
         best_s(lambda: compressor.decompress_into(payload, target)),
         best_s(lambda: compressor.decompress_into(payload, target, alpha=1.0)),
     )
-    return f"{row(name, *times)} {compressor.wire_bytes(NUMEL, 4, [shape]) / (2 * 3 / 4 * 4 * NUMEL):.1%} |"
+    return (
+        f"{row(name, *times)} "
+        f"{compressor.wire_bytes(NUMEL, 4, [shape]) / (2 * 3 / 4 * 4 * NUMEL):.1%} |"
+    )
 
 
 def main() -> None:
     torch.set_num_threads(1)
     values, out = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)), torch.empty(NUMEL)
-    print("| MB/s of float32 | compress | decompress | decompress and add | bytes sent, of float32's |\n|---|---|---|---|---|")
+    print(
+        "| MB/s of float32 | compress | decompress | decompress and add | bytes sent, of float32's "
+        "|\n|---|---|---|---|---|"
+    )
     copied = best_s(lambda: out.copy_(values))
     print(row("memcpy", copied, copied, best_s(lambda: out.add_(values))), "100 % |")
     for name in compressor_names():
@@ -62,7 +69,10 @@ def main() -> None:
     for name, work in (
         ("torch.topk", lambda: torch.topk(values.abs(), kept, sorted=False)),
         ("numpy.argpartition", lambda: np.argpartition(np.abs(array), NUMEL - kept)),
-        ("threshold of a sample (with the payload)", lambda: compressor.compress_into(values, payload, KeyedRandom(0))),
+        (
+            "threshold of a sample (with the payload)",
+            lambda: compressor.compress_into(values, payload, KeyedRandom(0)),
+        ),
     ):
         print(f"| {name} | {best_s(work) * 1e3:.0f} |")
 

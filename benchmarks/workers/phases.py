@@ -76,12 +76,17 @@ def parts_of(moments: list[Moment], *, killed_ns: int, committed_ns: int) -> dic
             None,
         )
 
-    connected = max((moment.time_ns for moment in since if moment.name == CONNECTED), default=committed_ns)
+    connected = max(
+        (moment.time_ns for moment in since if moment.name == CONNECTED), default=committed_ns
+    )
     ended = first(ENDED, killed_ns) or first(CONNECTING, killed_ns) or connected
     connecting = first(CONNECTING, ended) or connected
     rested = min(first(RESTED, ended) or connecting, connecting)
     borders = (killed_ns, ended, rested, connecting, connected, committed_ns)
-    return {part: (end - begin) / 1e9 for part, begin, end in zip(PARTS, borders, borders[1:], strict=False)}
+    return {
+        part: (end - begin) / 1e9
+        for part, begin, end in zip(PARTS, borders, borders[1:], strict=False)
+    }
 
 
 def _wrap(

@@ -1,4 +1,5 @@
-"""Where a worker computes, asked in one place: the host, or the CUDA device of its number on this machine; and over what it sends."""
+"""Where a worker computes, asked in one place: the host, or the CUDA device of its number on this
+machine; and over what it sends."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def backend_of(device: torch.device) -> str:
 
 def joining(device: torch.device) -> dict[str, Any]:
     """The arguments of `init_process_group`."""
-    return {"backend": backend_of(device), **({"device_id": device} if device.type == "cuda" else {})}
+    return {
+        "backend": backend_of(device),
+        **({"device_id": device} if device.type == "cuda" else {}),
+    }
 
 
 def loading(device: torch.device) -> dict[str, Any]:
@@ -48,5 +52,6 @@ def loading(device: torch.device) -> dict[str, Any]:
 
 
 def settling(device: torch.device) -> Callable[[], None] | None:
-    """What returns once the device has done all that it was told; None: the host has done it itself."""
+    """What returns once the device has done all that it was told; None: the host has done it
+    itself."""
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None

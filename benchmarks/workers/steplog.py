@@ -1,7 +1,8 @@
-"""A worker's account of its steps, readable by the harness while the worker lives and after it was killed.
+"""A worker's account of its steps, readable by the harness while the worker lives and after it was
+killed.
 
-One file per process, one line per committed step, one `write` per line. Times are CLOCK_MONOTONIC, which all processes of a machine share.
-No torch here: the harness imports this module too.
+One file per process, one line per committed step, one `write` per line. Times are CLOCK_MONOTONIC,
+which all processes of a machine share. No torch here: the harness imports this module too.
 """
 
 from __future__ import annotations
@@ -30,13 +31,24 @@ class Commit(NamedTuple):
 
 
 class StepLog:
-    """Writes this process's file, and runs blocks of steps as the gate says. Used from the training thread alone."""
+    """Writes this process's file, and runs blocks of steps as the gate says. Used from the training
+    thread alone."""
 
-    def __init__(self, directory: Path, *, steps: int, gate: Path | None, settle: Callable[[], None] | None = None) -> None:
-        """`settle` returns once a device has done all that it was told: before each commit that is noted, or with a gate before a block's
-        time begins and ends, so that a device that is behind counts, and does not stand still within a block. Raises OSError if the
-        directory or the gate is not there."""
-        self._file = os.open(directory / f"{os.getpid()}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        steps: int,
+        gate: Path | None,
+        settle: Callable[[], None] | None = None,
+    ) -> None:
+        """`settle` returns once a device has done all that it was told: before each commit that is
+        noted, or with a gate before a block's time begins and ends, so that a device that is behind
+        counts, and does not stand still within a block. Raises OSError if the directory or the gate
+        is not there."""
+        self._file = os.open(
+            directory / f"{os.getpid()}.steps", os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        )
         self._limit = steps
         self._committed = 0
         self._settle = settle if gate is None else None
@@ -46,7 +58,9 @@ class StepLog:
         """Notes a committed step. With a gate, blocks between blocks of steps."""
         if self._settle is not None:
             self._settle()
-        os.write(self._file, b"%d %d %d %d %d\n" % (time.monotonic_ns(), group, world_size, rank, step))
+        os.write(
+            self._file, b"%d %d %d %d %d\n" % (time.monotonic_ns(), group, world_size, rank, step)
+        )
         self._committed += 1
         if self._gate is not None:
             self._gate.step_done(rank)
@@ -54,12 +68,15 @@ class StepLog:
     @property
     def done(self) -> bool:
         """This process has done its share."""
-        return (self._gate is not None and self._gate.closed) or (0 < self._limit <= self._committed)
+        return (self._gate is not None and self._gate.closed) or (
+            0 < self._limit <= self._committed
+        )
 
 
 class Gate:
-    """The worker's end of the harness's socket. Protocol, in lines: the worker says its rank after its first step, and later the times of
-    each block in nanoseconds; the harness says how many steps the next block has, 0 to leave."""
+    """The worker's end of the harness's socket. Protocol, in lines: the worker says its rank after
+    its first step, and later the times of each block in nanoseconds; the harness says how many
+    steps the next block has, 0 to leave."""
 
     def __init__(self, path: Path, settle: Callable[[], None] | None = None) -> None:
         self._path = path
@@ -129,4 +146,6 @@ class StepLogs:
                 data = stream.read()
             tail.offset += len(data)
             *lines, tail.rest = (tail.rest + data).split(b"\n")
-            self.commits.setdefault(pid, []).extend(Commit(*map(int, line.split())) for line in lines)
+            self.commits.setdefault(pid, []).extend(
+                Commit(*map(int, line.split())) for line in lines
+            )

@@ -1,9 +1,12 @@
-"""A tensor that counts the pushes that a parameter server has applied, each by itself and exactly, while the model beside it trains.
+"""A tensor that counts the pushes that a parameter server has applied, each by itself and exactly,
+while the model beside it trains.
 
-The tally has an element for each push of each worker. A push's gradient is 1 at its own element and 0 elsewhere: it comes from adding that
-element to the loss. The servers step the tally as a parameter group of Adam of its own, with both betas 0, eps 1 and a learning rate of 2
-(Kingma and Ba, ICLR 2015, algorithm 1): the step is then 2 g / (|g| + 1), which is exactly 1 where the gradient is 1 and 0 where it is 0.
-So an element says, negated, how often its push was applied. No torch here: the harness imports this module too.
+The tally has an element for each push of each worker. A push's gradient is 1 at its own element and
+0 elsewhere: it comes from adding that element to the loss. The servers step the tally as a
+parameter group of Adam of its own, with both betas 0, eps 1 and a learning rate of 2 (Kingma and
+Ba, ICLR 2015, algorithm 1): the step is then 2 g / (|g| + 1), which is exactly 1 where the gradient
+is 1 and 0 where it is 0. So an element says, negated, how often its push was applied. No torch
+here: the harness imports this module too.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ STOP: Final = "stop"
 LEAVE: Final = "leave"
 """File that ends the workers."""
 APPLIED: Final = "applied.json"
-"""File with the tally's values at the end: a row for each rank, without the zeros behind the last push that was applied."""
+"""File with the tally's values at the end: a row for each rank, without the zeros behind the last
+push that was applied."""
 
 
 def acknowledged_file(rank: int) -> str:
@@ -42,14 +46,17 @@ class Account:
     """Applications beyond the first; those of pushes that were never acknowledged too."""
 
 
-def account(tally: Sequence[Sequence[float]], acknowledged: Sequence[int], versions: Sequence[int]) -> Account:
-    """Compares what the servers have applied with what the workers were told, at the end of a run, when nothing is under way.
+def account(
+    tally: Sequence[Sequence[float]], acknowledged: Sequence[int], versions: Sequence[int]
+) -> Account:
+    """Compares what the servers have applied with what the workers were told, at the end of a run,
+    when nothing is under way.
 
     Args:
         tally: the tally's values, a row for each worker; zeros at its end may be left out.
         acknowledged: how many pushes of each worker were acknowledged.
-        versions: of each partition: 1 with its first values, and one more for each push that it applied. The partitions that hold no part
-            of the tally are judged by this alone.
+        versions: of each partition: 1 with its first values, and one more for each push that it
+            applied. The partitions that hold no part of the tally are judged by this alone.
     """
     lost = twice = 0
     for row, count in zip(tally, acknowledged, strict=True):
@@ -58,4 +65,8 @@ def account(tally: Sequence[Sequence[float]], acknowledged: Sequence[int], versi
         lost += sum(max(0, due - times) for due, times in zip(expected, applied, strict=True))
         twice += sum(max(0, times - due) for due, times in zip(expected, applied, strict=True))
     version = 1 + sum(acknowledged)
-    return Account(acknowledged=sum(acknowledged), lost=max(lost, version - min(versions)), twice=max(twice, max(versions) - version))
+    return Account(
+        acknowledged=sum(acknowledged),
+        lost=max(lost, version - min(versions)),
+        twice=max(twice, max(versions) - version),
+    )

@@ -1,4 +1,5 @@
-"""torch RPC as a parameter server, for T4: what the server runs, and what the client asks of it by name."""
+"""torch RPC as a parameter server, for T4: what the server runs, and what the client asks of it by
+name."""
 
 from __future__ import annotations
 
@@ -14,15 +15,21 @@ _values: list[torch.Tensor] = []
 
 
 def serve(store: str, elements: int, over_tcp: bool) -> None:
-    """The server's process; does not return. `store`: URL of the rendezvous. `over_tcp`: see `join`."""
+    """The server's process; does not return. `store`: URL of the rendezvous. `over_tcp`: see
+    `join`."""
     _values.append(torch.zeros(elements))
-    rpc.init_rpc(SERVER, rank=0, world_size=2, rpc_backend_options=_options(store, over_tcp=over_tcp))
+    rpc.init_rpc(
+        SERVER, rank=0, world_size=2, rpc_backend_options=_options(store, over_tcp=over_tcp)
+    )
     threading.Event().wait()
 
 
 def join(store: str, *, over_tcp: bool) -> None:
-    """Makes this process the client. `over_tcp`: by sockets alone; else TensorPipe chooses, which on one host is shared memory."""
-    rpc.init_rpc("worker", rank=1, world_size=2, rpc_backend_options=_options(store, over_tcp=over_tcp))
+    """Makes this process the client. `over_tcp`: by sockets alone; else TensorPipe chooses, which
+    on one host is shared memory."""
+    rpc.init_rpc(
+        "worker", rank=1, world_size=2, rpc_backend_options=_options(store, over_tcp=over_tcp)
+    )
 
 
 def push(gradient: torch.Tensor, learning_rate: float) -> None:

@@ -1,7 +1,8 @@
-"""The loop of T11 under async_sgd: `shoal run ... --servers 1 --server-backups 1 -m benchmarks.workers.train_async`.
+"""The loop of T11 under async_sgd: `shoal run ... --servers 1 --server-backups 1 -m
+benchmarks.workers.train_async`.
 
-Beside the model there is a tally of the pushes. When the harness says so, each worker writes down how many of its pushes were acknowledged,
-and rank 0 what the servers have applied.
+Beside the model there is a tally of the pushes. When the harness says so, each worker writes down
+how many of its pushes were acknowledged, and rank 0 what the servers have applied.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from torch.utils.data import ConcatDataset
 from benchmarks.errors import MeasurementError
 from benchmarks.workers import training
 from benchmarks.workers.steplog import StepLog
-from benchmarks.workers.tally import APPLIED, LEAVE, OPTIMIZER_GROUP, PUSHES_PER_WORKER, STOP, acknowledged_file
+from benchmarks.workers.tally import (
+    APPLIED,
+    LEAVE,
+    OPTIMIZER_GROUP,
+    PUSHES_PER_WORKER,
+    STOP,
+    acknowledged_file,
+)
 from benchmarks.workers.workload import Workload, parser, workload_of
 
 _TIMEOUT_S: Final = 120
@@ -41,36 +49,60 @@ class Tallied(nn.Module):
 
 
 def main() -> None:
-    """Trains until told otherwise. All of the run is one epoch, so that no step waits for the others at an epoch's end."""
+    """Trains until told otherwise. All of the run is one epoch, so that no step waits for the
+    others at an epoch's end."""
     workload = workload_of(parser().parse_args())
     shoal.init()
     module = Tallied(training.network(workload), workload.ranks)
-    groups = [{"params": list(module.net.parameters())}, {"params": [module.tally], **OPTIMIZER_GROUP}]
-    model, optimizer = shoal.as_distributed(module, torch.optim.Adam(groups, lr=1e-4), strategy="async_sgd")
+    groups = [
+        {"params": list(module.net.parameters())},
+        {"params": [module.tally], **OPTIMIZER_GROUP},
+    ]
+    model, optimizer = shoal.as_distributed(
+        module, torch.optim.Adam(groups, lr=1e-4), strategy="async_sgd"
+    )
     dataset = training.dataset(workload)
     batches = PUSHES_PER_WORKER * workload.ranks
-    loader = shoal.ElasticDataLoader(ConcatDataset([dataset] * -(-batches * workload.batch // len(dataset))), batch_size=workload.batch)
+    loader = shoal.ElasticDataLoader(
+        ConcatDataset([dataset] * -(-batches * workload.batch // len(dataset))),
+        batch_size=workload.batch,
+    )
     log = StepLog(workload.log, steps=workload.steps, gate=workload.gate)
     rank, pushes = shoal.rank(), 0
     for inputs, labels in loader:
         if pushes == PUSHES_PER_WORKER:
-            raise MeasurementError(f"rank {rank} has pushed {pushes} times, which is all that the tally can count: measure for less long")
+            raise MeasurementError(
+                f"rank {rank} has pushed {pushes} times, which is all that the tally can count: "
+                "measure for less long"
+            )
         (training.loss_fn(model(inputs), labels) + module.tally[rank, pushes]).backward()
         if optimizer.step():
             pushes += 1
-            log.committed(group=shoal.generation(), world_size=shoal.world_size(), rank=rank, step=pushes)
+            log.committed(
+                group=shoal.generation(), world_size=shoal.world_size(), rank=rank, step=pushes
+            )
         optimizer.zero_grad()
         if (workload.log / STOP).exists():
             break
     _write(workload.log / acknowledged_file(rank), pushes)
     if rank == 0:
-        _wait_until(lambda: all((workload.log / acknowledged_file(other)).exists() for other in range(workload.ranks)))
-        _write(workload.log / APPLIED, {"tally": _applied(model.full_state_dict()["tally"], workload)})
+        _wait_until(
+            lambda: all(
+                (workload.log / acknowledged_file(other)).exists()
+                for other in range(workload.ranks)
+            )
+        )
+        _write(
+            workload.log / APPLIED, {"tally": _applied(model.full_state_dict()["tally"], workload)}
+        )
     _wait_until((workload.log / LEAVE).exists)
 
 
 def _applied(tally: torch.Tensor, workload: Workload) -> list[list[float]]:
-    return [row[: int(row.nonzero().max()) + 1 if row.any() else 0].tolist() for row in tally.view(workload.ranks, -1)]
+    return [
+        row[: int(row.nonzero().max()) + 1 if row.any() else 0].tolist()
+        for row in tally.view(workload.ranks, -1)
+    ]
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:

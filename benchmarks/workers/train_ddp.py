@@ -17,7 +17,8 @@ from benchmarks.workers.workload import parser, workload_of
 
 
 def main() -> None:
-    """Trains until told otherwise. After a restart it starts from scratch: writing and reading checkpoints is not charged to torchrun."""
+    """Trains until told otherwise. After a restart it starts from scratch: writing and reading
+    checkpoints is not charged to torchrun."""
     group = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     workload = workload_of(parser().parse_args())
     device = place(workload, int(os.environ["LOCAL_RANK"]))
@@ -37,7 +38,9 @@ def main() -> None:
             training.loss_fn(model(inputs), labels).backward()
             optimizer.step()
             step += 1
-            log.committed(group=group, world_size=dist.get_world_size(), rank=dist.get_rank(), step=step)
+            log.committed(
+                group=group, world_size=dist.get_world_size(), rank=dist.get_rank(), step=step
+            )
             optimizer.zero_grad()
             if log.done:
                 dist.destroy_process_group()

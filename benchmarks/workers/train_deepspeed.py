@@ -1,5 +1,6 @@
-"""The decoder on DeepSpeed's ZeRO, on CPUs over Gloo: `torchrun ... -m benchmarks.workers.train_deepspeed --stage 3`, in the peers'
-environment, with DS_ACCELERATOR=cpu."""
+"""The decoder on DeepSpeed's ZeRO, on CPUs over Gloo: `torchrun ... -m
+benchmarks.workers.train_deepspeed --stage 3`, in the peers' environment, with
+DS_ACCELERATOR=cpu."""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def main() -> None:
             engine.backward(blocks.loss_fn(engine(inputs), labels))
             engine.step()  # clears the gradients too
             step += 1
-            log.committed(group=0, world_size=dist.get_world_size(), rank=dist.get_rank(), step=step)
+            log.committed(
+                group=0, world_size=dist.get_world_size(), rank=dist.get_rank(), step=step
+            )
             if log.done:
                 os._exit(0)  # stage 3 aborts in its own threads when the interpreter ends (0.19.8)
 

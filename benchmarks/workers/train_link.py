@@ -1,6 +1,8 @@
-"""The loop of T9, on Shoal or on torch's DDP: the same network on the same batches of handwritten digits, until the loss is low enough.
+"""The loop of T9, on Shoal or on torch's DDP: the same network on the same batches of handwritten
+digits, until the loss is low enough.
 
-Each rank writes what it saw to a file. The loss is that of the model on a fixed set of images, looked at between steps and off the clock.
+Each rank writes what it saw to a file. The loss is that of the model on a fixed set of images,
+looked at between steps and off the clock.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ def main() -> None:
     flags.add_argument("--width", type=int, required=True)
     flags.add_argument("--batch", type=int, required=True, help="samples per rank")
     flags.add_argument("--target", type=float, required=True, help="loss to reach")
-    flags.add_argument("--steps", type=int, required=True, help="leave after so many, whatever the loss is")
+    flags.add_argument(
+        "--steps", type=int, required=True, help="leave after so many, whatever the loss is"
+    )
     flags.add_argument("--output", type=Path, required=True, help="directory")
     options = flags.parse_args()
     torch.set_num_threads(1)
@@ -42,39 +46,55 @@ def main() -> None:
     parameters = [tuple(p.shape) for p in net.parameters()]
     optimizer = torch.optim.SGD(net.parameters(), LEARNING_RATE)
     found = (_shoal if options.system == "shoal" else _torch)(net, optimizer, options)
-    (options.output / f"{found['rank']}.json").write_text(json.dumps(found | {"formula_bytes": _formula(options, parameters)}))
+    (options.output / f"{found['rank']}.json").write_text(
+        json.dumps(found | {"formula_bytes": _formula(options, parameters)})
+    )
 
 
-def _shoal(net: nn.Module, optimizer: torch.optim.Optimizer, options: argparse.Namespace) -> dict[str, Any]:
+def _shoal(
+    net: nn.Module, optimizer: torch.optim.Optimizer, options: argparse.Namespace
+) -> dict[str, Any]:
     import shoal
 
     shoal.init()
-    distribute = getattr(shoal, f"as_distributed_for_{options.preset}") if options.preset else shoal.as_distributed
+    distribute = (
+        getattr(shoal, f"as_distributed_for_{options.preset}")
+        if options.preset
+        else shoal.as_distributed
+    )
     model, stepper = distribute(net, optimizer, **options.options)
     return train(model, stepper, rank=shoal.rank(), ranks=shoal.world_size(), options=options)
 
 
-def _torch(net: nn.Module, optimizer: torch.optim.Optimizer, options: argparse.Namespace) -> dict[str, Any]:
+def _torch(
+    net: nn.Module, optimizer: torch.optim.Optimizer, options: argparse.Namespace
+) -> dict[str, Any]:
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     dist.init_process_group("gloo")
     model = DistributedDataParallel(net)
-    found = train(model, optimizer, rank=dist.get_rank(), ranks=dist.get_world_size(), options=options)
+    found = train(
+        model, optimizer, rank=dist.get_rank(), ranks=dist.get_world_size(), options=options
+    )
     dist.barrier()
     dist.destroy_process_group()
     return found
 
 
 def network(width: int) -> nn.Module:
-    """Three wide layers: a step's computation is small beside its gradients' way over a slow link."""
+    """Three wide layers: a step's computation is small beside its gradients' way over a slow
+    link."""
     torch.manual_seed(0)
     hidden = [layer for _ in range(2) for layer in (nn.Linear(width, width), nn.ReLU())]
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), *hidden, nn.Linear(width, 10))
 
 
-def train(model: Any, optimizer: Any, *, rank: int, ranks: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Trains until the loss is reached. Returns each step's seconds, the loss after it, and the bytes that this machine sent per step."""
+def train(
+    model: Any, optimizer: Any, *, rank: int, ranks: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Trains until the loss is reached. Returns each step's seconds, the loss after it, and the
+    bytes that this machine sent per step."""
     digits = load_digits()
     images = torch.tensor(digits.images.reshape(-1, 64) / 16, dtype=torch.float32)
     labels = torch.tensor(digits.target)
@@ -84,14 +104,22 @@ def train(model: Any, optimizer: Any, *, rank: int, ranks: int, options: argpars
     sent = 0
     step = _step(model, optimizer)
     while len(seconds) <= options.steps and (not losses or losses[-1] > options.target):
-        chosen = torch.randperm(len(images), generator=generator)[rank * options.batch : (rank + 1) * options.batch]
+        chosen = torch.randperm(len(images), generator=generator)[
+            rank * options.batch : (rank + 1) * options.batch
+        ]
         if len(seconds) == 1:
             sent = sent_bytes()  # the first step connects
         begun = time.perf_counter()
         step(images[chosen], labels[chosen])
         seconds.append(time.perf_counter() - begun)
         with torch.no_grad():
-            losses.append(float(nn.functional.cross_entropy(model.module(images[:LOOKED_AT]), labels[:LOOKED_AT])))
+            losses.append(
+                float(
+                    nn.functional.cross_entropy(
+                        model.module(images[:LOOKED_AT]), labels[:LOOKED_AT]
+                    )
+                )
+            )
     return {
         "rank": rank,
         "ranks": ranks,
@@ -114,11 +142,16 @@ def _step(model: Any, optimizer: Any) -> Callable[[torch.Tensor, torch.Tensor], 
 
 
 def _formula(options: argparse.Namespace, shapes: list[tuple[int, ...]]) -> int:
-    """Bytes of gradients that a rank is to send per step (docs/strategies/compression.md), the model as one bucket."""
+    """Bytes of gradients that a rank is to send per step (docs/strategies/compression.md), the
+    model as one bucket."""
     from shoal_worker.config import ShardingConfiguration
 
     numel, ranks = sum(math.prod(shape) for shape in shapes), 2
-    config = getattr(ShardingConfiguration, f"for_{options.preset}")() if options.preset else ShardingConfiguration(**options.options)
+    config = (
+        getattr(ShardingConfiguration, f"for_{options.preset}")()
+        if options.preset
+        else ShardingConfiguration(**options.options)
+    )
     if options.system == "torch" or config.compressor is None:
         return 2 * 4 * numel * (ranks - 1) // ranks
     return config.compressor.wire_bytes(numel, ranks, shapes)

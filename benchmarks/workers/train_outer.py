@@ -1,4 +1,5 @@
-"""The loop of T16: async_sgd with outer steps or without, for so many epochs. Each rank says what it sent and received, rank 0 the loss."""
+"""The loop of T16: async_sgd with outer steps or without, for so many epochs. Each rank says what
+it sent and received, rank 0 the loss."""
 
 from __future__ import annotations
 
@@ -16,8 +17,12 @@ from benchmarks.workers.train_straggler import WIDTH, digits
 from benchmarks.workers.wire import traffic
 
 OUTER: Final[dict[str, Callable[[Any, int], torch.optim.Optimizer]]] = {
-    "delayed": lambda parameters, ranks: shoal.optim.DelayedNesterov(parameters, 0.7, 0.9, every=ranks),
-    "nesterov": lambda parameters, ranks: torch.optim.SGD(parameters, 0.7, momentum=0.9, nesterov=True),
+    "delayed": lambda parameters, ranks: shoal.optim.DelayedNesterov(
+        parameters, 0.7, 0.9, every=ranks
+    ),
+    "nesterov": lambda parameters, ranks: torch.optim.SGD(
+        parameters, 0.7, momentum=0.9, nesterov=True
+    ),
     "mean": lambda parameters, ranks: torch.optim.SGD(parameters, 1 / ranks),
 }
 """Outer optimizers by the names of `--outer`, for so many ranks."""
@@ -45,7 +50,10 @@ def main() -> None:
     net = nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
     outer: dict[str, Any] = {}
     if options.inner_steps:
-        outer = {"inner_steps": options.inner_steps, "outer_optimizer": OUTER[options.outer](net.parameters(), options.ranks)}
+        outer = {
+            "inner_steps": options.inner_steps,
+            "outer_optimizer": OUTER[options.outer](net.parameters(), options.ranks),
+        }
     inner = torch.optim.AdamW(net.parameters(), options.learning_rate)
     model, optimizer = shoal.as_distributed(net, inner, strategy="async_sgd", **outer)
     train, (images, labels) = digits()
@@ -60,7 +68,12 @@ def main() -> None:
     moved = traffic().since(before or traffic())
     with torch.no_grad():
         loss = float(nn.functional.cross_entropy(net(images), labels))
-    found = {"steps": loader.global_step, "sent": moved.sent, "received": moved.received, "loss": loss}
+    found = {
+        "steps": loader.global_step,
+        "sent": moved.sent,
+        "received": moved.received,
+        "loss": loss,
+    }
     partial = options.output / f"{shoal.rank()}.partial"
     partial.write_text(json.dumps(found))
     partial.rename(options.output / f"{shoal.rank()}.json")

@@ -19,7 +19,9 @@ def flags() -> argparse.ArgumentParser:
     own = parser()
     own.add_argument("--strategy", default="ddp")
     own.add_argument("--consistency-check-every", type=int, help="steps; the default is Shoal's")
-    own.add_argument("--phases", type=Path, help="directory in which to note when groups end and connect")
+    own.add_argument(
+        "--phases", type=Path, help="directory in which to note when groups end and connect"
+    )
     own.add_argument("--logs", action="store_true", help="print what Shoal logs")
     return own
 
@@ -36,15 +38,24 @@ def main() -> None:
     net = training.network(workload).to(device)
     every = options.consistency_check_every
     settings = {} if every is None else {"consistency_check_every": every}
-    model, optimizer = shoal.as_distributed(net, training.optimizer_of(net), strategy=options.strategy, **settings)
-    loader = shoal.ElasticDataLoader(training.dataset(workload), global_batch_size=workload.global_batch, **loading(device))
+    model, optimizer = shoal.as_distributed(
+        net, training.optimizer_of(net), strategy=options.strategy, **settings
+    )
+    loader = shoal.ElasticDataLoader(
+        training.dataset(workload), global_batch_size=workload.global_batch, **loading(device)
+    )
     log = StepLog(workload.log, steps=workload.steps, gate=workload.gate, settle=settling(device))
     for _ in loader.epochs(training.MANY_EPOCHS):
         for batch in loader:
             inputs, labels = (each.to(device, non_blocking=True) for each in batch)
             training.loss_fn(model(inputs), labels).backward()
             if optimizer.step():
-                log.committed(group=shoal.generation(), world_size=shoal.world_size(), rank=shoal.rank(), step=loader.global_step)
+                log.committed(
+                    group=shoal.generation(),
+                    world_size=shoal.world_size(),
+                    rank=shoal.rank(),
+                    step=loader.global_step,
+                )
             optimizer.zero_grad()
             if log.done:
                 return

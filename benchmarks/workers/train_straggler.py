@@ -1,7 +1,9 @@
-"""The loop of T10, on Shoal under any strategy: one rank is slow, and rank 0 says when the loss on a validation set is low enough.
+"""The loop of T10, on Shoal under any strategy: one rank is slow, and rank 0 says when the loss on
+a validation set is low enough.
 
-With more workers than cores, computing for longer would slow the others down too. So a worker waits until the time is over that its forward
-and backward are said to take. Rank 0 looks at the loss within that time, so that looking costs nothing.
+With more workers than cores, computing for longer would slow the others down too. So a worker waits
+until the time is over that its forward and backward are said to take. Rank 0 looks at the loss
+within that time, so that looking costs nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ TRAINED_ON: Final = 1408
 """Images; the other 389 are the validation set."""
 WIDTH: Final = 128
 STAYS_STEPS: Final = 12
-"""Steps of rank 0 for which the loss must stay low enough: one that is low by chance is not reached. They do not count as time."""
+"""Steps of rank 0 for which the loss must stay low enough: one that is low by chance is not
+reached. They do not count as time."""
 _MANY_EPOCHS: Final = 1_000_000
 
 
@@ -34,11 +37,23 @@ def flags() -> argparse.ArgumentParser:
     own.add_argument("--ranks", type=int, required=True)
     own.add_argument("--batch", type=int, required=True, help="samples per rank and step")
     own.add_argument("--compute-ms", type=float, required=True, help="time of forward and backward")
-    own.add_argument("--slow", type=float, required=True, help="how many times as long the last rank takes")
+    own.add_argument(
+        "--slow", type=float, required=True, help="how many times as long the last rank takes"
+    )
     own.add_argument("--target", type=float, required=True, help="loss to reach")
-    own.add_argument("--look-every", type=int, required=True, help="steps of rank 0 between two looks at the loss")
+    own.add_argument(
+        "--look-every",
+        type=int,
+        required=True,
+        help="steps of rank 0 between two looks at the loss",
+    )
     own.add_argument("--within-s", type=float, required=True, help="give up after so long")
-    own.add_argument("--output", type=Path, required=True, help="file that rank 0 writes when the loss is reached or given up")
+    own.add_argument(
+        "--output",
+        type=Path,
+        required=True,
+        help="file that rank 0 writes when the loss is reached or given up",
+    )
     return own
 
 
@@ -55,7 +70,8 @@ class Looks:
         self.losses: list[float] = []
 
     def look(self, loss: float, at_s: float) -> None:
-        """Notes the loss of the values that there were at that moment of CLOCK_MONOTONIC. The first look starts the clock."""
+        """Notes the loss of the values that there were at that moment of CLOCK_MONOTONIC. The first
+        look starts the clock."""
         if not self.times_s:
             self._first_s = at_s
         self.times_s.append(at_s - self._first_s)
@@ -65,7 +81,11 @@ class Looks:
     def reached_s(self) -> float | None:
         """When the loss was low enough, and has stayed so; None: not yet."""
         last = self.losses[-self._needed :]
-        return self.times_s[-self._needed] if len(last) == self._needed and max(last) <= self._target else None
+        return (
+            self.times_s[-self._needed]
+            if len(last) == self._needed and max(last) <= self._target
+            else None
+        )
 
 
 def main() -> None:
@@ -76,11 +96,19 @@ def main() -> None:
     shoal.init()
     net = nn.Sequential(nn.Linear(64, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10))
     optimizer = torch.optim.SGD(net.parameters(), options.learning_rate)
-    model, stepper = shoal.as_distributed(net, optimizer, strategy=options.strategy, **options.options)
+    model, stepper = shoal.as_distributed(
+        net, optimizer, strategy=options.strategy, **options.options
+    )
     train, (images, labels) = digits()
-    batches = {"batch_size": options.batch} if options.strategy == "async_sgd" else {"global_batch_size": options.batch * options.ranks}
+    batches = (
+        {"batch_size": options.batch}
+        if options.strategy == "async_sgd"
+        else {"global_batch_size": options.batch * options.ranks}
+    )
     loader = shoal.ElasticDataLoader(train, **batches)
-    compute_s = options.compute_ms / 1e3 * (options.slow if shoal.rank() == options.ranks - 1 else 1)
+    compute_s = (
+        options.compute_ms / 1e3 * (options.slow if shoal.rank() == options.ranks - 1 else 1)
+    )
     looks, step = Looks(options.target, every=options.look_every), 0
     for _ in loader.epochs(_MANY_EPOCHS):
         for inputs, targets in loader:
@@ -97,14 +125,19 @@ def main() -> None:
 
 
 def digits() -> tuple[TensorDataset, tuple[torch.Tensor, torch.Tensor]]:
-    """scikit-learn's handwritten digits, shuffled alike in all processes: what is trained on, and the validation set."""
-    from sklearn.datasets import load_digits  # takes a second, unneeded where only the flags are read
+    """scikit-learn's handwritten digits, shuffled alike in all processes: what is trained on, and
+    the validation set."""
+    # takes a second, unneeded where only the flags are read
+    from sklearn.datasets import load_digits
 
     found = load_digits()
     order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(found.images.reshape(-1, 64) / 16, dtype=torch.float32)[order]
     labels = torch.tensor(found.target)[order]
-    return TensorDataset(images[:TRAINED_ON], labels[:TRAINED_ON]), (images[TRAINED_ON:], labels[TRAINED_ON:])
+    return TensorDataset(images[:TRAINED_ON], labels[:TRAINED_ON]), (
+        images[TRAINED_ON:],
+        labels[TRAINED_ON:],
+    )
 
 
 def _loss(model: Any, images: torch.Tensor, labels: torch.Tensor) -> float:
@@ -115,7 +148,16 @@ def _loss(model: Any, images: torch.Tensor, labels: torch.Tensor) -> float:
 def _write(path: Path, looks: Looks, steps: int) -> None:
     """Whole, or not at all: the harness reads it as soon as it is there."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps({"reached_s": looks.reached_s, "steps": steps, "times_s": looks.times_s, "losses": looks.losses}))
+    partial.write_text(
+        json.dumps(
+            {
+                "reached_s": looks.reached_s,
+                "steps": steps,
+                "times_s": looks.times_s,
+                "losses": looks.losses,
+            }
+        )
+    )
     partial.rename(path)
 
 

@@ -1,4 +1,5 @@
-"""The decoder on Shoal, under any strategy: `shoal run ... -m benchmarks.workers.train_strategy --strategy fsdp`."""
+"""The decoder on Shoal, under any strategy: `shoal run ... -m benchmarks.workers.train_strategy
+--strategy fsdp`."""
 
 from __future__ import annotations
 
@@ -36,21 +37,32 @@ def main() -> None:
     """Trains until told otherwise."""
     flags = parser()
     add_strategy(flags)
-    flags.add_argument("--replicas", type=int, default=0, help="that share the global batch; 0: every rank is one")
+    flags.add_argument(
+        "--replicas", type=int, default=0, help="that share the global batch; 0: every rank is one"
+    )
     options = flags.parse_args()
     workload = workload_of(options)
     device = join(workload)
     net = blocks.network(workload).to(device)
-    model, optimizer = shoal.as_distributed(net, blocks.optimizer_of(net), strategy=options.strategy, **options.options)
+    model, optimizer = shoal.as_distributed(
+        net, blocks.optimizer_of(net), strategy=options.strategy, **options.options
+    )
     global_batch = workload.batch * (options.replicas or workload.ranks)
-    loader = shoal.ElasticDataLoader(blocks.dataset(workload), global_batch_size=global_batch, **loading(device))
+    loader = shoal.ElasticDataLoader(
+        blocks.dataset(workload), global_batch_size=global_batch, **loading(device)
+    )
     log = StepLog(workload.log, steps=workload.steps, gate=workload.gate, settle=settling(device))
     for _ in loader.epochs(blocks.MANY_EPOCHS):
         for batch in loader:
             inputs, labels = (each.to(device, non_blocking=True) for each in batch)
             take_pass(model, options.strategy, inputs, labels)
             if optimizer.step():
-                log.committed(group=shoal.generation(), world_size=shoal.world_size(), rank=shoal.rank(), step=loader.global_step)
+                log.committed(
+                    group=shoal.generation(),
+                    world_size=shoal.world_size(),
+                    rank=shoal.rank(),
+                    step=loader.global_step,
+                )
             optimizer.zero_grad()
             if log.done:
                 return

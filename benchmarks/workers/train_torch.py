@@ -1,4 +1,5 @@
-"""The decoder on torch's own parallelism: `torchrun ... -m benchmarks.workers.train_torch --with fsdp2`. Each as its tutorial shows it."""
+"""The decoder on torch's own parallelism: `torchrun ... -m benchmarks.workers.train_torch --with
+fsdp2`. Each as its tutorial shows it."""
 
 from __future__ import annotations
 
@@ -61,7 +62,9 @@ def main() -> None:
             peer.backward(inputs, labels)
             peer.optimizer.step()
             step += 1
-            log.committed(group=0, world_size=dist.get_world_size(), rank=dist.get_rank(), step=step)
+            log.committed(
+                group=0, world_size=dist.get_world_size(), rank=dist.get_rank(), step=step
+            )
             peer.optimizer.zero_grad()
             if log.done:
                 dist.destroy_process_group()
@@ -99,14 +102,23 @@ def _fsdp2(workload: Workload, device: torch.device) -> Peer:
 
 
 def _tensor(workload: Workload, device: torch.device) -> Peer:
-    net = _split_blocks(blocks.network(workload).to(device), init_device_mesh(device.type, (workload.ranks,)))
+    net = _split_blocks(
+        blocks.network(workload).to(device), init_device_mesh(device.type, (workload.ranks,))
+    )
     return _plain(net, blocks.optimizer_of(net), shared=True)
 
 
 def _split_blocks(net: blocks.Decoder, mesh: DeviceMesh) -> blocks.Decoder:
-    ends = {"q_proj": ColwiseParallel(), "k_proj": ColwiseParallel(), "v_proj": ColwiseParallel(), "o_proj": RowwiseParallel()}
+    ends = {
+        "q_proj": ColwiseParallel(),
+        "k_proj": ColwiseParallel(),
+        "v_proj": ColwiseParallel(),
+        "o_proj": RowwiseParallel(),
+    }
     between = {"up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
-    plan = {f"self_attn.{name}": style for name, style in ends.items()} | {f"mlp.{name}": style for name, style in between.items()}
+    plan = {f"self_attn.{name}": style for name, style in ends.items()} | {
+        f"mlp.{name}": style for name, style in between.items()
+    }
     for block in net.layers:
         parallelize_module(block, mesh, plan)
     return net
@@ -127,10 +139,18 @@ class _Stage(nn.Module):
         return out
 
 
-def _pipelining(workload: Workload, device: torch.device, schedule: type[Schedule1F1B] | type[ScheduleGPipe] = Schedule1F1B) -> Peer:
+def _pipelining(
+    workload: Workload,
+    device: torch.device,
+    schedule: type[Schedule1F1B] | type[ScheduleGPipe] = Schedule1F1B,
+) -> Peer:
     rank, stages = dist.get_rank(), dist.get_world_size()
     part = _Stage(blocks.network(workload), stage=rank, stages=stages).to(device)
-    runs = schedule(PipelineStage(part, rank, stages, device), n_microbatches=MICRO_BATCHES, loss_fn=blocks.loss_fn)
+    runs = schedule(
+        PipelineStage(part, rank, stages, device),
+        n_microbatches=MICRO_BATCHES,
+        loss_fn=blocks.loss_fn,
+    )
 
     def backward(inputs: torch.Tensor, labels: torch.Tensor) -> None:
         if rank == 0:
@@ -144,9 +164,12 @@ def _pipelining(workload: Workload, device: torch.device, schedule: type[Schedul
 
 
 def _tensor_and_fsdp2(workload: Workload, device: torch.device) -> Peer:
-    """Tensor parallelism within pairs of ranks, data parallelism between them by FSDP2, as torch's two-dimensional recipe has it: its DDP
-    sees only what is not split. Parameters stay gathered between the passes, so that as much is sent as by an all-reduce."""
-    mesh = init_device_mesh(device.type, (workload.ranks // 2, 2), mesh_dim_names=("data", "tensor"))
+    """Tensor parallelism within pairs of ranks, data parallelism between them by FSDP2, as torch's
+    two-dimensional recipe has it: its DDP sees only what is not split. Parameters stay gathered
+    between the passes, so that as much is sent as by an all-reduce."""
+    mesh = init_device_mesh(
+        device.type, (workload.ranks // 2, 2), mesh_dim_names=("data", "tensor")
+    )
     net = _split_blocks(blocks.network(workload).to(device), mesh["tensor"])
     for block in net.layers:
         fully_shard(block, mesh=mesh["data"], reshard_after_forward=False)
@@ -156,7 +179,12 @@ def _tensor_and_fsdp2(workload: Workload, device: torch.device) -> Peer:
     def backward(inputs: torch.Tensor, labels: torch.Tensor) -> None:
         blocks.loss_fn(net(inputs), labels).backward()
 
-    return Peer(backward=backward, optimizer=optimizer, replicas=mesh["data"].size(), replica=mesh["data"].get_local_rank())
+    return Peer(
+        backward=backward,
+        optimizer=optimizer,
+        replicas=mesh["data"].size(),
+        replica=mesh["data"].get_local_rank(),
+    )
 
 
 _PEERS: Final[dict[str, Callable[[Workload, torch.device], Peer]]] = {

@@ -1,4 +1,5 @@
-"""The loop on torchft: one process is one replica, with the DDP wrapper and the optimizer wrapper that its README shows, on Gloo.
+"""The loop on torchft: one process is one replica, with the DDP wrapper and the optimizer wrapper
+that its README shows, on Gloo.
 
 Runs in the peers' environment. The harness starts the lighthouse and one of these per replica.
 """
@@ -10,7 +11,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.utils.data import DataLoader
-from torchft import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo
+from torchft import (
+    DistributedDataParallel,
+    DistributedSampler,
+    Manager,
+    Optimizer,
+    ProcessGroupGloo,
+)
 
 from benchmarks.workers import training
 from benchmarks.workers.steplog import StepLog
@@ -22,7 +29,9 @@ def main() -> None:
     flags = parser()
     flags.add_argument("--replica", type=int, required=True)
     flags.add_argument("--lighthouse", required=True)
-    flags.add_argument("--timeout-s", type=float, required=True, help="of collectives, quorums and connections")
+    flags.add_argument(
+        "--timeout-s", type=float, required=True, help="of collectives, quorums and connections"
+    )
     flags.add_argument("--heartbeat-ms", type=int, required=True)
     options = flags.parse_args()
     workload = workload_of(options)
@@ -59,7 +68,9 @@ def main() -> None:
     model = DistributedDataParallel(manager, net)
     optimizer = Optimizer(manager, sgd)
     dataset = training.dataset(workload)
-    sampler = DistributedSampler(dataset, options.replica, workload.ranks, group_rank=0, num_replicas=1)
+    sampler = DistributedSampler(
+        dataset, options.replica, workload.ranks, group_rank=0, num_replicas=1
+    )
     loader = DataLoader(dataset, batch_size=workload.batch, sampler=sampler)
     log = StepLog(workload.log, steps=workload.steps, gate=workload.gate)
     for epoch in range(training.MANY_EPOCHS):

@@ -1,4 +1,5 @@
-"""The model, the optimizer and the data of all workers, so that a step costs every one of them the same computation."""
+"""The model, the optimizer and the data of all workers, so that a step costs every one of them the
+same computation."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ loss_fn = nn.CrossEntropyLoss()
 
 
 def network(workload: Workload) -> nn.Module:
-    """A multi-layer perceptron: few, dense operations, so that what is measured is not the model's own overhead."""
+    """A multi-layer perceptron: few, dense operations, so that what is measured is not the model's
+    own overhead."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     layers: list[nn.Module] = []

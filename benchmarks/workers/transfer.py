@@ -1,7 +1,9 @@
-"""The client's end of T4: pushes 64 MiB of gradients and pulls as much again, over one of the systems, as the harness's gate says.
+"""The client's end of T4: pushes 64 MiB of gradients and pulls as much again, over one of the
+systems, as the harness's gate says.
 
-A step is one push, acknowledged, and one pull into memory that is there already; its two times are reported apart. The servers of the
-peers are children of this process; Shoal's coordinator and parameter server are started by the harness.
+A step is one push, acknowledged, and one pull into memory that is there already; its two times are
+reported apart. The servers of the peers are children of this process; Shoal's coordinator and
+parameter server are started by the harness.
 """
 
 from __future__ import annotations
@@ -47,13 +49,26 @@ def main() -> None:
     flags.add_argument("--gate", type=Path, required=True)
     flags.add_argument("--coordinator")
     flags.add_argument("--job")
-    flags.add_argument("--elements", type=int, default=ELEMENTS, help="how many floats the values are; raw TCP and Shoal")
-    flags.add_argument("--servers", type=int, default=1, help="how many hold the values, of Shoal's")
-    flags.add_argument("--clients", type=int, default=1, help="how many push and pull at once, of Shoal's")
+    flags.add_argument(
+        "--elements",
+        type=int,
+        default=ELEMENTS,
+        help="how many floats the values are; raw TCP and Shoal",
+    )
+    flags.add_argument(
+        "--servers", type=int, default=1, help="how many hold the values, of Shoal's"
+    )
+    flags.add_argument(
+        "--clients", type=int, default=1, help="how many push and pull at once, of Shoal's"
+    )
     flags.add_argument("--rank", type=int, default=0, help="which of them this is")
     flags.add_argument("--transport", default="auto", help="what Shoal's tensors travel by")
-    flags.add_argument("--tensors", type=int, default=1, help="how many the values are cut into, by Shoal")
-    flags.add_argument("--checksums", action="store_true", help="have Shoal compute and compare them")
+    flags.add_argument(
+        "--tensors", type=int, default=1, help="how many the values are cut into, by Shoal"
+    )
+    flags.add_argument(
+        "--checksums", action="store_true", help="have Shoal compute and compare them"
+    )
     options = flags.parse_args()
     gradient, values = np.ones(options.elements, np.float32), np.zeros(options.elements, np.float32)
     with _SYSTEMS[options.system](options) as transfer, socket.socket(socket.AF_UNIX) as gate:
@@ -70,20 +85,28 @@ def main() -> None:
                 transfer.pull(values)
                 times += [pushed - begun, time.perf_counter_ns() - pushed]
                 done += 1
-            if transfer.updates and options.clients == 1 and not (values == -LEARNING_RATE * done).all():
+            if (
+                transfer.updates
+                and options.clients == 1
+                and not (values == -LEARNING_RATE * done).all()
+            ):
                 raise AssertionError(
-                    f"{options.system}: after {done} pushes the values are {values[:4]}..., expected {-LEARNING_RATE * done}"
+                    f"{options.system}: after {done} pushes the values are {values[:4]}..., "
+                    f"expected {-LEARNING_RATE * done}"
                 )
             gate.sendall(" ".join(map(str, times)).encode() + b"\n")
 
 
-# ------------------------------------------------------------------------------------------------------------------ raw TCP
+# ------------------------------------------------------------------------------------------ raw TCP
 
 
 @contextmanager
 def _tcp(options: argparse.Namespace) -> Iterator[Transfer]:
     ports: multiprocessing.SimpleQueue[int] = multiprocessing.get_context("spawn").SimpleQueue()
-    with _child(_serve_tcp, ports, 4 * options.elements), socket.create_connection(("127.0.0.1", ports.get())) as connection:
+    with (
+        _child(_serve_tcp, ports, 4 * options.elements),
+        socket.create_connection(("127.0.0.1", ports.get())) as connection,
+    ):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
         def push(gradient: np.ndarray[Any, Any]) -> None:
@@ -120,10 +143,14 @@ def _receive(connection: socket.socket, into: memoryview) -> None:
 @contextmanager
 def _memcpy(options: argparse.Namespace) -> Iterator[Transfer]:
     held = np.zeros(ELEMENTS, np.float32)
-    yield Transfer(lambda gradient: np.copyto(held, gradient), lambda values: np.copyto(values, held), updates=False)
+    yield Transfer(
+        lambda gradient: np.copyto(held, gradient),
+        lambda values: np.copyto(values, held),
+        updates=False,
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------- gRPC unary
+# --------------------------------------------------------------------------------------- gRPC unary
 
 
 @contextmanager
@@ -132,7 +159,10 @@ def _unary(options: argparse.Namespace) -> Iterator[Transfer]:
     from shoal_protos.v1 import parameter_server_pb2 as pb
 
     ports: multiprocessing.SimpleQueue[int] = multiprocessing.get_context("spawn").SimpleQueue()
-    with _child(_serve_unary, ports), grpc.insecure_channel(f"127.0.0.1:{ports.get()}", options=_UNLIMITED) as channel:
+    with (
+        _child(_serve_unary, ports),
+        grpc.insecure_channel(f"127.0.0.1:{ports.get()}", options=_UNLIMITED) as channel,
+    ):
         send = channel.unary_unary("/plain/push", request_serializer=pb.PushChunk.SerializeToString)
         fetch = channel.unary_unary("/plain/pull", response_deserializer=pb.PullChunk.FromString)
 
@@ -164,8 +194,12 @@ def _serve_unary(ports: multiprocessing.SimpleQueue[int]) -> None:
         return pb.PullChunk(payload=held.tobytes())
 
     handlers = {
-        "push": grpc.unary_unary_rpc_method_handler(push, request_deserializer=pb.PushChunk.FromString),
-        "pull": grpc.unary_unary_rpc_method_handler(pull, response_serializer=pb.PullChunk.SerializeToString),
+        "push": grpc.unary_unary_rpc_method_handler(
+            push, request_deserializer=pb.PushChunk.FromString
+        ),
+        "pull": grpc.unary_unary_rpc_method_handler(
+            pull, response_serializer=pb.PullChunk.SerializeToString
+        ),
     }
     server = grpc.server(ThreadPoolExecutor(2), options=_UNLIMITED)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("plain", handlers),))
@@ -174,7 +208,7 @@ def _serve_unary(ports: multiprocessing.SimpleQueue[int]) -> None:
     server.wait_for_termination()
 
 
-# ---------------------------------------------------------------------------------------------------------------- torch RPC
+# ---------------------------------------------------------------------------------------- torch RPC
 
 
 @contextmanager
@@ -189,7 +223,11 @@ def _torch_rpc(options: argparse.Namespace, *, over_tcp: bool = False) -> Iterat
         torch_rpc_peer.join(store, over_tcp=over_tcp)
 
         def push(gradient: np.ndarray[Any, Any]) -> None:
-            rpc.rpc_sync(torch_rpc_peer.SERVER, torch_rpc_peer.push, args=(torch.from_numpy(gradient), LEARNING_RATE))
+            rpc.rpc_sync(
+                torch_rpc_peer.SERVER,
+                torch_rpc_peer.push,
+                args=(torch.from_numpy(gradient), LEARNING_RATE),
+            )
 
         def pull(values: np.ndarray[Any, Any]) -> None:
             torch.from_numpy(values).copy_(rpc.rpc_sync(torch_rpc_peer.SERVER, torch_rpc_peer.pull))
@@ -198,7 +236,7 @@ def _torch_rpc(options: argparse.Namespace, *, over_tcp: bool = False) -> Iterat
         rpc.shutdown(graceful=False)
 
 
-# -------------------------------------------------------------------------------------------------------------------- Shoal
+# -------------------------------------------------------------------------------------------- Shoal
 
 
 @contextmanager
@@ -215,17 +253,27 @@ def _shoal(options: argparse.Namespace) -> Iterator[Transfer]:
     job, member = options.job, f"transfer-{os.getpid()}"
     with CoordinatorClient(ChannelSettings(address=options.coordinator)) as coordinator:
         workers, servers = options.clients, options.servers
-        spec = coordinator_pb2.JobSpec(job_id=job, min_workers=workers, max_workers=workers, parameter_servers=servers, lease_ms=600_000)
+        spec = coordinator_pb2.JobSpec(
+            job_id=job,
+            min_workers=workers,
+            max_workers=workers,
+            parameter_servers=servers,
+            lease_ms=600_000,
+        )
         coordinator.create_job(spec)
         outbox: queue.Queue[coordinator_pb2.MemberMessage | None] = queue.Queue()
-        join = coordinator_pb2.Join(job_id=job, member_id=member, host="localhost", pid=os.getpid(), launcher_id=member)
+        join = coordinator_pb2.Join(
+            job_id=job, member_id=member, host="localhost", pid=os.getpid(), launcher_id=member
+        )
         outbox.put(coordinator_pb2.MemberMessage(join=join))
         outbox.put(coordinator_pb2.MemberMessage(ready=coordinator_pb2.Ready()))
         session = coordinator.join_session(iter(outbox.get, None))
         generation = next(each.generation.number for each in session if each.HasField("generation"))
         bounds = np.linspace(0, options.elements, options.tensors + 1, dtype=np.int64)
         declared = [
-            coordinator_pb2.TensorSpec(name=f"weight{number}", shape=[int(end - begin)], dtype="float32")
+            coordinator_pb2.TensorSpec(
+                name=f"weight{number}", shape=[int(end - begin)], dtype="float32"
+            )
             for number, (begin, end) in enumerate(pairwise(bounds))
         ]
         deadline = time.monotonic() + _WAIT_S
@@ -244,12 +292,19 @@ def _shoal(options: argparse.Namespace) -> Iterator[Transfer]:
         }
         sequence = 0
 
-        def parts(memory: np.ndarray[Any, Any], partition: coordinator_pb2.Partition) -> list[np.ndarray[Any, Any]]:
+        def parts(
+            memory: np.ndarray[Any, Any], partition: coordinator_pb2.Partition
+        ) -> list[np.ndarray[Any, Any]]:
             """What a worker has of a partition: memory of each tensor's own."""
             starts = [bounds[piece.tensor_index] + piece.offset for piece in partition.pieces]
-            return [memory[start : start + piece.length] for start, piece in zip(starts, partition.pieces, strict=True)]
+            return [
+                memory[start : start + piece.length]
+                for start, piece in zip(starts, partition.pieces, strict=True)
+            ]
 
-        def uploads(source: np.ndarray[Any, Any], server: int) -> Iterator[tuple[pb.PushHeader, memoryview]]:
+        def uploads(
+            source: np.ndarray[Any, Any], server: int
+        ) -> Iterator[tuple[pb.PushHeader, memoryview]]:
             for partition in (each for each in shard_map.partitions if each.primary == server):
                 own = parts(source, partition)
                 payload = memoryview(own[0] if len(own) == 1 else np.concatenate(own))
@@ -271,7 +326,11 @@ def _shoal(options: argparse.Namespace) -> Iterator[Transfer]:
             transport = Transport(options.transport)
             clients = {
                 server.server_index: stack.enter_context(
-                    ParameterServerClient(ChannelSettings(address=server.address), transport=transport, member_id=member)
+                    ParameterServerClient(
+                        ChannelSettings(address=server.address),
+                        transport=transport,
+                        member_id=member,
+                    )
                 )
                 for server in shard_map.servers
             }
@@ -289,7 +348,11 @@ def _shoal(options: argparse.Namespace) -> Iterator[Transfer]:
                     pb.OptimizerSpec(name="sgd", hyperparameters={"lr": LEARNING_RATE}),
                     pb.Consistency(mode=pb.Consistency.MODE_ASP),
                 )
-            each_server(lambda index, server: server.initialize(uploads(np.zeros(options.elements, np.float32), index)))
+            each_server(
+                lambda index, server: server.initialize(
+                    uploads(np.zeros(options.elements, np.float32), index)
+                )
+            )
 
             def push(gradient: np.ndarray[Any, Any]) -> None:
                 nonlocal sequence
@@ -303,13 +366,21 @@ def _shoal(options: argparse.Namespace) -> Iterator[Transfer]:
                     own = parts(values, shard_map.partitions[header.partition_id])
                     if len(own) == 1:
                         return memoryview(own[0])
-                    return memoryview(landings.setdefault(header.partition_id, np.empty(header.length, np.float32)))
+                    return memoryview(
+                        landings.setdefault(
+                            header.partition_id, np.empty(header.length, np.float32)
+                        )
+                    )
 
                 def pull_from(index: int, server: ParameterServerClient) -> None:
-                    for header in server.pull(pb.PullRequest(**common, clock=sequence, checksums=options.checksums), into):
+                    for header in server.pull(
+                        pb.PullRequest(**common, clock=sequence, checksums=options.checksums), into
+                    ):
                         if header.partition_id in landings:
                             own = parts(values, shard_map.partitions[header.partition_id])
-                            landed = np.split(landings[header.partition_id], np.cumsum(list(map(len, own)))[:-1])
+                            landed = np.split(
+                                landings[header.partition_id], np.cumsum(list(map(len, own)))[:-1]
+                            )
                             for part, arrived in zip(own, landed, strict=True):
                                 part[:] = arrived
 
@@ -339,7 +410,9 @@ _SYSTEMS: Final[dict[str, Callable[[argparse.Namespace], AbstractContextManager[
 @contextmanager
 def _child(serve: Callable[..., None], *arguments: Any) -> Iterator[None]:
     """A server process; it ends with the block."""
-    process = multiprocessing.get_context("spawn").Process(target=serve, args=arguments, daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve, args=arguments, daemon=True
+    )
     process.start()
     try:
         yield

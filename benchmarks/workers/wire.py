@@ -1,7 +1,9 @@
-"""How many bytes this process has handed to its TCP connections, read from the kernel: what was sent, whoever sent it.
+"""How many bytes this process has handed to its TCP connections, read from the kernel: what was
+sent, whoever sent it.
 
-For each connected socket: bytes that the peer has acknowledged (TCP_INFO, tcpi_bytes_acked) and those still queued (SIOCOUTQ). So
-retransmissions, headers and what the system calls itself count nothing, and what a library wrote counts in full. Linux alone.
+For each connected socket: bytes that the peer has acknowledged (TCP_INFO, tcpi_bytes_acked) and
+those still queued (SIOCOUTQ). So retransmissions, headers and what the system calls itself count
+nothing, and what a library wrote counts in full. Linux alone.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ class Traffic(NamedTuple):
     received: int
 
     def since(self, before: Traffic) -> Traffic:
-        """What came since then. Connections that ended meanwhile are not seen: see that none does."""
+        """What came since then. Connections that ended meanwhile are not seen: see that none
+        does."""
         return Traffic(self.sent - before.sent, self.received - before.received)
 
 
@@ -40,13 +43,19 @@ def traffic() -> Traffic:
             if target.startswith("socket:"):
                 with socket.socket(fileno=os.dup(int(link.name))) as connection:
                     connections[target] = _of(connection)
-    return Traffic(sum(each.sent for each in connections.values()), sum(each.received for each in connections.values()))
+    return Traffic(
+        sum(each.sent for each in connections.values()),
+        sum(each.received for each in connections.values()),
+    )
 
 
 def _of(connection: socket.socket) -> Traffic:
     """Raises OSError for a socket that is no connected TCP one."""
     connection.getpeername()
-    if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+    if (
+        connection.family not in (socket.AF_INET, socket.AF_INET6)
+        or connection.type != socket.SOCK_STREAM
+    ):
         return Traffic(0, 0)
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     acknowledged, received = struct.unpack_from("=QQ", info, _BYTES_ACKED)

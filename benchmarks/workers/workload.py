@@ -1,4 +1,5 @@
-"""What a worker is asked to do, and the command line that says so. No torch here: the harness imports this module too."""
+"""What a worker is asked to do, and the command line that says so. No torch here: the harness
+imports this module too."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Workload:
     steps: int = 0
     """Leave after so many; 0: when told to."""
     device: str = "cpu"
-    """What workers compute on: "cpu"; "cuda", each worker on a device of its own; "cuda-shared", all on one."""
+    """What workers compute on: "cpu"; "cuda", each worker on a device of its own; "cuda-shared",
+    all on one."""
     gate: Path | None = None
     """Socket of the harness that says when to run how many steps; None: run on."""
 

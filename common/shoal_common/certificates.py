@@ -1,7 +1,8 @@
-"""Certificates of Shoal's own making: an authority for development, and the passing ones of connections between members of a job.
+"""Certificates of Shoal's own making: an authority for development, and the passing ones of
+connections between members of a job.
 
-Clusters that last have an authority already; what is made here serves those that have none. `cryptography` is imported when something is
-made: most processes never do.
+Clusters that last have an authority already; what is made here serves those that have none.
+`cryptography` is imported when something is made: most processes never do.
 """
 
 from __future__ import annotations
@@ -39,9 +40,11 @@ class Issued:
 
 
 def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[str, bytes]:
-    """Makes an authority, one certificate for all services and one for all clients, and returns the files to write: name -> content.
+    """Makes an authority, one certificate for all services and one for all clients, and returns the
+    files to write: name -> content.
 
-    The authority's own key is not among them: nobody issues more with it, so new ones are made all together.
+    The authority's own key is not among them: nobody issues more with it, so new ones are made all
+    together.
 
     Args:
         names: names and addresses under which the services are reached.
@@ -59,7 +62,9 @@ def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[s
     try:
         ends = now + lifetime
     except OverflowError:
-        raise ConfigurationError(f"a lifetime of {lifetime.days} days: expected an end before the year 9999") from None
+        raise ConfigurationError(
+            f"a lifetime of {lifetime.days} days: expected an end before the year 9999"
+        ) from None
 
     def subject(common_name: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
@@ -67,7 +72,9 @@ def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[s
     authority_key = ec.generate_private_key(ec.SECP256R1())
     authority_name = subject("Shoal development authority")
 
-    def signed(name: x509.Name, key: ec.EllipticCurvePrivateKey, extensions: Sequence[tuple[Any, bool]]) -> bytes:
+    def signed(
+        name: x509.Name, key: ec.EllipticCurvePrivateKey, extensions: Sequence[tuple[Any, bool]]
+    ) -> bytes:
         builder = (
             x509.CertificateBuilder()
             .subject_name(name)
@@ -76,26 +83,49 @@ def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[s
             .serial_number(x509.random_serial_number())
             .not_valid_before(begins)
             .not_valid_after(ends)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False)
+            .add_extension(
+                x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False
+            )
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()),
+                critical=False,
+            )
         )
         for extension, critical in extensions:
             builder = builder.add_extension(extension, critical=critical)
         return builder.sign(authority_key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
 
-    def issued(common_name: str, uses: list[x509.ObjectIdentifier], more: Sequence[tuple[Any, bool]] = ()) -> Issued:
+    def issued(
+        common_name: str, uses: list[x509.ObjectIdentifier], more: Sequence[tuple[Any, bool]] = ()
+    ) -> Issued:
         key = ec.generate_private_key(ec.SECP256R1())
-        end_entity = [(x509.BasicConstraints(ca=False, path_length=None), True), (x509.ExtendedKeyUsage(uses), False)]
-        certificate = signed(subject(common_name), key, [*end_entity, (_usage(signs=False), True), *more])
+        end_entity = [
+            (x509.BasicConstraints(ca=False, path_length=None), True),
+            (x509.ExtendedKeyUsage(uses), False),
+        ]
+        certificate = signed(
+            subject(common_name), key, [*end_entity, (_usage(signs=False), True), *more]
+        )
         pem = key.private_bytes(
-            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption_algorithm=serialization.NoEncryption()
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            encryption_algorithm=serialization.NoEncryption(),
         )
         return Issued(certificate=certificate, key=pem)
 
-    authority = signed(authority_name, authority_key, [(x509.BasicConstraints(ca=True, path_length=0), True), (_usage(signs=True), True)])
-    # Parameter servers call the coordinator and each other with the certificate that they serve with.
+    authority = signed(
+        authority_name,
+        authority_key,
+        [(x509.BasicConstraints(ca=True, path_length=0), True), (_usage(signs=True), True)],
+    )
+    # Parameter servers call the coordinator and each other with the certificate that they serve
+    # with.
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
-    server = issued("shoal services", both, [(x509.SubjectAlternativeName([_general_name(name) for name in names]), False)])
+    server = issued(
+        "shoal services",
+        both,
+        [(x509.SubjectAlternativeName([_general_name(name) for name in names]), False)],
+    )
     client = issued("shoal client", [ExtendedKeyUsageOID.CLIENT_AUTH])
     return {
         "ca.pem": authority,
@@ -107,7 +137,8 @@ def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[s
 
 
 def expiry_of(certificate: bytes) -> datetime | None:
-    """Returns when a certificate in PEM expires, the first one of a chain. None: only OpenSSL can read it."""
+    """Returns when a certificate in PEM expires, the first one of a chain. None: only OpenSSL can
+    read it."""
     from cryptography import x509
 
     try:
@@ -117,24 +148,33 @@ def expiry_of(certificate: bytes) -> datetime | None:
 
 
 def expiry_warning(path: Path, ends: datetime, *, now: datetime) -> str | None:
-    """Returns what to tell an operator of a certificate that has expired or is about to; None: it is good for longer.
+    """Returns what to tell an operator of a certificate that has expired or is about to; None: it
+    is good for longer.
 
     `path`: the file that it was read from. `ends`: when it expires.
     """
     if ends > now + WARN_BEFORE_EXPIRY:
         return None
     if ends <= now:
-        return f"the certificate {path} expired on {ends:%Y-%m-%d %H:%M} UTC, and clients refuse it: renew it and restart the service"
-    return f"the certificate {path} expires on {ends:%Y-%m-%d %H:%M} UTC: renew it and restart the service before that"
+        return (
+            f"the certificate {path} expired on {ends:%Y-%m-%d %H:%M} UTC, and clients refuse "
+            "it: renew it and restart the service"
+        )
+    return (
+        f"the certificate {path} expires on {ends:%Y-%m-%d %H:%M} UTC: renew it and restart the "
+        "service before that"
+    )
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Writes them all, readable by their owner alone, or none. Raises ConfigurationError: one is there already, or cannot be written."""
+    """Writes them all, readable by their owner alone, or none. Raises ConfigurationError: one is
+    there already, or cannot be written."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     there = sorted(name for name in files if (directory / name).exists())
     if there:
         raise ConfigurationError(
-            f"{directory} has {', '.join(there)} already, and nothing is overwritten: remove them, or name another directory"
+            f"{directory} has {', '.join(there)} already, and nothing is overwritten: remove them, "
+            "or name another directory"
         )
     written: list[Path] = []
     try:
@@ -172,19 +212,28 @@ def _general_name(name: str) -> Any:
         return x509.IPAddress(ip_address(name))
     except ValueError:
         pass
-    if not name or not name.isascii() or not all(character.isalnum() or character in "-._*" for character in name):
-        raise ConfigurationError(f"{name!r}: expected the name or the address of a machine, as in coordinator or 10.0.0.7")
+    if (
+        not name
+        or not name.isascii()
+        or not all(character.isalnum() or character in "-._*" for character in name)
+    ):
+        raise ConfigurationError(
+            f"{name!r}: expected the name or the address of a machine, as in coordinator or "
+            "10.0.0.7"
+        )
     return x509.DNSName(name)
 
 
-# -------------------------------------------------------------------------------------------------------------- between members of a job
+# ------------------------------------------------------------------------- between members of a job
 
 
 class PairContexts:
-    """TLS between two processes that share a secret, and have no certificates that others could check.
+    """TLS between two processes that share a secret, and have no certificates that others could
+    check.
 
-    The listener's key is made from the secret: who knows the secret knows the listener's public key, and who does not cannot be the
-    listener. Whoever connects says that it knows the secret, or what else it was told, within the connection.
+    The listener's key is made from the secret: who knows the secret knows the listener's public
+    key, and who does not cannot be the listener. Whoever connects says that it knows the secret, or
+    what else it was told, within the connection.
     """
 
     @staticmethod
@@ -210,10 +259,13 @@ class PairContexts:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0
-        with tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".pem") as file:  # of this user alone; OpenSSL reads files only
+        with tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".pem") as file:
+            # of this user alone; OpenSSL reads files only
             file.write(
                 key.private_bytes(
-                    serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption_algorithm=serialization.NoEncryption()
+                    serialization.Encoding.PEM,
+                    serialization.PrivateFormat.PKCS8,
+                    encryption_algorithm=serialization.NoEncryption(),
                 )
             )
             file.write(certificate.public_bytes(serialization.Encoding.PEM))
@@ -223,11 +275,13 @@ class PairContexts:
 
     @staticmethod
     def caller() -> ssl.SSLContext:
-        """Makes the context of those that connect. They call `check` after the handshake, before they send anything."""
+        """Makes the context of those that connect. They call `check` after the handshake, before
+        they send anything."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE  # no authority signs it: `check` compares its key, whose possession the handshake has proved
+        # no authority signs it: `check` compares its key, whose possession the handshake has proved
+        context.verify_mode = ssl.CERT_NONE
         return context
 
     @staticmethod
@@ -236,12 +290,19 @@ class PairContexts:
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-        shown = x509.load_der_x509_certificate(connection.getpeercert(binary_form=True) or b"").public_key()
-        if not isinstance(shown, Ed25519PublicKey) or shown.public_bytes_raw() != _key_of(secret).public_key().public_bytes_raw():
+        shown = x509.load_der_x509_certificate(
+            connection.getpeercert(binary_form=True) or b""
+        ).public_key()
+        if (
+            not isinstance(shown, Ed25519PublicKey)
+            or shown.public_bytes_raw() != _key_of(secret).public_key().public_bytes_raw()
+        ):
             raise ssl.SSLError("the other side does not know the secret that it should")
 
 
 def _key_of(secret: str) -> Ed25519PrivateKey:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-    return Ed25519PrivateKey.from_private_bytes(hashlib.sha256(b"shoal member's listener\0" + secret.encode()).digest())
+    return Ed25519PrivateKey.from_private_bytes(
+        hashlib.sha256(b"shoal member's listener\0" + secret.encode()).digest()
+    )

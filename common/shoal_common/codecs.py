@@ -1,34 +1,42 @@
 """Compressed gradients as bytes: the layout of each `shoal.v1.Codec`, read and written with numpy.
 
-The one definition of these layouts. Parameter servers decode pushes with it; clients without torch encode with it; the worker's
-compressors (shoal_worker.compression) write the same bytes from torch tensors, on the CPU or a device. What is lost by a codec, and how
-that is made up for, is said there.
+The one definition of these layouts. Parameter servers decode pushes with it; clients without torch
+encode with it; the worker's compressors (shoal_worker.compression) write the same bytes from torch
+tensors, on the CPU or a device. What is lost by a codec, and how that is made up for, is said
+there.
 
-Every codec is of float32 values. All numbers are little-endian. A payload ends with zero bytes up to a multiple of 4. n: number of values.
+Every codec is of float32 values. All numbers are little-endian. A payload ends with zero bytes up
+to a multiple of 4. n: number of values.
 
-    RAW       float32[n]                       (of other dtypes where a header says so; those are not for this module)
+    RAW       float32[n]                       (of other dtypes where a header says so; those are
+              not for this module)
     FLOAT16   float16[n]
-    BFLOAT16  uint16[n]                        the upper halves of the float32s, rounded to nearest even
+    BFLOAT16  uint16[n]                        the upper halves of the float32s, rounded to nearest
+              even
     INT8      float32[ceil(n / 256)]           a scale per block of 256 values
               int8[n]                          value = scale * this
     SIGN      float32[ceil(n / 1024)]          a magnitude per block of 1024 values
               bits[n], lowest first            1: value = -magnitude; 0: value = +magnitude
-    TOPK      uint32[ceil(n / 65536)]          how many of the k kept values lie in each block of 65536
+    TOPK      uint32[ceil(n / 65536)]          how many of the k kept values lie in each block of
+              65536
               float32[k]                       the kept values, in ascending order of their places
               uint16[k]                        place within its block
     RANDOMK   uint64 start, uint64 stride      start < n; stride and n have no common divisor
               float32[k]                       the j-th lies at (start + j * stride) mod n
     POWERSGD  uint32[pieces]                   the rank r of each piece; 0: it comes as it is
-              float32 ..., of one piece after the other: all its values where r is 0, else P, rows x r, and Q, r x columns, by rows;
-                                               the piece is P Q, a sum of r products in the order of r
+              float32 ..., of one piece after the other: all its values where r is 0, else P, rows x
+              r, and Q, r x columns, by rows; the piece is P Q, a sum of r products in the order of
+              r
 
-POWERSGD's values are pieces of tensors, and `shapes` has the rows and columns of each (`piece_shape`); to the others they are one vector.
+POWERSGD's values are pieces of tensors, and `shapes` has the rows and columns of each
+(`piece_shape`); to the others they are one vector.
 
-A value that was NaN or infinite comes out as NaN or infinite, with INT8 and SIGN together with the rest of its block, with POWERSGD of its
-piece; RANDOMK, which may not send that value, then sends NaN for all. Decoding writes into memory that the caller gives: no payload can
-make it allocate more. Equal payloads are decoded to equal bits by every machine: a push is decoded again when a server recovers, by its
-backup, and by its sender, who keeps what it left out. So POWERSGD's products are added up one by one: how BLAS rounds a matrix product
-depends on the kind of processor.
+A value that was NaN or infinite comes out as NaN or infinite, with INT8 and SIGN together with the
+rest of its block, with POWERSGD of its piece; RANDOMK, which may not send that value, then sends
+NaN for all. Decoding writes into memory that the caller gives: no payload can make it allocate
+more. Equal payloads are decoded to equal bits by every machine: a push is decoded again when a
+server recovers, by its backup, and by its sender, who keeps what it left out. So POWERSGD's
+products are added up one by one: how BLAS rounds a matrix product depends on the kind of processor.
 """
 
 from __future__ import annotations
@@ -55,8 +63,9 @@ RANDOMK: Final[int] = pb.CODEC_RANDOMK
 POWERSGD: Final[int] = pb.CODEC_POWERSGD
 
 FOR_VALUES: Final = (FLOAT16, BFLOAT16, INT8)
-"""Codecs that a pull may ask for: each value comes with an error in proportion to it, or to the largest one of its block. The other codecs
-leave values out, which later pushes make up for; a pull has nothing that comes later."""
+"""Codecs that a pull may ask for: each value comes with an error in proportion to it, or to the
+largest one of its block. The other codecs leave values out, which later pushes make up for; a pull
+has nothing that comes later."""
 INT8_BLOCK: Final = 256
 INT8_LARGEST: Final = 127
 SIGN_BLOCK: Final = 1024
@@ -71,7 +80,9 @@ Shapes = Sequence[tuple[int, int]]
 """Rows and columns of each piece."""
 Values = NDArray[np.float32]
 
-_F4, _F2, _U2, _U4, _U8, _I1 = (np.dtype(name) for name in ("<f4", "<f2", "<u2", "<u4", "<u8", "i1"))
+_F4, _F2, _U2, _U4, _U8, _I1 = (
+    np.dtype(name) for name in ("<f4", "<f2", "<u2", "<u4", "<u8", "i1")
+)
 _NAN_BFLOAT16: Final = 0x7FC0
 
 
@@ -81,13 +92,17 @@ def blocks(length: int, block: int) -> int:
 
 
 def piece_shape(*, offset: int, length: int, row: int) -> tuple[int, int]:
-    """Rows and columns of a run of elements of a flattened tensor. `row`: elements of the tensor that one index of its first dimension
-    selects. A run that cuts a row is one row, as is one of a vector: nothing is gained by factors of it."""
-    return (length // row, row) if row > 1 and offset % row == 0 and length % row == 0 else (1, length)
+    """Rows and columns of a run of elements of a flattened tensor. `row`: elements of the tensor
+    that one index of its first dimension selects. A run that cuts a row is one row, as is one of a
+    vector: nothing is gained by factors of it."""
+    return (
+        (length // row, row) if row > 1 and offset % row == 0 and length % row == 0 else (1, length)
+    )
 
 
 def payload_bytes(codec: int, length: int, kept: int = 0) -> int:
-    """Size of the payload of `length` values. `kept`: k, for TOPK and RANDOMK. POWERSGD's follows from ranks: `powersgd_bytes`.
+    """Size of the payload of `length` values. `kept`: k, for TOPK and RANDOMK. POWERSGD's follows
+    from ranks: `powersgd_bytes`.
 
     Raises:
         InvalidRequestError (CODEC_UNSUPPORTED): not one of the codecs above, or POWERSGD.
@@ -107,30 +122,43 @@ def payload_bytes(codec: int, length: int, kept: int = 0) -> int:
 
 
 def powersgd_bytes(shapes: Shapes, ranks: Sequence[int]) -> int:
-    """Size of a POWERSGD payload of pieces of these shapes, with these ranks; 0: a piece that comes as it is."""
-    floats = (rank * (rows + columns) if rank else rows * columns for (rows, columns), rank in zip(shapes, ranks, strict=True))
+    """Size of a POWERSGD payload of pieces of these shapes, with these ranks; 0: a piece that comes
+    as it is."""
+    floats = (
+        rank * (rows + columns) if rank else rows * columns
+        for (rows, columns), rank in zip(shapes, ranks, strict=True)
+    )
     return 4 * (len(shapes) + sum(floats))
 
 
-# ------------------------------------------------------------------------------------------------------------- decoding
+# ----------------------------------------------------------------------------------------- decoding
 
 
 def decode(codec: int, payload: memoryview | bytes, out: Values, shapes: Shapes = ()) -> None:
-    """Writes the values of a payload into `out`, a contiguous float32 array that is as long as the tensor is known to be. `shapes`: of the
-    pieces that `out` consists of, for POWERSGD; none: it is one vector.
+    """Writes the values of a payload into `out`, a contiguous float32 array that is as long as the
+    tensor is known to be. `shapes`: of the pieces that `out` consists of, for POWERSGD; none: it is
+    one vector.
 
-    Whether the values are finite is for the caller to check. When it raises, what is in `out` is undefined.
+    Whether the values are finite is for the caller to check. When it raises, what is in `out` is
+    undefined.
 
     Raises:
-        InvalidRequestError: CODEC_UNSUPPORTED; PAYLOAD_SIZE_MISMATCH when the payload is not of `out`'s length; PAYLOAD_INVALID for places
-            that lie outside of the tensor, or twice at one place, and for ranks that a piece cannot have. Whoever carries payloads over a
-            wire guards them with a checksum, so what is wrong in here was sent so.
+        InvalidRequestError: CODEC_UNSUPPORTED; PAYLOAD_SIZE_MISMATCH when the payload is not of
+            `out`'s length; PAYLOAD_INVALID for places that lie outside of the tensor, or twice at
+            one place, and for ranks that a piece cannot have. Whoever carries payloads over a wire
+            guards them with a checksum, so what is wrong in here was sent so.
     """
     if out.dtype != np.float32 or out.ndim != 1 or not out.flags.c_contiguous:
-        raise ConfigurationError(f"decode into {out.dtype} of shape {out.shape}: expected a contiguous float32 array of one dimension")
+        raise ConfigurationError(
+            f"decode into {out.dtype} of shape {out.shape}: expected a contiguous float32 array of "
+            "one dimension"
+        )
     shapes = shapes or ((1, out.size),)
     if sum(rows * columns for rows, columns in shapes) != out.size:
-        raise ConfigurationError(f"decode {out.size} values of pieces of the shapes {shapes}: expected as many as these hold")
+        raise ConfigurationError(
+            f"decode {out.size} values of pieces of the shapes {shapes}: expected as many as these "
+            "hold"
+        )
     data = as_bytes(memoryview(payload))
     check_size(codec, data.nbytes, out.size, len(shapes))
     if codec == POWERSGD:
@@ -140,8 +168,9 @@ def decode(codec: int, payload: memoryview | bytes, out: Values, shapes: Shapes 
 
 
 def check_size(codec: int, size: int, length: int, pieces: int = 1) -> None:
-    """Whether a payload of `length` values in so many pieces may have `size` bytes; the sparse ones may hold any number of the values, and
-    what POWERSGD's must have exactly is known once the ranks are there.
+    """Whether a payload of `length` values in so many pieces may have `size` bytes; the sparse ones
+    may hold any number of the values, and what POWERSGD's must have exactly is known once the ranks
+    are there.
 
     Raises:
         InvalidRequestError: CODEC_UNSUPPORTED or PAYLOAD_SIZE_MISMATCH.
@@ -149,8 +178,9 @@ def check_size(codec: int, size: int, length: int, pieces: int = 1) -> None:
     if codec == POWERSGD:
         if size % 4 or not 4 * pieces <= size <= 4 * (pieces + length):
             raise InvalidRequestError(
-                f"a payload of {size} bytes for {length} values in {pieces} pieces in {name(codec)}; expected a multiple of 4 from "
-                f"{4 * pieces} to {4 * (pieces + length)}",
+                f"a payload of {size} bytes for {length} values in {pieces} pieces in "
+                f"{name(codec)}; expected a multiple of 4 from {4 * pieces} to "
+                f"{4 * (pieces + length)}",
                 reason="PAYLOAD_SIZE_MISMATCH",
             )
         return
@@ -158,8 +188,8 @@ def check_size(codec: int, size: int, length: int, pieces: int = 1) -> None:
     expected = payload_bytes(codec, length, kept)
     if size != expected or kept > length:
         raise InvalidRequestError(
-            f"a payload of {size} bytes for {length} values in {name(codec)}; expected {expected} bytes"
-            + (f" for {length} kept values at most" if kept > length else ""),
+            f"a payload of {size} bytes for {length} values in {name(codec)}; expected {expected} "
+            "bytes" + (f" for {length} kept values at most" if kept > length else ""),
             reason="PAYLOAD_SIZE_MISMATCH",
         )
 
@@ -193,7 +223,11 @@ def _decode_int8(data: memoryview, out: Values) -> None:
 
 def _decode_sign(data: memoryview, out: Values) -> None:
     count = blocks(out.size, SIGN_BLOCK)
-    bits = np.unpackbits(np.frombuffer(data, np.uint8, blocks(out.size, 8), 4 * count), count=out.size, bitorder="little")
+    bits = np.unpackbits(
+        np.frombuffer(data, np.uint8, blocks(out.size, 8), 4 * count),
+        count=out.size,
+        bitorder="little",
+    )
     np.multiply(bits, np.float32(-2), out=out)
     out += 1
     _scale_blocks(out, np.frombuffer(data, _F4, count), SIGN_BLOCK)
@@ -212,12 +246,17 @@ def _decode_topk(data: memoryview, out: Values) -> None:
     kept = (data.nbytes - 4 * count) // 6
     if int(counts.sum(dtype=np.uint64)) != kept:
         raise InvalidRequestError(
-            f"the blocks of a TOPK payload count {counts.sum(dtype=np.uint64)} values, it holds {kept}", reason="PAYLOAD_INVALID"
+            f"the blocks of a TOPK payload count {counts.sum(dtype=np.uint64)} values, it holds "
+            f"{kept}",
+            reason="PAYLOAD_INVALID",
         )
     places = np.repeat(np.arange(count, dtype=np.int64) * TOPK_BLOCK, counts)
     places += np.frombuffer(data, _U2, kept, 4 * count + 4 * kept)
     if kept and (places[-1] >= out.size or not (places[1:] > places[:-1]).all()):
-        raise InvalidRequestError(f"the places of a TOPK payload do not ascend within {out.size} values", reason="PAYLOAD_INVALID")
+        raise InvalidRequestError(
+            f"the places of a TOPK payload do not ascend within {out.size} values",
+            reason="PAYLOAD_INVALID",
+        )
     out[:] = 0
     out[places] = np.frombuffer(data, _F4, kept, 4 * count)
 
@@ -225,10 +264,11 @@ def _decode_topk(data: memoryview, out: Values) -> None:
 def _decode_randomk(data: memoryview, out: Values) -> None:
     start, stride = (int(number) for number in np.frombuffer(data, _U8, 2))
     values = np.frombuffer(data, _F4, offset=RANDOMK_HEADER_BYTES)
-    if start >= max(1, out.size) or stride >= max(2, out.size) or math.gcd(stride, out.size) != 1:  # said rightly also of no values
+    if start >= max(1, out.size) or stride >= max(2, out.size) or math.gcd(stride, out.size) != 1:
+        # said rightly also of no values
         raise InvalidRequestError(
-            f"a RANDOMK payload starts at {start} with stride {stride} in {out.size} values; expected a start below that, and a stride "
-            "below it without a common divisor",
+            f"a RANDOMK payload starts at {start} with stride {stride} in {out.size} values; "
+            "expected a start below that, and a stride below it without a common divisor",
             reason="PAYLOAD_INVALID",
         )
     out[:] = 0
@@ -241,20 +281,25 @@ def _decode_powersgd(data: memoryview, out: Values, shapes: Shapes) -> None:
     for (rows, columns), rank in zip(shapes, ranks, strict=True):
         if rank > POWERSGD_LARGEST_RANK or rank * (rows + columns) > rows * columns:
             raise InvalidRequestError(
-                f"a POWERSGD payload has rank {rank} for a piece of {rows} x {columns}; expected at most {POWERSGD_LARGEST_RANK}, and 0, "
-                "the piece as it is, where factors would be larger",
+                f"a POWERSGD payload has rank {rank} for a piece of {rows} x {columns}; expected "
+                f"at most {POWERSGD_LARGEST_RANK}, and 0, the piece as it is, where factors would "
+                "be larger",
                 reason="PAYLOAD_INVALID",
             )
     if data.nbytes != (expected := powersgd_bytes(shapes, ranks)):
         raise InvalidRequestError(
-            f"a POWERSGD payload of {data.nbytes} bytes; by its ranks it has {expected}", reason="PAYLOAD_SIZE_MISMATCH"
+            f"a POWERSGD payload of {data.nbytes} bytes; by its ranks it has {expected}",
+            reason="PAYLOAD_SIZE_MISMATCH",
         )
     at, begin = len(shapes), 0
     for (rows, columns), rank in zip(shapes, ranks, strict=True):
         end = begin + rows * columns
         if rank:
             right_at, next_at = at + rows * rank, at + (rows + columns) * rank
-            left, right = numbers[at:right_at].reshape(rows, rank), numbers[right_at:next_at].reshape(rank, columns)
+            left, right = (
+                numbers[at:right_at].reshape(rows, rank),
+                numbers[right_at:next_at].reshape(rank, columns),
+            )
             _multiply(left, right, out[begin:end].reshape(rows, columns))
         else:
             next_at = at + rows * columns
@@ -263,7 +308,8 @@ def _decode_powersgd(data: memoryview, out: Values, shapes: Shapes) -> None:
 
 
 def _multiply(left: NDArray[Any], right: NDArray[Any], out: Values) -> None:
-    """`left` times `right`, its products added up in the order of the rank: each operation rounds as IEEE 754 says, on any machine."""
+    """`left` times `right`, its products added up in the order of the rank: each operation rounds
+    as IEEE 754 says, on any machine."""
     rows, columns = out.shape
     step = max(1, _TILE // columns)
     product = np.empty((min(step, rows), columns), np.float32)
@@ -272,7 +318,11 @@ def _multiply(left: NDArray[Any], right: NDArray[Any], out: Values) -> None:
             tile, factors = out[start : start + step], left[start : start + step]
             np.multiply(factors[:, :1], right[:1], out=tile)
             for index in range(1, right.shape[0]):
-                tile += np.multiply(factors[:, index : index + 1], right[index : index + 1], out=product[: len(tile)])
+                tile += np.multiply(
+                    factors[:, index : index + 1],
+                    right[index : index + 1],
+                    out=product[: len(tile)],
+                )
 
 
 _DECODERS: Final[Mapping[int, Callable[[memoryview, Values], None]]] = {
@@ -286,11 +336,12 @@ _DECODERS: Final[Mapping[int, Callable[[memoryview, Values], None]]] = {
 }
 
 
-# ------------------------------------------------------------------------------------------------------------- encoding
+# ----------------------------------------------------------------------------------------- encoding
 
 
 def encode(codec: int, values: Values, *, kept: int = 0, seed: int = 0) -> memoryview:
-    """The payload of a float32 array of one dimension. `kept`: k of TOPK and RANDOMK; `seed`: of INT8's rounding and RANDOMK's places.
+    """The payload of a float32 array of one dimension. `kept`: k of TOPK and RANDOMK; `seed`: of
+    INT8's rounding and RANDOMK's places.
 
     For POWERSGD see `encode_powersgd`.
 
@@ -309,11 +360,19 @@ def encode(codec: int, values: Values, *, kept: int = 0, seed: int = 0) -> memor
 
 
 def encode_powersgd(pieces: Sequence[Values | tuple[Values, Values]]) -> memoryview:
-    """The POWERSGD payload of pieces that are given as they are, in one dimension, or as P, rows x r, and Q, r x columns."""
+    """The POWERSGD payload of pieces that are given as they are, in one dimension, or as P, rows x
+    r, and Q, r x columns."""
     ranks = [piece[0].shape[1] if isinstance(piece, tuple) else 0 for piece in pieces]
     parts = [part for piece in pieces for part in (piece if isinstance(piece, tuple) else (piece,))]
     return (
-        np.concatenate([np.array(ranks, _U4).view(_F4), *(part.astype(_F4, copy=False).reshape(-1) for part in parts)]).view(np.uint8).data
+        np.concatenate(
+            [
+                np.array(ranks, _U4).view(_F4),
+                *(part.astype(_F4, copy=False).reshape(-1) for part in parts),
+            ]
+        )
+        .view(np.uint8)
+        .data
     )
 
 
@@ -332,8 +391,11 @@ def _encode_int8(values: Values, kept: int, random: np.random.Generator) -> list
     rows = _in_blocks(values, INT8_BLOCK)
     with np.errstate(all="ignore"):
         largest = np.abs(rows).max(axis=1)
-        scales = np.where(np.isfinite(largest), largest / np.float32(INT8_LARGEST), np.float32(np.nan)).astype(_F4)
-        # A magnitude so small that its scale has hardly a bit left is zero: the division would not stay within int8.
+        scales = np.where(
+            np.isfinite(largest), largest / np.float32(INT8_LARGEST), np.float32(np.nan)
+        ).astype(_F4)
+        # A magnitude so small that its scale has hardly a bit left is zero: the division would not
+        # stay within int8.
         scales[largest < np.finfo(np.float32).tiny * 256] = 0
         inverse = np.where(scales > 0, 1 / scales, 0)[:, None].astype(np.float32)
         levels = np.floor(rows * inverse + random.random(rows.shape, np.float32))
@@ -344,12 +406,19 @@ def _encode_int8(values: Values, kept: int, random: np.random.Generator) -> list
 def _encode_sign(values: Values, kept: int, random: np.random.Generator) -> list[NDArray[Any]]:
     rows = _in_blocks(values, SIGN_BLOCK)
     held = np.minimum(SIGN_BLOCK, values.size - SIGN_BLOCK * np.arange(len(rows)))
-    return [(np.abs(rows).sum(axis=1) / held).astype(_F4), np.packbits(values < 0, bitorder="little")]
+    return [
+        (np.abs(rows).sum(axis=1) / held).astype(_F4),
+        np.packbits(values < 0, bitorder="little"),
+    ]
 
 
 def _encode_topk(values: Values, kept: int, random: np.random.Generator) -> list[NDArray[Any]]:
     magnitudes = np.abs(values)  # NaN sorts last, as the largest
-    places = np.sort(np.argpartition(magnitudes, values.size - kept)[values.size - kept :]) if kept else np.empty(0, np.int64)
+    places = (
+        np.sort(np.argpartition(magnitudes, values.size - kept)[values.size - kept :])
+        if kept
+        else np.empty(0, np.int64)
+    )
     counts = np.bincount(places // TOPK_BLOCK, minlength=blocks(values.size, TOPK_BLOCK))
     return [counts.astype(_U4), values[places], (places % TOPK_BLOCK).astype(_U2)]
 
@@ -357,7 +426,10 @@ def _encode_topk(values: Values, kept: int, random: np.random.Generator) -> list
 def _encode_randomk(values: Values, kept: int, random: np.random.Generator) -> list[NDArray[Any]]:
     start, stride = randomk_draw(random, values.size)
     chosen = values[randomk_places(start, stride, kept, values.size)]
-    return [np.array([start, stride], _U8), chosen if np.isfinite(values).all() else np.full_like(chosen, np.nan)]
+    return [
+        np.array([start, stride], _U8),
+        chosen if np.isfinite(values).all() else np.full_like(chosen, np.nan),
+    ]
 
 
 _ENCODERS: Final[Mapping[int, Callable[[Values, int, np.random.Generator], list[NDArray[Any]]]]] = {
@@ -372,7 +444,8 @@ _ENCODERS: Final[Mapping[int, Callable[[Values, int, np.random.Generator], list[
 
 
 def randomk_draw(random: np.random.Generator, length: int) -> tuple[int, int]:
-    """A start and a stride for `length` values: each place is equally likely to be among the first k, whatever k."""
+    """A start and a stride for `length` values: each place is equally likely to be among the first
+    k, whatever k."""
     if length < 2:
         return 0, 1
     start = int(random.integers(length))
@@ -383,7 +456,8 @@ def randomk_draw(random: np.random.Generator, length: int) -> tuple[int, int]:
 
 
 def randomk_places(start: int, stride: int, kept: int, length: int) -> NDArray[np.int64]:
-    """The places of RANDOMK's values; all different. Tensors have fewer than 2^31 values: the products stay below 2^63."""
+    """The places of RANDOMK's values; all different. Tensors have fewer than 2^31 values: the
+    products stay below 2^63."""
     return (start + np.arange(kept, dtype=np.int64) * stride) % max(1, length)
 
 
@@ -401,4 +475,6 @@ def name(codec: int) -> str:
 
 def _unsupported(codec: int) -> InvalidRequestError:
     known = ", ".join(pb.Codec.Name(known) for known in (*_DECODERS, POWERSGD) if known != codec)
-    return InvalidRequestError(f"codec {name(codec)}: expected one of {known}", reason="CODEC_UNSUPPORTED")
+    return InvalidRequestError(
+        f"codec {name(codec)}: expected one of {known}", reason="CODEC_UNSUPPORTED"
+    )

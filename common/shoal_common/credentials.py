@@ -1,7 +1,9 @@
-"""Tokens, keys and certificates as people give them: which settings and flags there are, the same for every command and service.
+"""Tokens, keys and certificates as people give them: which settings and flags there are, the same
+for every command and service.
 
-A secret is never an argument, since every process list shows those: it stands in a file that a flag names, or in a variable. What a
-process has read from a variable it keeps to itself (process_secrets.py), so that the processes which it starts do not inherit it.
+A secret is never an argument, since every process list shows those: it stands in a file that a flag
+names, or in a variable. What a process has read from a variable it keeps to itself
+(process_secrets.py), so that the processes which it starts do not inherit it.
 """
 
 from __future__ import annotations
@@ -48,15 +50,22 @@ _RENAMED: Final[Mapping[str, str]] = {
 
 
 def read_secret(path: Path, what: str) -> str:
-    """Returns the secret in a file, without the end of its line. Raises ConfigurationError: it cannot be read, or holds nothing."""
+    """Returns the secret in a file, without the end of its line. Raises ConfigurationError: it
+    cannot be read, or holds nothing."""
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{what}: the file {path} cannot be read: {error}") from error
     if not text or "\n" in text:
-        raise ConfigurationError(f"{what}: the file {path} holds {'several lines' if text else 'nothing'}; expected one line, the secret")
+        raise ConfigurationError(
+            f"{what}: the file {path} holds {'several lines' if text else 'nothing'}; expected one "
+            "line, the secret"
+        )
     if not text.isascii() or not text.isprintable():
-        raise ConfigurationError(f"{what}: the file {path} holds characters that are not printable ASCII; expected one line, the secret")
+        raise ConfigurationError(
+            f"{what}: the file {path} holds characters that are not printable ASCII; expected one "
+            "line, the secret"
+        )
     return text
 
 
@@ -70,10 +79,15 @@ class _SecuritySettings(ShoalSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Secrets that this process has taken out of its environment count as if they were there still."""
+        """Secrets that this process has taken out of its environment count as if they were there
+        still."""
         prefix = str(cls.model_config.get("env_prefix", ""))
         _refuse_old_names(prefix, os.environ)
-        taken = {name.removeprefix(prefix).lower(): value for name, value in taken_secrets().items() if name.startswith(prefix)}
+        taken = {
+            name.removeprefix(prefix).lower(): value
+            for name, value in taken_secrets().items()
+            if name.startswith(prefix)
+        }
         known = {field: value for field, value in taken.items() if field in cls.model_fields}
         return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=known)
 
@@ -104,10 +118,14 @@ class CallerSettings(_SecuritySettings):
         return None if self.token is None else self.token.get_secret_value()
 
     def channel(self, address: str, **more: Any) -> ChannelSettings:
-        """How to call the service at host:port. `more`: other fields of ChannelSettings. Raises ConfigurationError."""
-        from shoal_common.rpc.channel import ChannelSettings  # gRPC: commands that fail before they call anybody do without it
+        """How to call the service at host:port. `more`: other fields of ChannelSettings. Raises
+        ConfigurationError."""
+        # gRPC: commands that fail before they call anybody do without it
+        from shoal_common.rpc.channel import ChannelSettings
 
-        return ChannelSettings(address=address, token=self.bearer_token, tls=self.calling_tls, **more)
+        return ChannelSettings(
+            address=address, token=self.bearer_token, tls=self.calling_tls, **more
+        )
 
     @property
     def calling_tls(self) -> TlsSettings | None:
@@ -147,11 +165,14 @@ class ServiceSettings(_SecuritySettings):
         if self.tls_cert is None and self.tls_key is None:
             if self.tls_client_ca is not None:
                 raise ConfigurationError(
-                    f"--tls-client-ca {self.tls_client_ca} without --tls-cert and --tls-key: clients show certificates over TLS only; give "
-                    "this service a certificate and its key"
+                    f"--tls-client-ca {self.tls_client_ca} without --tls-cert and --tls-key: "
+                    "clients show certificates over TLS only; give this service a certificate and "
+                    "its key"
                 )
             return None
-        return TlsSettings(certificate=self.tls_cert, key=self.tls_key, client_authority=self.tls_client_ca)
+        return TlsSettings(
+            certificate=self.tls_cert, key=self.tls_key, client_authority=self.tls_client_ca
+        )
 
     @property
     def token_table(self) -> TokenTable:
@@ -160,30 +181,42 @@ class ServiceSettings(_SecuritySettings):
 
 
 def _refuse_old_names(prefix: str, environment: Mapping[str, str]) -> None:
-    """Raises ConfigurationError for a variable under the name of an earlier release: to pass it over would be to do without TLS."""
+    """Raises ConfigurationError for a variable under the name of an earlier release: to pass it
+    over would be to do without TLS."""
     for old, new in _RENAMED.items():
         if environment.get(f"{prefix}{old}"):
-            raise ConfigurationError(f"the variable {prefix}{old} is called {prefix}{new} now; rename it")
+            raise ConfigurationError(
+                f"the variable {prefix}{old} is called {prefix}{new} now; rename it"
+            )
 
 
-# -------------------------------------------------------------------------------------------------------------------------------- flags
+# -------------------------------------------------------------------------------------------- flags
 
 
 def add_service_flags(parser: argparse.ArgumentParser, *, calls: bool) -> None:
-    """Adds the flags of ServiceSettings; with `calls` also those of CallerSettings that a service does not have anyway."""
+    """Adds the flags of ServiceSettings; with `calls` also those of CallerSettings that a service
+    does not have anyway."""
     flags = dict(_SERVICE_FLAGS)
     if calls:
         flags |= {flag: text for flag, text in CALLER_FLAGS.items() if flag not in flags}
     for flag, text in flags.items():
         parser.add_argument(flag, metavar="FILE", help=text)
-    parser.add_argument("--insecure", action="store_true", default=None, help="serve other machines without TLS or tokens")
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        default=None,
+        help="serve other machines without TLS or tokens",
+    )
 
 
 def refuse_password(flag: str, url: str | None, remedy: str) -> None:
-    """Raises ConfigurationError, with the remedy, for a URL among the arguments that has a password."""
+    """Raises ConfigurationError, with the remedy, for a URL among the arguments that has a
+    password."""
     if url is not None and _has_password(url):
         raise ConfigurationError(
-            f"{flag}: a password among the arguments can be read by everyone on this machine; {remedy}", reason="SECRET_IN_ARGUMENTS"
+            f"{flag}: a password among the arguments can be read by everyone on this machine; "
+            f"{remedy}",
+            reason="SECRET_IN_ARGUMENTS",
         )
 
 
@@ -192,8 +225,8 @@ class RefusedToken(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         raise ConfigurationError(
-            "--token: a token among the arguments can be read by everyone on this machine; put it into a file that only you can read, and "
-            "give --token-file FILE (or set the variable)",
+            "--token: a token among the arguments can be read by everyone on this machine; put it "
+            "into a file that only you can read, and give --token-file FILE (or set the variable)",
             reason="SECRET_IN_ARGUMENTS",
         )
 

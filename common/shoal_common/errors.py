@@ -1,25 +1,26 @@
 """The one exception tree of Shoal, and the one table from it to gRPC statuses and back.
 
     ShoalError
-    ├── ConfigurationError (ValueError)     a setting or an argument that cannot work       INVALID_ARGUMENT
-    ├── InvalidRequestError (ValueError)    a malformed request                             INVALID_ARGUMENT
-    ├── UnknownResourceError (LookupError)  no such job, member, partition                  NOT_FOUND
-    ├── PreconditionError                   right request, wrong moment or wrong state      FAILED_PRECONDITION
-    │   └── StaleGenerationError            fenced off: the caller's generation is over
-    ├── LimitError                          larger than allowed                             RESOURCE_EXHAUSTED
-    ├── AuthenticationError                 no valid token or certificate                   UNAUTHENTICATED
-    ├── PermissionDeniedError               a valid token of the wrong role                 PERMISSION_DENIED
-    ├── UnavailableError                    cannot be answered now; try again               UNAVAILABLE
-    ├── DeadlineError (TimeoutError)        a wait ran into its deadline                    DEADLINE_EXCEEDED
-    ├── MembershipChanged                   the group a collective ran on is gone           ABORTED
-    ├── CorruptDataError                    a file or a transfer that fails its checks      DATA_LOSS
-    └── InternalError                       a bug in Shoal                                  INTERNAL
+    ├── ConfigurationError (ValueError)      INVALID_ARGUMENT     a setting that cannot work
+    ├── InvalidRequestError (ValueError)     INVALID_ARGUMENT     a malformed request
+    ├── UnknownResourceError (LookupError)   NOT_FOUND            no such job, member, partition
+    ├── PreconditionError                    FAILED_PRECONDITION  wrong moment or wrong state
+    │   └── StaleGenerationError             FAILED_PRECONDITION  the caller's generation is over
+    ├── LimitError                           RESOURCE_EXHAUSTED   larger than allowed
+    ├── AuthenticationError                  UNAUTHENTICATED      no valid token or certificate
+    ├── PermissionDeniedError                PERMISSION_DENIED    a valid token of the wrong role
+    ├── UnavailableError                     UNAVAILABLE          cannot be answered now; try again
+    ├── DeadlineError (TimeoutError)         DEADLINE_EXCEEDED    a wait ran into its deadline
+    ├── MembershipChanged                    ABORTED              a collective's group is gone
+    ├── CorruptDataError                     DATA_LOSS            a file or transfer is damaged
+    └── InternalError                        INTERNAL             a bug in Shoal
 
-Every error carries a `reason`: an UPPER_SNAKE name, stable over releases, that travels as google.rpc.ErrorInfo; what a service refuses
-because it has too much to do carries a `retry_after`, which travels as google.rpc.RetryInfo. The message is for people: it names the value,
-what was expected and what to do. docs/troubleshooting.md has an entry for each reason. The gRPC
-side (to_status, from_rpc_error) is in shoal_common.rpc.status; gRPC is not imported here, since these errors are the first thing that every
-program imports.
+Every error carries a `reason`: an UPPER_SNAKE name, stable over releases, that travels as
+google.rpc.ErrorInfo; what a service refuses because it has too much to do carries a `retry_after`,
+which travels as google.rpc.RetryInfo. The message is for people: it names the value, what was
+expected and what to do. docs/troubleshooting.md has an entry for each reason. The gRPC side
+(to_status, from_rpc_error) is in shoal_common.rpc.status; gRPC is not imported here, since these
+errors are the first thing that every program imports.
 """
 
 from __future__ import annotations
@@ -35,12 +36,16 @@ class ShoalError(Exception):
     """Name of its gRPC status."""
     default_reason: ClassVar[str] = "UNKNOWN"
     failed_at: float | None = None
-    """When it happened (`time.time()`), where it is raised later than that: of failures that led to one another the first is the cause."""
+    """When it happened (`time.time()`), where it is raised later than that: of failures that led to
+    one another the first is the cause."""
 
     retry_after: timedelta | None
-    """Who refused is overloaded, and asks not to be asked again before that; None: it does not say."""
+    """Who refused is overloaded, and asks not to be asked again before that; None: it does not
+    say."""
 
-    def __init__(self, message: str, *, reason: str | None = None, retry_after: timedelta | None = None) -> None:
+    def __init__(
+        self, message: str, *, reason: str | None = None, retry_after: timedelta | None = None
+    ) -> None:
         super().__init__(message)
         self.reason = reason or self.default_reason
         self.retry_after = retry_after
@@ -68,7 +73,8 @@ class UnknownResourceError(ShoalError, LookupError):
 
 
 class PreconditionError(ShoalError):
-    """The request is well formed but the state does not allow it; repeating it unchanged will not help."""
+    """The request is well formed but the state does not allow it; repeating it unchanged will not
+    help."""
 
     code = "FAILED_PRECONDITION"
     default_reason = "PRECONDITION_FAILED"
@@ -123,7 +129,8 @@ class MembershipChanged(ShoalError):
 
 
 class CorruptDataError(ShoalError):
-    """A file or a transfer failed its checksum, is truncated, or comes from another program or a newer release."""
+    """A file or a transfer failed its checksum, is truncated, or comes from another program or a
+    newer release."""
 
     code = "DATA_LOSS"
     default_reason = "DATA_CORRUPT"

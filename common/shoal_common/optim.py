@@ -1,10 +1,13 @@
-"""Optimizers that torch lacks, as `torch.optim.Optimizer`s: `shoal.optim`. Workers take them from a user, parameter servers run them.
+"""Optimizers that torch lacks, as `torch.optim.Optimizer`s: `shoal.optim`. Workers take them from a
+user, parameter servers run them.
 
-The one module of this package that imports torch. `LAMB` and `RowWiseAdagrad` treat several elements together: a whole tensor, or a row of
-it. So they are right where tensors are whole (alone, or under strategies that copy the model), and strategies that cut tensors refuse them.
+The one module of this package that imports torch. `LAMB` and `RowWiseAdagrad` treat several
+elements together: a whole tensor, or a row of it. So they are right where tensors are whole (alone,
+or under strategies that copy the model), and strategies that cut tensors refuse them.
 
-Values and state of 16-bit types are computed with in float32 and rounded once. Norms do not depend on the number of threads, so that a
-parameter server that is recovered elsewhere has the same bits (`torch.linalg.vector_norm` keeps to that, `sum` does not).
+Values and state of 16-bit types are computed with in float32 and rounded once. Norms do not depend
+on the number of threads, so that a parameter server that is recovered elsewhere has the same bits
+(`torch.linalg.vector_norm` keeps to that, `sum` does not).
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ class _OwnOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient. `closure` computes the loss again, which is returned.
+        """Updates all parameters that have a gradient. `closure` computes the loss again, which is
+        returned.
 
         Raises:
             ConfigurationError: a gradient is sparse.
@@ -40,27 +44,41 @@ class _OwnOptimizer(torch.optim.Optimizer):
                     continue
                 if parameter.grad.layout is not torch.strided:
                     raise ConfigurationError(
-                        f"{type(self).__name__}: a gradient is {parameter.grad.layout}; expected a dense one: make the embedding with "
-                        "sparse=False"
+                        f"{type(self).__name__}: a gradient is {parameter.grad.layout}; expected a "
+                        "dense one: make the embedding with sparse=False"
                     )
                 alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
             for parameters in alike.values():
-                gradients = [_wide(parameter.grad) for parameter in parameters if parameter.grad is not None]
-                self._update(parameters, list(torch._foreach_neg(gradients)) if group["maximize"] else gradients, group)
+                gradients = [
+                    _wide(parameter.grad) for parameter in parameters if parameter.grad is not None
+                ]
+                self._update(
+                    parameters,
+                    list(torch._foreach_neg(gradients)) if group["maximize"] else gradients,
+                    group,
+                )
         return loss
 
-    def _update(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], group: Mapping[str, Any]) -> None:
-        """One step of parameters of one device and type. `gradients`: to be descended, in the type to compute with, and only read."""
+    def _update(
+        self,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        group: Mapping[str, Any],
+    ) -> None:
+        """One step of parameters of one device and type. `gradients`: to be descended, in the type
+        to compute with, and only read."""
         raise NotImplementedError
 
 
 class LAMB(_OwnOptimizer):
-    """Adam whose step is as long, for each tensor, as the learning rate times the tensor's own norm.
+    """Adam whose step is as long, for each tensor, as the learning rate times the tensor's own
+    norm.
 
-    Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020, with its bias
-    correction and phi(z) = z: with r = m' / (sqrt(v') + eps) and u = r + weight_decay * w the step is `lr * |w| / |u| * u`, of Euclidean
-    norms over the tensor. Where either norm is zero the ratio is 1. Tensors that are to have no decay (biases, norms) go into a parameter
-    group with `weight_decay=0`.
+    Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
+    minutes", ICLR 2020, with its bias correction and phi(z) = z: with r = m' / (sqrt(v') + eps) and
+    u = r + weight_decay * w the step is `lr * |w| / |u| * u`, of Euclidean norms over the tensor.
+    Where either norm is zero the ratio is 1. Tensors that are to have no decay (biases, norms) go
+    into a parameter group with `weight_decay=0`.
 
     State per tensor: two tensors of its shape and type (`exp_avg`, `exp_avg_sq`), and `step`.
     """
@@ -83,9 +101,23 @@ class LAMB(_OwnOptimizer):
         _check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         if not all(0.0 <= beta < 1.0 for beta in betas):
             raise ConfigurationError(f"betas={betas}: expected two numbers in [0, 1)")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize})
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "maximize": maximize,
+            },
+        )
 
-    def _update(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], group: Mapping[str, Any]) -> None:
+    def _update(
+        self,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        group: Mapping[str, Any],
+    ) -> None:
         states = [self.state[parameter] for parameter in parameters]
         for parameter, state in zip(parameters, states, strict=True):
             if not state:
@@ -108,7 +140,10 @@ class LAMB(_OwnOptimizer):
         torch._foreach_div_(updates, roots)
         if group["weight_decay"]:
             torch._foreach_add_(updates, values, alpha=group["weight_decay"])
-        own, length = torch.stack(torch._foreach_norm(values)), torch.stack(torch._foreach_norm(updates))
+        own, length = (
+            torch.stack(torch._foreach_norm(values)),
+            torch.stack(torch._foreach_norm(updates)),
+        )
         ratios = torch.where((own > 0) & (length > 0), own / length, torch.ones_like(own))
         torch._foreach_mul_(updates, ratios.unbind())
         torch._foreach_add_(values, updates, alpha=-float(group["lr"]))
@@ -121,13 +156,15 @@ class LAMB(_OwnOptimizer):
 class RowWiseAdagrad(_OwnOptimizer):
     """Adagrad with one sum for each row: of the means of the squared gradients over the row.
 
-    For a row w with gradient g: `sum += mean(g * g)`, `w -= lr * g / (sqrt(sum) + eps)`, where g has `weight_decay * w` in it. A row is
-    what one index of a tensor's first dimension selects; each element of a vector is a row, and plain Adagrad is what it gets. Meant for
-    embeddings: the state is as long as the table, and not as wide. (Gupta, Bengio and Weston, "Training Highly Multiclass Classifiers",
-    JMLR 2014; Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems", 2019; FBGEMM's
-    EXACT_ROWWISE_ADAGRAD.)
+    For a row w with gradient g: `sum += mean(g * g)`, `w -= lr * g / (sqrt(sum) + eps)`, where g
+    has `weight_decay * w` in it. A row is what one index of a tensor's first dimension selects;
+    each element of a vector is a row, and plain Adagrad is what it gets. Meant for embeddings: the
+    state is as long as the table, and not as wide. (Gupta, Bengio and Weston, "Training Highly
+    Multiclass Classifiers", JMLR 2014; Naumov et al., "Deep Learning Recommendation Model for
+    Personalization and Recommendation Systems", 2019; FBGEMM's EXACT_ROWWISE_ADAGRAD.)
 
-    State per tensor: `sum`, one number for each row, in float32, or float64 where the tensor has that.
+    State per tensor: `sum`, one number for each row, in float32, or float64 where the tensor has
+    that.
     """
 
     def __init__(
@@ -145,7 +182,12 @@ class RowWiseAdagrad(_OwnOptimizer):
         Raises:
             ConfigurationError: a value that cannot work.
         """
-        _check_not_negative(lr=lr, weight_decay=weight_decay, initial_accumulator_value=initial_accumulator_value, eps=eps)
+        _check_not_negative(
+            lr=lr,
+            weight_decay=weight_decay,
+            initial_accumulator_value=initial_accumulator_value,
+            eps=eps,
+        )
         super().__init__(
             params,
             {
@@ -158,25 +200,41 @@ class RowWiseAdagrad(_OwnOptimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer.load_state_dict`, which alone would round the sums to the parameters' type."""
+        """See `torch.optim.Optimizer.load_state_dict`, which alone would round the sums to the
+        parameters' type."""
         super().load_state_dict(state_dict)
-        numbers: Iterable[int] = (number for group in state_dict["param_groups"] for number in group["params"])
+        numbers: Iterable[int] = (
+            number for group in state_dict["param_groups"] for number in group["params"]
+        )
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         for number, parameter in zip(numbers, parameters, strict=True):
             if number in state_dict["state"]:
                 saved = state_dict["state"][number]["sum"]
-                self.state[parameter]["sum"] = saved.to(device=parameter.device, dtype=_wide_type(parameter), copy=True)
+                self.state[parameter]["sum"] = saved.to(
+                    device=parameter.device, dtype=_wide_type(parameter), copy=True
+                )
 
-    def _update(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], group: Mapping[str, Any]) -> None:
+    def _update(
+        self,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        group: Mapping[str, Any],
+    ) -> None:
         for parameter, given in zip(parameters, gradients, strict=True):
             rows, state = parameter.shape[0] if parameter.dim() else 1, self.state[parameter]
             if not state:
                 begin = group["initial_accumulator_value"]
-                state["sum"] = torch.full((rows,), begin, dtype=_wide_type(parameter), device=parameter.device)
+                state["sum"] = torch.full(
+                    (rows,), begin, dtype=_wide_type(parameter), device=parameter.device
+                )
             values = _wide(parameter)
-            gradient = given.add(values, alpha=group["weight_decay"]) if group["weight_decay"] else given
+            gradient = (
+                given.add(values, alpha=group["weight_decay"]) if group["weight_decay"] else given
+            )
             by_row = gradient.reshape(rows, -1)
-            state["sum"].add_(torch.linalg.vector_norm(by_row / math.sqrt(by_row.shape[1]), dim=1).square_())
+            state["sum"].add_(
+                torch.linalg.vector_norm(by_row / math.sqrt(by_row.shape[1]), dim=1).square_()
+            )
             update = by_row / state["sum"].sqrt().add_(group["eps"]).unsqueeze(1)
             values.add_(update.reshape(parameter.shape), alpha=-float(group["lr"]))
             if values is not parameter:
@@ -184,16 +242,19 @@ class RowWiseAdagrad(_OwnOptimizer):
 
 
 class DelayedNesterov(_OwnOptimizer):
-    """SGD with Nesterov momentum for gradients that come one after another from several workers, as those of outer steps do.
+    """SGD with Nesterov momentum for gradients that come one after another from several workers, as
+    those of outer steps do.
 
-    Algorithm 3 of Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024, with c = 0: each gradient g moves the values
-    by `lr * g / every` at once; and behind every so many of them the momentum, m' = momentum * m + their mean, moves the values by
-    `lr * momentum * m'`.
+    Algorithm 3 of Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024, with c
+    = 0: each gradient g moves the values by `lr * g / every` at once; and behind every so many of
+    them the momentum, m' = momentum * m + their mean, moves the values by `lr * momentum * m'`.
 
-    With `every` = the number of workers, that many gradients, in whatever order, come to one step of `torch.optim.SGD` with
-    `nesterov=True` and their mean; with 1 each gradient does. Where `weight_decay` is not 0, g has `weight_decay * w` in it.
+    With `every` = the number of workers, that many gradients, in whatever order, come to one step
+    of `torch.optim.SGD` with `nesterov=True` and their mean; with 1 each gradient does. Where
+    `weight_decay` is not 0, g has `weight_decay * w` in it.
 
-    State per tensor: two tensors of its shape and type (`momentum_buffer`, `gradient_sum`), and `step`, gradients since the momentum moved.
+    State per tensor: two tensors of its shape and type (`momentum_buffer`, `gradient_sum`), and
+    `step`, gradients since the momentum moved.
     """
 
     def __init__(
@@ -206,7 +267,8 @@ class DelayedNesterov(_OwnOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        """Arguments are those of `torch.optim.SGD`; `every`: how many gradients make one step of the momentum, >= 1.
+        """Arguments are those of `torch.optim.SGD`; `every`: how many gradients make one step of
+        the momentum, >= 1.
 
         Raises:
             ConfigurationError: a value that cannot work.
@@ -215,10 +277,27 @@ class DelayedNesterov(_OwnOptimizer):
         if momentum >= 1:
             raise ConfigurationError(f"momentum={momentum}: expected a number in [0, 1)")
         if every < 1 or every != int(every):
-            raise ConfigurationError(f"every={every}: expected a whole number of gradients, at least 1: that of the workers")
-        super().__init__(params, {"lr": lr, "momentum": momentum, "every": every, "weight_decay": weight_decay, "maximize": maximize})
+            raise ConfigurationError(
+                f"every={every}: expected a whole number of gradients, at least 1: that of the "
+                "workers"
+            )
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "every": every,
+                "weight_decay": weight_decay,
+                "maximize": maximize,
+            },
+        )
 
-    def _update(self, parameters: list[torch.Tensor], gradients: list[torch.Tensor], group: Mapping[str, Any]) -> None:
+    def _update(
+        self,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+        group: Mapping[str, Any],
+    ) -> None:
         lr, momentum = float(group["lr"]), group["momentum"]
         for parameter, given in zip(parameters, gradients, strict=True):
             state = self.state[parameter]
@@ -227,7 +306,9 @@ class DelayedNesterov(_OwnOptimizer):
                 state["momentum_buffer"] = torch.zeros_like(parameter)
                 state["gradient_sum"] = torch.zeros_like(parameter)
             values, total = _wide(parameter), _wide(state["gradient_sum"])
-            gradient = given.add(values, alpha=group["weight_decay"]) if group["weight_decay"] else given
+            gradient = (
+                given.add(values, alpha=group["weight_decay"]) if group["weight_decay"] else given
+            )
             total.add_(gradient)
             values.add_(gradient, alpha=-lr / group["every"])
             state["step"].add_(1)

@@ -1,9 +1,11 @@
-"""The addresses of this machine: which of them other machines are told, and which its processes listen on.
+"""The addresses of this machine: which of them other machines are told, and which its processes
+listen on.
 
-By default both are the address of the route to the coordinator, without asking what the machine's own name resolves to (often 127.0.1.1, or
-nothing). A person names another with `--local-addr` or SHOAL_LOCAL_ADDR, as an address, an interface or a host name; and with
-`--listen-addr` or SHOAL_LISTEN_ADDR where processes listen, if that is not where others reach them (NAT). What is told is numeric, so no
-other machine has to know a name. Linux alone.
+By default both are the address of the route to the coordinator, without asking what the machine's
+own name resolves to (often 127.0.1.1, or nothing). A person names another with `--local-addr` or
+SHOAL_LOCAL_ADDR, as an address, an interface or a host name; and with `--listen-addr` or
+SHOAL_LISTEN_ADDR where processes listen, if that is not where others reach them (NAT). What is told
+is numeric, so no other machine has to know a name. Linux alone.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ LOCAL_ADDR: Final = "--local-addr (SHOAL_LOCAL_ADDR)"
 LISTEN_ADDR: Final = "--listen-addr (SHOAL_LISTEN_ADDR)"
 """How errors name what says where processes listen."""
 REACHED_ELSEWHERE: Final = (
-    "an address is what each worker tells of its own machine; where others reach a machine at another one, start its launcher with "
-    + LOCAL_ADDR
+    "an address is what each worker tells of its own machine; where others reach a machine at "
+    "another one, start its launcher with " + LOCAL_ADDR
 )
 """What errors of connecting to other workers say of the addresses that were tried."""
 ELSEWHERE: Final = (("192.0.2.1", 9), ("2001:db8::1", 9))
@@ -45,15 +47,21 @@ class OwnAddress:
 
     @classmethod
     def find(cls, local: str | None, listen: str | None, *, towards: tuple[str, int]) -> OwnAddress:
-        """Reads what a person said with `--local-addr` and `--listen-addr`, None where nothing was; `towards` is the host and port of the
-        coordinator, the way to which is the default.
+        """Reads what a person said with `--local-addr` and `--listen-addr`, None where nothing was;
+        `towards` is the host and port of the coordinator, the way to which is the default.
 
         Raises:
-            ConfigurationError: such an address this machine does not have, or others cannot reach it; or nothing was said, and there is no
-                way to the coordinator's host.
+            ConfigurationError: such an address this machine does not have, or others cannot reach
+                it; or nothing was said, and there is no way to the coordinator's host.
         """
         preferred = route_towards(*towards)
-        bound = None if not listen else listen if is_unspecified(listen) else _own(listen, LISTEN_ADDR, preferred)
+        bound = (
+            None
+            if not listen
+            else listen
+            if is_unspecified(listen)
+            else _own(listen, LISTEN_ADDR, preferred)
+        )
         if local:
             told = _own(local, LOCAL_ADDR, preferred) if bound is None else _told(local, preferred)
         elif bound is not None and not is_unspecified(bound):
@@ -62,18 +70,21 @@ class OwnAddress:
             told = preferred
         else:
             raise ConfigurationError(
-                f"there is no way from here to the coordinator's host {towards[0]!r}, or it is not known here: {_have()}; "
-                f"correct the host, or say with {LOCAL_ADDR} where other machines reach this one",
+                f"there is no way from here to the coordinator's host {towards[0]!r}, or it is not "
+                f"known here: {_have()}; correct the host, or say with {LOCAL_ADDR} where other "
+                "machines reach this one",
                 reason="NO_ROUTE",
             )
         return cls(told=told, bound=bound or told)
 
 
 def route_towards(host: str, port: int) -> str | None:
-    """Returns this machine's address on the way to `host`; None where there is no way, or no such host. Sends nothing: connecting a
-    datagram socket only chooses the route."""
+    """Returns this machine's address on the way to `host`; None where there is no way, or no such
+    host. Sends nothing: connecting a datagram socket only chooses the route."""
     with contextlib.suppress(OSError):
-        for family, kind, protocol, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        for family, kind, protocol, _, target in socket.getaddrinfo(
+            host, port, type=socket.SOCK_DGRAM
+        ):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.connect(target)
                 return str(probe.getsockname()[0])
@@ -104,7 +115,8 @@ def is_own(address: str) -> bool:
 
 
 def interfaces() -> Mapping[str, list[str]]:
-    """Returns this machine's addresses by interface, IPv4 before IPv6, without those that are valid on one link alone."""
+    """Returns this machine's addresses by interface, IPv4 before IPv6, without those that are valid
+    on one link alone."""
     found: dict[str, list[str]] = {}
     for name, address in sorted(_assigned(), key=lambda each: ":" in each[1]):
         parsed = ip_address(address)
@@ -114,7 +126,8 @@ def interfaces() -> Mapping[str, list[str]]:
 
 
 def of_interface(name: str) -> str | None:
-    """Returns the first address of an interface of this machine; None: it has no such interface, or that has no address."""
+    """Returns the first address of an interface of this machine; None: it has no such interface, or
+    that has no address."""
     return next(iter(interfaces().get(name, ())), None)
 
 
@@ -126,71 +139,96 @@ def interface_of(address: str) -> str | None:
 def resolved(name: str) -> list[str]:
     """Returns the numeric addresses that `name` stands for here; none where it is not known."""
     try:
-        return list(dict.fromkeys(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)))
+        return list(
+            dict.fromkeys(
+                str(entry[4][0])
+                for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+            )
+        )
     except (OSError, UnicodeError):
         return []
 
 
 def name_for_others() -> str | None:
-    """Returns this machine's own name if it stands for an address that others may reach; None if it is unknown here, or means loopback."""
+    """Returns this machine's own name if it stands for an address that others may reach; None if it
+    is unknown here, or means loopback."""
     name = socket.gethostname()
     return name if any(not is_loopback(address) for address in resolved(name)) else None
 
 
 def own_host(given: str) -> str:
-    """Returns how other machines name this one, for a service that is to listen there: an interface's address, or what else is given; if
-    that is nothing, this machine's name, or its address on the way to others where that name is none for them."""
+    """Returns how other machines name this one, for a service that is to listen there: an
+    interface's address, or what else is given; if that is nothing, this machine's name, or its
+    address on the way to others where that name is none for them."""
     if given:
         return of_interface(given) or given
-    return name_for_others() or next(filter(None, (route_towards(*each) for each in ELSEWHERE)), None) or socket.gethostname()
+    return (
+        name_for_others()
+        or next(filter(None, (route_towards(*each) for each in ELSEWHERE)), None)
+        or socket.gethostname()
+    )
 
 
 def _own(given: str, flag: str, preferred: str | None) -> str:
-    """The address of this machine that `given` stands for. Raises ConfigurationError where it has none."""
+    """The address of this machine that `given` stands for. Raises ConfigurationError where it has
+    none."""
     candidates = _candidates(given, flag)
     own = [address for address in candidates if is_own(address)]
     if not own:
         means = "" if candidates == [given] else f", which is {', '.join(candidates)} here,"
-        by_nat = f"; where others reach this machine at it all the same (NAT), say also where to listen, {LISTEN_ADDR}: 0.0.0.0, say"
+        by_nat = (
+            "; where others reach this machine at it all the same (NAT), say also where to "
+            f"listen, {LISTEN_ADDR}: 0.0.0.0, say"
+        )
         raise ConfigurationError(
-            f"{flag} {given!r}{means} is no address of this machine, which has {_described()}: give one of these, or its interface"
-            + (by_nat if flag == LOCAL_ADDR else ""),
+            f"{flag} {given!r}{means} is no address of this machine, which has {_described()}: "
+            "give one of these, or its interface" + (by_nat if flag == LOCAL_ADDR else ""),
             reason=_REASON,
         )
     return _chosen(own, preferred)
 
 
 def _told(given: str, preferred: str | None) -> str:
-    """The address that `given` stands for, which another machine may have: what is sent there comes here."""
+    """The address that `given` stands for, which another machine may have: what is sent there comes
+    here."""
     return _chosen(_candidates(given, LOCAL_ADDR), preferred)
 
 
 def _candidates(given: str, flag: str) -> list[str]:
-    """The numeric addresses that an address, an interface or a host name stands for. Raises ConfigurationError where it is none of them, or
-    nobody else could use it."""
+    """The numeric addresses that an address, an interface or a host name stands for. Raises
+    ConfigurationError where it is none of them, or nobody else could use it."""
     given = given[1:-1] if given.startswith("[") and given.endswith("]") else given
     parsed = _parsed(given)
     if parsed is not None:
         if parsed.is_unspecified or parsed.is_link_local:
-            why = "stands for all addresses" if parsed.is_unspecified else "is valid on one link alone"
-            raise ConfigurationError(f"{flag} {given!r} {why}: give one that others can be told; {_have()}", reason=_REASON)
+            why = (
+                "stands for all addresses"
+                if parsed.is_unspecified
+                else "is valid on one link alone"
+            )
+            raise ConfigurationError(
+                f"{flag} {given!r} {why}: give one that others can be told; {_have()}",
+                reason=_REASON,
+            )
         return [str(parsed)]
     names = [name for _, name in socket.if_nameindex()]
     if given in names:
         if found := interfaces().get(given):
             return found
-        raise ConfigurationError(f"{flag} {given!r}: this interface has no address; {_have()}", reason=_REASON)
+        raise ConfigurationError(
+            f"{flag} {given!r}: this interface has no address; {_have()}", reason=_REASON
+        )
     if not (found := resolved(given)):
         raise ConfigurationError(
-            f"{flag} {given!r} is no address, no interface and no host name that is known here; {_have()}: give one of these addresses, "
-            "or an interface",
+            f"{flag} {given!r} is no address, no interface and no host name that is known here; "
+            f"{_have()}: give one of these addresses, or an interface",
             reason=_REASON,
         )
     usable = [address for address in found if given == "localhost" or not is_loopback(address)]
     if not usable:
         raise ConfigurationError(
-            f"{flag} {given!r} is {', '.join(found)} here, which only this machine reaches; {_have()}: give one of these addresses, or an "
-            "interface",
+            f"{flag} {given!r} is {', '.join(found)} here, which only this machine reaches; "
+            f"{_have()}: give one of these addresses, or an interface",
             reason=_REASON,
         )
     return usable
@@ -200,7 +238,9 @@ def _chosen(addresses: list[str], preferred: str | None) -> str:
     """The preferred one, else the first of its family: all machines have to use one."""
     if preferred is None or preferred in addresses:
         return preferred or addresses[0]
-    return next((address for address in addresses if _family(address) == _family(preferred)), addresses[0])
+    return next(
+        (address for address in addresses if _family(address) == _family(preferred)), addresses[0]
+    )
 
 
 def _have() -> str:
@@ -208,7 +248,10 @@ def _have() -> str:
 
 
 def _described() -> str:
-    return "; ".join(f"{name} {', '.join(addresses)}" for name, addresses in interfaces().items()) or "no addresses"
+    return (
+        "; ".join(f"{name} {', '.join(addresses)}" for name, addresses in interfaces().items())
+        or "no addresses"
+    )
 
 
 def _parsed(address: str) -> IPv4Address | IPv6Address | None:
@@ -222,7 +265,7 @@ def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-# ------------------------------------------------------------------------------------------------------------- what the C library tells
+# ------------------------------------------------------------------------- what the C library tells
 
 
 class _InterfaceAddress(ctypes.Structure):
@@ -254,6 +297,9 @@ def _assigned() -> Iterator[tuple[str, str]]:
             family = ctypes.c_ushort.from_address(entry.address).value
             if family in _ADDRESS_AT:
                 offset, length = _ADDRESS_AT[socket.AddressFamily(family)]
-                yield entry.name.decode(), socket.inet_ntop(family, ctypes.string_at(entry.address + offset, length))
+                yield (
+                    entry.name.decode(),
+                    socket.inet_ntop(family, ctypes.string_at(entry.address + offset, length)),
+                )
     finally:
         library.freeifaddrs(first)

@@ -1,4 +1,5 @@
-"""Secrets that stand in this process's environment, taken out of it, so that the processes which it starts do not inherit them.
+"""Secrets that stand in this process's environment, taken out of it, so that the processes which it
+starts do not inherit them.
 
 Imports nothing: every command calls it before anything else.
 """
@@ -10,12 +11,17 @@ from collections.abc import Mapping
 from typing import Final
 
 SECRETS: Final = ("SHOAL_TOKEN", "SHOAL_STORE_URL")
-"""Variables of callers whose values are secrets. Each has a brother of the same name with _FILE: where the secret is read."""
+"""Variables of callers whose values are secrets. Each has a brother of the same name with _FILE:
+where the secret is read."""
 
 _OF_ONE_PROCESS: Final = ("SHOAL_MEMBER_KEY",)
 """Variables whose values are secrets of one process, given to no other."""
 
-SERVICE_SECRETS: Final = ("SHOAL_PS_SERVER_TOKEN", "SHOAL_COORDINATOR_REDIS", "SHOAL_COORDINATOR_STORE_URL")
+SERVICE_SECRETS: Final = (
+    "SHOAL_PS_SERVER_TOKEN",
+    "SHOAL_COORDINATOR_REDIS",
+    "SHOAL_COORDINATOR_STORE_URL",
+)
 """Variables whose values are secrets of services, which start nothing that runs a user's code."""
 
 _taken: dict[str, str] = {}
@@ -23,8 +29,9 @@ _taken: dict[str, str] = {}
 
 
 def take_secrets() -> None:
-    """Moves secrets from this process's environment into its memory. Settings (shoal_common.credentials) go on finding them. What other
-    users of this machine can read is the environment that a process began with; they cannot read that of this user's either way."""
+    """Moves secrets from this process's environment into its memory. Settings
+    (shoal_common.credentials) go on finding them. What other users of this machine can read is the
+    environment that a process began with; they cannot read that of this user's either way."""
     for name in (*SECRETS, *_OF_ONE_PROCESS):
         if value := os.environ.pop(name, ""):
             _taken[name] = value

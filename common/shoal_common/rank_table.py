@@ -1,7 +1,9 @@
-"""The table of a generation's ranks, as coordinator and members both know it: its digest, and how one table follows from another.
+"""The table of a generation's ranks, as coordinator and members both know it: its digest, and how
+one table follows from another.
 
-A generation of thousands is told to its members by what has changed since the one before, with a digest of the whole. So this is the one
-place that says what the digest covers, and what a change means; who may be told what is the coordinator's affair.
+A generation of thousands is told to its members by what has changed since the one before, with a
+digest of the whole. So this is the one place that says what the digest covers, and what a change
+means; who may be told what is the coordinator's affair.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from shoal_common.errors import CorruptDataError
 T = TypeVar("T")
 
 MOST_TOLD_WHOLE: Final = 64
-"""Worlds of up to so many ranks are told whole, with each generation: that takes some kilobytes, and nobody ever has to ask."""
+"""Worlds of up to so many ranks are told whole, with each generation: that takes some kilobytes,
+and nobody ever has to ask."""
 DIGEST_BYTES: Final = 16
 
 
@@ -30,14 +33,17 @@ def digest(lines: Iterable[str]) -> bytes:
 
 
 def follow(table: Sequence[T], removed: Sequence[int], added: Sequence[tuple[int, T]]) -> list[T]:
-    """The table without the ranks `removed` (its own, ascending) and with those that are `added`, each at its new rank, ascending.
+    """The table without the ranks `removed` (its own, ascending) and with those that are `added`,
+    each at its new rank, ascending.
 
     Raises:
         CorruptDataError: the change does not fit this table.
     """
     gone = set(removed)
     if len(gone) != len(removed) or any(not 0 <= rank < len(table) for rank in gone):
-        raise CorruptDataError(f"a change removes ranks {list(removed)[:5]} of a table that has {len(table)}")
+        raise CorruptDataError(
+            f"a change removes ranks {list(removed)[:5]} of a table that has {len(table)}"
+        )
     kept = iter([each for rank, each in enumerate(table) if rank not in gone] if gone else table)
     found: list[T] = []
     for rank, each in added:
@@ -45,9 +51,13 @@ def follow(table: Sequence[T], removed: Sequence[int], added: Sequence[tuple[int
             try:
                 found.append(next(kept))
             except StopIteration:
-                raise CorruptDataError(f"a change adds rank {rank} to a table that has {len(found)} by then") from None
+                raise CorruptDataError(
+                    f"a change adds rank {rank} to a table that has {len(found)} by then"
+                ) from None
         if len(found) != rank:
-            raise CorruptDataError(f"a change adds rank {rank} where there are {len(found)}: its ranks do not ascend")
+            raise CorruptDataError(
+                f"a change adds rank {rank} where there are {len(found)}: its ranks do not ascend"
+            )
         found.append(each)
     found.extend(kept)
     return found
@@ -65,10 +75,13 @@ def runs(ranks: Iterable[int]) -> list[int]:
 
 
 def of_runs(found: Sequence[int], world_size: int) -> Iterator[int]:
-    """The ranks that `runs` was given. Raises CorruptDataError where they are none of a world of `world_size`."""
+    """The ranks that `runs` was given. Raises CorruptDataError where they are none of a world of
+    `world_size`."""
     if len(found) % 2:
         raise CorruptDataError(f"runs of ranks come in pairs, not as {len(found)} numbers")
     for first, count in zip(found[::2], found[1::2], strict=True):
         if first < 0 or count < 1 or first + count > world_size:
-            raise CorruptDataError(f"ranks {first} to {first + count - 1} in a world of {world_size}")
+            raise CorruptDataError(
+                f"ranks {first} to {first + count - 1} in a world of {world_size}"
+            )
         yield from range(first, first + count)

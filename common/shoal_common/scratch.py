@@ -1,14 +1,17 @@
 """Temporary directories that go with their owner, also with one that was killed.
 
-Each has a keeper: a process of its own that waits for the owner's end, and removes what is left then. It is started before the directory
-is made, in a session of its own, so that no signal to the owner's group or terminal reaches it. An owner that closes in good order removes
-the directory itself, and ends the keeper.
+Each has a keeper: a process of its own that waits for the owner's end, and removes what is left
+then. It is started before the directory is made, in a session of its own, so that no signal to the
+owner's group or terminal reaches it. An owner that closes in good order removes the directory
+itself, and ends the keeper.
 
-Where the keeper was killed as well (a machine that loses its power, a container that ends), whoever makes the next directory removes what
-dead owners left. An owner holds a lock on its directory, and on a file in it, for as long as it lives; the kernel lets go of them however
-it ends. The file gets its name when it is locked already, so one that can be locked is a dead owner's; and a directory without one that can
-be locked after a minute is one, too (in a living owner's the file may be gone: systems remove old files from /tmp). Nothing is ever removed
-but directories of this user: shoal-* with such a file in them, and shoal-scratch-* without one.
+Where the keeper was killed as well (a machine that loses its power, a container that ends), whoever
+makes the next directory removes what dead owners left. An owner holds a lock on its directory, and
+on a file in it, for as long as it lives; the kernel lets go of them however it ends. The file gets
+its name when it is locked already, so one that can be locked is a dead owner's; and a directory
+without one that can be locked after a minute is one, too (in a living owner's the file may be gone:
+systems remove old files from /tmp). Nothing is ever removed but directories of this user: shoal-*
+with such a file in them, and shoal-scratch-* without one.
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ _LOCK: Final = ".shoal-owner"
 _UNLOCKED_S: Final = 60.0
 """A directory of a living owner has its lock long before it is as old as this."""
 
-# Its standard input ends with the owner, and with all that the owner forked: they hold the other end as well. What the owner started, such
-# as a Redis server that the kernel is ending, may write for a moment longer: so it looks again until nothing comes back.
+# Its standard input ends with the owner, and with all that the owner forked: they hold the other
+# end as well. What the owner started, such as a Redis server that the kernel is ending, may write
+# for a moment longer: so it looks again until nothing comes back.
 _KEEPER: Final = """
 import os, sys
 os.chdir("/")
@@ -52,11 +56,14 @@ while quiet < 5 and time.monotonic() < give_up_at:
 
 
 def temporary_directory() -> Path:
-    """Returns the system's temporary directory. Raises ConfigurationError: this user can write to none."""
+    """Returns the system's temporary directory. Raises ConfigurationError: this user can write to
+    none."""
     try:
         return Path(tempfile.gettempdir()).absolute()
     except OSError as error:
-        raise ConfigurationError(f"{error.strerror}: set TMPDIR to a directory that you can write to") from error
+        raise ConfigurationError(
+            f"{error.strerror}: set TMPDIR to a directory that you can write to"
+        ) from error
 
 
 class ScratchDirectory:
@@ -71,7 +78,8 @@ class ScratchDirectory:
             self._make()
         except OSError as error:
             raise ConfigurationError(
-                f"{temporary} holds no files of this process: {error}; free some space there, or set TMPDIR to another directory"
+                f"{temporary} holds no files of this process: {error}; free some space there, or "
+                "set TMPDIR to another directory"
             ) from error
 
     def _make(self) -> None:
@@ -86,12 +94,14 @@ class ScratchDirectory:
         self._finalizer = weakref.finalize(self, _remove, self.path, locks, keeper, os.getpid())
 
     def close(self) -> None:
-        """Removes it with all that it holds. Idempotent; happens by itself when nobody has this object any more, and at exit."""
+        """Removes it with all that it holds. Idempotent; happens by itself when nobody has this
+        object any more, and at exit."""
         self._finalizer()
 
 
 class _Keeper:
-    """The process that removes `path` when its owner, which makes this object, has ended without `close`."""
+    """The process that removes `path` when its owner, which makes this object, has ended without
+    `close`."""
 
     def __init__(self, path: Path) -> None:
         """Starts it. Raises OSError."""
@@ -132,11 +142,13 @@ def remove_orphans() -> None:
 
 
 def _lock(path: Path) -> tuple[int, int]:
-    """Takes the locks of an owner, of the directory and of the file in it. Returns their descriptors."""
+    """Takes the locks of an owner, of the directory and of the file in it. Returns their
+    descriptors."""
     with contextlib.ExitStack() as undo:
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         undo.callback(os.close, directory)
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # whoever looks for orphans leaves one alone that is as new as this
+        # whoever looks for orphans leaves one alone that is as new as this
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         lock, unnamed = tempfile.mkstemp(dir=path)
         undo.callback(os.close, lock)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -156,13 +168,17 @@ def _remove(path: Path, locks: tuple[int, int], keeper: _Keeper, owner: int) -> 
 
 
 def _remove_if_orphaned(path: Path) -> None:
-    # A link in the place of the directory is not followed: only root and this user could have put one there, and neither would mean this.
+    # A link in the place of the directory is not followed: only root and this user could have put
+    # one there, and neither would mean this.
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         try:
             lock = os.open(_LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
         except FileNotFoundError:
-            if path.name.startswith(_OWN_PREFIX) and time.time() - os.fstat(directory).st_mtime > _UNLOCKED_S:
+            if (
+                path.name.startswith(_OWN_PREFIX)
+                and time.time() - os.fstat(directory).st_mtime > _UNLOCKED_S
+            ):
                 fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)
             return

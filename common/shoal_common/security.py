@@ -1,7 +1,7 @@
 """Who may call: roles, bearer tokens, certificates. No gRPC here; the interceptors are in rpc/.
 
-Tokens are compared in constant time and never appear in messages, reprs or logs. An empty table is open: everyone is let in, which
-servers allow on loopback only unless told otherwise.
+Tokens are compared in constant time and never appear in messages, reprs or logs. An empty table is
+open: everyone is let in, which servers allow on loopback only unless told otherwise.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from shoal_common.errors import AuthenticationError, ConfigurationError, Permiss
 
 BEARER: Final = "Bearer "
 MEMBER_KEY: Final = "shoal-member-key"
-"""gRPC metadata: the secret by which the coordinator and the servers know one member from another that has the same token."""
+"""gRPC metadata: the secret by which the coordinator and the servers know one member from another
+that has the same token."""
 _JOB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Role(StrEnum):
-    """What a token's holder is. ADMIN may do everything; the others what each method's `allowed_roles` says."""
+    """What a token's holder is. ADMIN may do everything; the others what each method's
+    `allowed_roles` says."""
 
     ADMIN = "admin"
     """Who operates the cluster: drains, stops, and all that the others may."""
@@ -42,7 +44,8 @@ class Role(StrEnum):
 ANY_ROLE: Final = frozenset(Role)
 
 COMPANIONS: Final = (".nodes", ".torchrun")
-"""What follows a job's id in the ids of the jobs in which its launchers meet: who may act in a job may act in these."""
+"""What follows a job's id in the ids of the jobs in which its launchers meet: who may act in a job
+may act in these."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,18 @@ class Holder:
 
     def may_touch(self, job_id: str) -> bool:
         """Whether the token is for this job."""
-        return self.job is None or job_id == self.job or job_id in [self.job + suffix for suffix in COMPANIONS]
+        return (
+            self.job is None
+            or job_id == self.job
+            or job_id in [self.job + suffix for suffix in COMPANIONS]
+        )
 
     def check_job(self, job_id: str) -> None:
         """Raises PermissionDeniedError (JOB_NOT_ALLOWED) unless the token is for this job."""
         if not self.may_touch(job_id):
             raise PermissionDeniedError(
-                f"this token of role {self.role} is for job {self.job!r}, not for {job_id!r}; use one that is for that job, or for all",
+                f"this token of role {self.role} is for job {self.job!r}, not for {job_id!r}; use "
+                "one that is for that job, or for all",
                 reason="JOB_NOT_ALLOWED",
             )
 
@@ -79,7 +87,8 @@ class TokenTable:
     def __init__(self, roles: Mapping[str, Role | str] | None = None) -> None:
         """`roles`: token -> role, or `role@job`.
 
-        Raises ConfigurationError for an unknown role, a job that cannot be, or a token that no HTTP header can carry.
+        Raises ConfigurationError for an unknown role, a job that cannot be, or a token that no HTTP
+        header can carry.
         """
         self._holders: dict[bytes, Holder] = {}
         for position, (token, role) in enumerate((roles or {}).items(), start=1):
@@ -92,22 +101,30 @@ class TokenTable:
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> TokenTable:
-        """Reads a table from lines `role: token` or `role@job: token`; blank lines and lines starting with # are skipped. A file without
-        tokens is refused."""
+        """Reads a table from lines `role: token` or `role@job: token`; blank lines and lines
+        starting with # are skipped. A file without tokens is refused."""
         table = cls()
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigurationError(f"the token file {os.fspath(path)} cannot be read: {error}") from error
+            raise ConfigurationError(
+                f"the token file {os.fspath(path)} cannot be read: {error}"
+            ) from error
         for number, line in enumerate(lines, start=1):
             if not line.strip() or line.lstrip().startswith("#"):
                 continue
             role, separator, token = line.partition(":")
             if not separator:
-                raise ConfigurationError(f"{os.fspath(path)}, line {number}: expected `role: token` or `role@job: token`, found no colon")
+                raise ConfigurationError(
+                    f"{os.fspath(path)}, line {number}: expected `role: token` or `role@job: "
+                    "token`, found no colon"
+                )
             table._add(token.strip(), role.strip(), f"{os.fspath(path)}, line {number}")
         if table.is_open:
-            raise ConfigurationError(f"the token file {os.fspath(path)} holds no token; add a line `admin: TOKEN`, or give no file")
+            raise ConfigurationError(
+                f"the token file {os.fspath(path)} holds no token; add a line `admin: TOKEN`, or "
+                "give no file"
+            )
         return table
 
     @property
@@ -115,12 +132,16 @@ class TokenTable:
         return not self._holders
 
     def holder_of(self, authorization: str | None) -> Holder:
-        """Whose an `authorization` header's value is, `Bearer TOKEN`. Not for open tables, which know nobody.
+        """Whose an `authorization` header's value is, `Bearer TOKEN`. Not for open tables, which
+        know nobody.
 
         Raises AuthenticationError: TOKEN_MISSING or TOKEN_INVALID.
         """
         if not authorization:
-            raise AuthenticationError("a bearer token is required: send `authorization: Bearer TOKEN`", reason="TOKEN_MISSING")
+            raise AuthenticationError(
+                "a bearer token is required: send `authorization: Bearer TOKEN`",
+                reason="TOKEN_MISSING",
+            )
         scheme, token = authorization[: len(BEARER)], authorization[len(BEARER) :].strip()
         if scheme.lower() != BEARER.lower():
             raise AuthenticationError("the authorization is not of the form `Bearer TOKEN`")
@@ -131,16 +152,23 @@ class TokenTable:
             if hmac.compare_digest(known, digest):
                 found = holder
         if found is None:
-            raise AuthenticationError("the bearer token is not known here; ask for one from this cluster's token file")
+            raise AuthenticationError(
+                "the bearer token is not known here; ask for one from this cluster's token file"
+            )
         return found
 
     def _add(self, token: str, role: Role | str, where: str) -> None:
         holder = _parse_holder(role, where)
         if not token or not token.isascii() or not token.isprintable() or " " in token:
-            raise ConfigurationError(f"{where}: a token must be printable ASCII without spaces, and not empty")
+            raise ConfigurationError(
+                f"{where}: a token must be printable ASCII without spaces, and not empty"
+            )
         digest = _digest(token)
         if self._holders.get(digest, holder) != holder:
-            raise ConfigurationError(f"{where}: this token has the role {self._holders[digest]} already; give each role its own")
+            raise ConfigurationError(
+                f"{where}: this token has the role {self._holders[digest]} already; give each role "
+                "its own"
+            )
         self._holders[digest] = holder
 
     def __repr__(self) -> str:
@@ -152,15 +180,20 @@ def _parse_holder(text: str, where: str) -> Holder:
     try:
         parsed = Role(role)
     except ValueError:
-        raise ConfigurationError(f"{where}: role {str(role)!r} is unknown; expected one of {', '.join(Role)}") from None
+        raise ConfigurationError(
+            f"{where}: role {str(role)!r} is unknown; expected one of {', '.join(Role)}"
+        ) from None
     if separator and not _JOB_ID.fullmatch(job):
-        raise ConfigurationError(f"{where}: {text!r}: expected the id of a job after the @, as in worker@train-1")
+        raise ConfigurationError(
+            f"{where}: {text!r}: expected the id of a job after the @, as in worker@train-1"
+        )
     return Holder(parsed, job or None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TlsSettings:
-    """PEM files of one side of a TLS connection. A server needs certificate and key; a client needs them for mutual TLS only."""
+    """PEM files of one side of a TLS connection. A server needs certificate and key; a client needs
+    them for mutual TLS only."""
 
     certificate: Path | None = None
     """This side's certificate chain."""
@@ -172,7 +205,8 @@ class TlsSettings:
     """Client only: the certificates that the server's must be signed by; None: the system's."""
 
     client_authority: Path | None = None
-    """Server only: mutual TLS, clients must show a certificate signed by one of these; None: they need none."""
+    """Server only: mutual TLS, clients must show a certificate signed by one of these; None: they
+    need none."""
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
@@ -180,20 +214,29 @@ class TlsSettings:
             raise ConfigurationError(f"TLS {given} is given without its {missing}; give both")
 
     def load(self) -> TlsMaterial:
-        """Reads and checks the files, so that a wrong one is named here and not by a failing handshake. Raises ConfigurationError."""
+        """Reads and checks the files, so that a wrong one is named here and not by a failing
+        handshake. Raises ConfigurationError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        for what, path in (("authority", self.authority), ("client authority", self.client_authority)):
+        for what, path in (
+            ("authority", self.authority),
+            ("client authority", self.client_authority),
+        ):
             if path is not None:
                 _checked(what, path, partial(context.load_verify_locations, path))
         if self.certificate is not None and self.key is not None:
             certificate, key = self.certificate, self.key
             # An encrypted key would make OpenSSL ask on the terminal.
-            _checked("certificate and key", certificate, lambda: context.load_cert_chain(certificate, key, password=""))
+            _checked(
+                "certificate and key",
+                certificate,
+                lambda: context.load_cert_chain(certificate, key, password=""),
+            )
         paths = (self.certificate, self.key, self.authority, self.client_authority)
         return TlsMaterial(*(None if path is None else path.read_bytes() for path in paths))
 
     def server_context(self) -> ssl.SSLContext:
-        """Makes a context for sockets that are served without gRPC, with the RPCs' certificates and demands. Raises ConfigurationError."""
+        """Makes a context for sockets that are served without gRPC, with the RPCs' certificates and
+        demands. Raises ConfigurationError."""
         self.load()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.num_tickets = 0  # nobody resumes sessions
@@ -205,10 +248,12 @@ class TlsSettings:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Makes a context for sockets that are opened without gRPC; it checks the server's name. Raises ConfigurationError."""
+        """Makes a context for sockets that are opened without gRPC; it checks the server's name.
+        Raises ConfigurationError."""
         self.load()
         context = ssl.create_default_context(cafile=self.authority)
-        context.verify_flags &= ~ssl.VERIFY_X509_STRICT  # Python 3.13 sets it: certificates good enough for gRPC would fail
+        # Python 3.13 sets it: certificates good enough for gRPC would fail
+        context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         if self.certificate is not None and self.key is not None:
             context.load_cert_chain(self.certificate, self.key)
         return context
@@ -231,19 +276,24 @@ def _checked(what: str, path: Path, load: Callable[[], object]) -> None:
     try:
         load()
     except (OSError, ssl.SSLError) as error:
-        raise ConfigurationError(f"TLS {what} {path}: {error}; expected unencrypted PEM files that belong together") from error
+        raise ConfigurationError(
+            f"TLS {what} {path}: {error}; expected unencrypted PEM files that belong together"
+        ) from error
 
 
 def member_key_digest(key: str) -> str:
-    """Returns what those keep who are to know a member's key again: 32 hexadecimal digits; of no key none."""
+    """Returns what those keep who are to know a member's key again: 32 hexadecimal digits; of no
+    key none."""
     return hashlib.sha256(b"member\0" + key.encode()).hexdigest()[:32] if key else ""
 
 
 def check_member_key(member_id: str, known: str, key: str) -> None:
-    """Raises PermissionDeniedError (MEMBER_KEY_WRONG) unless `key` is the one whose digest is `known`: empty for members without one."""
+    """Raises PermissionDeniedError (MEMBER_KEY_WRONG) unless `key` is the one whose digest is
+    `known`: empty for members without one."""
     if known and not hmac.compare_digest(known, member_key_digest(key)):
         raise PermissionDeniedError(
-            f"member {member_id!r} is another process than the caller, which does not have its key; each process speaks for itself alone",
+            f"member {member_id!r} is another process than the caller, which does not have its "
+            "key; each process speaks for itself alone",
             reason="MEMBER_KEY_WRONG",
         )
 

@@ -1,8 +1,9 @@
 """The optimizers that parameter servers run, by name. Adding one is a declaration here.
 
-A worker takes a user's torch optimizer apart by it, and a server makes one out of what the worker sends. Hyperparameters travel as numbers
-by name; what torch has as a pair (`betas`) is two names, what it has as a switch is 0 or 1. This module imports no torch: a class is named,
-and imported by whoever asks for it.
+A worker takes a user's torch optimizer apart by it, and a server makes one out of what the worker
+sends. Hyperparameters travel as numbers by name; what torch has as a pair (`betas`) is two names,
+what it has as a switch is 0 or 1. This module imports no torch: a class is named, and imported by
+whoever asks for it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Unit(enum.Enum):
     ELEMENT = "element"
     """Each element by itself, so that tensors side by side can be one to it."""
     ROW = "row"
-    """What one index of a tensor's first dimension selects; its state is one number for each row. Rows must not be cut."""
+    """What one index of a tensor's first dimension selects; its state is one number for each row.
+    Rows must not be cut."""
     TENSOR = "tensor"
     """A tensor, or, where that is cut, each of its pieces."""
 
@@ -35,7 +37,8 @@ class OptimizerDeclaration:
 
     name: str
     torch_class: str
-    """Name of the class that computes the update. Subclasses of it are other optimizers: they may override the update."""
+    """Name of the class that computes the update. Subclasses of it are other optimizers: they may
+    override the update."""
     module: str = "torch.optim"
     """Where that class is."""
     unit: Unit = Unit.ELEMENT
@@ -45,7 +48,8 @@ class OptimizerDeclaration:
     switches: frozenset[str] = frozenset()
     """Hyperparameters that are 0 or 1."""
     structural: frozenset[str] = frozenset()
-    """Hyperparameters that decide which state the optimizer keeps, and so cannot change once it runs."""
+    """Hyperparameters that decide which state the optimizer keeps, and so cannot change once it
+    runs."""
     below_one: frozenset[str] = frozenset()
     """Hyperparameters that must lie in [0, 1)."""
     pairs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
@@ -53,18 +57,20 @@ class OptimizerDeclaration:
     state: frozenset[str]
     """Names of the state tensors that it may keep for a parameter."""
     state_tensors: Callable[[Hyperparameters], int]
-    """How many state tensors it keeps, with given hyperparameters: each as large as the parameter, or with one number for each row."""
+    """How many state tensors it keeps, with given hyperparameters: each as large as the parameter,
+    or with one number for each row."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a torch parameter group that can have one value alone."""
     fused_from_bytes: int | None = None
-    """torch's fused implementation is used for values of at least so many bytes each; None: never."""
+    """torch's fused implementation is used for values of at least so many bytes each; None:
+    never."""
     not_for: frozenset[str] = frozenset()
     """Dtypes whose values it makes NaN of, by numpy's names."""
     always_tried: Callable[[Hyperparameters], bool] = lambda values: False
     """Whether a sound update may come out as NaN, so that each is tried on a copy first."""
     growth: Callable[[Hyperparameters], float] = lambda values: 1.0
-    """The largest factor by which one update may multiply the norm of a parameter, with given hyperparameters; 1: an update only adds what
-    the gradient and the learning rate say."""
+    """The largest factor by which one update may multiply the norm of a parameter, with given
+    hyperparameters; 1: an update only adds what the gradient and the learning rate say."""
     contradiction: Callable[[Hyperparameters], str] = lambda values: ""
     """What is wrong with values of which each is possible by itself; empty: nothing."""
 
@@ -73,24 +79,40 @@ class OptimizerDeclaration:
         return getattr(import_module(self.module), self.torch_class)
 
     def cuts_rows(self, *, row: int, offset: int, length: int) -> bool:
-        """Whether a piece of a tensor, whose rows have `row` elements, has a part of a row that this optimizer needs whole."""
+        """Whether a piece of a tensor, whose rows have `row` elements, has a part of a row that
+        this optimizer needs whole."""
         return self.unit is Unit.ROW and bool(offset % row or length % row)
 
     def arguments(self, values: Hyperparameters) -> dict[str, Any]:
         """Hyperparameters as keys of a torch parameter group."""
         paired = {name for names in self.pairs.values() for name in names}
-        single = {name: bool(values[name]) if name in self.switches else values[name] for name in self.defaults if name not in paired}
-        return single | {key: (values[first], values[second]) for key, (first, second) in self.pairs.items()}
+        single = {
+            name: bool(values[name]) if name in self.switches else values[name]
+            for name in self.defaults
+            if name not in paired
+        }
+        return single | {
+            key: (values[first], values[second]) for key, (first, second) in self.pairs.items()
+        }
 
     def read(self, group: Mapping[str, Any]) -> dict[str, float]:
         """Takes the hyperparameters out of a torch parameter group: the inverse of `arguments`."""
-        pairs = {name: value for key, names in self.pairs.items() for name, value in zip(names, group[key], strict=True)}
-        return {name: float(pairs[name] if name in pairs else group[name]) for name in self.defaults}
+        pairs = {
+            name: value
+            for key, names in self.pairs.items()
+            for name, value in zip(names, group[key], strict=True)
+        }
+        return {
+            name: float(pairs[name] if name in pairs else group[name]) for name in self.defaults
+        }
 
 
 def _nesterov_alone(values: Hyperparameters) -> str:
     if values["nesterov"] and (values["momentum"] <= 0 or values["dampening"] != 0):
-        return f"nesterov needs momentum above 0 and no dampening, not {values['momentum']} and {values['dampening']}"
+        return (
+            f"nesterov needs momentum above 0 and no dampening, not {values['momentum']} and "
+            f"{values['dampening']}"
+        )
     return ""
 
 
@@ -101,7 +123,8 @@ def _so_many_gradients(values: Hyperparameters) -> str:
 
 
 _EPS_VANISHES: Final = frozenset({"float16"})
-"""Dtypes in which the usual eps of Adagrad and RMSprop rounds to zero: torch then divides zero by zero where a gradient is zero."""
+"""Dtypes in which the usual eps of Adagrad and RMSprop rounds to zero: torch then divides zero by
+zero where a gradient is zero."""
 
 
 def _moments(values: Hyperparameters) -> int:
@@ -115,7 +138,14 @@ SERVER_OPTIMIZERS: Final = {
             name="sgd",
             torch_class="SGD",
             defaults=MappingProxyType(
-                {"lr": 1e-3, "momentum": 0.0, "dampening": 0.0, "weight_decay": 0.0, "nesterov": 0.0, "maximize": 0.0}
+                {
+                    "lr": 1e-3,
+                    "momentum": 0.0,
+                    "dampening": 0.0,
+                    "weight_decay": 0.0,
+                    "nesterov": 0.0,
+                    "maximize": 0.0,
+                }
             ),
             switches=frozenset({"nesterov", "maximize"}),
             state=frozenset({"momentum_buffer"}),
@@ -128,7 +158,15 @@ SERVER_OPTIMIZERS: Final = {
             name="adamw",
             torch_class="AdamW",
             defaults=MappingProxyType(
-                {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 1e-2, "amsgrad": 0.0, "maximize": 0.0}
+                {
+                    "lr": 1e-3,
+                    "beta1": 0.9,
+                    "beta2": 0.999,
+                    "eps": 1e-8,
+                    "weight_decay": 1e-2,
+                    "amsgrad": 0.0,
+                    "maximize": 0.0,
+                }
             ),
             switches=frozenset({"amsgrad", "maximize"}),
             structural=frozenset({"amsgrad"}),
@@ -144,7 +182,15 @@ SERVER_OPTIMIZERS: Final = {
             name="adam",
             torch_class="Adam",
             defaults=MappingProxyType(
-                {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "amsgrad": 0.0, "maximize": 0.0}
+                {
+                    "lr": 1e-3,
+                    "beta1": 0.9,
+                    "beta2": 0.999,
+                    "eps": 1e-8,
+                    "weight_decay": 0.0,
+                    "amsgrad": 0.0,
+                    "maximize": 0.0,
+                }
                 | {"decoupled_weight_decay": 0.0}
             ),
             switches=frozenset({"amsgrad", "maximize", "decoupled_weight_decay"}),
@@ -159,7 +205,14 @@ SERVER_OPTIMIZERS: Final = {
             name="adagrad",
             torch_class="Adagrad",
             defaults=MappingProxyType(
-                {"lr": 1e-2, "lr_decay": 0.0, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10, "maximize": 0.0}
+                {
+                    "lr": 1e-2,
+                    "lr_decay": 0.0,
+                    "weight_decay": 0.0,
+                    "initial_accumulator_value": 0.0,
+                    "eps": 1e-10,
+                    "maximize": 0.0,
+                }
             ),
             switches=frozenset({"maximize"}),
             structural=frozenset({"initial_accumulator_value"}),
@@ -172,7 +225,15 @@ SERVER_OPTIMIZERS: Final = {
             name="rmsprop",
             torch_class="RMSprop",
             defaults=MappingProxyType(
-                {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": 0.0, "maximize": 0.0}
+                {
+                    "lr": 1e-2,
+                    "alpha": 0.99,
+                    "eps": 1e-8,
+                    "weight_decay": 0.0,
+                    "momentum": 0.0,
+                    "centered": 0.0,
+                    "maximize": 0.0,
+                }
             ),
             switches=frozenset({"centered", "maximize"}),
             structural=frozenset({"centered", "momentum"}),
@@ -188,13 +249,23 @@ SERVER_OPTIMIZERS: Final = {
             torch_class="LAMB",
             module="shoal_common.optim",
             unit=Unit.TENSOR,
-            defaults=MappingProxyType({"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-6, "weight_decay": 0.0, "maximize": 0.0}),
+            defaults=MappingProxyType(
+                {
+                    "lr": 1e-3,
+                    "beta1": 0.9,
+                    "beta2": 0.999,
+                    "eps": 1e-6,
+                    "weight_decay": 0.0,
+                    "maximize": 0.0,
+                }
+            ),
             switches=frozenset({"maximize"}),
             below_one=frozenset({"beta1", "beta2"}),
             pairs=MappingProxyType({"betas": ("beta1", "beta2")}),
             state=frozenset({"step", "exp_avg", "exp_avg_sq"}),
             state_tensors=lambda _: 2,
-            # A step is as long as the learning rate times the values' norm, however small the gradient.
+            # A step is as long as the learning rate times the values' norm, however small the
+            # gradient.
             growth=lambda values: 1 + values["lr"],
         ),
         OptimizerDeclaration(
@@ -202,7 +273,15 @@ SERVER_OPTIMIZERS: Final = {
             torch_class="RowWiseAdagrad",
             module="shoal_common.optim",
             unit=Unit.ROW,
-            defaults=MappingProxyType({"lr": 1e-2, "weight_decay": 0.0, "initial_accumulator_value": 0.0, "eps": 1e-10, "maximize": 0.0}),
+            defaults=MappingProxyType(
+                {
+                    "lr": 1e-2,
+                    "weight_decay": 0.0,
+                    "initial_accumulator_value": 0.0,
+                    "eps": 1e-10,
+                    "maximize": 0.0,
+                }
+            ),
             switches=frozenset({"maximize"}),
             structural=frozenset({"initial_accumulator_value"}),
             state=frozenset({"sum"}),
@@ -212,7 +291,9 @@ SERVER_OPTIMIZERS: Final = {
             name="delayed_nesterov",
             torch_class="DelayedNesterov",
             module="shoal_common.optim",
-            defaults=MappingProxyType({"lr": 0.7, "momentum": 0.9, "every": 1.0, "weight_decay": 0.0, "maximize": 0.0}),
+            defaults=MappingProxyType(
+                {"lr": 0.7, "momentum": 0.9, "every": 1.0, "weight_decay": 0.0, "maximize": 0.0}
+            ),
             switches=frozenset({"maximize"}),
             below_one=frozenset({"momentum"}),
             state=frozenset({"step", "momentum_buffer", "gradient_sum"}),
@@ -226,25 +307,34 @@ SERVER_OPTIMIZERS: Final = {
 SPARSE_ADAM: Final = OptimizerDeclaration(
     name="sparse_adam",
     torch_class="SparseAdam",
-    defaults=MappingProxyType({"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "maximize": 0.0}),
+    defaults=MappingProxyType(
+        {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "maximize": 0.0}
+    ),
     switches=frozenset({"maximize"}),
     below_one=frozenset({"beta1", "beta2"}),
     pairs=MappingProxyType({"betas": ("beta1", "beta2")}),
     state=frozenset({"step", "exp_avg", "exp_avg_sq"}),
     state_tensors=lambda _: 2,
-    contradiction=lambda values: "" if values["lr"] > 0 and values["eps"] > 0 else "sparse_adam needs lr and eps above 0",
+    contradiction=lambda values: (
+        "" if values["lr"] > 0 and values["eps"] > 0 else "sparse_adam needs lr and eps above 0"
+    ),
 )
-"""Adam that leaves rows without a gradient alone, moments and all: for sparse gradients, and so for tables."""
+"""Adam that leaves rows without a gradient alone, moments and all: for sparse gradients, and so for
+tables."""
 
 TABLE_OPTIMIZERS: Final = {
     **{name: SERVER_OPTIMIZERS[name] for name in ("sgd", "adagrad", "rowwise_adagrad")},
     SPARSE_ADAM.name: SPARSE_ADAM,
 }
-"""The optimizers that the rows of sparse tables may have: torch's that take sparse gradients, and Shoal's for rows."""
+"""The optimizers that the rows of sparse tables may have: torch's that take sparse gradients, and
+Shoal's for rows."""
 
 
 def in_words() -> str:
     """The classes that a server runs, for people: "torch.optim.SGD and shoal.optim.LAMB"."""
     homes = {"shoal_common.optim": "shoal.optim"}  # where users find them
-    *others, last = [f"{homes.get(each.module, each.module)}.{each.torch_class}" for each in SERVER_OPTIMIZERS.values()]
+    *others, last = [
+        f"{homes.get(each.module, each.module)}.{each.torch_class}"
+        for each in SERVER_OPTIMIZERS.values()
+    ]
     return f"{', '.join(others)} and {last}"

@@ -1,7 +1,8 @@
-"""Reading values that people write: durations, listen addresses, environment variables. One clear ConfigurationError for each mistake.
+"""Reading values that people write: durations, listen addresses, environment variables. One clear
+ConfigurationError for each mistake.
 
-Only a service's own settings module reads the environment, through ShoalSettings; everything else takes values. This module knows no
-service and has no defaults of theirs.
+Only a service's own settings module reads the environment, through ShoalSettings; everything else
+takes values. This module knows no service and has no defaults of theirs.
 """
 
 from __future__ import annotations
@@ -20,25 +21,39 @@ from pydantic_settings.exceptions import SettingsError
 
 from shoal_common.errors import ConfigurationError
 
-_UNITS: Final[Mapping[str, float]] = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_UNITS: Final[Mapping[str, float]] = {
+    "us": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "m": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+}
 _DURATION: Final = re.compile(r"(?P<number>[0-9]+(\.[0-9]+)?)\s*(?P<unit>[a-z]+)", re.ASCII)
 _LONGEST_DURATION: Final = timedelta(days=3650)
 
 
 def parse_duration(text: str) -> timedelta:
-    """`250ms`, `1.5s`, `2m`, `1h`, `1d`, `10us`: a number and a unit, never negative, at most ten years."""
+    """`250ms`, `1.5s`, `2m`, `1h`, `1d`, `10us`: a number and a unit, never negative, at most ten
+    years."""
     match = _DURATION.fullmatch(text.strip())
     if match is None or match["unit"] not in _UNITS:
-        raise ConfigurationError(f"duration {_shown(text)}: expected a number and a unit ({', '.join(_UNITS)}), as in 250ms or 1.5s")
+        raise ConfigurationError(
+            f"duration {_shown(text)}: expected a number and a unit ({', '.join(_UNITS)}), as in "
+            "250ms or 1.5s"
+        )
     seconds = float(match["number"]) * _UNITS[match["unit"]]
     if seconds > _LONGEST_DURATION.total_seconds():
-        raise ConfigurationError(f"duration {_shown(text)}: longer than ten years; give a shorter one")
+        raise ConfigurationError(
+            f"duration {_shown(text)}: longer than ten years; give a shorter one"
+        )
     return timedelta(seconds=seconds)
 
 
 @dataclass(frozen=True)
 class Address:
-    """host:port, to listen on or to connect to. Port 0, for listening: the operating system picks one."""
+    """host:port, to listen on or to connect to. Port 0, for listening: the operating system picks
+    one."""
 
     host: str
     port: int
@@ -59,7 +74,9 @@ class Address:
         try:
             socket.create_server((self.host, self.port), family=family).close()
         except OSError as error:
-            raise ConfigurationError(f"cannot listen on {self}: {error}; free the address, or use port 0 for one that is") from error
+            raise ConfigurationError(
+                f"cannot listen on {self}: {error}; free the address, or use port 0 for one that is"
+            ) from error
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
@@ -68,7 +85,13 @@ class Address:
 def parse_address(text: str) -> Address:
     """`127.0.0.1:7000`, `coordinator:7000`, `[::1]:7000`, `0.0.0.0:0`."""
     host, separator, port = text.strip().rpartition(":")
-    if not separator or not port.isascii() or not port.isdigit() or len(port) > 5 or int(port) > 65535:
+    if (
+        not separator
+        or not port.isascii()
+        or not port.isdigit()
+        or len(port) > 5
+        or int(port) > 65535
+    ):
         raise _no_address(text)
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -82,7 +105,10 @@ def parse_address(text: str) -> Address:
 
 
 def _no_address(text: str) -> ConfigurationError:
-    return ConfigurationError(f"address {_shown(text)}: expected HOST:PORT with a port of 0 to 65535, as in 127.0.0.1:7000 or [::1]:0")
+    return ConfigurationError(
+        f"address {_shown(text)}: expected HOST:PORT with a port of 0 to 65535, as in "
+        "127.0.0.1:7000 or [::1]:0"
+    )
 
 
 def _duration_or_pass(value: object) -> object:
@@ -101,14 +127,22 @@ AddressField = Annotated[Address, NoDecode, BeforeValidator(_address_or_pass)]
 
 
 class ShoalSettings(BaseSettings):
-    """The base of every service's settings: environment variables SHOAL_..., frozen, unknown arguments refused.
+    """The base of every service's settings: environment variables SHOAL_..., frozen, unknown
+    arguments refused.
 
-    A service subclasses it with `model_config = SettingsConfigDict(env_prefix="SHOAL_COORDINATOR_")`; pydantic merges the rest.
-    Explicit arguments win over the environment, the environment over defaults. Make instances with `load`, which turns pydantic's errors
-    into one ConfigurationError.
+    A service subclasses it with `model_config =
+    SettingsConfigDict(env_prefix="SHOAL_COORDINATOR_")`; pydantic merges the rest. Explicit
+    arguments win over the environment, the environment over defaults. Make instances with `load`,
+    which turns pydantic's errors into one ConfigurationError.
     """
 
-    model_config = SettingsConfigDict(env_prefix="SHOAL_", frozen=True, extra="forbid", env_ignore_empty=True, validate_default=True)
+    model_config = SettingsConfigDict(
+        env_prefix="SHOAL_",
+        frozen=True,
+        extra="forbid",
+        env_ignore_empty=True,
+        validate_default=True,
+    )
 
     @classmethod
     def load(cls, **given: Any) -> Self:
@@ -120,7 +154,9 @@ class ShoalSettings(BaseSettings):
         except SettingsError as error:
             # A list or a mapping that is not JSON: pydantic-settings says so before it validates.
             prefix = cls.model_config.get("env_prefix", "")
-            raise ConfigurationError(f"{error}: {error.__cause__}; correct the variable {prefix}...") from error
+            raise ConfigurationError(
+                f"{error}: {error.__cause__}; correct the variable {prefix}..."
+            ) from error
 
     @classmethod
     def _explained(cls, error: ValidationError) -> str:
@@ -129,8 +165,16 @@ class ShoalSettings(BaseSettings):
         for detail in error.errors(include_url=False):
             field = str(detail["loc"][0]) if detail["loc"] else ""
             message = detail["msg"].removeprefix("Value error, ")
-            value = "" if detail["type"] == "missing" or not field or cls._is_secret(field) else f"={_shown(detail['input'])}"
-            remedy = f" (set --{field.replace('_', '-')} or {prefix}{field.upper()})" if field in cls.model_fields else ""
+            value = (
+                ""
+                if detail["type"] == "missing" or not field or cls._is_secret(field)
+                else f"={_shown(detail['input'])}"
+            )
+            remedy = (
+                f" (set --{field.replace('_', '-')} or {prefix}{field.upper()})"
+                if field in cls.model_fields
+                else ""
+            )
             problems.append(f"{field}{value}: {message}{remedy}" if field else message)
         return "; ".join(problems)
 

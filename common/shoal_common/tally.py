@@ -1,11 +1,15 @@
-"""What a worker has committed, in a file of fixed size that its launcher reads: counts that are exact whenever the worker dies.
+"""What a worker has committed, in a file of fixed size that its launcher reads: counts that are
+exact whenever the worker dies.
 
-The worker maps the file into its memory and writes a few numbers there at each commit, without a system call; the kernel keeps them when
-the process gets SIGKILL. Each commit goes into the older one of two slots, with a checksum, so that there is always one that is whole. A
-*span* is a time in which the worker committed step after step in one generation: where one ends and the next one begins, training may have
-stood still. Moments are those of `time.monotonic_ns`, which is one clock for all processes of a machine.
+The worker maps the file into its memory and writes a few numbers there at each commit, without a
+system call; the kernel keeps them when the process gets SIGKILL. Each commit goes into the older
+one of two slots, with a checksum, so that there is always one that is whole. A *span* is a time in
+which the worker committed step after step in one generation: where one ends and the next one
+begins, training may have stood still. Moments are those of `time.monotonic_ns`, which is one clock
+for all processes of a machine.
 
-What all members of a job tell the coordinator, and how often, is `shoal.v1.Progress`; this is for the launcher on the same machine alone.
+What all members of a job tell the coordinator, and how often, is `shoal.v1.Progress`; this is for
+the launcher on the same machine alone.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 LONG_GAP_NS: Final = 500_000_000
-"""Between two commits in one generation, from which on they belong to two spans: an evaluation, say, or a lost parameter server."""
+"""Between two commits in one generation, from which on they belong to two spans: an evaluation,
+say, or a lost parameter server."""
 MOST_SPANS: Final = 64
 """Finished spans that a tally holds, the newest ones."""
 
@@ -54,18 +59,21 @@ class Span(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """What is counted over all spans. Samples are those of all ranks; those of this worker alone where `asynchronous`."""
+    """What is counted over all spans. Samples are those of all ranks; those of this worker alone
+    where `asynchronous`."""
 
     commits: int = 0
     """Commits of this process."""
     samples: int = 0
     """Samples of the run's committed steps; 0 where the script deals its samples itself."""
     samples_before: int = 0
-    """What `samples` was before this process's first commit: a joiner and a run that is resumed have some."""
+    """What `samples` was before this process's first commit: a joiner and a run that is resumed
+    have some."""
     steps_before: int = 0
     """Steps of the run before this process's first commit."""
     steps_in_all: int = 0
-    """How many steps the run will have had at its end, as its loop over epochs tells; 0: not known."""
+    """How many steps the run will have had at its end, as its loop over epochs tells; 0: not
+    known."""
     epoch: int = 0
     lost_steps: int = 0
     """Steps that a fault made void here."""
@@ -76,7 +84,8 @@ class Counts(NamedTuple):
     loss: float = math.nan
     """Told last; NaN: none was, or that."""
     asynchronous: bool = False
-    """Each worker takes steps of its own (async_sgd): the run's steps and samples are the sum over the workers."""
+    """Each worker takes steps of its own (async_sgd): the run's steps and samples are the sum over
+    the workers."""
     batch: int = 0
     """Key of the batch whose push was committed last; 0: pushes have none."""
     unpushed_steps: int = 0
@@ -95,10 +104,12 @@ class Tally:
     spans_before: int
     """How many there were before these."""
     in_doubt: int = 0
-    """Key of a batch whose push had begun and is not among the commits: a worker that died may have pushed it. 0: none."""
+    """Key of a batch whose push had begun and is not among the commits: a worker that died may have
+    pushed it. 0: none."""
     known: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Steps and samples, by key, of batches that the servers had from another worker already. They are not among the commits: if
-    that worker committed them, it has counted them; else they are its `in_doubt`."""
+    """Steps and samples, by key, of batches that the servers had from another worker already. They
+    are not among the commits: if that worker committed them, it has counted them; else they are its
+    `in_doubt`."""
 
     @property
     def steps(self) -> int:
@@ -123,7 +134,8 @@ class TallyWriter:
         """Makes the file. Raises OSError: there is no room for it, or no such directory."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(descriptor, 0, _SIZE)  # an error here, where writing to a page that cannot be had would be a signal
+            # an error here, where writing to a page that cannot be had would be a signal
+            os.posix_fallocate(descriptor, 0, _SIZE)
             self._memory = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
@@ -139,19 +151,29 @@ class TallyWriter:
         struct.pack_into("<Q", self._memory, _PUSHING_AT, batch)
 
     def known(self, batch: int, steps: int, samples: int) -> None:
-        """The servers had the batch from another worker already, or the round of so many steps that has this key."""
+        """The servers had the batch from another worker already, or the round of so many steps that
+        has this key."""
         self.pushing(0)
-        _KNOWN.pack_into(self._memory, _KNOWN_AT + self._known % _MOST_KNOWN * _KNOWN.size, batch, steps, samples)
+        _KNOWN.pack_into(
+            self._memory, _KNOWN_AT + self._known % _MOST_KNOWN * _KNOWN.size, batch, steps, samples
+        )
         self._known += 1
 
     def committed(self, counts: Counts, *, generation: int, steps: int) -> None:
         """A step was committed in `generation`; the run has `steps` now."""
         now, span = self._clock_ns(), self._span
-        if span is not None and generation == span[0] and steps == span[2] + 1 and now - span[4] < LONG_GAP_NS:
+        if (
+            span is not None
+            and generation == span[0]
+            and steps == span[2] + 1
+            and now - span[4] < LONG_GAP_NS
+        ):
             span = Span(generation, span[1], steps, span[3], now)
         else:
             if span is not None:
-                _SPAN.pack_into(self._memory, _RING_AT + self._finished % MOST_SPANS * _SPAN.size, *span)
+                _SPAN.pack_into(
+                    self._memory, _RING_AT + self._finished % MOST_SPANS * _SPAN.size, *span
+                )
                 self._finished += 1
             span = Span(generation, steps - 1, steps, now, now)
         self._span = span
@@ -163,7 +185,12 @@ class TallyWriter:
         if span is None:
             return
         self._number = number = self._number + 1
-        body = struct.pack("<q", number) + _COUNTS.pack(*counts) + _SPAN.pack(*span) + struct.pack("<q", self._finished)
+        body = (
+            struct.pack("<q", number)
+            + _COUNTS.pack(*counts)
+            + _SPAN.pack(*span)
+            + struct.pack("<q", self._finished)
+        )
         at = _SLOTS_AT + number % 2 * 192
         self._memory[at : at + _SLOT.size] = body + struct.pack("<I", zlib.crc32(body))
 
@@ -185,11 +212,19 @@ def read_tally(path: Path) -> Tally | None:
     if newest is None:
         return None
     _, counts, span, finished = newest
-    kept = range(max(0, finished - MOST_SPANS + 1), finished)  # the oldest one may be being written over
-    ring = [Span(*_SPAN.unpack_from(content, _RING_AT + number % MOST_SPANS * _SPAN.size)) for number in kept]
+    # the oldest one may be being written over
+    kept = range(max(0, finished - MOST_SPANS + 1), finished)
+    ring = [
+        Span(*_SPAN.unpack_from(content, _RING_AT + number % MOST_SPANS * _SPAN.size))
+        for number in kept
+    ]
     told = Counts(*_COUNTS.unpack(counts))
     (pushing,) = struct.unpack_from("<Q", content, _PUSHING_AT)
-    known = {key: (steps, samples) for key, steps, samples in _KNOWN.iter_unpack(content[_KNOWN_AT:_SIZE]) if key}
+    known = {
+        key: (steps, samples)
+        for key, steps, samples in _KNOWN.iter_unpack(content[_KNOWN_AT:_SIZE])
+        if key
+    }
     return Tally(
         counts=told,
         spans=(*ring, Span(*_SPAN.unpack(span))),

@@ -13,10 +13,12 @@ _AGAIN_S: Final = 0.2
 
 
 async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancels tasks until all have ended; how they end, an error included, is for whoever awaits them.
+    """Cancels tasks until all have ended; how they end, an error included, is for whoever awaits
+    them.
 
-    Once may not be enough: a cancellation that meets the end of what the task awaits can be lost on the way. Python 3.11's
-    asyncio.wait_for loses it (python/cpython issue 86296), and redis-py sends every command through that.
+    Once may not be enough: a cancellation that meets the end of what the task awaits can be lost on
+    the way. Python 3.11's asyncio.wait_for loses it (python/cpython issue 86296), and redis-py
+    sends every command through that.
     """
     pending = set(tasks)
     while pending:
@@ -24,5 +26,8 @@ async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
             task.cancel()
         _, pending = await asyncio.wait(pending, timeout=_AGAIN_S)
         if pending:
-            logger.info("cancelling again what has not ended: %s", ", ".join(sorted(task.get_name() for task in pending)))
+            logger.info(
+                "cancelling again what has not ended: %s",
+                ", ".join(sorted(task.get_name() for task in pending)),
+            )
     await asyncio.gather(*tasks, return_exceptions=True)

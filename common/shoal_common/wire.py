@@ -1,11 +1,15 @@
-"""Tensors on the wire: PushChunk and PullChunk in protobuf's own encoding, without protobuf's copies of their payload.
+"""Tensors on the wire: PushChunk and PullChunk in protobuf's own encoding, without protobuf's
+copies of their payload.
 
-A generated class copies a `bytes` field when it is set, when it is serialized, when it is parsed and when it is read. Here the header is
-protobuf's business and the payload stays a memoryview: one copy to encode (gRPC sends only `bytes`), none to decode. Any other client
-speaks the same bytes with its generated classes: what is unusual but valid (unknown fields, other orders) is left to protobuf itself.
+A generated class copies a `bytes` field when it is set, when it is serialized, when it is parsed
+and when it is read. Here the header is protobuf's business and the payload stays a memoryview: one
+copy to encode (gRPC sends only `bytes`), none to decode. Any other client speaks the same bytes
+with its generated classes: what is unusual but valid (unknown fields, other orders) is left to
+protobuf itself.
 
-The functions are gRPC serializers: `(header or None, payload)` in, `bytes` out, and back. numpy only; bfloat16, which numpy does not have,
-is carried as uint16. Nothing here checks a header against a payload: the receivers do.
+The functions are gRPC serializers: `(header or None, payload)` in, `bytes` out, and back. numpy
+only; bfloat16, which numpy does not have, is carried as uint16. Nothing here checks a header
+against a payload: the receivers do.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ LARGEST_PAYLOAD_BYTES: Final = 16 << 20
 HeaderT = TypeVar("HeaderT", pb.PushHeader, pb.PullHeader, pb.FollowHeader, pb.RowsHeader)
 
 
-# --------------------------------------------------------------------------------------------------------------- dtypes
+# ------------------------------------------------------------------------------------------- dtypes
 
 
 @dataclass(frozen=True)
@@ -69,18 +73,22 @@ _BY_NAME: Final = {info.name: info for info in DTYPES.values()}
 
 
 def dtype_info(dtype: int | str) -> DtypeInfo:
-    """Returns what is known of a shoal.v1.Dtype or of a name ("bfloat16"). InvalidRequestError / DTYPE_UNSUPPORTED for others."""
+    """Returns what is known of a shoal.v1.Dtype or of a name ("bfloat16"). InvalidRequestError /
+    DTYPE_UNSUPPORTED for others."""
     info = _BY_NAME.get(dtype) if isinstance(dtype, str) else DTYPES.get(dtype)
     if info is None:
-        raise InvalidRequestError(f"dtype {dtype!r}: expected one of {', '.join(_BY_NAME)}", reason="DTYPE_UNSUPPORTED")
+        raise InvalidRequestError(
+            f"dtype {dtype!r}: expected one of {', '.join(_BY_NAME)}", reason="DTYPE_UNSUPPORTED"
+        )
     return info
 
 
-# ------------------------------------------------------------------------------------------------------------- payloads
+# ----------------------------------------------------------------------------------------- payloads
 
 
 def chunks(buffer: memoryview, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
-    """The buffer's bytes in pieces of at most `size`; an empty buffer is one empty piece, since its header needs a chunk to travel in."""
+    """The buffer's bytes in pieces of at most `size`; an empty buffer is one empty piece, since its
+    header needs a chunk to travel in."""
     if size < 1:
         raise ValueError(f"size={size}: expected at least 1 byte")
     data = as_bytes(buffer)
@@ -89,7 +97,9 @@ def chunks(buffer: memoryview, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
         yield data[start : start + size]
 
 
-def framed(header: HeaderT, payload: memoryview, size: int = CHUNK_BYTES) -> Iterator[tuple[HeaderT | None, memoryview]]:
+def framed(
+    header: HeaderT, payload: memoryview, size: int = CHUNK_BYTES
+) -> Iterator[tuple[HeaderT | None, memoryview]]:
     """One partition as the chunks that carry it: the first with the header, the rest without."""
     opening: HeaderT | None = header
     for piece in chunks(payload, size):
@@ -105,14 +115,18 @@ def checksum(buffer: memoryview | bytes) -> int:
 def as_bytes(buffer: memoryview) -> memoryview:
     """The same memory as flat bytes. ValueError unless it is C-contiguous."""
     if not buffer.c_contiguous:
-        raise ValueError("the buffer is not C-contiguous; make it so first (numpy.ascontiguousarray, Tensor.contiguous)")
+        raise ValueError(
+            "the buffer is not C-contiguous; make it so first (numpy.ascontiguousarray, "
+            "Tensor.contiguous)"
+        )
     # A view without elements cannot be cast when it has more than one dimension.
     return buffer.cast("B") if buffer.nbytes else memoryview(b"")
 
 
-# ------------------------------------------------------------------------------------------------------------- messages
+# ----------------------------------------------------------------------------------------- messages
 
-# All four messages have `header` as field 1 and `payload` as field 2, both length-delimited: wire type 2 (tested against the descriptors).
+# All four messages have `header` as field 1 and `payload` as field 2, both length-delimited: wire
+# type 2 (tested against the descriptors).
 _HEADER_TAG: Final = 1 << 3 | 2
 _PAYLOAD_TAG: Final = 2 << 3 | 2
 
@@ -123,7 +137,8 @@ def encode_push_chunk(chunk: tuple[pb.PushHeader | None, memoryview]) -> bytes:
 
 
 def decode_push_chunk(data: bytes) -> tuple[pb.PushHeader | None, memoryview]:
-    """A PushChunk's header, if it has one, and payload, a read-only view of `data`. InvalidRequestError / MESSAGE_MALFORMED."""
+    """A PushChunk's header, if it has one, and payload, a read-only view of `data`.
+    InvalidRequestError / MESSAGE_MALFORMED."""
     return _decode(data, pb.PushChunk, pb.PushHeader, InvalidRequestError)
 
 
@@ -133,7 +148,8 @@ def encode_pull_chunk(chunk: tuple[pb.PullHeader | None, memoryview]) -> bytes:
 
 
 def decode_pull_chunk(data: bytes) -> tuple[pb.PullHeader | None, memoryview]:
-    """A PullChunk's header, if it has one, and payload, a read-only view of `data`. CorruptDataError / MESSAGE_MALFORMED."""
+    """A PullChunk's header, if it has one, and payload, a read-only view of `data`.
+    CorruptDataError / MESSAGE_MALFORMED."""
     return _decode(data, pb.PullChunk, pb.PullHeader, CorruptDataError)
 
 
@@ -143,7 +159,8 @@ def encode_follow_chunk(chunk: tuple[pb.FollowHeader | None, memoryview]) -> byt
 
 
 def decode_follow_chunk(data: bytes) -> tuple[pb.FollowHeader | None, memoryview]:
-    """A FollowChunk's header, if it has one, and payload, a read-only view of `data`. CorruptDataError / MESSAGE_MALFORMED."""
+    """A FollowChunk's header, if it has one, and payload, a read-only view of `data`.
+    CorruptDataError / MESSAGE_MALFORMED."""
     return _decode(data, pb.FollowChunk, pb.FollowHeader, CorruptDataError)
 
 
@@ -152,12 +169,18 @@ def encode_rows_chunk(chunk: tuple[pb.RowsHeader | None, memoryview]) -> bytes:
     return _encode(*chunk)
 
 
-def decode_rows_chunk(data: bytes, malformed: type[ShoalError]) -> tuple[pb.RowsHeader | None, memoryview]:
-    """A RowsChunk's header, if it has one, and payload, a read-only view of `data`. `malformed` / MESSAGE_MALFORMED."""
+def decode_rows_chunk(
+    data: bytes, malformed: type[ShoalError]
+) -> tuple[pb.RowsHeader | None, memoryview]:
+    """A RowsChunk's header, if it has one, and payload, a read-only view of `data`. `malformed` /
+    MESSAGE_MALFORMED."""
     return _decode(data, pb.RowsChunk, pb.RowsHeader, malformed)
 
 
-def _encode(header: pb.PushHeader | pb.PullHeader | pb.FollowHeader | pb.RowsHeader | None, payload: memoryview) -> bytes:
+def _encode(
+    header: pb.PushHeader | pb.PullHeader | pb.FollowHeader | pb.RowsHeader | None,
+    payload: memoryview,
+) -> bytes:
     parts: list[bytes | memoryview] = []
     if header is not None:
         encoded = header.SerializeToString()
@@ -168,7 +191,8 @@ def _encode(header: pb.PushHeader | pb.PullHeader | pb.FollowHeader | pb.RowsHea
 
 
 def _prefix(tag: int, length: int) -> bytes:
-    """A field's tag and its length as a varint: seven bits a byte, lowest first, the high bit set on all but the last."""
+    """A field's tag and its length as a varint: seven bits a byte, lowest first, the high bit set
+    on all but the last."""
     out = bytearray((tag,))
     while length > 0x7F:
         out.append(length & 0x7F | 0x80)
@@ -177,7 +201,9 @@ def _prefix(tag: int, length: int) -> bytes:
     return bytes(out)
 
 
-def _decode(data: bytes, message: Any, header_type: type[HeaderT], malformed: type[ShoalError]) -> tuple[HeaderT | None, memoryview]:
+def _decode(
+    data: bytes, message: Any, header_type: type[HeaderT], malformed: type[ShoalError]
+) -> tuple[HeaderT | None, memoryview]:
     try:
         found = _decode_canonical(data, header_type)
         if found is not None:
@@ -186,13 +212,17 @@ def _decode(data: bytes, message: Any, header_type: type[HeaderT], malformed: ty
     except DecodeError as error:
         name = message.DESCRIPTOR.name
         raise malformed(
-            f"{len(data)} bytes are not a {name}: {error}; they are truncated or of another type", reason="MESSAGE_MALFORMED"
+            f"{len(data)} bytes are not a {name}: {error}; they are truncated or of another type",
+            reason="MESSAGE_MALFORMED",
         ) from error
     return (parsed.header if parsed.HasField("header") else None), memoryview(parsed.payload)
 
 
-def _decode_canonical(data: bytes, header_type: type[HeaderT]) -> tuple[HeaderT | None, memoryview] | None:
-    """The form that every protobuf library writes: the header, then the payload, each at most once. None for any other."""
+def _decode_canonical(
+    data: bytes, header_type: type[HeaderT]
+) -> tuple[HeaderT | None, memoryview] | None:
+    """The form that every protobuf library writes: the header, then the payload, each at most once.
+    None for any other."""
     view = memoryview(data)
     end = len(data)
     position = 0
@@ -214,7 +244,8 @@ def _decode_canonical(data: bytes, header_type: type[HeaderT]) -> tuple[HeaderT 
 
 
 def _field(data: bytes, position: int) -> tuple[int, int] | None:
-    """Start and end of the field whose length stands at `position`; None when it reaches beyond `data`."""
+    """Start and end of the field whose length stands at `position`; None when it reaches beyond
+    `data`."""
     length = 0
     for shift in range(0, 35, 7):
         if position >= len(data):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 
-# Before grpc is imported: the embedded Redis server is started by a fork, which must not touch grpc's threads.
+# Before grpc is imported: the embedded Redis server is started by a fork, which must not touch
+# grpc's threads.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import asyncio
@@ -28,21 +29,24 @@ _REDIS_CHECK_INTERVAL_S: Final = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 after SIGTERM or SIGINT; 1, with one line on stderr, if it could not serve (any more) or was replaced."""
+    """Returns the exit status: 0 after SIGTERM or SIGINT; 1, with one line on stderr, if it could
+    not serve (any more) or was replaced."""
     try:
         settings = parse_command_line(arguments)
         configure_logging("coordinator", settings.log_level)
         with _own_redis(settings) as own_redis:
             asyncio.run(_serve(settings, own_redis))
     except ShoalError as error:
-        print(f"shoal-coordinator: {error}", file=sys.stderr)  # noqa: T201 - it may have no logging yet
+        # it may have no logging yet
+        print(f"shoal-coordinator: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
 
 
 @contextmanager
 def _own_redis(settings: CoordinatorSettings) -> Iterator[EmbeddedRedis | None]:
-    """The server of our own that embedded:// asks for, started while the rest of the program is imported; None: somebody else runs it."""
+    """The server of our own that embedded:// asks for, started while the rest of the program is
+    imported; None: somebody else runs it."""
     url = settings.redis_url
     if urlsplit(url).scheme != "embedded":
         yield None
@@ -50,7 +54,8 @@ def _own_redis(settings: CoordinatorSettings) -> Iterator[EmbeddedRedis | None]:
     host = urlsplit(url).netloc
     if host and not Address(host, 0).is_loopback and not settings.insecure:
         raise ConfigurationError(
-            f"--redis {url} can be reached from other machines, without TLS; allow it (--insecure), or name a server with TLS (rediss://...)"
+            f"--redis {url} can be reached from other machines, without TLS; allow it "
+            "(--insecure), or name a server with TLS (rediss://...)"
         )
     with ThreadPoolExecutor(max_workers=1) as starter:
         starting = starter.submit(EmbeddedRedis.from_url, url)
@@ -60,12 +65,14 @@ def _own_redis(settings: CoordinatorSettings) -> Iterator[EmbeddedRedis | None]:
 
 
 def _rarely_collect() -> None:
-    """Ten thousand sessions are a million objects that live long. To look for garbage among them every few hundred new objects, as Python
-    does by itself, took a third of the time of their joins.
+    """Ten thousand sessions are a million objects that live long. To look for garbage among them
+    every few hundred new objects, as Python does by itself, took a third of the time of their
+    joins.
 
-    The older generations are looked at as well: a call that was refused becomes garbage with some 50 kB of gRPC's, and one that is under
-    way while Python looks at the youngest generation is moved to an older one, and becomes garbage there. Among all objects Python looks
-    only when a fourth of them are new."""
+    The older generations are looked at as well: a call that was refused becomes garbage with some
+    50 kB of gRPC's, and one that is under way while Python looks at the youngest generation is
+    moved to an older one, and becomes garbage there. Among all objects Python looks only when a
+    fourth of them are new."""
     gc.freeze()
     gc.set_threshold(100_000, 5, 5)
 
@@ -87,14 +94,16 @@ async def _serve(settings: CoordinatorSettings, own_redis: EmbeddedRedis | None)
     await serve(settings.model_copy(update={"share_store_credentials": True}), own_redis.url, stop)
     if lost.done() and lost.result():
         raise UnavailableError(
-            f"the embedded Redis server (pid {own_redis.pid}) has ended; its last words: {own_redis.last_words()}. Start the coordinator "
-            "again: it finds what was written, unless its data was temporary",
+            f"the embedded Redis server (pid {own_redis.pid}) has ended; its last words: "
+            f"{own_redis.last_words()}. Start the coordinator again: it finds what was written, "
+            "unless its data was temporary",
             reason="REDIS_UNAVAILABLE",
         )
 
 
 async def _lost(own_redis: EmbeddedRedis, stop: asyncio.Event) -> bool:
-    """Stops this coordinator when its Redis has ended: only a coordinator that starts brings that back. False: it was to stop anyway."""
+    """Stops this coordinator when its Redis has ended: only a coordinator that starts brings that
+    back. False: it was to stop anyway."""
     while own_redis.alive:
         await asyncio.sleep(_REDIS_CHECK_INTERVAL_S)
     unasked = not stop.is_set()

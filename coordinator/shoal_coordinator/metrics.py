@@ -21,20 +21,22 @@ class CoordinatorMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.generations = Counter(
             "shoal_coordinator_generations_formed",
-            "Generations written, by cause: start, failure (members interrupted) or border (joins and drains).",
+            "Generations written, by cause: start, failure (members interrupted) or border (joins "
+            "and drains).",
             ["cause"],
             registry=registry,
         )
         self.announced = Histogram(
             "shoal_coordinator_loss_to_announcement_seconds",
-            "From the moment a loss reached the coordinator (broken stream, reported exit, ended lease) until the generation without the "
-            "member was handed to the survivors' streams.",
+            "From the moment a loss reached the coordinator (broken stream, reported exit, ended "
+            "lease) until the generation without the member was handed to the survivors' streams.",
             buckets=_MILLISECONDS,
             registry=registry,
         )
         self.departures = Counter(
             "shoal_coordinator_members_departed",
-            "Members that are gone, by how: stream_broken, lease_expired, process_exited, script_failed, stalled, drained or finished.",
+            "Members that are gone, by how: stream_broken, lease_expired, process_exited, "
+            "script_failed, stalled, drained or finished.",
             ["ending"],
             registry=registry,
         )
@@ -45,7 +47,10 @@ class CoordinatorMetrics:
             registry=registry,
         )
         self.heartbeats = Counter(
-            "shoal_coordinator_heartbeats", "Heartbeats received, of members and servers.", ["kind"], registry=registry
+            "shoal_coordinator_heartbeats",
+            "Heartbeats received, of members and servers.",
+            ["kind"],
+            registry=registry,
         )
         self.collective_failures = Counter(
             "shoal_coordinator_collective_failures",
@@ -59,12 +64,15 @@ class CoordinatorMetrics:
         )
         self.moves = Counter(
             "shoal_coordinator_partition_moves",
-            "Moves of partitions between parameter servers that were settled, by how: moved, or failed (the partitions stayed).",
+            "Moves of partitions between parameter servers that were settled, by how: moved, or "
+            "failed (the partitions stayed).",
             ["outcome"],
             registry=registry,
         )
         self.partitions_moved = Counter(
-            "shoal_coordinator_partitions_moved", "Partitions that were given another parameter server.", registry=registry
+            "shoal_coordinator_partitions_moved",
+            "Partitions that were given another parameter server.",
+            registry=registry,
         )
         self.commits = Histogram(
             "shoal_coordinator_commit_seconds",
@@ -79,7 +87,9 @@ class CoordinatorMetrics:
             registry=registry,
         )
         self.commit_retries = Counter(
-            "shoal_coordinator_commit_retries", "Commits that Redis did not answer and that were sent again.", registry=registry
+            "shoal_coordinator_commit_retries",
+            "Commits that Redis did not answer and that were sent again.",
+            registry=registry,
         )
         self.redis_up = Gauge(
             "shoal_coordinator_redis_up",
@@ -87,21 +97,35 @@ class CoordinatorMetrics:
             registry=registry,
         )
         self.redis_up.set(1)
-        self.sessions = Gauge("shoal_coordinator_sessions", "Open session streams, of members and servers.", ["kind"], registry=registry)
+        self.sessions = Gauge(
+            "shoal_coordinator_sessions",
+            "Open session streams, of members and servers.",
+            ["kind"],
+            registry=registry,
+        )
 
 
 class JobsCollector(Collector):
-    """Gauges of the jobs, read at each scrape on the scraper's thread. Of a run that has ended and whose members are gone, only whether it
-    failed is told."""
+    """Gauges of the jobs, read at each scrape on the scraper's thread. Of a run that has ended and
+    whose members are gone, only whether it failed is told."""
 
     def __init__(self, observed: Callable[[], Iterable[ObservedJob]]) -> None:
         self._observed = observed
 
     def collect(self) -> Iterator[Metric]:
         """One sample per job, and per job and phase."""
-        gauges = {name: GaugeMetricFamily(f"shoal_coordinator_{name}", text, labels=["job_id"]) for name, (text, _) in _JOB_GAUGES.items()}
-        members = GaugeMetricFamily("shoal_coordinator_members", "Live members, by phase.", labels=["job_id", "phase"])
-        phases = GaugeMetricFamily("shoal_coordinator_job_phase", "1 for the phase that the job is in.", labels=["job_id", "phase"])
+        gauges = {
+            name: GaugeMetricFamily(f"shoal_coordinator_{name}", text, labels=["job_id"])
+            for name, (text, _) in _JOB_GAUGES.items()
+        }
+        members = GaugeMetricFamily(
+            "shoal_coordinator_members", "Live members, by phase.", labels=["job_id", "phase"]
+        )
+        phases = GaugeMetricFamily(
+            "shoal_coordinator_job_phase",
+            "1 for the phase that the job is in.",
+            labels=["job_id", "phase"],
+        )
         failed = GaugeMetricFamily(
             "shoal_coordinator_run_failed_timestamp_seconds",
             "When the job's newest run failed; absent of jobs whose newest run did not.",
@@ -130,21 +154,35 @@ _JOB_GAUGES: Final[Mapping[str, tuple[str, Callable[[ObservedJob], float]]]] = {
         lambda job: job.state.number - job.state.run_above,
     ),
     "world_size": ("Ranks that train now; 0 while the job waits.", lambda job: job.world_size),
-    "min_workers": ("The fewest ranks with which the job begins to train.", lambda job: job.state.spec.min_workers),
+    "min_workers": (
+        "The fewest ranks with which the job begins to train.",
+        lambda job: job.state.spec.min_workers,
+    ),
     "max_workers": ("The most ranks that the job takes.", lambda job: job.state.spec.max_workers),
-    "newest_step": ("The highest step that a member has committed, as heartbeats say.", lambda job: job.newest_step),
+    "newest_step": (
+        "The highest step that a member has committed, as heartbeats say.",
+        lambda job: job.newest_step,
+    ),
     "seconds_without_progress": (
-        "Seconds since a rank last came to another step, border or operation; 0 while the job does not train.",
+        "Seconds since a rank last came to another step, border or operation; 0 while the job does "
+        "not train.",
         lambda job: job.without_progress_s,
     ),
-    "step_stands": ("1 while ranks wait and no step ends.", lambda job: job.state.stall is not None),
-    "stragglers": ("Ranks that hold the others back.", lambda job: sum(one.told for one in job.state.stragglers.values())),
+    "step_stands": (
+        "1 while ranks wait and no step ends.",
+        lambda job: job.state.stall is not None,
+    ),
+    "stragglers": (
+        "Ranks that hold the others back.",
+        lambda job: sum(one.told for one in job.state.stragglers.values()),
+    ),
     "servers_alive": (
         "Registered parameter servers that are alive.",
         lambda job: sum(server.alive for server in job.state.servers.values()),
     ),
     "server_places_unserved": (
-        "Places of parameter servers at which no primary serves: what lies there can be neither pushed to nor pulled.",
+        "Places of parameter servers at which no primary serves: what lies there can be neither "
+        "pushed to nor pulled.",
         lambda job: job.unserved_places,
     ),
     "server_places_unprotected": (

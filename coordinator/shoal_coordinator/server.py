@@ -1,4 +1,5 @@
-"""One coordinator: puts the parts together, serves until told to stop, and takes them down in order."""
+"""One coordinator: puts the parts together, serves until told to stop, and takes them down in
+order."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ _REDIS_RETRY_S = 0.2
 
 
 async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Event) -> None:
-    """Serves until `stop` is set. Raises FencedError when another coordinator takes over; ShoalErrors when it cannot start."""
+    """Serves until `stop` is set. Raises FencedError when another coordinator takes over;
+    ShoalErrors when it cannot start."""
     server_settings = _servable(settings)
     async with AsyncExitStack() as stack:
         store = await _open_store(redis_url, settings, stop)
@@ -48,7 +50,9 @@ async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Eve
         registry = CollectorRegistry()
         metrics = CoordinatorMetrics(registry)
         clock = Clock(await store.now_unix_ms())
-        jobs = Jobs(store, clock=clock, policy=Policy(), metrics=metrics, retention=settings.job_retention)
+        jobs = Jobs(
+            store, clock=clock, policy=Policy(), metrics=metrics, retention=settings.job_retention
+        )
         registry.register(JobsCollector(jobs.observed))
         stack.push_async_callback(jobs.close, _stopping())
         await jobs.load()
@@ -89,7 +93,9 @@ async def _until_stopped(stop: asyncio.Event, jobs: Jobs) -> None:
         raise jobs.failed.result()
 
 
-async def _open_store(url: str, settings: CoordinatorSettings, stop: asyncio.Event) -> JobStore | None:
+async def _open_store(
+    url: str, settings: CoordinatorSettings, stop: asyncio.Event
+) -> JobStore | None:
     """Waits for Redis to answer, for `redis_patience`. None: told to stop meanwhile."""
     opening = asyncio.create_task(_opened_store(url, settings))
     stopping = asyncio.create_task(stop.wait())
@@ -113,22 +119,38 @@ async def _opened_store(url: str, settings: CoordinatorSettings) -> JobStore:
 
 
 def _servicer(
-    settings: CoordinatorSettings, jobs: Jobs, store: JobStore, clock: Clock, metrics: CoordinatorMetrics, redis_url: str
+    settings: CoordinatorSettings,
+    jobs: Jobs,
+    store: JobStore,
+    clock: Clock,
+    metrics: CoordinatorMetrics,
+    redis_url: str,
 ) -> CoordinatorServicer:
     members = MemberSessions(
         jobs,
         clock=clock,
         metrics=metrics,
-        store_url=settings.store_url or (redis_url if settings.share_store_credentials else _without_credentials(redis_url)),
+        store_url=settings.store_url
+        or (redis_url if settings.share_store_credentials else _without_credentials(redis_url)),
         reconnect_grace=settings.reconnect_grace,
         request_timeout=settings.request_timeout,
     )
-    servers = ServerSessions(jobs, clock=clock, metrics=metrics, request_timeout=settings.request_timeout)
-    return CoordinatorServicer(jobs, store=store, clock=clock, members=members, servers=servers, request_timeout=settings.request_timeout)
+    servers = ServerSessions(
+        jobs, clock=clock, metrics=metrics, request_timeout=settings.request_timeout
+    )
+    return CoordinatorServicer(
+        jobs,
+        store=store,
+        clock=clock,
+        members=members,
+        servers=servers,
+        request_timeout=settings.request_timeout,
+    )
 
 
 def _servable(settings: CoordinatorSettings) -> ServerSettings:
-    """Raises ConfigurationError for what could not be served. Called before the store is opened: that takes over from one that serves."""
+    """Raises ConfigurationError for what could not be served. Called before the store is opened:
+    that takes over from one that serves."""
     for address in (settings.listen, settings.http):
         address.check_free()
     if (tls := settings.serving_tls) is not None:
@@ -152,15 +174,22 @@ def _discover(jobs: Jobs, request: HttpRequest) -> HttpResponse:
 
 
 def _unhealthy(jobs: Jobs) -> str | None:
-    """Redis being away is no reason to restart a coordinator: it would only lose what it has in memory."""
-    return str(jobs.failed.result()) if jobs.failed.done() else ("stopping" if jobs.closing else None)
+    """Redis being away is no reason to restart a coordinator: it would only lose what it has in
+    memory."""
+    return (
+        str(jobs.failed.result()) if jobs.failed.done() else ("stopping" if jobs.closing else None)
+    )
 
 
 def _stopping() -> ShoalError:
-    return UnavailableError("this coordinator is stopping; connect again", reason=Refusal.COORDINATOR_STOPPING)
+    return UnavailableError(
+        "this coordinator is stopping; connect again", reason=Refusal.COORDINATOR_STOPPING
+    )
 
 
-def _write_port_file(settings: CoordinatorSettings, port: int, http: HttpServer, redis_url: str) -> None:
+def _write_port_file(
+    settings: CoordinatorSettings, port: int, http: HttpServer, redis_url: str
+) -> None:
     """Renamed into place, so that whoever waits for it finds it whole."""
     if settings.port_file is None:
         return

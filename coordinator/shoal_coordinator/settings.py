@@ -1,4 +1,5 @@
-"""What the coordinator reads from its environment (SHOAL_COORDINATOR_...) and its command line: the one module that does."""
+"""What the coordinator reads from its environment (SHOAL_COORDINATOR_...) and its command line: the
+one module that does."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ from typing import Annotated
 
 from pydantic import Field, SecretStr
 from pydantic_settings import SettingsConfigDict
-from shoal_common.credentials import ServiceSettings, add_service_flags, read_secret, refuse_password
+from shoal_common.credentials import (
+    ServiceSettings,
+    add_service_flags,
+    read_secret,
+    refuse_password,
+)
 from shoal_common.settings import Address, AddressField, Duration
 
 
@@ -20,15 +26,16 @@ class CoordinatorSettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="SHOAL_COORDINATOR_")
 
     redis: SecretStr = SecretStr("embedded://")
-    """redis://[user:password@]host:port[/db] of the server that keeps all state; `embedded://` starts one of its own with temporary data,
-    `embedded:///directory` one that keeps it. Members on other machines reach it if it has this machine's name: `embedded://host`."""
+    """redis://[user:password@]host:port[/db] of the server that keeps all state; `embedded://`
+    starts one of its own with temporary data, `embedded:///directory` one that keeps it. Members on
+    other machines reach it if it has this machine's name: `embedded://host`."""
 
     redis_file: Path | None = None
     """File that holds the URL of `redis`, if it has a password; it counts before that one."""
 
     redis_ca: Path | None = None
-    """Certificates (PEM) that the Redis server's must be signed by, where its URL is rediss://; None: the system's. Members get theirs
-    from their own `tls_ca`."""
+    """Certificates (PEM) that the Redis server's must be signed by, where its URL is rediss://;
+    None: the system's. Members get theirs from their own `tls_ca`."""
 
     redis_patience: Duration = timedelta(seconds=30)
     """How long to wait at the start for Redis to answer."""
@@ -40,72 +47,115 @@ class CoordinatorSettings(ServiceSettings):
     """host:port of the status page, /metrics, /healthz and /sd."""
 
     store_url: str | None = None
-    """The Redis URL that members are told for their rendezvous stores; None: the coordinator's own, without its credentials."""
+    """The Redis URL that members are told for their rendezvous stores; None: the coordinator's own,
+    without its credentials."""
 
     share_store_credentials: bool = False
     """Members are told the coordinator's own Redis URL with its credentials."""
 
     reconnect_grace: Duration = timedelta(0)
-    """How long a member whose stream broke may take to come back before it counts as dead. 0: it is dead at once, which is how a killed
-    process is noticed within milliseconds; raise it where the network drops connections more often than processes die."""
+    """How long a member whose stream broke may take to come back before it counts as dead. 0: it is
+    dead at once, which is how a killed process is noticed within milliseconds; raise it where the
+    network drops connections more often than processes die."""
 
     request_timeout: Duration = timedelta(seconds=5)
-    """How long a call waits for Redis before it is answered with UNAVAILABLE, and a new session for its first message."""
+    """How long a call waits for Redis before it is answered with UNAVAILABLE, and a new session for
+    its first message."""
 
     job_retention: Annotated[Duration, Field(ge=timedelta(seconds=1))] = timedelta(days=1)
-    """How long a job that nobody is in, finished or given up, is still known after its last change; at least 1s."""
+    """How long a job that nobody is in, finished or given up, is still known after its last change;
+    at least 1s."""
 
     port_file: Path | None = None
     """Where to write the bound addresses, as JSON, once serving."""
 
     drain_timeout: Duration = timedelta(seconds=5)
-    """How long calls in progress may go on after SIGTERM. Sessions end at once: members connect again."""
+    """How long calls in progress may go on after SIGTERM. Sessions end at once: members connect
+    again."""
 
     log_level: str = "INFO"
     """DEBUG, INFO, WARNING, ERROR or CRITICAL."""
 
     @property
     def redis_url(self) -> str:
-        """The URL of `redis` or of `redis_file`. Raises ConfigurationError when that cannot be read."""
-        return self.redis.get_secret_value() if self.redis_file is None else read_secret(self.redis_file, "redis-file")
+        """The URL of `redis` or of `redis_file`. Raises ConfigurationError when that cannot be
+        read."""
+        return (
+            self.redis.get_secret_value()
+            if self.redis_file is None
+            else read_secret(self.redis_file, "redis-file")
+        )
 
 
 def command_line() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="shoal-coordinator",
-        description="Shoal's coordinator: which processes belong to a job, in which generation, with which rank.",
-        epilog="Every flag is also an environment variable, SHOAL_COORDINATOR_..., in capitals and with _ for -.",
+        description="Shoal's coordinator: which processes belong to a job, in which generation, "
+        "with which rank.",
+        epilog="Every flag is also an environment variable, SHOAL_COORDINATOR_..., in capitals and "
+        "with _ for -.",
     )
     for flag, metavar, text in (
         (
             "--redis",
             "URL",
-            "redis://HOST:PORT, or embedded://[HOST][/DIR] for one of its own, HOST for other machines (default: embedded://)",
+            "redis://HOST:PORT, or embedded://[HOST][/DIR] for one of its own, HOST for other "
+            "machines (default: embedded://)",
         ),
         ("--redis-file", "FILE", "file with the URL, where it has a password"),
-        ("--redis-ca", "FILE", "certificates (PEM) that the Redis server's must be signed by, with rediss:// (default: the system's)"),
+        (
+            "--redis-ca",
+            "FILE",
+            "certificates (PEM) that the Redis server's must be signed by, with rediss:// "
+            "(default: the system's)",
+        ),
         ("--redis-patience", "DURATION", "how long to wait for Redis at the start (default: 30s)"),
-        ("--listen", "HOST:PORT", "address of the gRPC service (default: 127.0.0.1:0, a free port)"),
+        (
+            "--listen",
+            "HOST:PORT",
+            "address of the gRPC service (default: 127.0.0.1:0, a free port)",
+        ),
         ("--http", "HOST:PORT", "address of /metrics, /healthz and /sd (default: 127.0.0.1:0)"),
-        ("--store-url", "URL", "Redis URL that members are told (default: the coordinator's own, without credentials)"),
-        ("--reconnect-grace", "DURATION", "how long a member whose stream broke may take to come back (default: 0s)"),
+        (
+            "--store-url",
+            "URL",
+            "Redis URL that members are told (default: the coordinator's own, without credentials)",
+        ),
+        (
+            "--reconnect-grace",
+            "DURATION",
+            "how long a member whose stream broke may take to come back (default: 0s)",
+        ),
         ("--request-timeout", "DURATION", "how long a call waits for Redis (default: 5s)"),
-        ("--job-retention", "DURATION", "how long a job that nobody is in is still known (default: 1d)"),
+        (
+            "--job-retention",
+            "DURATION",
+            "how long a job that nobody is in is still known (default: 1d)",
+        ),
         ("--port-file", "FILE", "written once serving: the bound addresses as JSON"),
         ("--drain-timeout", "DURATION", "how long calls may go on after SIGTERM (default: 5s)"),
         ("--log-level", "LEVEL", "DEBUG, INFO, WARNING, ERROR or CRITICAL (default: INFO)"),
     ):
         parser.add_argument(flag, metavar=metavar, help=text)
     add_service_flags(parser, calls=False)
-    parser.add_argument("--share-store-credentials", action="store_true", default=None, help="tell members the Redis URL as it is")
+    parser.add_argument(
+        "--share-store-credentials",
+        action="store_true",
+        default=None,
+        help="tell members the Redis URL as it is",
+    )
     return parser
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> CoordinatorSettings:
-    """Flags over the environment over the defaults. Exits on --help and unknown flags; raises ConfigurationError for wrong values."""
+    """Flags over the environment over the defaults. Exits on --help and unknown flags; raises
+    ConfigurationError for wrong values."""
     given = command_line().parse_args(arguments)
-    file = "put the URL into a file that only you can read, and give --redis-file FILE (or set SHOAL_COORDINATOR_REDIS)"
+    file = (
+        "put the URL into a file that only you can read, and give --redis-file FILE (or set "
+        "SHOAL_COORDINATOR_REDIS)"
+    )
     refuse_password("--redis", given.redis, file)
     refuse_password("--store-url", given.store_url, "set SHOAL_COORDINATOR_STORE_URL")
     return CoordinatorSettings.load(**vars(given))

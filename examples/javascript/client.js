@@ -1,11 +1,13 @@
-// A client of Shoal's coordinator in another language: it makes a job, is its one member, and reads what has happened.
+// A client of Shoal's coordinator in another language: it makes a job, is its one member, and reads
+// what has happened.
 //
 //     npm ci
 //     node client.js HOST:PORT ../../protos
 //
-// Nothing here is written for Shoal: methods and messages come from the .proto files, which say what each of them does. Where the cluster
-// has tokens, SHOAL_TOKEN is sent with each call. A member may be written so in any language that has gRPC; what ranks then do
-// together is their own business.
+// Nothing here is written for Shoal: methods and messages come from the .proto files, which say
+// what each of them does. Where the cluster has tokens, SHOAL_TOKEN is sent with each call. A
+// member may be written so in any language that has gRPC; what ranks then do together is their own
+// business.
 
 const { parseArgs } = require("node:util");
 const grpc = require("@grpc/grpc-js");

@@ -1,4 +1,5 @@
-"""`shoal-ps-server`: starts one parameter server and runs it until SIGTERM or the end of its job."""
+"""`shoal-ps-server`: starts one parameter server and runs it until SIGTERM or the end of its
+job."""
 
 from __future__ import annotations
 
@@ -23,11 +24,14 @@ from shoal_ps_server.settings import PsServerSettings, parse_command_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 after SIGTERM, SIGINT or the end of the job; 1, with one line on stderr, if it could not serve.
+    """Returns the exit status: 0 after SIGTERM, SIGINT or the end of the job; 1, with one line on
+    stderr, if it could not serve.
 
-    Either signal ends the process at once while torch is loaded, which takes seconds: there is nothing to take down yet.
+    Either signal ends the process at once while torch is loaded, which takes seconds: there is
+    nothing to take down yet.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):  # not by the default action, which the first process of a container does not have
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # not by the default action, which the first process of a container does not have
         signal.signal(number, lambda number, frame: os._exit(0))
     try:
         settings = parse_command_line(arguments)
@@ -37,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise_limit()
         asyncio.run(_serve(settings))
     except ShoalError as error:
-        print(f"shoal-ps-server: {error}", file=sys.stderr)  # noqa: T201 - it may have no logging yet
+        # it may have no logging yet
+        print(f"shoal-ps-server: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
 
@@ -51,7 +56,8 @@ async def _serve(settings: PsServerSettings) -> None:
 
     torch.set_num_threads(settings.threads)
     warm_up()
-    # What the imports made stays for ever; looking through it again and again would hold up every call by 0.2 s.
+    # What the imports made stays for ever; looking through it again and again would hold up every
+    # call by 0.2 s.
     gc.freeze()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -1,4 +1,5 @@
-"""Every metric of a parameter server; gRPC's own come from shoal_common.telemetry. All are set on the event loop."""
+"""Every metric of a parameter server; gRPC's own come from shoal_common.telemetry. All are set on
+the event loop."""
 
 from __future__ import annotations
 
@@ -22,20 +23,31 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.pushes = Counter(
-            "shoal_ps_pushes", "Pushed partitions, by what became of them: applied or duplicate.", ("outcome",), registry=registry
+            "shoal_ps_pushes",
+            "Pushed partitions, by what became of them: applied or duplicate.",
+            ("outcome",),
+            registry=registry,
         )
         self.initialized = Counter(
-            "shoal_ps_initializations", "Partitions in Initialize streams: applied or duplicate.", ("outcome",), registry=registry
+            "shoal_ps_initializations",
+            "Partitions in Initialize streams: applied or duplicate.",
+            ("outcome",),
+            registry=registry,
         )
         self.pulls = Counter(
-            "shoal_ps_pulls", "Partitions answered in pulls: sent, or unchanged and not sent.", ("outcome",), registry=registry
+            "shoal_ps_pulls",
+            "Partitions answered in pulls: sent, or unchanged and not sent.",
+            ("outcome",),
+            registry=registry,
         )
         self.received_bytes = Counter(
             "shoal_ps_received_bytes",
             "Payload bytes of uploaded partitions that came whole, as they came.",
             registry=registry,
         )
-        self.sent_bytes = Counter("shoal_ps_sent_bytes", "Payload bytes of partitions sent in pulls.", registry=registry)
+        self.sent_bytes = Counter(
+            "shoal_ps_sent_bytes", "Payload bytes of partitions sent in pulls.", registry=registry
+        )
         self.streams = Counter(
             "shoal_ps_streams",
             "Streams of tensors begun, by RPC and by what carries them: memory, tcp or grpc.",
@@ -43,9 +55,17 @@ class Metrics:
             registry=registry,
         )
         self.bulk_connections = Gauge(
-            "shoal_ps_bulk_connections", "Open bulk connections, by transport: memory or tcp.", ("transport",), registry=registry
+            "shoal_ps_bulk_connections",
+            "Open bulk connections, by transport: memory or tcp.",
+            ("transport",),
+            registry=registry,
         )
-        self.refused = Counter("shoal_ps_refused", "Calls refused, by RPC and reason.", ("method", "reason"), registry=registry)
+        self.refused = Counter(
+            "shoal_ps_refused",
+            "Calls refused, by RPC and reason.",
+            ("method", "reason"),
+            registry=registry,
+        )
         self.apply_seconds = Histogram(
             "shoal_ps_apply_seconds",
             "Time to check and apply one pushed partition, in seconds.",
@@ -60,64 +80,119 @@ class Metrics:
         )
         self.turn_wait_seconds = Histogram(
             "shoal_ps_turn_wait_seconds",
-            "Time that pulls under ssp and bsp waited for slower members, and pushes under bsp for readers, in seconds.",
+            "Time that pulls under ssp and bsp waited for slower members, and pushes under bsp for "
+            "readers, in seconds.",
             ("method",),
             registry=registry,
             buckets=_WAIT_BUCKETS_S,
         )
-        self.stored_bytes = Gauge("shoal_ps_stored_bytes", "Bytes of values and optimizer state.", registry=registry)
-        self.table_rows = Gauge("shoal_ps_table_rows", "Rows of sparse tables that are stored.", registry=registry)
-        self.partitions = Gauge("shoal_ps_partitions", "Partitions held, with values or without.", registry=registry)
-        self.lowest_version = Gauge("shoal_ps_lowest_version", "Lowest version of a partition held.", registry=registry)
-        self.highest_version = Gauge("shoal_ps_highest_version", "Highest version of a partition held.", registry=registry)
-        self.generation = Gauge("shoal_ps_generation", "Newest generation that the coordinator has told of.", registry=registry)
+        self.stored_bytes = Gauge(
+            "shoal_ps_stored_bytes", "Bytes of values and optimizer state.", registry=registry
+        )
+        self.table_rows = Gauge(
+            "shoal_ps_table_rows", "Rows of sparse tables that are stored.", registry=registry
+        )
+        self.partitions = Gauge(
+            "shoal_ps_partitions", "Partitions held, with values or without.", registry=registry
+        )
+        self.lowest_version = Gauge(
+            "shoal_ps_lowest_version", "Lowest version of a partition held.", registry=registry
+        )
+        self.highest_version = Gauge(
+            "shoal_ps_highest_version", "Highest version of a partition held.", registry=registry
+        )
+        self.generation = Gauge(
+            "shoal_ps_generation",
+            "Newest generation that the coordinator has told of.",
+            registry=registry,
+        )
         self.members = Gauge("shoal_ps_members", "Members of that generation.", registry=registry)
-        self.slowest_clock = Gauge("shoal_ps_slowest_clock", "Clock of the slowest member.", registry=registry)
-        self.fastest_clock = Gauge("shoal_ps_fastest_clock", "Clock of the fastest member.", registry=registry)
+        self.slowest_clock = Gauge(
+            "shoal_ps_slowest_clock", "Clock of the slowest member.", registry=registry
+        )
+        self.fastest_clock = Gauge(
+            "shoal_ps_fastest_clock", "Clock of the fastest member.", registry=registry
+        )
         self.clock_bound = Gauge(
             "shoal_ps_clock_bound",
-            "Clocks that a member may be ahead of the slowest when it begins an iteration: the bound of ssp, 0 under bsp; +Inf under asp.",
+            "Clocks that a member may be ahead of the slowest when it begins an iteration: the "
+            "bound of ssp, 0 under bsp; +Inf under asp.",
             registry=registry,
         )
         self.clock_bound.set(math.inf)
         self.coordinator_connected = Gauge(
-            "shoal_ps_coordinator_connected", "1 while the session with the coordinator is open.", registry=registry
+            "shoal_ps_coordinator_connected",
+            "1 while the session with the coordinator is open.",
+            registry=registry,
         )
-        self.snapshot_seconds = Histogram("shoal_ps_snapshot_seconds", "Time to take and write a snapshot, in seconds.", registry=registry)
-        self.snapshot_bytes = Gauge("shoal_ps_snapshot_bytes", "Size of the last snapshot.", registry=registry)
-        self.snapshot_timestamp = Gauge("shoal_ps_snapshot_timestamp_seconds", "When the last snapshot was written.", registry=registry)
-        self.snapshot_failures = Counter("shoal_ps_snapshot_failures", "Snapshots that could not be written.", registry=registry)
+        self.snapshot_seconds = Histogram(
+            "shoal_ps_snapshot_seconds",
+            "Time to take and write a snapshot, in seconds.",
+            registry=registry,
+        )
+        self.snapshot_bytes = Gauge(
+            "shoal_ps_snapshot_bytes", "Size of the last snapshot.", registry=registry
+        )
+        self.snapshot_timestamp = Gauge(
+            "shoal_ps_snapshot_timestamp_seconds",
+            "When the last snapshot was written.",
+            registry=registry,
+        )
+        self.snapshot_failures = Counter(
+            "shoal_ps_snapshot_failures", "Snapshots that could not be written.", registry=registry
+        )
 
-        self.journal_records = Counter("shoal_ps_journal_records", "Changes written to the journal.", registry=registry)
-        self.journal_bytes = Counter("shoal_ps_journal_bytes", "Bytes written to the journal.", registry=registry)
+        self.journal_records = Counter(
+            "shoal_ps_journal_records", "Changes written to the journal.", registry=registry
+        )
+        self.journal_bytes = Counter(
+            "shoal_ps_journal_bytes", "Bytes written to the journal.", registry=registry
+        )
         self.journal_seconds = Histogram(
             "shoal_ps_journal_seconds",
             "Time to write and sync what goes together, in seconds.",
             registry=registry,
             buckets=_APPLY_BUCKETS_S,
         )
-        self.journal_failures = Counter("shoal_ps_journal_failures", "Times that the journal could not be written.", registry=registry)
+        self.journal_failures = Counter(
+            "shoal_ps_journal_failures",
+            "Times that the journal could not be written.",
+            registry=registry,
+        )
 
         self.moved_partitions = Counter(
             "shoal_ps_moved_partitions",
-            "Partitions that moved while training went on, by direction: given to another server, or taken from one.",
+            "Partitions that moved while training went on, by direction: given to another server, "
+            "or taken from one.",
             ("direction",),
             registry=registry,
         )
         self.frozen_seconds = Histogram(
             "shoal_ps_frozen_seconds",
-            "Time for which partitions of a move were neither pushed to nor pulled from on their giver, in seconds.",
+            "Time for which partitions of a move were neither pushed to nor pulled from on their "
+            "giver, in seconds.",
             registry=registry,
             buckets=_FROZEN_BUCKETS_S,
         )
 
-        self.disk_bytes = Gauge("shoal_ps_disk_bytes", "Size of the disk with the data directory; 0: there is none.", registry=registry)
-        self.disk_free_bytes = Gauge("shoal_ps_disk_free_bytes", "What can still be written to that disk.", registry=registry)
+        self.disk_bytes = Gauge(
+            "shoal_ps_disk_bytes",
+            "Size of the disk with the data directory; 0: there is none.",
+            registry=registry,
+        )
+        self.disk_free_bytes = Gauge(
+            "shoal_ps_disk_free_bytes", "What can still be written to that disk.", registry=registry
+        )
 
-        self.backup_in_sync = Gauge("shoal_ps_backup_in_sync", "1 while a backup has all that this server acknowledged.", registry=registry)
+        self.backup_in_sync = Gauge(
+            "shoal_ps_backup_in_sync",
+            "1 while a backup has all that this server acknowledged.",
+            registry=registry,
+        )
 
     def watch_disk(self, path: Path) -> None:
-        """Has each scrape from now on tell the size of the disk with the directory `path`, and what is free there."""
+        """Has each scrape from now on tell the size of the disk with the directory `path`, and what
+        is free there."""
         self.disk_bytes.set_function(lambda: shutil.disk_usage(path).total)
         self.disk_free_bytes.set_function(lambda: shutil.disk_usage(path).free)
 

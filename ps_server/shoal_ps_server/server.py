@@ -1,7 +1,8 @@
-"""One parameter server, put together: which part owns what, in which order it starts and ends. Belongs to the event loop.
+"""One parameter server, put together: which part owns what, in which order it starts and ends.
+Belongs to the event loop.
 
-event loop        everything that changes: partitions, membership (fence, clocks), layouts, configuration, metrics
-                  bulk connections (service/bulk.py)
+event loop        everything that changes: partitions, membership (fence, clocks), layouts,
+                  configuration, metrics bulk connections (service/bulk.py)
 gRPC's threads    sockets and HTTP/2 framing
 HTTP threads      /metrics and /healthz
 a thread          TLS handshakes of bulk connections
@@ -44,13 +45,25 @@ from shoal_ps_server.service.layouts import Layouts
 from shoal_ps_server.service.mover import Mover
 from shoal_ps_server.service.pulls import Pulls
 from shoal_ps_server.service.requests import UploadKind
-from shoal_ps_server.service.servicer import ALLOWED_ROLES, SERVICE, Identity, ParameterServerServicer
+from shoal_ps_server.service.servicer import (
+    ALLOWED_ROLES,
+    SERVICE,
+    Identity,
+    ParameterServerServicer,
+)
 from shoal_ps_server.service.staging import Staging
 from shoal_ps_server.service.standing import Standing
 from shoal_ps_server.service.tickets import Tickets
 from shoal_ps_server.service.transfers import Transfers
 from shoal_ps_server.service.whole_buckets import WholeBuckets
-from shoal_ps_server.session import CoordinatorSession, Known, MoveOrder, Place, Registration, this_process
+from shoal_ps_server.session import (
+    CoordinatorSession,
+    Known,
+    MoveOrder,
+    Place,
+    Registration,
+    this_process,
+)
 from shoal_ps_server.settings import PsServerSettings
 from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.payload import Upload
@@ -68,7 +81,9 @@ logger = logging.getLogger(__name__)
 class ParameterServer:
     """A server while it is a primary. Made and run on one event loop; `run` does everything."""
 
-    def __init__(self, settings: PsServerSettings, directory: DataDirectory | None, recovered: Recovered) -> None:
+    def __init__(
+        self, settings: PsServerSettings, directory: DataDirectory | None, recovered: Recovered
+    ) -> None:
         """`recovered`: what the server holds; what is in `directory`, if there is one."""
         self._settings = settings
         self._identity = Identity(job_id=settings.job, server_id=settings.server_id)
@@ -85,7 +100,9 @@ class ParameterServer:
             clocks=recovered.members.restored_clocks(),
             first_heard=self._first_heard,
         )
-        self._layouts = Layouts(current=recovered.layout, fetch=self._fetch_layout, adopt=self._adopt_layout)
+        self._layouts = Layouts(
+            current=recovered.layout, fetch=self._fetch_layout, adopt=self._adopt_layout
+        )
         self._backup = Backup(
             shard=self._shard,
             moves=self._moves,
@@ -101,7 +118,9 @@ class ParameterServer:
             layouts=self._layouts,
             backup=self._backup,
         )
-        self._changes = Changes(shard=self._shard, layout=lambda: self._layouts.current, members=self._members)
+        self._changes = Changes(
+            shard=self._shard, layout=lambda: self._layouts.current, members=self._members
+        )
         self._pulls = Pulls(
             shard=self._shard,
             membership=self._membership,
@@ -153,7 +172,11 @@ class ParameterServer:
         share = BulkShare.of_this_process()
         tickets = Tickets(most_together=share.connections)
         self._bulk = BulkServer(
-            tickets=tickets, transfers=transfers, metrics=self._metrics, tls=settings.serving_tls, most_strangers=share.strangers
+            tickets=tickets,
+            transfers=transfers,
+            metrics=self._metrics,
+            tls=settings.serving_tls,
+            most_strangers=share.strangers,
         )
         self._servicer = ParameterServerServicer(
             identity=self._identity,
@@ -184,12 +207,14 @@ class ParameterServer:
         """Has an exception when memory lacks what the journal has."""
 
     async def run(self, stop: asyncio.Event) -> bool:
-        """Serves until `stop` is set or the job is over, then drains, and writes a last snapshot unless a backup has all that this server
-        holds. True: until the coordinator said that it is a backup, so that what it holds is of no use any more.
+        """Serves until `stop` is set or the job is over, then drains, and writes a last snapshot
+        unless a backup has all that this server holds. True: until the coordinator said that it is
+        a backup, so that what it holds is of no use any more.
 
-        Raises ConfigurationError (addresses, TLS, tokens), AnotherRunError, the coordinator's refusal of this server's registration,
-        UnavailableError: SNAPSHOT_FAILED or JOURNAL_FAILED when the disk took no last snapshot or no journal, and InternalError when a
-        change that the journal has could not be made.
+        Raises ConfigurationError (addresses, TLS, tokens), AnotherRunError, the coordinator's
+        refusal of this server's registration, UnavailableError: SNAPSHOT_FAILED or JOURNAL_FAILED
+        when the disk took no last snapshot or no journal, and InternalError when a change that the
+        journal has could not be made.
         """
         async with AsyncExitStack() as stack:
             rpc = RpcServer(
@@ -212,7 +237,8 @@ class ParameterServer:
             self._open_journal()
             stack.push_async_callback(self._changes.close)
             self._bulk.start(self._settings.listen.host, self._settings.bulk_port)
-            stack.push_async_callback(self._bulk.drain_and_stop, timedelta(0))  # where the RPCs cannot be served
+            # where the RPCs cannot be served
+            stack.push_async_callback(self._bulk.drain_and_stop, timedelta(0))
             grpc_port = await rpc.start()
             stack.push_async_callback(self._last_snapshot)
             stack.push_async_callback(self._drain, rpc)
@@ -220,18 +246,28 @@ class ParameterServer:
             stack.callback(self._pulls.stop)
             stack.callback(self._backup.stop)
             coordinator = self._settings.channel(str(self._settings.coordinator))
-            self._session = CoordinatorSession(coordinator, self._registration(grpc_port, http), self)
+            self._session = CoordinatorSession(
+                coordinator, self._registration(grpc_port, http), self
+            )
             stack.push_async_callback(self._session.close)
             self._write_port_file(grpc_port, http)
             await self._until_over(stop, self._session)
             if self._standing.replaced.is_set():
-                self._changes.give_up(UnavailableError("another server has taken this one's place", reason="PLACE_UNKNOWN"))
+                self._changes.give_up(
+                    UnavailableError(
+                        "another server has taken this one's place", reason="PLACE_UNKNOWN"
+                    )
+                )
         return self._standing.replaced.is_set()
 
     def _unhealthy(self) -> str | None:
         """Called on threads of the HTTP server."""
         error = self._changes.write_error
-        return None if error is None else f"the journal cannot be written, updates are refused: {error}"
+        return (
+            None
+            if error is None
+            else f"the journal cannot be written, updates are refused: {error}"
+        )
 
     def _open_journal(self) -> None:
         if self._directory is None:
@@ -247,33 +283,49 @@ class ParameterServer:
                 unwritten=self._metrics.journal_failures.inc,
             )
         except OSError as error:
-            raise UnavailableError(f"data_dir={self._directory.path}: {error}; make room on its disk", reason="JOURNAL_FAILED") from error
+            raise UnavailableError(
+                f"data_dir={self._directory.path}: {error}; make room on its disk",
+                reason="JOURNAL_FAILED",
+            ) from error
         self._changes.write_to(journal)
         self._backup.write_to(journal)
 
     async def _drain(self, rpc: RpcServer) -> None:
         """Ends what carries tensors, and all RPCs."""
-        await asyncio.gather(self._bulk.drain_and_stop(self._settings.drain_timeout), rpc.drain_and_stop())
+        await asyncio.gather(
+            self._bulk.drain_and_stop(self._settings.drain_timeout), rpc.drain_and_stop()
+        )
 
     async def _last_snapshot(self) -> None:
         if self._broken.done():
-            self._broken.result()  # a snapshot would lack the change, and do away with the journal that has it
-        if self._standing.replaced.is_set() or self._changes.is_broken:  # another server has all this, or the journal has more
+            # a snapshot would lack the change, and do away with the journal that has it
+            self._broken.result()
+        if self._standing.replaced.is_set() or self._changes.is_broken:
+            # another server has all this, or the journal has more
             await self._snapshots.idle()
         else:
             await self._snapshots.write_if_changed()
 
     def _not_made(self, error: BaseException) -> None:
-        """A change that the journal has could not be made: this process ends, and the next one makes it."""
-        logger.critical("a change that is in the journal could not be made; the server ends, to be recovered", extra={"error": error})
+        """A change that the journal has could not be made: this process ends, and the next one
+        makes it."""
+        logger.critical(
+            "a change that is in the journal could not be made; the server ends, to be recovered",
+            extra={"error": error},
+        )
         if not self._broken.done():
-            self._broken.set_exception(InternalError(f"a change that is in the journal could not be made: {error}"))
+            self._broken.set_exception(
+                InternalError(f"a change that is in the journal could not be made: {error}")
+            )
 
-    # ------------------------------------------------------------------------------------------- the coordinator's listener
+    # ------------------------------------------------------------------- the coordinator's listener
 
     def known(self) -> Known:
         """What the coordinator may have lost of the job."""
-        return Known(generation=max(0, self._membership.fence.generation), server_index=self._standing.held_index)
+        return Known(
+            generation=max(0, self._membership.fence.generation),
+            server_index=self._standing.held_index,
+        )
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
         """The session is open."""
@@ -287,14 +339,19 @@ class ParameterServer:
         """The session is broken; training goes on."""
         self._metrics.coordinator_connected.set(0)
 
-    def members(self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]) -> None:
-        """The members of a generation. Raises ConfigurationError when the coordinator's job is another one than this server's."""
+    def members(
+        self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
+    ) -> None:
+        """The members of a generation. Raises ConfigurationError when the coordinator's job is
+        another one than this server's."""
         held = self._membership.fence.generation
         if generation < held:
-            # A job's generations never go back: to be fenced off by them would be all that its workers ever saw.
+            # A job's generations never go back: to be fenced off by them would be all that its
+            # workers ever saw.
             raise ConfigurationError(
-                f"job {self._settings.job!r} is at generation {generation} with the coordinator, but this server holds values of its "
-                f"generation {held}: the job was made anew; start this server with an empty data directory, or give the job another name"
+                f"job {self._settings.job!r} is at generation {generation} with the coordinator, "
+                f"but this server holds values of its generation {held}: the job was made anew; "
+                "start this server with an empty data directory, or give the job another name"
             )
         change = self._membership.learn(generation, member_ids, key_digests)
         self._changes.members_changed()
@@ -302,7 +359,14 @@ class ParameterServer:
         self._shard.keep_bases_of(self._membership.fence.members)
         self._metrics.generation.set(generation)
         self._metrics.members.set(len(member_ids))
-        logger.info("members", extra={"generation": generation, "joined": len(change.joined), "left": len(change.left)})
+        logger.info(
+            "members",
+            extra={
+                "generation": generation,
+                "joined": len(change.joined),
+                "left": len(change.left),
+            },
+        )
 
     def placed(self, place: Place) -> None:
         """What this server is."""
@@ -329,23 +393,31 @@ class ParameterServer:
         metrics.slowest_clock.set(self._membership.clocks.slowest)
         metrics.fastest_clock.set(max(clocks, default=self._membership.clocks.slowest))
         consistency = self._membership.consistency
-        metrics.clock_bound.set(math.inf if consistency.mode is ConsistencyMode.ASP else consistency.bound)
+        metrics.clock_bound.set(
+            math.inf if consistency.mode is ConsistencyMode.ASP else consistency.bound
+        )
         return summary.stored_bytes
 
-    # ---------------------------------------------------------------------------------------------------------- its parts
+    # ------------------------------------------------------------------------------------ its parts
 
     async def _fetch_layout(self) -> Layout:
         if self._session is None:
-            raise UnavailableError("this server is only just starting; try again", reason="SERVER_UNREGISTERED")
+            raise UnavailableError(
+                "this server is only just starting; try again", reason="SERVER_UNREGISTERED"
+            )
         return await self._session.layout()
 
     def _report_backup(self, epoch: int, in_sync: bool, reason: str) -> None:
         if self._session is not None:
             self._session.report_backup(epoch=epoch, in_sync=in_sync, reason=reason)
 
-    def _report_move(self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False) -> None:
+    def _report_move(
+        self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False
+    ) -> None:
         if self._session is not None:
-            self._session.report_move(move, receiver=receiver, reason=reason, giver_failed=giver_failed)
+            self._session.report_move(
+                move, receiver=receiver, reason=reason, giver_failed=giver_failed
+            )
 
     def _receiver(self, agree: Callable[[Configuration], Awaitable[Configuration]]) -> Receiver:
         return Receiver(
@@ -373,11 +445,17 @@ class ParameterServer:
         if before is not None and layout.epoch <= before.epoch:
             return  # who waited for it went away, and another one has brought it meanwhile
         held, frozen = frozenset(self._shard.partition_ids()), self._shard.frozen
-        taken = frozenset[int]() if self._moves.taken is None else self._moves.taken.images.keys() & layout.partitions.keys()
+        taken = (
+            frozenset[int]()
+            if self._moves.taken is None
+            else self._moves.taken.images.keys() & layout.partitions.keys()
+        )
         members = self._membership.fence.members | self._membership.fence.put_out.keys()
         self._moves.adopt(layout, before=before, members=members)
         self._layouts.becomes(layout)
-        logger.info("shard map", extra={"epoch": layout.epoch, "partitions": len(layout.partitions)})
+        logger.info(
+            "shard map", extra={"epoch": layout.epoch, "partitions": len(layout.partitions)}
+        )
         if given := held - layout.partitions.keys():
             self._metrics.moved_partitions.labels("given").inc(len(given))
             self._giver.freed(frozen & given)
@@ -426,13 +504,15 @@ class ParameterServer:
     def _members(self) -> Members:
         return Members.of(self._membership.fence, self._membership.clocks)
 
-    # ---------------------------------------------------------------------------------------------------- start and end
+    # -------------------------------------------------------------------------------- start and end
 
     async def _until_over(self, stop: asyncio.Event, session: CoordinatorSession) -> None:
         """Returns when told to stop or the job is over; raises what ends the session for good."""
         stopped = asyncio.create_task(stop.wait())
         held = asyncio.create_task(session.run())
-        snapshots = asyncio.create_task(self._snapshots.periodically(self._settings.snapshot_interval))
+        snapshots = asyncio.create_task(
+            self._snapshots.periodically(self._settings.snapshot_interval)
+        )
         replaced = asyncio.create_task(self._standing.replaced.wait())
         moving = asyncio.create_task(self._mover.run())
         tasks: list[asyncio.Task[Any]] = [stopped, held, snapshots, replaced, moving]
@@ -469,7 +549,11 @@ class ParameterServer:
         path = self._settings.port_file
         if path is None:
             return
-        addresses = {"grpc": self._settings.advertised(grpc_port), "http": self._settings.advertised_http(http.port), "pid": os.getpid()}
+        addresses = {
+            "grpc": self._settings.advertised(grpc_port),
+            "http": self._settings.advertised_http(http.port),
+            "pid": os.getpid(),
+        }
         _write_atomically(path, json.dumps(addresses))
 
 

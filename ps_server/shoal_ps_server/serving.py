@@ -1,4 +1,5 @@
-"""One server process from its start to its end: over the runs of its job, as a primary (`server.py`) or as a backup, in turn."""
+"""One server process from its start to its end: over the runs of its job, as a primary
+(`server.py`) or as a backup, in turn."""
 
 from __future__ import annotations
 
@@ -21,18 +22,25 @@ logger = logging.getLogger(__name__)
 
 
 async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
-    """Runs one server until `stop` is set or the job is over: as a primary or as a backup, in turn, as the coordinator says.
+    """Runs one server until `stop` is set or the job is over: as a primary or as a backup, in turn,
+    as the coordinator says.
 
-    Raises as `ParameterServer.run` and `Standby.run`; CorruptDataError and ConfigurationError for what its data directory holds.
+    Raises as `ParameterServer.run` and `Standby.run`; CorruptDataError and ConfigurationError for
+    what its data directory holds.
     """
     with ExitStack() as stack:
-        directory = None if settings.data_dir is None else stack.enter_context(DataDirectory(settings.data_dir))
+        directory = (
+            None
+            if settings.data_dir is None
+            else stack.enter_context(DataDirectory(settings.data_dir))
+        )
         while True:
             try:
                 return await _serve_run(settings, directory, stop)
             except AnotherRunError as error:
                 logger.warning(
-                    "what this server holds is set aside, and it begins anew", extra={"why": error, "where": _set_aside(directory)}
+                    "what this server holds is set aside, and it begins anew",
+                    extra={"why": error, "where": _set_aside(directory)},
                 )
 
 
@@ -44,24 +52,34 @@ def _set_aside(directory: DataDirectory | None) -> str:
     return "nowhere: it held nothing" if folder is None else str(folder)
 
 
-async def _serve_run(settings: PsServerSettings, directory: DataDirectory | None, stop: asyncio.Event) -> None:
-    """With what is of one run of the job. Raises AnotherRunError when that is over, and as `serve`."""
+async def _serve_run(
+    settings: PsServerSettings, directory: DataDirectory | None, stop: asyncio.Event
+) -> None:
+    """With what is of one run of the job. Raises AnotherRunError when that is over, and as
+    `serve`."""
     recovered = _with_nothing() if directory is None else await _recover(settings, directory, stop)
     while recovered is not None and await ParameterServer(settings, directory, recovered).run(stop):
         assert directory is not None, "a server without one refuses to be in a job with backups"
         recovered = await Standby(settings, directory).run(stop)
 
 
-async def _recover(settings: PsServerSettings, directory: DataDirectory, stop: asyncio.Event) -> Recovered | None:
-    """What this server held. What cannot be read is no loss where the coordinator says that this server is a backup: it gets all anew from
-    its primary then. None: `stop` was set, or the job is over. Raises as `serve`."""
+async def _recover(
+    settings: PsServerSettings, directory: DataDirectory, stop: asyncio.Event
+) -> Recovered | None:
+    """What this server held. What cannot be read is no loss where the coordinator says that this
+    server is a backup: it gets all anew from its primary then. None: `stop` was set, or the job is
+    over. Raises as `serve`."""
     try:
         return directory.recover(job_id=settings.job, server_id=settings.server_id)
     except CorruptDataError as unreadable:
-        logger.error("the data directory cannot be read; asking the coordinator whether this is a backup", extra={"error": unreadable})
+        logger.error(
+            "the data directory cannot be read; asking the coordinator whether this is a backup",
+            extra={"error": unreadable},
+        )
         try:
             return await Standby(settings, directory).run(stop)
-        except InvalidRequestError as error:  # one that serves nobody has no business in a job without backups
+        except InvalidRequestError as error:
+            # one that serves nobody has no business in a job without backups
             raise unreadable from error
 
 

@@ -1,9 +1,9 @@
-"""This server's session with the coordinator: registration, heartbeats, the members of each generation, the shard map, and partitions that
-move to other servers.
+"""This server's session with the coordinator: registration, heartbeats, the members of each
+generation, the shard map, and partitions that move to other servers.
 
-The session may break and be opened again at any time: pushes and pulls go on meanwhile with the members known last. Only a refusal before
-the first welcome, the end of its run, and a place taken over by another process of the same server_id, end the server. Belongs to the event
-loop.
+The session may break and be opened again at any time: pushes and pulls go on meanwhile with the
+members known last. Only a refusal before the first welcome, the end of its run, and a place taken
+over by another process of the same server_id, end the server. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -50,19 +50,27 @@ _WELCOME_LIMIT: Final = timedelta(seconds=10)
 """How long a coordinator may take to answer a registration."""
 _REGISTRATION_WAIT: Final = timedelta(seconds=5)
 """How long a request that needs the shard map may wait for this server's registration."""
-_PERMANENT: Final = (AuthenticationError, ConfigurationError, InvalidRequestError, PermissionDeniedError, PreconditionError)
+_PERMANENT: Final = (
+    AuthenticationError,
+    ConfigurationError,
+    InvalidRequestError,
+    PermissionDeniedError,
+    PreconditionError,
+)
 _CONFLICT: Final = "SERVER_CONFLICT"
-"""Another process has this server's place: one that is gone, which the coordinator has not noticed yet, or, when this one was
-registered before, one that has taken it over while this one was cut off."""
+"""Another process has this server's place: one that is gone, which the coordinator has not noticed
+yet, or, when this one was registered before, one that has taken it over while this one was cut
+off."""
 _RUN_ENDED: Final = "RUN_ENDED"
 _RUN_UNKNOWN: Final = "RUN_UNKNOWN"
 _LOST_RUN_WAIT: Final = timedelta(seconds=15)
-"""How long members of a run that the coordinator has lost may take to come back to it, and say that the run goes on."""
+"""How long members of a run that the coordinator has lost may take to come back to it, and say that
+the run goes on."""
 
 
 class AnotherRunError(PreconditionError):
-    """The run of what this server holds is over, or lost: nobody will ask for that any more. It is set aside, and the server begins
-    anew."""
+    """The run of what this server holds is over, or lost: nobody will ask for that any more. It is
+    set aside, and the server begins anew."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +90,8 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveOrder:
-    """The coordinator asks this server to hand partitions to another one: shoal.v1.MovePartitions."""
+    """The coordinator asks this server to hand partitions to another one:
+    shoal.v1.MovePartitions."""
 
     move: int
     partition_ids: frozenset[int]
@@ -107,8 +116,9 @@ class Listener(Protocol):
     """What hears the coordinator."""
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
-        """The session is open; at every reconnection again. `with_backups`: the job's servers have some. `run`: the one that this server
-        belongs to from now on; None: the coordinator does not say. Raises ConfigurationError when the server cannot be that one."""
+        """The session is open; at every reconnection again. `with_backups`: the job's servers have
+        some. `run`: the one that this server belongs to from now on; None: the coordinator does not
+        say. Raises ConfigurationError when the server cannot be that one."""
 
     def known(self) -> Known:
         """For the registration."""
@@ -116,15 +126,18 @@ class Listener(Protocol):
     def disconnected(self) -> None:
         """The session is broken and will be opened again."""
 
-    def members(self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]) -> None:
-        """The members of a generation, and the digests of the keys of those that have one. Raises ConfigurationError when the server cannot
-        be one of theirs."""
+    def members(
+        self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
+    ) -> None:
+        """The members of a generation, and the digests of the keys of those that have one. Raises
+        ConfigurationError when the server cannot be one of theirs."""
 
     def placed(self, place: Place) -> None:
         """What this server is; after every welcome, and at every change."""
 
     def settled(self, move: int, epoch: int) -> None:
-        """The coordinator has decided on all moves up to this one: the shard map of this epoch or a newer one says how."""
+        """The coordinator has decided on all moves up to this one: the shard map of this epoch or a
+        newer one says how."""
 
     def ordered(self, order: MoveOrder) -> None:
         """Partitions are to be given away. It may come again for the same move."""
@@ -155,7 +168,9 @@ def incarnation() -> str:
     return secrets.token_hex(16)
 
 
-def this_process(settings: PsServerSettings, *, address: str, metrics_address: str, run: Run | None) -> Registration:
+def this_process(
+    settings: PsServerSettings, *, address: str, metrics_address: str, run: Run | None
+) -> Registration:
     """Makes the registration of this server, which this process is. `run`: of what it holds."""
     return Registration(
         job_id=settings.job,
@@ -172,7 +187,9 @@ def this_process(settings: PsServerSettings, *, address: str, metrics_address: s
 class CoordinatorSession:
     """One session, opened anew as often as it breaks."""
 
-    def __init__(self, settings: ChannelSettings, registration: Registration, listener: Listener) -> None:
+    def __init__(
+        self, settings: ChannelSettings, registration: Registration, listener: Listener
+    ) -> None:
         self._settings = settings
         self._channel = aio_channel(settings)
         self._stub = CoordinatorStub(self._channel)
@@ -182,7 +199,8 @@ class CoordinatorSession:
         self._listener = listener
         self._run = registration.run
         self._lost_at: float | None = None
-        """Since when the coordinator has said that it does not know the run, on the loop's clock."""
+        """Since when the coordinator has said that it does not know the run, on the loop's
+        clock."""
         self._server_index: int | None = None
         """Set by the first welcome."""
         self._registered = asyncio.Event()
@@ -192,9 +210,10 @@ class CoordinatorSession:
     async def run(self) -> str:
         """Holds the session until the coordinator says that the job is over; returns its reason.
 
-        Raises the coordinator's refusal of the first registration, AnotherRunError when the run of what this server holds is over, or is
-        not known, PreconditionError / SERVER_CONFLICT when another process has taken this server's place, and ConfigurationError when the
-        listener cannot be the server that the coordinator takes it for.
+        Raises the coordinator's refusal of the first registration, AnotherRunError when the run of
+        what this server holds is over, or is not known, PreconditionError / SERVER_CONFLICT when
+        another process has taken this server's place, and ConfigurationError when the listener
+        cannot be the server that the coordinator takes it for.
         """
         backoff = Backoff(first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S)
         while True:
@@ -203,9 +222,14 @@ class CoordinatorSession:
                 return await self._hold(opened)
             except ShoalError as error:
                 task = asyncio.current_task()
-                if task is not None and task.cancelling():  # grpc.aio can end a read that is cancelled with the call's error instead
+                if task is not None and task.cancelling():
+                    # grpc.aio can end a read that is cancelled with the call's error instead
                     raise asyncio.CancelledError from error
-                if error.reason == _RUN_ENDED and isinstance(error, PreconditionError) and self._server_index is not None:
+                if (
+                    error.reason == _RUN_ENDED
+                    and isinstance(error, PreconditionError)
+                    and self._server_index is not None
+                ):
                     return str(error)
                 if self._is_of_another_run(error):
                     raise AnotherRunError(str(error), reason=error.reason) from error
@@ -232,29 +256,41 @@ class CoordinatorSession:
     async def layout(self) -> Layout:
         """The current shard map, as far as it concerns this server.
 
-        Raises PreconditionError / TENSORS_UNDECLARED, and UnavailableError when the coordinator cannot be asked or has not welcomed this
-        server yet.
+        Raises PreconditionError / TENSORS_UNDECLARED, and UnavailableError when the coordinator
+        cannot be asked or has not welcomed this server yet.
         """
         server_index = await self._registered_index()
-        request = coordinator_pb2.GetShardMapRequest(job_id=self._registration.job_id, run=_run_message(self._run))
+        request = coordinator_pb2.GetShardMapRequest(
+            job_id=self._registration.job_id, run=_run_message(self._run)
+        )
         try:
-            answer = await self._stub.GetShardMap(request, timeout=self._settings.deadline.total_seconds())
+            answer = await self._stub.GetShardMap(
+                request, timeout=self._settings.deadline.total_seconds()
+            )
         except grpc.aio.AioRpcError as error:
             raise self._explained("GetShardMap", error) from error
         return layout_from_shard_map(answer.shard_map, server_index=server_index)
 
     def report_backup(self, *, epoch: int, in_sync: bool, reason: str = "") -> None:
-        """A primary's word on its backup. Lost while the session is broken: say it again when the place is told anew."""
+        """A primary's word on its backup. Lost while the session is broken: say it again when the
+        place is told anew."""
         if self._sending is not None:
             report = coordinator_pb2.BackupReport(epoch=epoch, in_sync=in_sync, reason=reason)
             self._sending.say(coordinator_pb2.ServerMessage(backup=report))
 
-    def report_move(self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False) -> None:
-        """What became of a move: the incarnation of the process that has the partitions, or why none has, and whether that is this server's
-        fault. Lost while the session is broken: the coordinator asks again."""
+    def report_move(
+        self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False
+    ) -> None:
+        """What became of a move: the incarnation of the process that has the partitions, or why
+        none has, and whether that is this server's fault. Lost while the session is broken: the
+        coordinator asks again."""
         if self._sending is not None:
             report = coordinator_pb2.MoveReport(
-                move=move, taken=bool(receiver), receiver_incarnation=receiver, reason=reason, giver_failed=giver_failed
+                move=move,
+                taken=bool(receiver),
+                receiver_incarnation=receiver,
+                reason=reason,
+                giver_failed=giver_failed,
             )
             self._sending.say(coordinator_pb2.ServerMessage(move=report))
 
@@ -265,7 +301,8 @@ class CoordinatorSession:
                 await channel.close()
 
     async def _renew(self) -> None:
-        """Takes a fresh channel, where the coordinator has a name that may stand for another address by now (`is_name`)."""
+        """Takes a fresh channel, where the coordinator has a name that may stand for another
+        address by now (`is_name`)."""
         if not is_name(self._settings.address):
             return
         if self._retired is not None:
@@ -274,13 +311,18 @@ class CoordinatorSession:
         self._stub = CoordinatorStub(self._channel)
 
     async def _hold(self, opened: _Opened) -> str:
-        """One stream, from registration to its end. Returns when the job is over, else raises why it ended."""
+        """One stream, from registration to its end. Returns when the job is over, else raises why
+        it ended."""
         sending = _Sending()
         call = self._stub.ServerSession(self._messages(sending))
         try:
             welcome = await self._welcome(call)
             run = _welcomed_run(welcome)
-            self._listener.welcomed(welcome.server_index, with_backups=welcome.spec.parameter_server_backups > 0, run=run)
+            self._listener.welcomed(
+                welcome.server_index,
+                with_backups=welcome.spec.parameter_server_backups > 0,
+                run=run,
+            )
             self._run, self._lost_at = run or self._run, None
             self._server_index, opened.welcomed = welcome.server_index, True
             self._registered.set()
@@ -289,11 +331,14 @@ class CoordinatorSession:
             while True:
                 directive = await call.read()
                 if directive is grpc.aio.EOF:
-                    raise UnavailableError("the coordinator ended the session", reason="SESSION_ENDED")
+                    raise UnavailableError(
+                        "the coordinator ended the session", reason="SESSION_ENDED"
+                    )
                 match directive.WhichOneof("directive"):
                     case "members":
                         told = directive.members
-                        keyed = zip(told.member_ids, told.key_digests, strict=False)  # an older coordinator tells none
+                        # an older coordinator tells none
+                        keyed = zip(told.member_ids, told.key_digests, strict=False)
                         digests = {member: digest.hex() for member, digest in keyed if digest}
                         self._listener.members(told.generation, tuple(told.member_ids), digests)
                     case "place":
@@ -306,8 +351,11 @@ class CoordinatorSession:
                         return str(directive.stop.reason)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INTERNAL:
-                # grpc.aio puts this in the place of the real status when that comes while a heartbeat is being written.
-                raise UnavailableError("the stream broke while something was written to it", reason="SESSION_BROKEN") from error
+                # grpc.aio puts this in the place of the real status when that comes while a
+                # heartbeat is being written.
+                raise UnavailableError(
+                    "the stream broke while something was written to it", reason="SESSION_BROKEN"
+                ) from error
             raise self._explained("ServerSession", error) from error
         finally:
             self._sending = None
@@ -321,7 +369,8 @@ class CoordinatorSession:
                     await self._registered.wait()
             except TimeoutError as error:
                 raise UnavailableError(
-                    f"this server has not been able to register with the coordinator at {self._settings.address}; try again",
+                    "this server has not been able to register with the coordinator at "
+                    f"{self._settings.address}; try again",
                     reason="SERVER_UNREGISTERED",
                 ) from error
         assert self._server_index is not None, "it is set before the event"
@@ -333,22 +382,30 @@ class CoordinatorSession:
                 first = await call.read()
         except TimeoutError as error:
             raise UnavailableError(
-                f"no welcome from the coordinator at {self._settings.address} within {_WELCOME_LIMIT.total_seconds():g} s",
+                f"no welcome from the coordinator at {self._settings.address} within "
+                f"{_WELCOME_LIMIT.total_seconds():g} s",
                 reason="WELCOME_TIMEOUT",
             ) from error
         if first is grpc.aio.EOF or first.WhichOneof("directive") != "welcome":
-            raise UnavailableError("the coordinator ended the session before it said welcome", reason="SESSION_ENDED")
+            raise UnavailableError(
+                "the coordinator ended the session before it said welcome", reason="SESSION_ENDED"
+            )
         welcome: coordinator_pb2.ServerWelcome = first.welcome
         return welcome
 
     async def _messages(self, sending: _Sending) -> AsyncGenerator[coordinator_pb2.ServerMessage]:
-        """What this server says in one stream. Not with `call.write`: beside interceptors, which a token is, grpc.aio feeds that from a
-        queue whose reader it leaves behind, for ever, when the call fails."""
+        """What this server says in one stream. Not with `call.write`: beside interceptors, which a
+        token is, grpc.aio feeds that from a queue whose reader it leaves behind, for ever, when the
+        call fails."""
         yield coordinator_pb2.ServerMessage(register=self._register_message())
         while await sending.due():
             while sending.said:
                 yield sending.said.popleft()
-            yield coordinator_pb2.ServerMessage(heartbeat=coordinator_pb2.ServerHeartbeat(stored_bytes=self._listener.stored_bytes()))
+            yield coordinator_pb2.ServerMessage(
+                heartbeat=coordinator_pb2.ServerHeartbeat(
+                    stored_bytes=self._listener.stored_bytes()
+                )
+            )
 
     def _register_message(self) -> coordinator_pb2.RegisterServer:
         registration, known = self._registration, self._listener.known()
@@ -366,12 +423,17 @@ class CoordinatorSession:
         )
 
     def _is_of_another_run(self, error: ShoalError) -> bool:
-        """Nobody will ask for what this server holds any more. Of a run that the coordinator does not know members may yet come back."""
+        """Nobody will ask for what this server holds any more. Of a run that the coordinator does
+        not know members may yet come back."""
         if error.reason == _RUN_UNKNOWN and isinstance(error, UnavailableError):
             now = asyncio.get_running_loop().time()
             self._lost_at = now if self._lost_at is None else self._lost_at
             return now > self._lost_at + _LOST_RUN_WAIT.total_seconds()
-        return error.reason in (_RUN_ENDED, _RUN_UNKNOWN) and isinstance(error, PreconditionError) and self._run is not None
+        return (
+            error.reason in (_RUN_ENDED, _RUN_UNKNOWN)
+            and isinstance(error, PreconditionError)
+            and self._run is not None
+        )
 
     def _is_final(self, error: ShoalError) -> bool:
         if isinstance(error, ConfigurationError):
@@ -386,11 +448,19 @@ class CoordinatorSession:
 
 
 def _run_message(run: Run | None) -> coordinator_pb2.RunId | None:
-    return None if run is None else coordinator_pb2.RunId(number=run.number, began_unix_ms=run.began_unix_ms)
+    return (
+        None
+        if run is None
+        else coordinator_pb2.RunId(number=run.number, began_unix_ms=run.began_unix_ms)
+    )
 
 
 def _welcomed_run(welcome: coordinator_pb2.ServerWelcome) -> Run | None:
-    return Run(number=welcome.run.number, began_unix_ms=welcome.run.began_unix_ms) if welcome.run.number else None
+    return (
+        Run(number=welcome.run.number, began_unix_ms=welcome.run.began_unix_ms)
+        if welcome.run.number
+        else None
+    )
 
 
 def _place(message: coordinator_pb2.ServerPlace) -> Place:

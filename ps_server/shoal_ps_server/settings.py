@@ -1,4 +1,5 @@
-"""What a parameter server reads from its environment (SHOAL_PS_SERVER_...) and its command line: the one module that does."""
+"""What a parameter server reads from its environment (SHOAL_PS_SERVER_...) and its command line:
+the one module that does."""
 
 from __future__ import annotations
 
@@ -13,12 +14,18 @@ from typing import Annotated, Self
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_settings import SettingsConfigDict
 from shoal_common import own_address
-from shoal_common.credentials import CallerSettings, RefusedToken, ServiceSettings, add_service_flags
+from shoal_common.credentials import (
+    CallerSettings,
+    RefusedToken,
+    ServiceSettings,
+    add_service_flags,
+)
 from shoal_common.settings import Address, AddressField, Duration
 
 
 class Fsync(enum.StrEnum):
-    """When the journal is made to last beyond a loss of power. A killed process loses nothing with any of them."""
+    """When the journal is made to last beyond a loss of power. A killed process loses nothing with
+    any of them."""
 
     GROUP = "group"
     """Before a change is acknowledged; what came while the disk was busy is synced together."""
@@ -32,8 +39,8 @@ _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,
 
 
 class PsServerSettings(ServiceSettings, CallerSettings):
-    """One server. Flags win over the environment. It calls the coordinator and the job's other servers with the certificate that it serves
-    with, and with a token of role server."""
+    """One server. Flags win over the environment. It calls the coordinator and the job's other
+    servers with the certificate that it serves with, and with a token of role server."""
 
     model_config = SettingsConfigDict(env_prefix="SHOAL_PS_SERVER_")
 
@@ -50,32 +57,39 @@ class PsServerSettings(ServiceSettings, CallerSettings):
     """host:port of the gRPC service."""
 
     bulk_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """TCP port of the bulk channel, on the host of `listen`; 0: any. Workers that cannot reach it push and pull over gRPC."""
+    """TCP port of the bulk channel, on the host of `listen`; 0: any. Workers that cannot reach it
+    push and pull over gRPC."""
 
     http: AddressField = Address("127.0.0.1", 0)
     """host:port of /metrics and /healthz."""
 
     advertise: str | None = None
-    """The host under which workers reach this server, or the interface; None: the one it listens on. Where that is all of them:
-    `local_addr`, else this machine's name, or the address of the route to the coordinator if the name is none that others could use."""
+    """The host under which workers reach this server, or the interface; None: the one it listens
+    on. Where that is all of them: `local_addr`, else this machine's name, or the address of the
+    route to the coordinator if the name is none that others could use."""
 
     local_addr: str | None = Field(default=None, validation_alias="SHOAL_LOCAL_ADDR")
-    """Where others reach this machine, by the variable that holds for all of its processes: an address, an interface or a host name."""
+    """Where others reach this machine, by the variable that holds for all of its processes: an
+    address, an interface or a host name."""
 
     data_dir: Path | None = None
-    """Directory of the journal and the snapshot, read at the start; None: what the server holds ends with its process."""
+    """Directory of the journal and the snapshot, read at the start; None: what the server holds
+    ends with its process."""
 
     fsync: Fsync = Fsync.GROUP
     """When the journal is synced."""
 
     journal_limit: Annotated[int, Field(ge=1 << 20)] = 1 << 29
-    """Bytes of the journal from which on a snapshot takes its place, if that is more than four times what the server holds."""
+    """Bytes of the journal from which on a snapshot takes its place, if that is more than four
+    times what the server holds."""
 
     snapshot_interval: Duration = timedelta(minutes=1)
-    """Time between snapshots of a server whose values change; 0s: only when asked, and at SIGTERM."""
+    """Time between snapshots of a server whose values change; 0s: only when asked, and at
+    SIGTERM."""
 
     staging_memory: Annotated[int, Field(ge=16 << 20)] = 1 << 30
-    """Bytes of pushed partitions that are not applied yet; a member has at most a quarter of them."""
+    """Bytes of pushed partitions that are not applied yet; a member has at most a quarter of
+    them."""
 
     port_file: Path | None = None
     """Where to write the bound addresses, as JSON, once serving."""
@@ -93,7 +107,8 @@ class PsServerSettings(ServiceSettings, CallerSettings):
     def _check_tls(self) -> Self:
         if self.tls_ca is not None and self.tls_cert is None and not self.insecure:
             raise ValueError(
-                "tls_ca without tls_cert: this server would call others over TLS and serve in plain text; give it a certificate"
+                "tls_ca without tls_cert: this server would call others over TLS and serve in "
+                "plain text; give it a certificate"
             )
         return self
 
@@ -106,7 +121,8 @@ class PsServerSettings(ServiceSettings, CallerSettings):
         return str(Address(self._host_of(self.http), port))
 
     def _host_of(self, listened: Address) -> str:
-        """Raises ConfigurationError for an interface or a `local_addr` that this machine does not have."""
+        """Raises ConfigurationError for an interface or a `local_addr` that this machine does not
+        have."""
         if self.advertise is not None:
             return own_address.of_interface(self.advertise) or self.advertise
         if not own_address.is_unspecified(listened.host):
@@ -114,33 +130,69 @@ class PsServerSettings(ServiceSettings, CallerSettings):
         towards = (self.coordinator.host, self.coordinator.port)
         if self.local_addr:
             return own_address.OwnAddress.find(self.local_addr, listened.host, towards=towards).told
-        return own_address.name_for_others() or own_address.route_towards(*towards) or socket.gethostname()
+        return (
+            own_address.name_for_others()
+            or own_address.route_towards(*towards)
+            or socket.gethostname()
+        )
 
 
 def command_line() -> argparse.ArgumentParser:
     """The parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="shoal-ps-server",
-        description="A parameter server: holds a share of one job's tensors and applies pushed gradients to it.",
-        epilog="Every flag is also an environment variable, SHOAL_PS_SERVER_..., in capitals and with _ for -.",
+        description="A parameter server: holds a share of one job's tensors and applies pushed "
+        "gradients to it.",
+        epilog="Every flag is also an environment variable, SHOAL_PS_SERVER_..., in capitals and "
+        "with _ for -.",
     )
     for flag, metavar, text in (
         ("--coordinator", "HOST:PORT", "the coordinator"),
         ("--job", "ID", "the job whose tensors this server holds"),
         ("--server-id", "ID", "stable over restarts of this server (default: this machine's name)"),
-        ("--listen", "HOST:PORT", "address of the gRPC service (default: 127.0.0.1:0, a free port)"),
-        ("--bulk-port", "PORT", "TCP port of the bulk channel, on --listen's host (default: 0, a free port)"),
+        (
+            "--listen",
+            "HOST:PORT",
+            "address of the gRPC service (default: 127.0.0.1:0, a free port)",
+        ),
+        (
+            "--bulk-port",
+            "PORT",
+            "TCP port of the bulk channel, on --listen's host (default: 0, a free port)",
+        ),
         ("--http", "HOST:PORT", "address of /metrics and /healthz (default: 127.0.0.1:0)"),
-        ("--advertise", "HOST|INTERFACE", "the host under which workers reach this server (default: by SHOAL_LOCAL_ADDR, or found out)"),
-        ("--data-dir", "DIR", "where the journal and the snapshot are kept; read at the start (default: neither)"),
+        (
+            "--advertise",
+            "HOST|INTERFACE",
+            "the host under which workers reach this server (default: by SHOAL_LOCAL_ADDR, or "
+            "found out)",
+        ),
+        (
+            "--data-dir",
+            "DIR",
+            "where the journal and the snapshot are kept; read at the start (default: neither)",
+        ),
         (
             "--fsync",
             "group|always|never",
-            "when the journal is synced: before an answer, many changes at once or each; or never (default: group)",
+            "when the journal is synced: before an answer, many changes at once or each; or never "
+            "(default: group)",
         ),
-        ("--journal-limit", "BYTES", "of the journal, before a snapshot takes its place (default: 512 MiB)"),
-        ("--snapshot-interval", "DURATION", "time between snapshots, 0s for none but at SIGTERM (default: 1m)"),
-        ("--staging-memory", "BYTES", "for pushes on their way, a quarter of it for one worker (default: 1 GiB)"),
+        (
+            "--journal-limit",
+            "BYTES",
+            "of the journal, before a snapshot takes its place (default: 512 MiB)",
+        ),
+        (
+            "--snapshot-interval",
+            "DURATION",
+            "time between snapshots, 0s for none but at SIGTERM (default: 1m)",
+        ),
+        (
+            "--staging-memory",
+            "BYTES",
+            "for pushes on their way, a quarter of it for one worker (default: 1 GiB)",
+        ),
         ("--port-file", "FILE", "written once serving: the bound addresses as JSON"),
         ("--drain-timeout", "DURATION", "how long calls may go on after SIGTERM (default: 10s)"),
         ("--threads", "N", "threads of torch's arithmetic (default: 1)"),
@@ -153,5 +205,6 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> PsServerSettings:
-    """Flags over the environment over the defaults. Exits on --help and unknown flags; raises ConfigurationError for wrong values."""
+    """Flags over the environment over the defaults. Exits on --help and unknown flags; raises
+    ConfigurationError for wrong values."""
     return PsServerSettings.load(**vars(command_line().parse_args(arguments)))

@@ -1,7 +1,8 @@
 """Elastic distributed training for PyTorch: `import shoal` is the whole public API.
 
-All but the errors is imported when it is first used (PEP 562), so that what needs no torch does not wait for it: the command line and the
-launcher live in this package too. Type checkers and editors read the imports below, the interpreter reads `_HOMES`.
+All but the errors is imported when it is first used (PEP 562), so that what needs no torch does not
+wait for it: the command line and the launcher live in this package too. Type checkers and editors
+read the imports below, the interpreter reads `_HOMES`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,11 @@ if TYPE_CHECKING:
     from shoal_worker.planning.planner import plan
     from shoal_worker.strategies.async_sgd import AsyncSGDModel, AsyncSGDOptimizer
     from shoal_worker.strategies.ddp import DDPModel, DDPOptimizer
-    from shoal_worker.strategies.fitting import EpochRecord, OptimizationInputData, OptimizationResult
+    from shoal_worker.strategies.fitting import (
+        EpochRecord,
+        OptimizationInputData,
+        OptimizationResult,
+    )
     from shoal_worker.strategies.fsdp import FSDPModel, FSDPOptimizer
     from shoal_worker.strategies.hsdp import HSDPModel, HSDPOptimizer
     from shoal_worker.strategies.hybrid import HybridShardedModel, HybridShardedOptimizer

@@ -1,4 +1,5 @@
-"""Optimizers that torch lacks: `shoal.optim.LAMB(net.parameters(), 1e-3)`. They are torch optimizers; parameter servers run them too."""
+"""Optimizers that torch lacks: `shoal.optim.LAMB(net.parameters(), 1e-3)`. They are torch
+optimizers; parameter servers run them too."""
 
 from __future__ import annotations
 

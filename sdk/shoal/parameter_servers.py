@@ -1,11 +1,14 @@
-"""A whole model from its parameter servers, while it trains: for serving, evaluation and everything else that only looks on.
+"""A whole model from its parameter servers, while it trains: for serving, evaluation and everything
+else that only looks on.
 
-What comes is as the worker's `model.module.named_parameters()` has it, under these names. Of tied parameters there is one, under the first
-name; buffers (the running statistics of BatchNorm, say) are each worker's own and not on servers: save them with the checkpoint, or compute
-them anew. Sparse tables are not in it: their rows are asked for by id.
+What comes is as the worker's `model.module.named_parameters()` has it, under these names. Of tied
+parameters there is one, under the first name; buffers (the running statistics of BatchNorm, say)
+are each worker's own and not on servers: save them with the checkpoint, or compute them anew.
+Sparse tables are not in it: their rows are asked for by id.
 
-Each partition (up to 8 MiB of the model) is of one moment, and has a version: 1 plus the pushes applied to it. Different partitions are of
-slightly different moments, as they are for a worker that pulls while others push.
+Each partition (up to 8 MiB of the model) is of one moment, and has a version: 1 plus the pushes
+applied to it. Different partitions are of slightly different moments, as they are for a worker that
+pulls while others push.
 """
 
 from __future__ import annotations
@@ -42,20 +45,26 @@ _LONGEST_BACKOFF_S: Final = 1.0
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
 """What a pull's deadline allows for, beside a fixed minute."""
 _CURABLE: Final = (UnavailableError, DeadlineError, CorruptDataError)
-_PASSING: Final = frozenset({"TENSORS_UNDECLARED", "STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN"})
+_PASSING: Final = frozenset(
+    {"TENSORS_UNDECLARED", "STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN"}
+)
 """Refusals that pass by themselves: the job is beginning, or servers change."""
 
 
 class ModelReader:
-    """Reads a job's model from its parameter servers, again and again; what has not changed is not sent again.
+    """Reads a job's model from its parameter servers, again and again; what has not changed is not
+    sent again.
 
-    A token of role reader is enough. Nobody waits for a reader, and it is no member of the job. Any thread may call; calls come one after
-    the other. A context manager.
+    A token of role reader is enough. Nobody waits for a reader, and it is no member of the job. Any
+    thread may call; calls come one after the other. A context manager.
     """
 
-    def __init__(self, coordinator: ChannelSettings, job_id: str, *, patience: timedelta = DEFAULT_PATIENCE) -> None:
-        """Does not connect yet. `coordinator`: its address, and how all services are spoken to (token, TLS). `patience`: how long a call
-        goes on trying while a server or the coordinator is away, or there are no values yet."""
+    def __init__(
+        self, coordinator: ChannelSettings, job_id: str, *, patience: timedelta = DEFAULT_PATIENCE
+    ) -> None:
+        """Does not connect yet. `coordinator`: its address, and how all services are spoken to
+        (token, TLS). `patience`: how long a call goes on trying while a server or the coordinator
+        is away, or there are no values yet."""
         if not job_id:
             raise ConfigurationError("job_id='': name the job whose model is to be read")
         if patience < timedelta(0):
@@ -67,19 +76,22 @@ class ModelReader:
         self._coordinator = CoordinatorClient(coordinator)
         self._takeovers = TakeoverWatch(self._ask_where)
         self._reading = threading.Lock()
-        """Held by the call that is at work; what is below belongs to it, but `_model`, which is replaced as a whole."""
+        """Held by the call that is at work; what is below belongs to it, but `_model`, which is
+        replaced as a whole."""
         self._map: coordinator_pb2.ShardMap | None = None
         self._servers: dict[str, parameter_server.ParameterServerClient] = {}
         """Address -> client."""
         self._model = _Model(tensors={}, versions={})
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The newest values by name, on the CPU, in the declared shapes and dtypes. They are the caller's to read: a later call gives other
-        tensors where values have changed, and the same ones where they have not.
+        """The newest values by name, on the CPU, in the declared shapes and dtypes. They are the
+        caller's to read: a later call gives other tensors where values have changed, and the same
+        ones where they have not.
 
         Raises:
-            DeadlineError: no server or no values for `patience`; it says what was waited for. A job whose workers have not come to their
-                first step has no values (PARTITION_UNINITIALIZED, TENSORS_UNDECLARED).
+            DeadlineError: no server or no values for `patience`; it says what was waited for. A job
+                whose workers have not come to their first step has no values
+                (PARTITION_UNINITIALIZED, TENSORS_UNDECLARED).
             UnknownResourceError: there is no such job.
             AuthenticationError, PermissionDeniedError: the token.
         """
@@ -102,17 +114,24 @@ class ModelReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
-    # ------------------------------------------------------------------------------------------------------- the call at work
+    # ----------------------------------------------------------------------------- the call at work
 
     def _insist(self) -> None:
         deadline = time.monotonic() + self._patience.total_seconds()
         backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
         while True:
             if self._closed.is_set():
-                raise UnavailableError("this reader is closed; make a new one", reason="CLIENT_CLOSED")
+                raise UnavailableError(
+                    "this reader is closed; make a new one", reason="CLIENT_CLOSED"
+                )
             try:
                 if self._map is None:
                     self._learn()
@@ -122,11 +141,14 @@ class ModelReader:
                     continue
                 if not isinstance(error, _CURABLE) and error.reason not in _PASSING:
                     raise
-                self._map = None  # a server that was restarted may listen elsewhere, and partitions may have moved
+                # a server that was restarted may listen elsewhere, and partitions may have moved
+                self._map = None
                 if time.monotonic() >= deadline:
                     raise DeadlineError(
-                        f"the model of job {self._job_id!r} could not be read within {self._patience.total_seconds():g} s: {error}. If its "
-                        "workers have not come to their first step yet, there are no values: wait, or give more patience",
+                        f"the model of job {self._job_id!r} could not be read within "
+                        f"{self._patience.total_seconds():g} s: {error}. If its workers have not "
+                        "come to their first step yet, there are no values: wait, or give more "
+                        "patience",
                         reason=error.reason,
                     ) from error
                 wait_s = backoff.next_s(error)
@@ -136,16 +158,25 @@ class ModelReader:
         """Asks the coordinator which server has what, and where."""
         shard_map = self._coordinator.get_shard_map(self._job_id).shard_map
         holders = {partition.primary for partition in shard_map.partitions}
-        addresses = {each.server_index: each.address for each in shard_map.servers if each.server_index in holders and each.address}
+        addresses = {
+            each.server_index: each.address
+            for each in shard_map.servers
+            if each.server_index in holders and each.address
+        }
         missing = sorted(holders - addresses.keys())
         if missing:
-            raise PreconditionError(f"servers {missing} of job {self._job_id!r} are not registered", reason="SHARD_MAP_INCOMPLETE")
+            raise PreconditionError(
+                f"servers {missing} of job {self._job_id!r} are not registered",
+                reason="SHARD_MAP_INCOMPLETE",
+            )
         for address in self._servers.keys() - addresses.values():
             self._servers.pop(address).close()
         for address in addresses.values():
             if address in self._servers and not self._servers[address].is_closed:
                 continue
-            self._servers[address] = client = parameter_server.ParameterServerClient(replace(self._settings, address=address, attempts=1))
+            self._servers[address] = client = parameter_server.ParameterServerClient(
+                replace(self._settings, address=address, attempts=1)
+            )
             self._takeovers.add(client)
             if self._closed.is_set():  # `close` may have looked before
                 client.close()
@@ -169,45 +200,75 @@ class ModelReader:
                 shares.setdefault(partition.primary, []).append(partition)
         addresses = {server.server_index: server.address for server in self._map.servers}
         making = _Making(self._map, before)
-        with ThreadPoolExecutor(max_workers=max(1, len(shares)), thread_name_prefix="shoal-reader") as pool:
-            reads = [pool.submit(self._read_server, addresses[index], share, making) for index, share in shares.items()]
+        with ThreadPoolExecutor(
+            max_workers=max(1, len(shares)), thread_name_prefix="shoal-reader"
+        ) as pool:
+            reads = [
+                pool.submit(self._read_server, addresses[index], share, making)
+                for index, share in shares.items()
+            ]
         for read in reads:
             read.result()
         self._model = making.finished()
 
-    def _read_server(self, address: str, share: list[coordinator_pb2.Partition], making: _Making) -> None:
+    def _read_server(
+        self, address: str, share: list[coordinator_pb2.Partition], making: _Making
+    ) -> None:
         """One server's partitions, those that are newer."""
         try:
             behind = self._pull(address, share, making, making.before.versions)
             if behind:
                 # It has come back with less than it had: what it has now counts.
-                self._pull(address, [each for each in share if each.partition_id in behind], making, {})
+                self._pull(
+                    address, [each for each in share if each.partition_id in behind], making, {}
+                )
         except UnknownResourceError as error:
             if error.reason == "JOB_UNKNOWN":
-                raise UnavailableError(f"at {address} there is another job's server by now: {error}") from error
+                raise UnavailableError(
+                    f"at {address} there is another job's server by now: {error}"
+                ) from error
             raise
 
-    def _pull(self, address: str, share: list[coordinator_pb2.Partition], making: _Making, held: Mapping[int, int]) -> frozenset[int]:
+    def _pull(
+        self,
+        address: str,
+        share: list[coordinator_pb2.Partition],
+        making: _Making,
+        held: Mapping[int, int],
+    ) -> frozenset[int]:
         """Returns those of which the server has an older version than is held here."""
         assert self._map is not None
         request = pb.PullRequest(
             job_id=self._job_id,
             shard_map_epoch=self._map.epoch,
-            partitions=[pb.PartitionPull(partition_id=p.partition_id, newer_than=held.get(p.partition_id, 0)) for p in share],
+            partitions=[
+                pb.PartitionPull(
+                    partition_id=p.partition_id, newer_than=held.get(p.partition_id, 0)
+                )
+                for p in share
+            ],
             checksums=True,
         )
         deadline = timedelta(seconds=60 + sum(map(making.bytes_of, share)) / _SLOWEST_BYTES_PER_S)
         headers = self._servers[address].pull(request, making.memory, deadline=deadline)
         making.take(headers)
-        return frozenset(h.partition_id for h in headers if h.unchanged and h.version < held.get(h.partition_id, 0))
+        return frozenset(
+            h.partition_id
+            for h in headers
+            if h.unchanged and h.version < held.get(h.partition_id, 0)
+        )
 
 
 class ParameterServerClient(parameter_server.ParameterServerClient):
-    """One parameter server's client, a method per RPC; and `state_dict`, which asks all servers of a job."""
+    """One parameter server's client, a method per RPC; and `state_dict`, which asks all servers of
+    a job."""
 
     @staticmethod
-    def state_dict(coordinator: ChannelSettings, job_id: str, *, patience: timedelta = DEFAULT_PATIENCE) -> dict[str, torch.Tensor]:
-        """A job's whole model as it is now. Who wants it again and again keeps a `ModelReader`; arguments and errors are its own."""
+    def state_dict(
+        coordinator: ChannelSettings, job_id: str, *, patience: timedelta = DEFAULT_PATIENCE
+    ) -> dict[str, torch.Tensor]:
+        """A job's whole model as it is now. Who wants it again and again keeps a `ModelReader`;
+        arguments and errors are its own."""
         with ModelReader(coordinator, job_id, patience=patience) as reader:
             return reader.state_dict()
 
@@ -217,8 +278,13 @@ _Layout = tuple[tuple[object, ...], ...]
 
 def _layout_of(shard_map: coordinator_pb2.ShardMap) -> _Layout:
     """Equal for two maps with the same tensors in the same partitions, whoever has them."""
-    tensors = tuple((tensor.name, tuple(tensor.shape), tensor.dtype) for tensor in shard_map.tensors)
-    pieces = tuple(tuple((p.tensor_index, p.offset, p.length) for p in each.pieces) for each in shard_map.partitions)
+    tensors = tuple(
+        (tensor.name, tuple(tensor.shape), tensor.dtype) for tensor in shard_map.tensors
+    )
+    pieces = tuple(
+        tuple((p.tensor_index, p.offset, p.length) for p in each.pieces)
+        for each in shard_map.partitions
+    )
     return tensors, pieces
 
 
@@ -263,25 +329,38 @@ class _Making:
             for header in headers:
                 if not header.unchanged:
                     self._versions[header.partition_id] = header.version
-                    self._place(self._map.partitions[header.partition_id], self._parts.pop(header.partition_id))
+                    self._place(
+                        self._map.partitions[header.partition_id],
+                        self._parts.pop(header.partition_id),
+                    )
 
     def finished(self) -> _Model:
         """Tensors without elements are in no partition."""
         dense = [tensor for tensor in self._map.tensors if not tensor.HasField("table")]
         shapes = {tensor.name: tuple(tensor.shape) for tensor in dense}
-        empty = {t.name: torch.empty(tuple(t.shape), dtype=_torch_dtype(t)) for t in dense if 0 in t.shape}
+        empty = {
+            t.name: torch.empty(tuple(t.shape), dtype=_torch_dtype(t))
+            for t in dense
+            if 0 in t.shape
+        }
         changed = {name: flat.reshape(shapes[name]) for name, flat in self._flat.items()}
         known = {**empty, **self.before.tensors, **changed}
         tensors = {tensor.name: known[tensor.name] for tensor in dense}
         return _Model(tensors=tensors, versions=self._versions, layout=self.before.layout)
 
     def _place(self, partition: coordinator_pb2.Partition, part: torch.Tensor) -> None:
-        for piece, values in zip(partition.pieces, part.split([piece.length for piece in partition.pieces]), strict=True):
+        for piece, values in zip(
+            partition.pieces, part.split([piece.length for piece in partition.pieces]), strict=True
+        ):
             spec = self._map.tensors[piece.tensor_index]
             if spec.name not in self._flat:
                 old = self.before.tensors.get(spec.name)
                 length = torch.Size(spec.shape).numel()
-                self._flat[spec.name] = torch.empty(length, dtype=part.dtype) if old is None else old.reshape(-1).clone()
+                self._flat[spec.name] = (
+                    torch.empty(length, dtype=part.dtype)
+                    if old is None
+                    else old.reshape(-1).clone()
+                )
             self._flat[spec.name][piece.offset : piece.offset + piece.length] = values
 
     def _length(self, partition: coordinator_pb2.Partition) -> int:

@@ -1,11 +1,13 @@
-"""`torchrun --rdzv-backend=shoal --rdzv-endpoint=COORDINATOR:7000`: torchrun's agents meet at Shoal's coordinator.
+"""`torchrun --rdzv-backend=shoal --rdzv-endpoint=COORDINATOR:7000`: torchrun's agents meet at
+Shoal's coordinator.
 
-torchrun starts the workers and restarts them; the coordinator says which agents there are, and in which order. An agent that dies is
-noticed by its broken connection, at once, and no agent is special: there is no first one that must not end. torch finds this module by the
-entry point group `torchrun.handlers`.
+torchrun starts the workers and restarts them; the coordinator says which agents there are, and in
+which order. An agent that dies is noticed by its broken connection, at once, and no agent is
+special: there is no first one that must not end. torch finds this module by the entry point group
+`torchrun.handlers`.
 
-Agents are members of a job of their own, `<run id>.torchrun`, as launchers of `shoal run` are (`launcher/nodes.py`). Workers get torch's
-variables and no more: `shoal.init()` wants `shoal run`.
+Agents are members of a job of their own, `<run id>.torchrun`, as launchers of `shoal run` are
+(`launcher/nodes.py`). Workers get torch's variables and no more: `shoal.init()` wants `shoal run`.
 
 A handler belongs to the agent's thread; the session's thread only wakes it.
 """
@@ -57,7 +59,8 @@ def get_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
 
 
 class ShoalRendezvous(RendezvousHandler):
-    """See torch's RendezvousHandler. `--rdzv-conf` takes `join_timeout` and `last_call_timeout`, in seconds, as `shoal run` does."""
+    """See torch's RendezvousHandler. `--rdzv-conf` takes `join_timeout` and `last_call_timeout`, in
+    seconds, as `shoal run` does."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         """Raises ConfigurationError for an endpoint or certificates that cannot work."""
@@ -65,9 +68,12 @@ class ShoalRendezvous(RendezvousHandler):
         self._parameters = parameters
         self._join_timeout_s = float(parameters.get("join_timeout", _JOIN_TIMEOUT_S))
         endpoint = parse_address(parameters.endpoint)
-        # torchrun's workers and its stores listen on all addresses: others may reach them at one that this machine does not have.
+        # torchrun's workers and its stores listen on all addresses: others may reach them at one
+        # that this machine does not have.
         everywhere = "0.0.0.0" if parameters.local_addr else None  # noqa: S104
-        self._own_address = OwnAddress.find(parameters.local_addr, everywhere, towards=(endpoint.host, endpoint.port)).told
+        self._own_address = OwnAddress.find(
+            parameters.local_addr, everywhere, towards=(endpoint.host, endpoint.port)
+        ).told
         self._client = CoordinatorClient(member_channel(parameters.endpoint))
         self._job = JobSettings(
             job_id=f"{parameters.run_id}.torchrun",
@@ -75,8 +81,15 @@ class ShoalRendezvous(RendezvousHandler):
             max_workers=parameters.max_nodes,
             join_grace=timedelta(seconds=float(parameters.get("last_call_timeout", _LAST_CALL_S))),
         )
-        # Every agent has a store, since every agent may come to be the first: torch's agents talk through that one's.
-        self._own_store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)  # noqa: S104
+        # Every agent has a store, since every agent may come to be the first: torch's agents talk
+        # through that one's.
+        self._own_store = TCPStore(
+            "0.0.0.0",  # noqa: S104
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=_STORE_TIMEOUT,
+        )
         self._launcher_id = uuid.uuid4().hex
         self._session: NodeSession | None = None
         self._placed: tuple[str, ...] = ()
@@ -98,7 +111,12 @@ class ShoalRendezvous(RendezvousHandler):
         mine = placement.node_rank == 0
         home: Store = self._own_store
         if not mine:
-            home = TCPStore(placement.master_address, placement.master_port, is_master=False, timeout=_STORE_TIMEOUT)
+            home = TCPStore(
+                placement.master_address,
+                placement.master_port,
+                is_master=False,
+                timeout=_STORE_TIMEOUT,
+            )
         # A store of this start alone: what older ones have left there is not looked at.
         store = PrefixStore(hashlib.sha256("".join(self._placed).encode()).hexdigest()[:32], home)
         bootstrap = RendezvousStoreInfo.build(placement.node_rank, store, self._own_address)
@@ -107,17 +125,29 @@ class ShoalRendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         """torchrun starts all workers anew when this is not 0: agents have come or gone."""
         standing = self._session.standing if self._session is not None else None
-        return int(standing is not None and standing.placement is not None and standing.starts != self._placed)
+        return int(
+            standing is not None
+            and standing.placement is not None
+            and standing.starts != self._placed
+        )
 
     def is_closed(self) -> bool:
-        return self._session is not None and (self._session.is_closed or self._session.stopped is not None)
+        return self._session is not None and (
+            self._session.is_closed or self._session.stopped is not None
+        )
 
     def set_closed(self) -> None:
-        with contextlib.suppress(ShoalError):  # away, say: the other agents hear of it by their workers
-            self._client.stop_job(self._job.job_id, reason="torchrun has ended on another machine", deadline=_CALL_DEADLINE)
+        with contextlib.suppress(ShoalError):
+            # away, say: the other agents hear of it by their workers
+            self._client.stop_job(
+                self._job.job_id,
+                reason="torchrun has ended on another machine",
+                deadline=_CALL_DEADLINE,
+            )
 
     def shutdown(self) -> bool:
-        """Ends the rendezvous for all agents, as torch's own handlers do: each goes on until its workers have ended."""
+        """Ends the rendezvous for all agents, as torch's own handlers do: each goes on until its
+        workers have ended."""
         self.set_closed()
         if self._session is not None:
             self._session.leave(pb.Leave.REASON_FINISHED, "")
@@ -134,8 +164,9 @@ class ShoalRendezvous(RendezvousHandler):
                 obstacle = self._client.find_obstacle()
                 if time.monotonic() > deadline or (obstacle is not None and obstacle.permanent):
                     raise RendezvousConnectionError(
-                        f"no coordinator has answered at {self._parameters.endpoint} (--rdzv-endpoint) for "
-                        f"{time.monotonic() - began:.0f} s: {error if obstacle is None else obstacle.cause}"
+                        f"no coordinator has answered at {self._parameters.endpoint} "
+                        f"(--rdzv-endpoint) for {time.monotonic() - began:.0f} s: "
+                        f"{error if obstacle is None else obstacle.cause}"
                     ) from error
                 time.sleep(_RETRY_S)
             else:
@@ -167,7 +198,9 @@ class ShoalRendezvous(RendezvousHandler):
             assert session is not None, "joined before"
             standing = session.standing
             if session.stopped is not None or session.is_closed:
-                raise RendezvousClosedError(f"run {self._parameters.run_id} is over: {session.stopped or session.error}")
+                raise RendezvousClosedError(
+                    f"run {self._parameters.run_id} is over: {session.stopped or session.error}"
+                )
             if session.error is not None:
                 raise RendezvousConnectionError(str(session.error)) from session.error
             if standing.placement is not None and standing.starts != self._placed:
@@ -175,14 +208,16 @@ class ShoalRendezvous(RendezvousHandler):
                 session.works_in = standing.generation
                 return standing.placement
             if standing.placement is not None:
-                # Workers failed here, and this is where they were before: a death, to the other agents.
+                # Workers failed here, and this is where they were before: a death, to the other
+                # agents.
                 session.leave(pb.Leave.REASON_FAILED, "its workers are started anew")
                 self._join()
                 continue
             with self._changed:
                 if time.monotonic() > deadline:
                     raise RendezvousTimeoutError(
-                        f"{self._parameters.min_nodes} agents of run {self._parameters.run_id} did not come together within "
-                        f"{self._join_timeout_s:g} s ({standing.why or 'no place'})"
+                        f"{self._parameters.min_nodes} agents of run {self._parameters.run_id} did "
+                        f"not come together within {self._join_timeout_s:g} s "
+                        f"({standing.why or 'no place'})"
                     )
                 self._changed.wait(_RETRY_S)

@@ -1,5 +1,6 @@
-"""Seeded schedules of faults over one long run. Whatever happens, it must end with the parameters of the run without a fault, bit for
-bit, and every sample must have counted exactly once. SOAK_SEEDS=1,2,3 chooses the schedules; a failure names its seed."""
+"""Seeded schedules of faults over one long run. Whatever happens, it must end with the parameters
+of the run without a fault, bit for bit, and every sample must have counted exactly once.
+SOAK_SEEDS=1,2,3 chooses the schedules; a failure names its seed."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def fault_free(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> str:
-    with cluster(zygote, tmp_path_factory.mktemp("fault-free"), max_workers=1, EPOCHS=str(EPOCHS), MICRO="1") as alone:
+    with cluster(
+        zygote, tmp_path_factory.mktemp("fault-free"), max_workers=1, EPOCHS=str(EPOCHS), MICRO="1"
+    ) as alone:
         alone.start(0)
         (result,) = alone.finish(0)
     return str(result["digest"])
@@ -43,7 +46,9 @@ def test_a_long_run_under_a_schedule_of_faults_ends_as_if_there_had_been_none(
             for _ in range(FAULTS):
                 living = _strike(running, schedule, living)
                 target = running.steps() + schedule.randint(1, 4)
-                eventually(lambda goal=target: running.steps() >= goal, f"step {target} under seed {seed}")
+                eventually(
+                    lambda goal=target: running.steps() >= goal, f"step {target} under seed {seed}"
+                )
         results = running.finish(*living, may_end_well=True)
     assert {r["digest"] for r in results} == {fault_free}, f"seed {seed}"
     verdict = audit(running.records)
@@ -78,10 +83,14 @@ def _strike(running: Cluster, schedule: random.Random, living: list[int]) -> lis
 
 
 def _await_state(running: Cluster, left: list[int]) -> None:
-    """Waits until one of the workers that are left has the run's state: when all that have it die, the run is lost, and says so."""
+    """Waits until one of the workers that are left has the run's state: when all that have it die,
+    the run is lost, and says so."""
     members = {running.members[index] for index in left}
 
     def one_has_it() -> bool:
-        return any(m.member_id in members and m.rank >= 0 and m.progress.step > 0 for m in running.job().members)
+        return any(
+            m.member_id in members and m.rank >= 0 and m.progress.step > 0
+            for m in running.job().members
+        )
 
     eventually(one_has_it, "one that has the state")

@@ -1,8 +1,10 @@
 """compose.yaml up in an engine, as its comments say to use it, by podman-compose.
 
-podman-compose is a program of its own (GPL-2.0), started and never imported. With a podman below 4.6 it does not wait for the health of
-what a service depends on: `Cluster.up` does, by running the health checks of compose.yaml and of the images. It leaves scaling down to its
-user: `Cluster.scale_down` stops and removes the containers with the highest numbers, as docker compose does.
+podman-compose is a program of its own (GPL-2.0), started and never imported. With a podman below
+4.6 it does not wait for the health of what a service depends on: `Cluster.up` does, by running the
+health checks of compose.yaml and of the images. It leaves scaling down to its user:
+`Cluster.scale_down` stops and removes the containers with the highest numbers, as docker compose
+does.
 """
 
 from __future__ import annotations
@@ -27,22 +29,35 @@ SERVERS: Final = ("ps-server-1", "ps-server-2")
 # Grafana alone is left out.
 _IN_ORDER: Final = (("redis",), ("coordinator",), SERVERS, ("prometheus",), ("worker",))
 _PROFILES: Final = ("--profile", "servers", "--profile", "monitoring")
-_FETCH: Final = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=5).read().decode())"
+_FETCH: Final = (
+    "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], "
+    "timeout=5).read().decode())"
+)
 
 
 def copy_of_this_repository(folder: Path) -> Path:
-    """What git knows of it, and secrets made for the copy: nobody's own secrets are touched, and scripts can be added."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    """What git knows of it, and secrets made for the copy: nobody's own secrets are touched, and
+    scripts can be added."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():  # not removed since
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
-    subprocess.run([sys.executable, "docker/make_secrets.py"], cwd=folder, capture_output=True, timeout=60, check=True)
+    subprocess.run(
+        [sys.executable, "docker/make_secrets.py"],
+        cwd=folder,
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
     return folder
 
 
 class Cluster:
-    """The containers of compose.yaml, in the copy of the repository in `checkout`, whose images are built."""
+    """The containers of compose.yaml, in the copy of the repository in `checkout`, whose images are
+    built."""
 
     def __init__(self, engine: Engine, checkout: Path) -> None:
         self.engine = engine
@@ -58,10 +73,17 @@ class Cluster:
     def compose(self, *arguments: str) -> str:
         """podman-compose, in the folder of compose.yaml."""
         variables = {"SHOAL_JOB": self.job, "SHOAL_SCRIPT": self._script}
-        return self.engine.run("podman-compose", *_PROFILES, *arguments, directory=self._checkout, environment=variables)
+        return self.engine.run(
+            "podman-compose",
+            *_PROFILES,
+            *arguments,
+            directory=self._checkout,
+            environment=variables,
+        )
 
     def up(self, *, workers: int) -> None:
-        """Starts what does not run, and waits until each is healthy; the first time service by service, in the order of `depends_on`."""
+        """Starts what does not run, and waits until each is healthy; the first time service by
+        service, in the order of `depends_on`."""
         self._workers = workers
         everything = tuple(service for services in _IN_ORDER for service in services)
         for services in (everything,) if self.containers() else _IN_ORDER:
@@ -84,13 +106,21 @@ class Cluster:
         self.engine.podman("kill", name)
 
     def stop(self) -> dict[str, int]:
-        """SIGTERM to all but workers, which have come to their end; with which status each ended."""
-        services = [service for together in _IN_ORDER for service in together if service != "worker"]
+        """SIGTERM to all but workers, which have come to their end; with which status each
+        ended."""
+        services = [
+            service for together in _IN_ORDER for service in together if service != "worker"
+        ]
         self.compose("stop", *services)
-        return {service: self.exit_status(name) for service in services for name in self.containers(service)}
+        return {
+            service: self.exit_status(name)
+            for service in services
+            for name in self.containers(service)
+        }
 
     def down(self) -> None:
-        """Removes containers, networks and volumes. Workers go first: podman-compose knows one of them, and the others need the rest."""
+        """Removes containers, networks and volumes. Workers go first: podman-compose knows one of
+        them, and the others need the rest."""
         for worker in self.containers("worker"):
             self.engine.podman("rm", "--force", "--time", "5", worker)
         self.compose("down", "--volumes", "--timeout", "10")
@@ -109,7 +139,9 @@ class Cluster:
         return True
 
     def is_running(self, name: str) -> bool:
-        return self.engine.podman("inspect", "--format", "{{.State.Running}}", name).strip() == "true"
+        return (
+            self.engine.podman("inspect", "--format", "{{.State.Running}}", name).strip() == "true"
+        )
 
     def exit_status(self, name: str) -> int:
         return int(self.engine.podman("inspect", "--format", "{{.State.ExitCode}}", name))
@@ -117,23 +149,40 @@ class Cluster:
     def said(self, name: str) -> str:
         """The end of its output, or why there is none."""
         try:
-            return self.engine.run("sh", "-c", 'podman logs "$0" 2>&1', name)[-8000:]  # podman's --tail loses lines that were cut
+            # podman's --tail loses lines that were cut
+            return self.engine.run("sh", "-c", 'podman logs "$0" 2>&1', name)[-8000:]
         except EngineError as error:
             return str(error)
 
     def status(self) -> dict[str, Any]:
         """What `shoal status` says, by the command line that compose.yaml names."""
         token = (self._checkout / "docker/secrets/viewer_token").read_text()
-        command = ["shoal", "status", "--coordinator", "localhost:7000", "--job", self.job, "--json"]
+        command = [
+            "shoal",
+            "status",
+            "--coordinator",
+            "localhost:7000",
+            "--job",
+            self.job,
+            "--json",
+        ]
         return dict(json.loads(self.engine.run(*command, environment={"SHOAL_TOKEN": token})))
 
     def prometheus(self, path: str) -> Any:
         """The data of an answer of Prometheus' API, at the port that compose.yaml publishes."""
-        return json.loads(self.engine.run(sys.executable, "-I", "-c", _FETCH, f"http://127.0.0.1:9090/api/v1/{path}"))["data"]
+        return json.loads(
+            self.engine.run(
+                sys.executable, "-I", "-c", _FETCH, f"http://127.0.0.1:9090/api/v1/{path}"
+            )
+        )["data"]
 
     def volume(self, name: str) -> Path:
         """Where on this machine the content of one of compose.yaml's volumes lies."""
-        return Path(self.engine.podman("volume", "inspect", "--format", "{{.Mountpoint}}", f"shoal_{name}").strip())
+        return Path(
+            self.engine.podman(
+                "volume", "inspect", "--format", "{{.Mountpoint}}", f"shoal_{name}"
+            ).strip()
+        )
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
         """The first true value of `condition`; while it raises EngineError, it is false."""

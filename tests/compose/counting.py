@@ -1,7 +1,9 @@
-"""A training script that counts: at its end each parameter says, negated, how many times its sample was trained on.
+"""A training script that counts: at its end each parameter says, negated, how many times its sample
+was trained on.
 
-It runs in the workers' containers, under the strategy that it is named for. Samples are the rows of a unit matrix; the loss is linear, and
-the learning rate undoes the mean over the batch. Steps are slow until the file `go` is there, so that what happens is to happen meanwhile.
+It runs in the workers' containers, under the strategy that it is named for. Samples are the rows of
+a unit matrix; the loss is linear, and the learning rate undoes the mean over the batch. Steps are
+slow until the file `go` is there, so that what happens is to happen meanwhile.
 """
 
 import json
@@ -21,7 +23,9 @@ EPOCHS = {"ddp": 100, "async_sgd": 80}[STRATEGY]
 FOLDER.mkdir(exist_ok=True)
 net = torch.nn.Linear(SAMPLES, 1, bias=False)
 torch.nn.init.zeros_(net.weight)
-model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), BATCH), strategy=STRATEGY)
+model, optimizer = shoal.as_distributed(
+    net, torch.optim.SGD(net.parameters(), BATCH), strategy=STRATEGY
+)
 dataset = torch.utils.data.TensorDataset(torch.eye(SAMPLES))
 size = {"batch_size": BATCH} if STRATEGY == "async_sgd" else {"global_batch_size": BATCH}
 loader = shoal.ElasticDataLoader(dataset, **size)
@@ -36,6 +40,10 @@ for epoch in loader.epochs(EPOCHS):
             shoal.save_checkpoint(FOLDER / "saved", every_steps=10)
         if not (FOLDER / "go").exists():
             time.sleep(1.0)
-    print(f"epoch {epoch}: world of {shoal.world_size()}, generation {shoal.generation()}", flush=True)
+    print(
+        f"epoch {epoch}: world of {shoal.world_size()}, generation {shoal.generation()}", flush=True
+    )
 counts = (-model.full_state_dict()["weight"]).flatten().tolist()
-(FOLDER / f"counted-{shoal.rank()}.json").write_text(json.dumps({"epochs": EPOCHS, "counts": counts}))
+(FOLDER / f"counted-{shoal.rank()}.json").write_text(
+    json.dumps({"epochs": EPOCHS, "counts": counts})
+)

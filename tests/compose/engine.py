@@ -1,8 +1,10 @@
-"""podman in namespaces of its own, so that a test's containers meet nothing of this machine's and leave nothing on it.
+"""podman in namespaces of its own, so that a test's containers meet nothing of this machine's and
+leave nothing on it.
 
-The engine has a process, a mount and a network namespace: published ports collide with nobody, firewall rules and bridges are the
-namespace's, and when its first process ends, which the kernel kills with the test run, all containers are dead. What it stores lies in one
-folder. It has no systemd, which is what asks for containers' health elsewhere: here the tests ask.
+The engine has a process, a mount and a network namespace: published ports collide with nobody,
+firewall rules and bridges are the namespace's, and when its first process ends, which the kernel
+kills with the test run, all containers are dead. What it stores lies in one folder. It has no
+systemd, which is what asks for containers' health elsewhere: here the tests ask.
 
 Images are built on this machine's network, since pip needs it; containers run without any way out.
 """
@@ -25,10 +27,23 @@ from shoal_common.processes import tied_to_parent
 
 _START_S: Final = 30.0
 _COMMAND_S: Final = 120.0
-_PROGRAMS: Final = ("podman", "runc", "mmdebstrap", "iptables", "ip", "nsenter", "unshare", "prometheus")
-_PACKAGES: Final = "podman, runc, netavark, aardvark-dns, catatonit, mmdebstrap, iptables, iproute2, util-linux, prometheus"
+_PROGRAMS: Final = (
+    "podman",
+    "runc",
+    "mmdebstrap",
+    "iptables",
+    "ip",
+    "nsenter",
+    "unshare",
+    "prometheus",
+)
+_PACKAGES: Final = (
+    "podman, runc, netavark, aardvark-dns, catatonit, mmdebstrap, iptables, "
+    "iproute2, util-linux, prometheus"
+)
 
-# $0 is the engine's folder. A process that nobody waits for is reaped by the kernel, because the first one ignores SIGCHLD.
+# $0 is the engine's folder. A process that nobody waits for is reaped by the kernel, because the
+# first one ignores SIGCHLD.
 _FIRST_PROCESS: Final = """
 set -eu
 resolver=$(realpath /etc/resolv.conf)
@@ -75,7 +90,8 @@ class EngineError(Exception):
 
 
 def why_not() -> str | None:
-    """Why no engine can be tried here; None: it can, and whether a container starts is seen then."""
+    """Why no engine can be tried here; None: it can, and whether a container starts is seen
+    then."""
     if missing := [program for program in _PROGRAMS if shutil.which(program) is None]:
         return f"the programs {', '.join(missing)} are not on PATH (Debian: {_PACKAGES})"
     if os.geteuid() != 0:
@@ -84,13 +100,18 @@ def why_not() -> str | None:
 
 
 class Engine:
-    """A podman with `folder` for all that it stores. A context manager, which leaves neither a process nor the folder's content."""
+    """A podman with `folder` for all that it stores. A context manager, which leaves neither a
+    process nor the folder's content."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._first = 0
         self._environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "PET_", "COMPOSE_"))},
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("SHOAL_", "PET_", "COMPOSE_"))
+            },
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin",
             "BUILDAH_FORMAT": "docker",  # OCI's has no HEALTHCHECK
             "CONTAINERS_CONF": str(folder / "containers.conf"),
@@ -106,10 +127,25 @@ class Engine:
             shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
             (self.folder / "tmp").mkdir(parents=True)
             self._configure()
-            command = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc", "sh", "-c", _FIRST_PROCESS]
+            command = [
+                "unshare",
+                "--mount",
+                "--net",
+                "--pid",
+                "--fork",
+                "--kill-child",
+                "--mount-proc",
+                "sh",
+                "-c",
+                _FIRST_PROCESS,
+            ]
             log = undo.enter_context((self.folder / "log").open("wb"))
             around = subprocess.Popen(
-                tied_to_parent([*command, str(self.folder)]), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+                tied_to_parent([*command, str(self.folder)]),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
             undo.callback(_end, around)
             self._await_first_process(around)
@@ -117,11 +153,17 @@ class Engine:
             self._undo = undo.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._undo.close()
 
     def _remove_containers(self) -> None:
-        """Ends all containers, one by one: ended with the first process of their namespace they would leave control groups behind."""
+        """Ends all containers, one by one: ended with the first process of their namespace they
+        would leave control groups behind."""
         with suppress(EngineError):
             self.podman("rm", "--all", "--force", "--time", "1")
 
@@ -129,8 +171,14 @@ class Engine:
         """Limits can be handed on to containers, not raised: podman would raise them."""
         limits = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}
         known = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
-        ulimits = ", ".join(f'"{name}={limit}:{limit}"' for name, limit in known.items() if limit != resource.RLIM_INFINITY)
-        (self.folder / "containers.conf").write_text(_CONTAINERS.format(folder=self.folder, ulimits=ulimits))
+        ulimits = ", ".join(
+            f'"{name}={limit}:{limit}"'
+            for name, limit in known.items()
+            if limit != resource.RLIM_INFINITY
+        )
+        (self.folder / "containers.conf").write_text(
+            _CONTAINERS.format(folder=self.folder, ulimits=ulimits)
+        )
         (self.folder / "storage.conf").write_text(_STORAGE.format(folder=self.folder))
         (self.folder / "registries.conf").write_text(_REGISTRIES)
 
@@ -138,7 +186,10 @@ class Engine:
         deadline = time.monotonic() + _START_S
         while not (self.folder / "ready").exists():
             if around.poll() is not None or time.monotonic() > deadline:
-                raise EngineError(f"namespaces cannot be made: {(self.folder / 'log').read_text(errors='replace')}")
+                raise EngineError(
+                    "namespaces cannot be made: "
+                    f"{(self.folder / 'log').read_text(errors='replace')}"
+                )
             time.sleep(0.05)
         (first,) = psutil.Process(around.pid).children()
         self._first = first.pid
@@ -151,13 +202,22 @@ class Engine:
         environment: dict[str, str] | None = None,
         timeout_s: float = _COMMAND_S,
     ) -> str:
-        """Runs a program of this machine in the engine's namespaces; what it printed. `online`: on this machine's network.
+        """Runs a program of this machine in the engine's namespaces; what it printed. `online`: on
+        this machine's network.
 
         Raises:
             EngineError: it failed, or took longer than `timeout_s`.
         """
         namespaces = ["--mount", "--pid"] if online else ["--mount", "--pid", "--net"]
-        entered = ["nsenter", "--target", str(self._first), *namespaces, f"--wd={directory or Path.cwd()}", "--", *command]
+        entered = [
+            "nsenter",
+            "--target",
+            str(self._first),
+            *namespaces,
+            f"--wd={directory or Path.cwd()}",
+            "--",
+            *command,
+        ]
         try:
             ended = subprocess.run(
                 tied_to_parent(entered),
@@ -171,10 +231,20 @@ class Engine:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            said = b"".join(part if isinstance(part, bytes) else part.encode() for part in (error.stdout, error.stderr) if part)
-            raise EngineError(f"{' '.join(command[:4])} did not end in {timeout_s:g} s: {said.decode(errors='replace')[-3000:]}") from None
+            said = b"".join(
+                part if isinstance(part, bytes) else part.encode()
+                for part in (error.stdout, error.stderr)
+                if part
+            )
+            raise EngineError(
+                f"{' '.join(command[:4])} did not end in {timeout_s:g} s: "
+                f"{said.decode(errors='replace')[-3000:]}"
+            ) from None
         if ended.returncode != 0:
-            raise EngineError(f"{' '.join(command)}: exit status {ended.returncode}: {(ended.stdout + ended.stderr)[-6000:]}")
+            raise EngineError(
+                f"{' '.join(command)}: exit status {ended.returncode}: "
+                f"{(ended.stdout + ended.stderr)[-6000:]}"
+            )
         return ended.stdout
 
     def podman(self, *arguments: str, online: bool = False, timeout_s: float = _COMMAND_S) -> str:

@@ -1,10 +1,13 @@
-"""The images that compose.yaml starts: this repository's own, from docker/Dockerfile as it is; and stand-ins for those of others.
+"""The images that compose.yaml starts: this repository's own, from docker/Dockerfile as it is; and
+stand-ins for those of others.
 
-Others' images come from a registry of images, which is not always reached: what stands in for them has the same names and tags, the same
-programs and the same way to start. python's is Debian with its python3, Valkey's has the server that the tests' own wheel brings (and
-redis-cli, which speaks the same), Prometheus' the program of this machine's package. Grafana has no stand-in.
+Others' images come from a registry of images, which is not always reached: what stands in for them
+has the same names and tags, the same programs and the same way to start. python's is Debian with
+its python3, Valkey's has the server that the tests' own wheel brings (and redis-cli, which speaks
+the same), Prometheus' the program of this machine's package. Grafana has no stand-in.
 
-pip asks within a build where it asks on this machine: its settings are read when the build starts, and mounted.
+pip asks within a build where it asks on this machine: its settings are read when the build starts,
+and mounted.
 """
 
 from __future__ import annotations
@@ -25,21 +28,33 @@ from shoal_common.redis.embedded import find_server_binary
 from tests.compose.engine import Engine, EngineError
 
 ROOT: Final = Path(__file__).resolve().parents[2]
-SERVICES: Final[dict[str, dict[str, Any]]] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+SERVICES: Final[dict[str, dict[str, Any]]] = yaml.safe_load((ROOT / "compose.yaml").read_text())[
+    "services"
+]
 BUILT: Final = ("coordinator", "ps-server-1", "worker")
 """One service of each image that is built."""
 _DEBIAN: Final = "localhost/debian"
-_PACKAGES: Final = ("busybox", "python-is-python3", "python3", "python3-pip", "python3-venv", "redis-tools")
+_PACKAGES: Final = (
+    "busybox",
+    "python-is-python3",
+    "python3",
+    "python3-pip",
+    "python3-venv",
+    "redis-tools",
+)
 _BUILD_S: Final = 420.0
 _VALKEY: Final = f"""
 FROM {_DEBIAN}
 COPY valkey-server entrypoint /usr/local/bin/
-RUN ln -s /usr/bin/redis-cli /usr/local/bin/valkey-cli && useradd --system valkey && install --directory --owner valkey --group valkey /data
+RUN ln -s /usr/bin/redis-cli /usr/local/bin/valkey-cli \\
+    && useradd --system valkey \\
+    && install --directory --owner valkey --group valkey /data
 VOLUME /data
 WORKDIR /data
 ENTRYPOINT ["entrypoint"]
 """
-# As in Valkey's image: started by root, it gives the data to its own user and continues as that one.
+# As in Valkey's image: started by root, it gives the data to its own user and continues as that
+# one.
 _VALKEY_ENTRYPOINT: Final = """#!/bin/sh
 set -e
 [ "$(id -u)" = 0 ] || exec "$@"
@@ -49,7 +64,8 @@ exec setpriv --reuid=valkey --regid=valkey --clear-groups -- "$@"
 _PROMETHEUS: Final = f"""
 FROM {_DEBIAN}
 COPY prometheus /bin/prometheus
-RUN ln -s /bin/busybox /usr/local/bin/wget && install --directory --owner nobody --group nogroup /prometheus
+RUN ln -s /bin/busybox /usr/local/bin/wget \\
+    && install --directory --owner nobody --group nogroup /prometheus
 USER nobody
 VOLUME /prometheus
 WORKDIR /prometheus
@@ -61,7 +77,8 @@ def make_base(engine: Engine, cache: Path) -> None:
     """Makes the image that all others are built from, and starts a container of it.
 
     Raises:
-        EngineError: there is no base here, or the engine starts no container: nothing that this repository could be at fault for.
+        EngineError: there is no base here, or the engine starts no container: nothing that this
+            repository could be at fault for.
     """
     archive = _debian(cache)
     engine.podman("import", "--quiet", str(archive), _DEBIAN)
@@ -69,21 +86,42 @@ def make_base(engine: Engine, cache: Path) -> None:
 
 
 def _debian(cache: Path) -> Path:
-    """A small Debian (or Ubuntu) as an archive, of the release and from the mirrors of this machine. Kept for the next run."""
-    places = [Path("/etc/apt/sources.list"), *(Path("/etc/apt/sources.list.d") / f"{name}.sources" for name in ("debian", "ubuntu"))]
+    """A small Debian (or Ubuntu) as an archive, of the release and from the mirrors of this
+    machine. Kept for the next run."""
+    places = [
+        Path("/etc/apt/sources.list"),
+        *(Path("/etc/apt/sources.list.d") / f"{name}.sources" for name in ("debian", "ubuntu")),
+    ]
     sources = [place for place in places if place.is_file() and place.read_text().strip()]
     release = re.search(r"(?m)^VERSION_CODENAME=(\S+)", Path("/etc/os-release").read_text())
     if not sources or release is None:
-        raise EngineError("this machine has no apt sources of Debian or Ubuntu, from which base images are made")
+        raise EngineError(
+            "this machine has no apt sources of Debian or Ubuntu, from which base images are made"
+        )
     key = "\0".join((release[1], *_PACKAGES, *(source.read_text() for source in sources)))
     archive = cache / f"{release[1]}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.tar"
     if not archive.exists():
         cache.mkdir(parents=True, exist_ok=True)
         unfinished = archive.with_name(f"unfinished-{archive.name}")
         included = f"--include={','.join(_PACKAGES)}"
-        command = ["mmdebstrap", "--quiet", "--variant=minbase", included, release[1], str(unfinished), *map(str, sources)]
+        command = [
+            "mmdebstrap",
+            "--quiet",
+            "--variant=minbase",
+            included,
+            release[1],
+            str(unfinished),
+            *map(str, sources),
+        ]
         try:
-            ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_BUILD_S, check=False)
+            ended = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=_BUILD_S,
+                check=False,
+            )
         except subprocess.TimeoutExpired:
             raise EngineError(f"mmdebstrap made no base image in {_BUILD_S:g} s") from None
         if ended.returncode != 0:
@@ -93,7 +131,8 @@ def _debian(cache: Path) -> Path:
 
 
 def stand_in(engine: Engine) -> None:
-    """Makes what compose.yaml and docker/Dockerfile would pull, under the names that they ask for."""
+    """Makes what compose.yaml and docker/Dockerfile would pull, under the names that they ask
+    for."""
     python = re.search(r"(?m)^ARG PYTHON_IMAGE=(\S+)", (ROOT / "docker/Dockerfile").read_text())
     assert python
     engine.podman("tag", _DEBIAN, f"docker.io/library/{python[1]}")
@@ -107,27 +146,48 @@ def stand_in(engine: Engine) -> None:
     shutil.copy(program, context / "prometheus")
     for service, text in (("redis", _VALKEY), ("prometheus", _PROMETHEUS)):
         (context / "Containerfile").write_text(text)
-        engine.podman("build", "--network", "none", "--tag", f"docker.io/{SERVICES[service]['image']}", str(context))
+        engine.podman(
+            "build",
+            "--network",
+            "none",
+            "--tag",
+            f"docker.io/{SERVICES[service]['image']}",
+            str(context),
+        )
 
 
 def build(engine: Engine, checkout: Path) -> None:
     """Builds this repository's images, by compose, from the copy of it in `checkout`."""
-    flags = shlex.join(["--network", "host", *(f"--volume={volume}" for volume in _pip_settings(engine.folder))])
+    flags = shlex.join(
+        ["--network", "host", *(f"--volume={volume}" for volume in _pip_settings(engine.folder))]
+    )
     command = ["podman-compose", f"--podman-build-args={flags}", "--profile", "servers", "build"]
     for service in BUILT:
         engine.run(*command, service, online=True, directory=checkout, timeout_s=_BUILD_S)
 
 
 def _pip_settings(folder: Path) -> list[str]:
-    """Volumes that make pip in a container ask the indexes that it asks here, trusting whom it trusts here."""
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, timeout=60, check=True).stdout
+    """Volumes that make pip in a container ask the indexes that it asks here, trusting whom it
+    trusts here."""
+    listed = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
     settings: dict[str, str] = {}
     for kind in ("global", ":env:"):  # what the environment says counts most
         for name, value in re.findall(rf"(?m)^{kind}\.([\w-]+)=(.*)$", listed):
             settings[name] = " ".join(ast.literal_eval(value).split())
     mounted = folder / "pip.conf"
-    mounted.write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items()))
-    named = {Path(word.removeprefix("file://")) for value in settings.values() for word in value.split()}
+    mounted.write_text(
+        "[global]\n" + "".join(f"{name} = {value}\n" for name, value in settings.items())
+    )
+    named = {
+        Path(word.removeprefix("file://")) for value in settings.values() for word in value.split()
+    }
     local = sorted(path for path in named if path.is_absolute() and path.exists())
-    indexes = {path.parent if path.name == "simple" else path for path in local}  # whose pages name files beside them
+    # whose pages name files beside them
+    indexes = {path.parent if path.name == "simple" else path for path in local}
     return [f"{mounted}:/etc/pip.conf:ro", *(f"{path}:{path}:ro" for path in sorted(indexes))]

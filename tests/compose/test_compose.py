@@ -1,7 +1,9 @@
-"""compose.yaml in containers: a cluster comes up, loses what can be lost, grows and shrinks, and trains each sample as often as it should.
+"""compose.yaml in containers: a cluster comes up, loses what can be lost, grows and shrinks, and
+trains each sample as often as it should.
 
-All that docker/Dockerfile and compose.yaml say is used as it is, but for Grafana, of which there is no program here: its configuration is
-checked by `make verify`. Skipped, with the reason, where podman starts no container.
+All that docker/Dockerfile and compose.yaml say is used as it is, but for Grafana, of which there is
+no program here: its configuration is checked by `make verify`. Skipped, with the reason, where
+podman starts no container.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _BATCH: Final = 8
 
 @pytest.fixture(scope="module")
 def engine(leftover_processes: None) -> Iterator[Engine]:
-    """A podman that has the base of all images. Tests that use it are skipped where podman cannot run, with the reason."""
+    """A podman that has the base of all images. Tests that use it are skipped where podman cannot
+    run, with the reason."""
     if (why := why_not()) is not None:
         pytest.skip(f"containers cannot run here: {why}")
     with Engine(_OUT / "engine") as started:
@@ -42,7 +45,8 @@ def engine(leftover_processes: None) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def checkout(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of this repository whose images are built, with a script for each strategy that is tried."""
+    """A copy of this repository whose images are built, with a script for each strategy that is
+    tried."""
     folder = copy_of_this_repository(tmp_path_factory.mktemp("checkout"))
     for strategy in ("ddp", "async_sgd"):
         shutil.copy(_SCRIPT, folder / f"examples/{strategy}.py")
@@ -56,7 +60,10 @@ def cluster(engine: Engine, checkout: Path) -> Iterator[Cluster]:
     made = Cluster(engine, checkout)
     yield made
     made.down()
-    left = {kind: engine.podman(kind, "ls", "--format", "{{.Name}}").split() for kind in ("volume", "network")}
+    left = {
+        kind: engine.podman(kind, "ls", "--format", "{{.Name}}").split()
+        for kind in ("volume", "network")
+    }
     assert (made.containers(), left) == ([], {"volume": [], "network": ["podman"]})
 
 
@@ -71,35 +78,55 @@ class Walk:
 
         def taken() -> int:
             status = self.cluster.status()
-            steps = [member["step"] or 0 for member in status["members"] if member["rank"] is not None]
-            return min(steps) if (status["phase"], status["world_size"], len(steps)) == ("running", workers, workers) else 0
+            steps = [
+                member["step"] or 0 for member in status["members"] if member["rank"] is not None
+            ]
+            return (
+                min(steps)
+                if (status["phase"], status["world_size"], len(steps))
+                == ("running", workers, workers)
+                else 0
+            )
 
         began = self.cluster.wait_for(taken, f"{workers} workers to train")
         self.cluster.wait_for(lambda: taken() > began + 1, f"{workers} workers to go on training")
         return int(self.cluster.status()["generation"])
 
     def prometheus_scrapes(self, workers: int) -> None:
-        """Waits until the coordinator, so many workers and both servers are targets, and all of them are up."""
+        """Waits until the coordinator, so many workers and both servers are targets, and all of
+        them are up."""
         expected = sorted(["coordinator", *(["worker"] * workers), *(["server"] * len(SERVERS))])
 
         def targets() -> list[tuple[str, str]]:
             active = self.cluster.prometheus("targets?state=active")["activeTargets"]
-            return sorted((target["labels"].get("role", "coordinator"), target["health"]) for target in active)
+            return sorted(
+                (target["labels"].get("role", "coordinator"), target["health"]) for target in active
+            )
 
-        self.cluster.wait_for(lambda: targets() == [(role, "up") for role in expected], f"Prometheus to scrape {expected}")
+        self.cluster.wait_for(
+            lambda: targets() == [(role, "up") for role in expected],
+            f"Prometheus to scrape {expected}",
+        )
 
     def alert_is(self, name: str, state: str) -> None:
         """Waits until an alert rule is in that state."""
 
         def current() -> str:
             groups = self.cluster.prometheus("rules?type=alert")["groups"]
-            return next(str(rule["state"]) for group in groups for rule in group["rules"] if rule["name"] == name)
+            return next(
+                str(rule["state"])
+                for group in groups
+                for rule in group["rules"]
+                if rule["name"] == name
+            )
 
         self.cluster.wait_for(lambda: current() == state, f"the alert {name} to be {state}")
 
     def steps_by_prometheus(self) -> float:
         """Steps that the workers have committed, as it last scraped them; 0: none yet."""
-        result = self.cluster.prometheus("query?query=max(shoal_worker_steps_committed_total)")["result"]
+        result = self.cluster.prometheus("query?query=max(shoal_worker_steps_committed_total)")[
+            "result"
+        ]
         return float(result[0]["value"][1]) if result else 0.0
 
     def folder(self) -> Path:
@@ -107,11 +134,17 @@ class Walk:
         return self.cluster.volume("checkpoints") / self.cluster.job
 
     def finish(self, workers: int) -> None:
-        """Lets steps be quick, and waits for all workers to end well. Each sample has been trained on once an epoch."""
+        """Lets steps be quick, and waits for all workers to end well. Each sample has been trained
+        on once an epoch."""
         (self.folder() / "go").touch()
         names = self.cluster.containers("worker")
-        self.cluster.wait_for(lambda: not any(self.cluster.is_running(name) for name in names), "the workers to come to the end")
-        assert [self.cluster.exit_status(name) for name in names] == [0] * workers, "\n".join(map(self.cluster.said, names))
+        self.cluster.wait_for(
+            lambda: not any(self.cluster.is_running(name) for name in names),
+            "the workers to come to the end",
+        )
+        assert [self.cluster.exit_status(name) for name in names] == [0] * workers, "\n".join(
+            map(self.cluster.said, names)
+        )
         told = [json.loads(path.read_text()) for path in self.folder().glob("counted-*.json")]
         assert len(told) == workers
         for each in told:
@@ -131,16 +164,26 @@ def test_a_cluster_of_containers_trains_exactly_once_whatever_is_killed(cluster:
     cluster.up(workers=4)
     generation = walk.trains_on(4)
 
-    saved = cluster.wait_for(lambda: (walk.folder() / "saved").is_dir() and latest(walk.folder() / "saved"), "a checkpoint")
+    saved = cluster.wait_for(
+        lambda: (walk.folder() / "saved").is_dir() and latest(walk.folder() / "saved"),
+        "a checkpoint",
+    )
     counted = -shoal.load_full_state(saved)["weight"]
-    assert counted.sum().item() == pytest.approx(int(saved.name.removeprefix("step-")) * _BATCH, abs=0.1)
+    assert counted.sum().item() == pytest.approx(
+        int(saved.name.removeprefix("step-")) * _BATCH, abs=0.1
+    )
 
     cluster.kill("shoal_coordinator_1")
     walk.alert_is("CoordinatorAway", "firing")
     before = walk.steps_by_prometheus()
-    cluster.wait_for(lambda: walk.steps_by_prometheus() > before > 0, "training to go on without the coordinator")
+    cluster.wait_for(
+        lambda: walk.steps_by_prometheus() > before > 0, "training to go on without the coordinator"
+    )
     cluster.up(workers=4)
-    assert walk.trains_on(4) == generation, f"the coordinator's restart is no change of membership: {cluster.said('shoal_coordinator_1')}"
+    assert walk.trains_on(4) == generation, (
+        "the coordinator's restart is no change of membership: "
+        f"{cluster.said('shoal_coordinator_1')}"
+    )
     walk.alert_is("CoordinatorAway", "inactive")
 
     cluster.up(workers=5)
@@ -154,11 +197,19 @@ def test_a_cluster_of_containers_trains_exactly_once_whatever_is_killed(cluster:
     cluster.up(workers=3)
     walk.trains_on(3)
     cluster.kill("shoal_ps-server-1_1")
-    cluster.wait_for(lambda: [server["alive"] for server in cluster.status()["servers"]].count(False) == 1, "the server to be missed")
+    cluster.wait_for(
+        lambda: [server["alive"] for server in cluster.status()["servers"]].count(False) == 1,
+        "the server to be missed",
+    )
     cluster.up(workers=3)
     walk.trains_on(3)
     walk.finish(workers=3)
-    assert cluster.stop() == {"redis": 0, "coordinator": 0, "prometheus": 0, **dict.fromkeys(SERVERS, 0)}
+    assert cluster.stop() == {
+        "redis": 0,
+        "coordinator": 0,
+        "prometheus": 0,
+        **dict.fromkeys(SERVERS, 0),
+    }
 
 
 def test_it_comes_up_again_from_nothing(cluster: Cluster) -> None:
@@ -171,4 +222,9 @@ def test_it_comes_up_again_from_nothing(cluster: Cluster) -> None:
     cluster.up(workers=4)
     walk.trains_on(4)
     walk.finish(workers=4)
-    assert cluster.stop() == {"redis": 0, "coordinator": 0, "prometheus": 0, **dict.fromkeys(SERVERS, 0)}
+    assert cluster.stop() == {
+        "redis": 0,
+        "coordinator": 0,
+        "prometheus": 0,
+        **dict.fromkeys(SERVERS, 0),
+    }

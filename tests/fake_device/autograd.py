@@ -1,8 +1,9 @@
-"""Backward passes as CUDA has them: on a thread of autograd's, while the caller of `backward` waits.
+"""Backward passes as CUDA has them: on a thread of autograd's, while the caller of `backward`
+waits.
 
-Hooks, callbacks and what a checkpoint computes again run there. torch copies what belongs to a thread (grad
-mode, torch function modes); Python's own thread-locals stay behind. On the host torch has no such thread,
-so this starts one for each pass.
+Hooks, callbacks and what a checkpoint computes again run there. torch copies what belongs to a
+thread (grad mode, torch function modes); Python's own thread-locals stay behind. On the host torch
+has no such thread, so this starts one for each pass.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def passes_on_threads_of_autograd() -> Iterator[Callable[[], int]]:
 
 
 def _know_groups() -> None:
-    """Has this thread find the rank's groups by their names. Where ranks are threads, torch keeps the names for each."""
+    """Has this thread find the rank's groups by their names. Where ranks are threads, torch keeps
+    the names for each."""
     world = worlds.own_world()
     for group, name in world.pg_names.items() if world is not None else ():
         _register_process_group(name, group)

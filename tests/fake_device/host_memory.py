@@ -1,4 +1,5 @@
-"""A stand-in for the host's memory beside a device. What has moved leaves nothing of use where it was."""
+"""A stand-in for the host's memory beside a device. What has moved leaves nothing of use where it
+was."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ import torch
 
 
 class MarkedMemory:
-    """A `HostMemory`: tensors that lie in it are marked as such, and what they were copied from, or to, is spoiled."""
+    """A `HostMemory`: tensors that lie in it are marked as such, and what they were copied from, or
+    to, is spoiled."""
 
     def __init__(self, *, wanted: bool = False) -> None:
         self._wanted = wanted

@@ -1,4 +1,5 @@
-"""A stand-in for the way from a device into the host's memory: whatever can come late comes as late as it may."""
+"""A stand-in for the way from a device into the host's memory: whatever can come late comes as late
+as it may."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import torch
 
 
 class LateLane:
-    """A `Lane`. Bytes are copied when they are waited for, as they are then; until that their place holds something else."""
+    """A `Lane`. Bytes are copied when they are waited for, as they are then; until that their place
+    holds something else."""
 
     def __init__(self, room: int = 1 << 40) -> None:
         self._room = room

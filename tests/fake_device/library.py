@@ -1,7 +1,8 @@
 """Stand-ins for torch's ProcessGroupNCCL and for one rank's CUDA device, over a machine.
 
-The texts of errors are torch's (ProcessGroupNCCL.cpp of 2.13). The watchdog reads the environment as torch's does, when a group is made; it
-ends no process and sleeps in no thread, but writes down when it would have.
+The texts of errors are torch's (ProcessGroupNCCL.cpp of 2.13). The watchdog reads the environment
+as torch's does, when a group is made; it ends no process and sleeps in no thread, but writes down
+when it would have.
 """
 
 from __future__ import annotations
@@ -32,11 +33,17 @@ _SUPPORTED = (
 
 
 class KernelWork(Work):
-    """WorkNCCL: complete when its end event has come, or when NCCL has noticed an error, whatever the kernel does then."""
+    """WorkNCCL: complete when its end event has come, or when NCCL has noticed an error, whatever
+    the kernel does then."""
 
     def __init__(self, native: FakeNCCL, kernel: Kernel, result: Any) -> None:
         super().__init__()
-        self._native, self._machine, self._kernel, self._result = native, native._machine, kernel, result
+        self._native, self._machine, self._kernel, self._result = (
+            native,
+            native._machine,
+            kernel,
+            result,
+        )
 
     def is_completed(self) -> bool:
         """Takes the communicator's mutex and keeps the GIL, as torch 2.11 does."""
@@ -50,12 +57,13 @@ class KernelWork(Work):
         return self._kernel.ended or self._error is not None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Has the caller's stream wait, which here is the caller itself: until the kernel has ended, by an abort perhaps. Raises what NCCL
-        has noticed by now."""
+        """Has the caller's stream wait, which here is the caller itself: until the kernel has
+        ended, by an abort perhaps. Raises what NCCL has noticed by now."""
         stream = self._kernel.stream
         failed = self._machine.failed
         self._machine.until(
-            lambda: self._kernel.ended or self._error is not None or stream.device in failed, "a stream that waits for a kernel"
+            lambda: self._kernel.ended or self._error is not None or stream.device in failed,
+            "a stream that waits for a kernel",
         )
         self._machine.check(stream.device)
         if self._error is not None:
@@ -88,7 +96,9 @@ class FakeNCCL(PythonGroup):
 
     Options = Options
 
-    def __init__(self, machine: Machine, device: int, store: Store, rank: int, size: int, options: Options) -> None:
+    def __init__(
+        self, machine: Machine, device: int, store: Store, rank: int, size: int, options: Options
+    ) -> None:
         super().__init__(rank, size, f"fake_nccl_{device}")
         self._machine, self._device, self._store, self._options = machine, device, store, options
         self._stream: Any = None
@@ -100,8 +110,12 @@ class FakeNCCL(PythonGroup):
         """Why the watchdog would have ended the process."""
         self.would_have_slept_s = 0.0
         """How long the watchdog would have slept, with the lock that the next collective needs."""
-        desync = _flag("TORCH_NCCL_DESYNC_DEBUG") or dist.get_debug_level() == dist.DebugLevel.DETAIL
-        self._tears_down = int(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")) in (1, 3) or desync
+        desync = (
+            _flag("TORCH_NCCL_DESYNC_DEBUG") or dist.get_debug_level() == dist.DebugLevel.DETAIL
+        )
+        self._tears_down = (
+            int(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")) in (1, 3) or desync
+        )
         self._dump_ms = int(os.environ.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000"))
         machine.watchdogs.append(self._watch)
 
@@ -116,7 +130,8 @@ class FakeNCCL(PythonGroup):
             self._store.set("0", f"{id(self._store)}-{time.monotonic_ns()}")
         key = self._store.get("0").decode()
         stream = self._machine.communicator(key, self.size()).join(self.rank(), self._device)
-        if self._blocks:  # torch has no handle of it until all ranks have come: an abort finds nothing
+        if self._blocks:
+            # torch has no handle of it until all ranks have come: an abort finds nothing
             self._machine.until(lambda: stream.communicator.ready, "a communicator that blocks")
         self._stream = stream
 
@@ -134,7 +149,8 @@ class FakeNCCL(PythonGroup):
                 self._mutex_held_for = None
 
     def _split(self, color: int) -> Communicator:
-        """Splits a part off this one, when all its ranks do, and holds the lock that an abort of this one needs until then."""
+        """Splits a part off this one, when all its ranks do, and holds the lock that an abort of
+        this one needs until then."""
         with self._mutex("a split"):
             found = self._machine.split(self._stream, color)
             self._await(lambda: found() is not None)
@@ -151,16 +167,22 @@ class FakeNCCL(PythonGroup):
             return
         with self._mutex("an abort"):
             if self._stream.destroyed:  # torch hands on a pointer that leads nowhere any more
-                self._machine.crashes.append(f"rank {self.rank()} aborts a communicator that was destroyed")
+                self._machine.crashes.append(
+                    f"rank {self.rank()} aborts a communicator that was destroyed"
+                )
             self._machine.begin_abort(self._stream)
             self._machine.until(lambda: self._stream.aborted, "an abort to complete")
 
     def shutdown(self) -> None:
-        """Finalizes, and then destroys. Both wait, with the locks that an abort needs, until all ranks have come to it."""
+        """Finalizes, and then destroys. Both wait, with the locks that an abort needs, until all
+        ranks have come to it."""
         if self._stream is None:
             return
         with self._mutex("a finalization"):
-            self._machine.until(lambda: all(kernel.ended for kernel in self._stream.queue), "a communicator to be flushed")
+            self._machine.until(
+                lambda: all(kernel.ended for kernel in self._stream.queue),
+                "a communicator to be flushed",
+            )
             self._machine.finalize(self._stream)
             self._await(lambda: self._stream.destroyed)
 
@@ -172,12 +194,14 @@ class FakeNCCL(PythonGroup):
             self._await(lambda: communicator.ready)
         if communicator.refused is not None:
             raise dist.DistBackendError(
-                "NCCL error in: NCCLUtils.cpp:77, invalid usage, NCCL version 2.29.7\nncclInvalidUsage: This usually reflects invalid "
-                f"usage of NCCL library.\nLast error:\n{communicator.refused}"
+                "NCCL error in: NCCLUtils.cpp:77, invalid usage, NCCL version "
+                "2.29.7\nncclInvalidUsage: This usually reflects invalid usage of NCCL "
+                f"library.\nLast error:\n{communicator.refused}"
             )
 
     def _await(self, there: Callable[[], bool]) -> None:
-        """What torch does while a communicator that does not block is busy. It holds a lock meanwhile."""
+        """What torch does while a communicator that does not block is busy. It holds a lock
+        meanwhile."""
         deadline = time.monotonic() + int(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800"))
         while not there():
             if time.monotonic() > deadline:
@@ -190,9 +214,15 @@ class FakeNCCL(PythonGroup):
         if self._stream is None or self._stream.aborting:
             return
         limit_s = self._options._timeout.total_seconds()
-        late = [k for k in self._stream.queue if not k.ended and self._machine.seconds - k.issued_s >= limit_s]
+        late = [
+            k
+            for k in self._stream.queue
+            if not k.ended and self._machine.seconds - k.issued_s >= limit_s
+        ]
         for kernel in late:
-            kernel.exception = f"Watchdog caught collective operation timeout: ran for {limit_s:g} s"
+            kernel.exception = (
+                f"Watchdog caught collective operation timeout: ran for {limit_s:g} s"
+            )
         if late or self._stream.error is not None:
             self.would_have_slept_s += 4 * self._dump_ms / 1000
             if self._tears_down:
@@ -203,13 +233,22 @@ class FakeNCCL(PythonGroup):
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
         """`ProcessGroup.allreduce`."""
         if tensors[0].is_sparse:
-            raise RuntimeError("NCCL does not support all_reduce with sparse tensors. Please use dense tensors instead.")
+            raise RuntimeError(
+                "NCCL does not support all_reduce with sparse tensors. Please use dense tensors "
+                "instead."
+            )
         return super().allreduce(tensors, opts)
 
     def all_to_all_single(
-        self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
     ) -> Work:
-        """`ProcessGroup.all_to_all_single`. Without sizes torch takes "in progress" for an error (2.11)."""
+        """`ProcessGroup.all_to_all_single`. Without sizes torch takes "in progress" for an error
+        (2.11)."""
         work = super().all_to_all_single(output, input, output_sizes, input_sizes, opts)
         if not output_sizes and not input_sizes and not self._blocks:
             raise dist.DistBackendError("NCCL Error 7: NCCL operation in progress")
@@ -262,11 +301,17 @@ class FakeCuda(CudaDevice):
         return f"GPU-{self.number}"
 
     def synchronize(self) -> None:
-        self.machine.until(lambda: self.number in self.machine.failed or not self.machine.busy(self.number), f"{self.where} to be at rest")
+        self.machine.until(
+            lambda: self.number in self.machine.failed or not self.machine.busy(self.number),
+            f"{self.where} to be at rest",
+        )
         self.machine.check(self.number)
 
     def has_failed(self, error: RuntimeError) -> bool:
-        return isinstance(error, torch.AcceleratorError | dist.DistError) and self.number in self.machine.failed
+        return (
+            isinstance(error, torch.AcceleratorError | dist.DistError)
+            and self.number in self.machine.failed
+        )
 
     def _library(self) -> Any:
         return _Made(self)
@@ -295,8 +340,8 @@ class _Made:
 
 @contextlib.contextmanager
 def leaving_together(done: threading.Barrier, limit: timedelta) -> Iterator[None]:
-    """What a rank does as a thread: it leaves when all have come to the end, or one has failed. So nobody closes its connections under
-    another's last collective."""
+    """What a rank does as a thread: it leaves when all have come to the end, or one has failed. So
+    nobody closes its connections under another's last collective."""
     try:
         yield
         done.wait(limit.total_seconds())
@@ -315,7 +360,9 @@ def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
         except BaseException as error:  # whatever it is: an outcome
             outcomes[number] = error
 
-    threads = [threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(calls))]
+    threads = [
+        threading.Thread(target=run, args=(number,), daemon=True) for number in range(len(calls))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -329,7 +376,9 @@ def _check(tensor: torch.Tensor) -> None:
     if not tensor.is_contiguous():
         raise ValueError("Tensors must be contiguous")
     if tensor.dtype not in _SUPPORTED:
-        raise TypeError(f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}")
+        raise TypeError(
+            f"Input tensor data type is not supported for NCCL process group: {tensor.dtype}"
+        )
 
 
 def _flag(name: str) -> bool:

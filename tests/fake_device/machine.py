@@ -1,17 +1,22 @@
-"""The devices of all ranks of a test: what is queued on them, in which order it runs, and what it does to memory meanwhile.
+"""The devices of all ranks of a test: what is queued on them, in which order it runs, and what it
+does to memory meanwhile.
 
 What NCCL does, and Gloo does not, is kept:
 
-- A collective is queued and the host goes on. It runs when it is at the head of its stream on every rank: streams are first in, first out,
-  of each communicator, for collectives and messages alike. A message that was sent alone ends when its receiver is at it.
-- Inputs are read when it runs, not when it was issued. Results reach each rank in a time of its own.
+- A collective is queued and the host goes on. It runs when it is at the head of its stream on every
+  rank: streams are first in, first out, of each communicator, for collectives and messages alike. A
+  message that was sent alone ends when its receiver is at it.
+- Inputs are read when it runs, not when it was issued. Results reach each rank in a time of its
+  own.
 - A kernel whose peer is gone spins for ever; nothing tells anybody.
-- An abort that was asked for takes its time. Until it is complete the kernel goes on writing its tensors (NaN is written there, so that who
-  uses the memory is found out). Then the kernel has ended without an error.
+- An abort that was asked for takes its time. Until it is complete the kernel goes on writing its
+  tensors (NaN is written there, so that who uses the memory is found out). Then the kernel has
+  ended without an error.
 - A device that has failed raises the same error at every call.
 
-Time is counted in looks: each time that a host asks anything of a device, the devices do what is due by then. So nothing sleeps, and what
-the devices do follows from the seed and from what hosts ask. Threads: those of all ranks; the lock guards everything.
+Time is counted in looks: each time that a host asks anything of a device, the devices do what is
+due by then. So nothing sleeps, and what the devices do follows from the seed and from what hosts
+ask. Threads: those of all ranks; the lock guards everything.
 """
 
 from __future__ import annotations
@@ -90,7 +95,8 @@ class Communicator:
         self.refused: str | None = None
         """Why it cannot be: an error of NCCL's."""
         self.colors: dict[int, dict[int, int]] = {}
-        """Which parts the communicator is split into: the number of a split, a rank that has come to it, and the number of its part."""
+        """Which parts the communicator is split into: the number of a split, a rank that has come
+        to it, and the number of its part."""
 
     def join(self, rank: int, device: int) -> Stream:
         """A rank comes. The communicator is ready some looks after the last one."""
@@ -100,7 +106,10 @@ class Communicator:
             machine.streams.append(stream)
             for other in self.streams.values():
                 if other is not stream and other.device == device:
-                    self.refused = f"Duplicate GPU detected : rank {rank} and rank {other.rank} both on CUDA device {device}000"
+                    self.refused = (
+                        f"Duplicate GPU detected : rank {rank} and rank {other.rank} "
+                        f"both on CUDA device {device}000"
+                    )
             if len(self.streams) == self.size and not machine.connecting_held:
                 machine.after(machine.delay(), self.stand)
             return stream
@@ -111,13 +120,22 @@ class Communicator:
 
     def look(self) -> None:
         """Starts what is at the head of all streams that it takes."""
-        heads = {rank: s.queue[0] for rank, s in self.streams.items() if s.queue and not s.aborting and not s.queue[0].coming}
+        heads = {
+            rank: s.queue[0]
+            for rank, s in self.streams.items()
+            if s.queue and not s.aborting and not s.queue[0].coming
+        }
         calls = {rank: kernel.call for rank, kernel in heads.items() if kernel.call is not None}
         if len(calls) == self.size and len({call.signature for call in calls.values()}) == 1:
             self._come([heads[rank] for rank in range(self.size)])
         for rank, kernel in heads.items():
             other = heads.get(kernel.peer)
-            if kernel.sent is not None and other is not None and other.received is not None and other.peer == rank:
+            if (
+                kernel.sent is not None
+                and other is not None
+                and other.received is not None
+                and other.peer == rank
+            ):
                 self._come([kernel, other])
 
     def _come(self, kernels: list[Kernel]) -> None:
@@ -137,14 +155,19 @@ class Communicator:
             assert received is not None
             copy = sent.detach().clone()
             self._machine.after(self._machine.delay(), lambda: self._end(kernels[0], []))
-            self._machine.after(self._machine.delay(), lambda: self._end(kernels[1], [copy.view_as(received)]))
+            self._machine.after(
+                self._machine.delay(), lambda: self._end(kernels[1], [copy.view_as(received)])
+            )
             return
         calls = [kernel.call for kernel in kernels if kernel.call is not None]
         copies = [_copied(call) for call in calls]
         execute(copies)
         for kernel, copied in zip(kernels, copies, strict=True):
             results = list(copied.outputs)
-            self._machine.after(self._machine.delay(), lambda kernel=kernel, results=results: self._end(kernel, results))
+            self._machine.after(
+                self._machine.delay(),
+                lambda kernel=kernel, results=results: self._end(kernel, results),
+            )
 
     def _end(self, kernel: Kernel, results: list[torch.Tensor]) -> None:
         if kernel.stream.aborting:
@@ -174,7 +197,8 @@ class Machine:
         self.crashes: list[str] = []
         """What a real process would have ended of."""
         self.frozen: list[str] = []
-        """When all threads of Python would have stood still: a call that keeps the GIL waited for a mutex of torch's."""
+        """When all threads of Python would have stood still: a call that keeps the GIL waited for a
+        mutex of torch's."""
         self.freeze_s = 0.0
         """How long they do stand still then."""
         self.seconds = 0.0
@@ -200,7 +224,8 @@ class Machine:
             return self._communicators.setdefault(key, Communicator(self, size))
 
     def split(self, stream: Stream, color: int) -> Callable[[], Communicator | None]:
-        """A rank splits its communicator, as all its ranks do. Returns what gives this rank's part, or None until all have come."""
+        """A rank splits its communicator, as all its ranks do. Returns what gives this rank's part,
+        or None until all have come."""
         with self.lock:
             whole, number = stream.communicator, stream.splits
             stream.splits += 1
@@ -210,7 +235,11 @@ class Machine:
 
         def found() -> Communicator | None:
             with self.lock:
-                return self.communicator(key, list(colors.values()).count(color)) if len(colors) == whole.size else None
+                return (
+                    self.communicator(key, list(colors.values()).count(color))
+                    if len(colors) == whole.size
+                    else None
+                )
 
         return found
 
@@ -256,7 +285,8 @@ class Machine:
             kernel.stream.communicator.look()
 
     def begin_abort(self, stream: Stream) -> None:
-        """Aborts a stream: from now on nothing of it completes, and some looks later all of it has ended."""
+        """Aborts a stream: from now on nothing of it completes, and some looks later all of it has
+        ended."""
         with self.lock:
             if stream.aborting:
                 return
@@ -273,7 +303,9 @@ class Machine:
         with self.lock:
             stream.finalizing = True
             streams = list(stream.communicator.streams.values())
-            if len(streams) == stream.communicator.size and all(each.finalizing and not each.aborting for each in streams):
+            if len(streams) == stream.communicator.size and all(
+                each.finalizing and not each.aborting for each in streams
+            ):
                 for each in streams:
                     self.after(self.delay(), lambda each=each: setattr(each, "destroyed", True))
 
@@ -287,7 +319,12 @@ class Machine:
     def busy(self, device: int) -> bool:
         """Something is queued there that has not ended."""
         with self.lock:
-            return any(not kernel.ended for stream in self.streams if stream.device == device for kernel in stream.queue)
+            return any(
+                not kernel.ended
+                for stream in self.streams
+                if stream.device == device
+                for kernel in stream.queue
+            )
 
     def _scribble(self, stream: Stream) -> None:
         """A kernel that lives still writes."""
@@ -304,7 +341,17 @@ class Machine:
 
 
 def _copied(call: Collective) -> Collective:
-    """Returns a collective with copies of the tensors; one that is reduced in place has one copy for input and output."""
+    """Returns a collective with copies of the tensors; one that is reduced in place has one copy
+    for input and output."""
     inputs = [each.detach().clone() for each in call.inputs]
-    outputs = inputs if call.outputs is call.inputs else [each.detach().clone() for each in call.outputs]
-    return Collective(kind=call.kind, inputs=inputs, outputs=outputs, op=call.op, root=call.root, result=call.result)
+    outputs = (
+        inputs if call.outputs is call.inputs else [each.detach().clone() for each in call.outputs]
+    )
+    return Collective(
+        kind=call.kind,
+        inputs=inputs,
+        outputs=outputs,
+        op=call.op,
+        root=call.root,
+        result=call.result,
+    )

@@ -1,4 +1,5 @@
-"""Ranks as threads with NCCL backends, each on a device of its own; and what a test does with them."""
+"""Ranks as threads with NCCL backends, each on a device of its own; and what a test does with
+them."""
 
 from __future__ import annotations
 
@@ -38,22 +39,36 @@ class Ranks:
         """Connects these of them: their backends, or what was raised."""
         ranks = list(range(self.size)) if ranks is None else ranks
         store = dist.HashStore()
-        limits = {name: options.pop(name) for name in ("limit", "finalize_limit", "connect_limit") if name in options}
+        limits = {
+            name: options.pop(name)
+            for name in ("limit", "finalize_limit", "connect_limit")
+            if name in options
+        }
 
         def connect(rank: int) -> NCCLBackend:
             backend = self.backend(ranks[rank], **limits)
             backend.initialize(
-                rank=rank, world_size=len(ranks), store=store, **{"timeout": PATIENCE, "connect_timeout": PATIENCE, **options}
+                rank=rank,
+                world_size=len(ranks),
+                store=store,
+                **{"timeout": PATIENCE, "connect_timeout": PATIENCE, **options},
             )
             return backend
 
         return in_threads([lambda rank=rank: connect(rank) for rank in range(len(ranks))])
 
     def backend(
-        self, rank: int, *, limit: timedelta = PATIENCE, connect_limit: timedelta = PATIENCE, finalize_limit: timedelta = PATIENCE
+        self,
+        rank: int,
+        *,
+        limit: timedelta = PATIENCE,
+        connect_limit: timedelta = PATIENCE,
+        finalize_limit: timedelta = PATIENCE,
     ) -> NCCLBackend:
         backend = NCCLBackend(self.devices[rank], connect_limit=connect_limit)
-        backend._ending = Ending(self.devices[rank], limit=limit, finalize_limit=finalize_limit, end_process=end_process)
+        backend._ending = Ending(
+            self.devices[rank], limit=limit, finalize_limit=finalize_limit, end_process=end_process
+        )
         return backend
 
     def run_on(self, looks: int = 400) -> None:

@@ -1,4 +1,5 @@
-"""What is shot at: a coordinator, its Redis, and a parameter server that trains one small tensor, as processes."""
+"""What is shot at: a coordinator, its Redis, and a parameter server that trains one small tensor,
+as processes."""
 
 from __future__ import annotations
 
@@ -38,20 +39,32 @@ class Cluster:
     def __init__(self) -> None:
         self._stack = ExitStack()
         settings = JobSettings(
-            job_id=SERVED, min_workers=1, max_workers=1, parameter_servers=1, join_grace=timedelta(0), lease=timedelta(minutes=10)
+            job_id=SERVED,
+            min_workers=1,
+            max_workers=1,
+            parameter_servers=1,
+            join_grace=timedelta(0),
+            lease=timedelta(minutes=10),
         )
         self.local = self._stack.enter_context(LocalCluster(settings))
         client = self.local.client
-        client.create_job(JobSettings(job_id=OTHER, min_workers=1, max_workers=2, parameter_servers=1).message())
+        client.create_job(
+            JobSettings(job_id=OTHER, min_workers=1, max_workers=2, parameter_servers=1).message()
+        )
         job = Job(None, client, SERVED)
         (self.member,) = job.form(MEMBER)
         self._stack.callback(self.member.kill)
         tensors = [coordinator_pb2.TensorSpec(name="weight", shape=[_ELEMENTS], dtype="float32")]
         self.shard_map = client.declare_tensors(SERVED, tensors).shard_map
         (self.server,) = self.local.servers
-        settings_of_server = ChannelSettings(address=self.server.address, deadline=timedelta(seconds=60))
-        self.client = self._stack.enter_context(ParameterServerClient(settings_of_server, transport=Transport.GRPC))
-        spec = parameter_server_pb2.OptimizerSpec(name="sgd", hyperparameters={"lr": 0.0})  # so that no push that gets through changes it
+        settings_of_server = ChannelSettings(
+            address=self.server.address, deadline=timedelta(seconds=60)
+        )
+        self.client = self._stack.enter_context(
+            ParameterServerClient(settings_of_server, transport=Transport.GRPC)
+        )
+        # so that no push that gets through changes it
+        spec = parameter_server_pb2.OptimizerSpec(name="sgd", hyperparameters={"lr": 0.0})
         mode = parameter_server_pb2.Consistency(mode=parameter_server_pb2.Consistency.MODE_ASP)
         self.client.configure_optimizer(SERVED, spec, mode)
         self._pusher = Pusher(self.client, self.shard_map, MEMBER, 1)
@@ -71,7 +84,9 @@ class Cluster:
         """A whole push of the member's, as one message."""
         payload = np.ones(_ELEMENTS, np.float32)
         (held,) = self.client.get_server(member_id=MEMBER).partitions
-        header = self._pusher.header(0, checksum=checksum(memoryview(payload)), sequence=held.sequence + 1)
+        header = self._pusher.header(
+            0, checksum=checksum(memoryview(payload)), sequence=held.sequence + 1
+        )
         return bytes(encode_push_chunk((header, memoryview(payload).cast("B"))))
 
     def memory(self) -> dict[str, int]:
@@ -79,11 +94,14 @@ class Cluster:
         return {name: process.memory_info().rss for name, process in self.processes.items()}
 
     def check(self) -> None:
-        """The services live, say that they are well, answer what they are asked, and have found no bug of their own."""
+        """The services live, say that they are well, answer what they are asked, and have found no
+        bug of their own."""
         for each in self.local.services:
             assert each.child.poll() is None, f"{each.name} has ended: {each.last_words()}"
             with grpc.insecure_channel(each.address) as channel:
-                answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
+                answer = health_pb2_grpc.HealthStub(channel).Check(
+                    health_pb2.HealthCheckRequest(), timeout=60
+                )
             assert answer.status == health_pb2.HealthCheckResponse.SERVING, each.name
             with urlopen(f"http://{each.addresses.http}/metrics", timeout=60) as page:
                 assert b"shoal_" in page.read()
@@ -91,15 +109,24 @@ class Cluster:
             assert "Traceback" not in log, log[log.index("Traceback") :][:4000]
         job = self.local.client.get_job(SERVED)
         assert [member.member_id for member in job.members] == [MEMBER]
-        assert (job.generation.number, self.member.ended) == (1, False), "nobody has put the member out"
+        assert (job.generation.number, self.member.ended) == (1, False), (
+            "nobody has put the member out"
+        )
         values = self._pusher.pull(member_id="")
         assert sum(len(each) for each in values.values()) == 4 * _ELEMENTS
-        assert all((np.frombuffer(each.tobytes(), np.float32) == 2.5).all() for each in values.values()), "what it holds has changed"
+        assert all(
+            (np.frombuffer(each.tobytes(), np.float32) == 2.5).all() for each in values.values()
+        ), "what it holds has changed"
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._stack.close()
 
 

@@ -1,4 +1,5 @@
-"""Messages that nobody sends on purpose: protobuf messages with arbitrary fields, and bytes that were messages once."""
+"""Messages that nobody sends on purpose: protobuf messages with arbitrary fields, and bytes that
+were messages once."""
 
 from __future__ import annotations
 
@@ -24,9 +25,12 @@ _LIMITS: Final = {
 class Messages:
     """Makes them, the same for the same `chance`."""
 
-    def __init__(self, chance: random.Random, words: Sequence[str], likely: Mapping[str, Any] | None = None) -> None:
-        """`words`: what means something to the service: ids of members, names of tensors. `likely`: by a field's name the value that mostly
-        stands there, so that messages get beyond the first check."""
+    def __init__(
+        self, chance: random.Random, words: Sequence[str], likely: Mapping[str, Any] | None = None
+    ) -> None:
+        """`words`: what means something to the service: ids of members, names of tensors. `likely`:
+        by a field's name the value that mostly stands there, so that messages get beyond the first
+        check."""
         self._chance = chance
         self._words = words
         self._likely = likely or {}
@@ -35,14 +39,21 @@ class Messages:
         """A message of this type: any of its fields, with any values that protobuf can carry."""
         message: Message = GetMessageClass(descriptor)()
         for field in descriptor.fields:
-            if field.name in self._likely and not field.is_repeated and self._chance.random() < 0.85:
+            if (
+                field.name in self._likely
+                and not field.is_repeated
+                and self._chance.random() < 0.85
+            ):
                 setattr(message, field.name, self._likely[field.name])
-            elif self._chance.random() < (0.25 if depth >= _DEEPEST or field.name == "run" else 0.7):
+            elif self._chance.random() < (
+                0.25 if depth >= _DEEPEST or field.name == "run" else 0.7
+            ):
                 self._fill(message, field, depth)
         return message
 
     def spoilt(self, data: bytes) -> bytes:
-        """Bytes of a message with some that are wrong, missing or too many; now and then none of it."""
+        """Bytes of a message with some that are wrong, missing or too many; now and then none of
+        it."""
         chance = self._chance
         kind = chance.randrange(6)
         if kind == 0:
@@ -71,16 +82,22 @@ class Messages:
                     if entry["value"].message_type is None:
                         getattr(message, field.name)[key] = self._value(entry["value"])
                 return
-            count = self._chance.choice((0, 1, 2, 3, 200)) if depth < 2 else self._chance.randrange(3)
+            count = (
+                self._chance.choice((0, 1, 2, 3, 200)) if depth < 2 else self._chance.randrange(3)
+            )
             for _ in range(count):
                 if field.message_type is not None:
                     if depth < _DEEPEST and count < 10:
-                        getattr(message, field.name).add().MergeFrom(self.arbitrary(field.message_type, depth + 1))
+                        getattr(message, field.name).add().MergeFrom(
+                            self.arbitrary(field.message_type, depth + 1)
+                        )
                 else:
                     getattr(message, field.name).append(self._value(field))
         elif field.message_type is not None:
             if depth < _DEEPEST:
-                getattr(message, field.name).MergeFrom(self.arbitrary(field.message_type, depth + 1))
+                getattr(message, field.name).MergeFrom(
+                    self.arbitrary(field.message_type, depth + 1)
+                )
         else:
             setattr(message, field.name, self._value(field))
 
@@ -96,7 +113,28 @@ class Messages:
             case FieldDescriptor.CPPTYPE_STRING if field.type == FieldDescriptor.TYPE_BYTES:
                 return chance.randbytes(chance.choice((0, 1, 8, 16, 32, 300)))
             case FieldDescriptor.CPPTYPE_STRING:
-                return chance.choice((*self._words, *self._words, "", "a", "\0", "ü", "x" * 130, "a b", "../..", "{0}", "127.0.0.1:1"))
+                return chance.choice(
+                    (
+                        *self._words,
+                        *self._words,
+                        "",
+                        "a",
+                        "\0",
+                        "ü",
+                        "x" * 130,
+                        "a b",
+                        "../..",
+                        "{0}",
+                        "127.0.0.1:1",
+                    )
+                )
             case kind:
                 low, high = _LIMITS[kind]
-                return min(max(chance.choice((1, 1, 1, -1)) * chance.choice((*_NUMBERS, chance.randrange(1 << 16))), low), high)
+                return min(
+                    max(
+                        chance.choice((1, 1, 1, -1))
+                        * chance.choice((*_NUMBERS, chance.randrange(1 << 16))),
+                        low,
+                    ),
+                    high,
+                )

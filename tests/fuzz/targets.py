@@ -1,4 +1,5 @@
-"""Where the messages go: each RPC of each service, the HTTP ports, the bulk port, and a member's donor of state."""
+"""Where the messages go: each RPC of each service, the HTTP ports, the bulk port, and a member's
+donor of state."""
 
 from __future__ import annotations
 
@@ -27,15 +28,46 @@ _BUGS: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCo
 
 _WORDS: Final = ("weight", "w", MEMBER, "somebody", "sgd", "adam", "float32", "server-0")
 _READING: Final = ("GetJob", "ListJobs", "GetRanks", "GetShardMap", "WatchEvents")
-"""RPCs of the coordinator that may name the job which goes on: the others would end it, as they are there to."""
+"""RPCs of the coordinator that may name the job which goes on: the others would end it, as they are
+there to."""
 
 _METHODS: Final = ("GET", "GET", "POST", "PUT", "HEAD", "", "\0", "GET GET", "X" * 5000)
 _PATHS: Final = (
-    *("/metrics", "/sd", "/healthz", "/", "//", "/%00", "/" + "a" * 70_000, "/metrics?x=" + "&" * 300, "*", "\xe9"),
-    *("/api/jobs", "/api/job", f"/api/job?job={SERVED}", "/api/job?job=" + "a" * 3_000, "/api/job?job=%00&job=%ff"),
-    *(f"/api/events?job={SERVED}", f"/api/events?job={SERVED}&after=9-9", f"/api/events?job={SERVED}&after=%00", "/api/events?after=0-0"),
+    *(
+        "/metrics",
+        "/sd",
+        "/healthz",
+        "/",
+        "//",
+        "/%00",
+        "/" + "a" * 70_000,
+        "/metrics?x=" + "&" * 300,
+        "*",
+        "\xe9",
+    ),
+    *(
+        "/api/jobs",
+        "/api/job",
+        f"/api/job?job={SERVED}",
+        "/api/job?job=" + "a" * 3_000,
+        "/api/job?job=%00&job=%ff",
+    ),
+    *(
+        f"/api/events?job={SERVED}",
+        f"/api/events?job={SERVED}&after=9-9",
+        f"/api/events?job={SERVED}&after=%00",
+        "/api/events?after=0-0",
+    ),
 )
-_HEADERS: Final = ("Host: x", "Authorization: Bearer \xff", "Accept: \t", "Content-Length: -1", "A" * 70_000, ": ", "X: y\rZ: w")
+_HEADERS: Final = (
+    "Host: x",
+    "Authorization: Bearer \xff",
+    "Accept: \t",
+    "Content-Length: -1",
+    "A" * 70_000,
+    ": ",
+    "X: y\rZ: w",
+)
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
@@ -52,7 +84,9 @@ def rpcs(cluster: Cluster, channels: dict[str, grpc.Channel]) -> Iterator[tuple[
     for name, service in services.items():
         for method in service.methods:
             job = SERVED if name == "server-0" or method.name in _READING else OTHER
-            likely = {"job_id": job} if name == "coordinator" else {**_likely(cluster), "job_id": job}
+            likely = (
+                {"job_id": job} if name == "coordinator" else {**_likely(cluster), "job_id": job}
+            )
             whole = cluster.push_message if method.name == "Push" else None
             yield f"{name} {method.name}", _rpc(channels[name], method, likely, whole)
 
@@ -75,26 +109,46 @@ def _likely(cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def _rpc(channel: grpc.Channel, method: MethodDescriptor, likely: Mapping[str, Any], whole: Callable[[], bytes] | None) -> Shoot:
+def _rpc(
+    channel: grpc.Channel,
+    method: MethodDescriptor,
+    likely: Mapping[str, Any],
+    whole: Callable[[], bytes] | None,
+) -> Shoot:
     """`whole` makes what the method takes; it is sent as it is, or spoilt."""
-    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+    ways = (method.client_streaming, method.server_streaming)
+    kind = "_".join("stream" if streaming else "unary" for streaming in ways)
     path = f"/{method.containing_service.full_name}/{method.name}"
     call = getattr(channel, kind)(path, bytes, bytes)
 
     def shoot(chance: random.Random) -> str:
         messages = Messages(chance, _WORDS, likely)
-        sent = [messages.encoded(method.input_type) for _ in range(chance.randrange(1, 4) if method.client_streaming else 1)]
+        sent = [
+            messages.encoded(method.input_type)
+            for _ in range(chance.randrange(1, 4) if method.client_streaming else 1)
+        ]
         if whole is not None and chance.random() < 0.6:
             sent = [messages.spoilt(whole()) if chance.random() < 0.7 else whole()]
-        metadata = () if chance.random() < 0.8 else (("shoal-member-key", chance.choice(("", "x", "0" * 32, "~" * 9))),)
+        metadata = (
+            ()
+            if chance.random() < 0.8
+            else (("shoal-member-key", chance.choice(("", "x", "0" * 32, "~" * 9))),)
+        )
         try:
-            answer = call(iter(sent) if method.client_streaming else sent[0], timeout=_ANSWER_S, metadata=metadata)
+            answer = call(
+                iter(sent) if method.client_streaming else sent[0],
+                timeout=_ANSWER_S,
+                metadata=metadata,
+            )
             if method.server_streaming:
                 next(answer, None)
                 answer.cancel()
         except grpc.RpcError as error:
             if error.code() in _BUGS:
-                raise AssertionError(f"{path}: {error.code()} {error.details()}; sent {[each.hex() for each in sent]}") from error
+                raise AssertionError(
+                    f"{path}: {error.code()} {error.details()}; sent "
+                    f"{[each.hex() for each in sent]}"
+                ) from error
             return str(error.code().name)
         return "OK"
 
@@ -111,7 +165,12 @@ def http2(cluster: Cluster) -> Iterator[tuple[str, Shoot]]:
                 body = chance.randbytes(chance.choice((0, 4, 6, 8, 40, 1000)))
                 length = len(body) if chance.random() < 0.8 else chance.randrange(1 << 24)
                 stream = chance.choice((0, 1, 2, 3, (1 << 31) - 1))
-                data += length.to_bytes(3, "big") + bytes([chance.randrange(12), chance.randrange(256)]) + stream.to_bytes(4, "big") + body
+                data += (
+                    length.to_bytes(3, "big")
+                    + bytes([chance.randrange(12), chance.randrange(256)])
+                    + stream.to_bytes(4, "big")
+                    + body
+                )
             return _exchange(connected(address), bytes(data))
 
         return shoot
@@ -155,7 +214,11 @@ def bulk(cluster: Cluster) -> Iterator[tuple[str, Shoot]]:
                 if chance.random() < 0.8
                 else chance.randbytes(chance.randrange(99))
             )
-            length = len(body) if chance.random() < 0.8 else chance.choice((0, DATA_BYTES, DATA_BYTES + 1, (1 << 32) - 1))
+            length = (
+                len(body)
+                if chance.random() < 0.8
+                else chance.choice((0, DATA_BYTES, DATA_BYTES + 1, (1 << 32) - 1))
+            )
             zeros = bytes(3) if chance.random() < 0.95 else b"\1\2\3"
             number = int(kind) if chance.random() < 0.95 else chance.randrange(256)
             sent += bytes([number]) + zeros + length.to_bytes(4, "big") + body
@@ -165,7 +228,9 @@ def bulk(cluster: Cluster) -> Iterator[tuple[str, Shoot]]:
         kind = chance.random()
         if kind < 0.6:
             try:
-                first = greeting(cluster.client.open_data(SERVED, chance.choice(("", MEMBER))).ticket)
+                first = greeting(
+                    cluster.client.open_data(SERVED, chance.choice(("", MEMBER))).ticket
+                )
             except LimitError:  # the tickets before it are good for ten seconds
                 return "RESOURCE_EXHAUSTED"
         elif kind < 0.8:
@@ -173,7 +238,10 @@ def bulk(cluster: Cluster) -> Iterator[tuple[str, Shoot]]:
         else:
             first = b""
         data = first + frames(chance)
-        return _exchange(connected(f"127.0.0.1:{port}"), data if chance.random() < 0.8 else Messages(chance, ()).spoilt(data))
+        return _exchange(
+            connected(f"127.0.0.1:{port}"),
+            data if chance.random() < 0.8 else Messages(chance, ()).spoilt(data),
+        )
 
     yield "server-0 bulk", shoot
 
@@ -189,7 +257,9 @@ def donors(stack: contextlib.ExitStack) -> Iterator[tuple[str, Shoot]]:
 def _donor(address: str, *, secure: bool) -> Shoot:
     def shoot(chance: random.Random) -> str:
         nonce = b"0" * 32 if chance.random() < 0.5 else chance.randbytes(32)
-        numbers = [chance.choice((0, 1, 2, 255, (1 << 32) - 1)).to_bytes(4, "big") for _ in range(2)]
+        numbers = [
+            chance.choice((0, 1, 2, 255, (1 << 32) - 1)).to_bytes(4, "big") for _ in range(2)
+        ]
         data = b"SHOALST1" + nonce + b"".join(numbers)
         if chance.random() < 0.5:
             data = Messages(chance, ()).spoilt(data)

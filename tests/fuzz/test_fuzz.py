@@ -1,4 +1,5 @@
-"""Whatever comes to a port, the services go on, answer well, keep what they hold, and do not grow."""
+"""Whatever comes to a port, the services go on, answer well, keep what they hold, and do not
+grow."""
 
 from __future__ import annotations
 
@@ -18,11 +19,13 @@ from tests.fuzz.targets import Shoot, Tally, bulk, donors, http, http2, rpcs
 
 _THREADS: Final = 8
 _MOST_GROWTH: Final = 10 << 20
-"""Bytes that a service may have more behind the second half of a hundred thousand messages than behind the first. By then everything is
-imported, tables are full, and what waits for Python's collector has been as much as it ever is: as measured, 2 MB more at most. What grows
-by 200 bytes with each message is more than that."""
+"""Bytes that a service may have more behind the second half of a hundred thousand messages than
+behind the first. By then everything is imported, tables are full, and what waits for Python's
+collector has been as much as it ever is: as measured, 2 MB more at most. What grows by 200 bytes
+with each message is more than that."""
 _MOST_AT_FIRST: Final = 32 << 20
-"""Bytes by which a service may grow in the quick test's few thousand messages: Python's collector has not looked yet, and pools fill."""
+"""Bytes by which a service may grow in the quick test's few thousand messages: Python's collector
+has not looked yet, and pools fill."""
 MESSAGES: Final = int(os.environ.get("SHOAL_FUZZ_MESSAGES", "100000"))
 SEED: Final = int(os.environ.get("SHOAL_FUZZ_SEED", "1"))
 
@@ -43,8 +46,17 @@ def shoot_at(cluster: Cluster, count: int, seed: int) -> Tally:
     def shooter(number: int) -> None:
         chance = random.Random(f"{seed}/{number}")
         with ExitStack() as stack:
-            channels = {each.name: stack.enter_context(grpc.insecure_channel(each.address)) for each in cluster.local.services}
-            targets: list[tuple[str, Shoot]] = [*rpcs(cluster, channels), *http2(cluster), *http(cluster), *bulk(cluster), *donors(stack)]
+            channels = {
+                each.name: stack.enter_context(grpc.insecure_channel(each.address))
+                for each in cluster.local.services
+            }
+            targets: list[tuple[str, Shoot]] = [
+                *rpcs(cluster, channels),
+                *http2(cluster),
+                *http(cluster),
+                *bulk(cluster),
+                *donors(stack),
+            ]
             own: Tally = Counter()
             try:
                 for shot in range(count // _THREADS):
@@ -71,7 +83,8 @@ def shoot_at(cluster: Cluster, count: int, seed: int) -> Tally:
 
 
 def shoot_and_judge(cluster: Cluster, count: int, seed: int, *, most_growth: int) -> None:
-    """Half of the messages, and half of them again: the services are as before, and no larger than behind the first half."""
+    """Half of the messages, and half of them again: the services are as before, and no larger than
+    behind the first half."""
     tally = shoot_at(cluster, count // 2, seed)
     before = cluster.memory()
     tally.update(shoot_at(cluster, count // 2, seed + 1))

@@ -17,11 +17,16 @@ _LIMIT_S = 150
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Has a test that is stuck on a device fail alone, with the stacks of all threads.
 
-    `timeout_method = "thread"`, as for other tests, ends the whole run. A main thread that is stuck in
-    C++ hears no signal; its stack is printed all the same (`faulthandler_timeout` in the Makefile).
+    `timeout_method = "thread"`, as for other tests, ends the whole run. A main thread that is stuck
+    in C++ hears no signal; its stack is printed all the same (`faulthandler_timeout` in the
+    Makefile).
     """
     for item in items:
-        if item.get_closest_marker("gpu") and not item.get_closest_marker("soak") and not item.get_closest_marker("timeout"):
+        if (
+            item.get_closest_marker("gpu")
+            and not item.get_closest_marker("soak")
+            and not item.get_closest_marker("timeout")
+        ):
             item.add_marker(pytest.mark.timeout(_LIMIT_S, method="signal"))
 
 

@@ -17,7 +17,9 @@ _PASS: Final = 7
 """The forward pass in which the fault comes."""
 _TOO_MUCH: Final = 1 << 50
 """Bytes that neither a host nor a device has."""
-_KERNEL: Final = "template <typename T> T dereference(T x) { return x + *reinterpret_cast<volatile T*>(8); }"
+_KERNEL: Final = (
+    "template <typename T> T dereference(T x) { return x + *reinterpret_cast<volatile T*>(8); }"
+)
 
 
 def arm(fault: str, block: nn.Module, marker: Path) -> None:

@@ -1,7 +1,8 @@
-"""Where a test of this folder runs: on the host, as a rehearsal in every run of the tests, or on CUDA devices (make test-gpu).
+"""Where a test of this folder runs: on the host, as a rehearsal in every run of the tests, or on
+CUDA devices (make test-gpu).
 
-The programs are the same and ask in one place, `shoal.device()`. So on a machine with a GPU the rehearsals are skipped, unless the devices
-are hidden (`CUDA_VISIBLE_DEVICES=`).
+The programs are the same and ask in one place, `shoal.device()`. So on a machine with a GPU the
+rehearsals are skipped, unless the devices are hidden (`CUDA_VISIBLE_DEVICES=`).
 """
 
 from __future__ import annotations
@@ -31,45 +32,65 @@ def needs(devices: int, *, nccl: bool = False) -> list[pytest.MarkDecorator]:
 
 
 def needs_sharing() -> list[pytest.MarkDecorator]:
-    """Returns the marks of tests in which several NCCL ranks share one device, which GPU_SHARED=1 asks for."""
-    return [*needs(1, nccl=True), pytest.mark.skipif(not SHARED, reason=f"NCCL ranks share a GPU only with {SWITCH}=1")]
+    """Returns the marks of tests in which several NCCL ranks share one device, which GPU_SHARED=1
+    asks for."""
+    return [
+        *needs(1, nccl=True),
+        pytest.mark.skipif(not SHARED, reason=f"NCCL ranks share a GPU only with {SWITCH}=1"),
+    ]
 
 
-rehearsal = pytest.mark.skipif(COUNT > 0, reason="a rehearsal on the host, and shoal.device() is a CUDA device here")
+rehearsal = pytest.mark.skipif(
+    COUNT > 0, reason="a rehearsal on the host, and shoal.device() is a CUDA device here"
+)
 
 
 def places(*, quick: bool) -> list[Any]:
-    """Returns the cases of a test with a few workers, as kind and backend: on the host, and with all workers on one device, over Gloo and
-    over NCCL. `quick`: the one on the host is in every run of the tests; else in `make parity`."""
+    """Returns the cases of a test with a few workers, as kind and backend: on the host, and with
+    all workers on one device, over Gloo and over NCCL. `quick`: the one on the host is in every run
+    of the tests; else in `make parity`."""
     return [
-        pytest.param("cpu", "gloo", id="cpu", marks=[rehearsal, *([] if quick else [pytest.mark.matrix])]),
+        pytest.param(
+            "cpu", "gloo", id="cpu", marks=[rehearsal, *([] if quick else [pytest.mark.matrix])]
+        ),
         pytest.param("cuda", "gloo", id="cuda", marks=needs(1)),
         pytest.param("cuda", "nccl", id="cuda-shared", marks=needs_sharing()),
     ]
 
 
-def on_host_and_device(cases: Sequence[tuple[Any, ...]], *, quick: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """The cases twice, with "cpu" or "cuda" before each. On the host the `quick` ones are in every run of the tests, the others in
-    `make parity`."""
+def on_host_and_device(
+    cases: Sequence[tuple[Any, ...]], *, quick: Sequence[tuple[Any, ...]]
+) -> list[Any]:
+    """The cases twice, with "cpu" or "cuda" before each. On the host the `quick` ones are in every
+    run of the tests, the others in `make parity`."""
 
     def name(case: tuple[Any, ...]) -> str:
         return "-".join(str(part) for part in case)
 
     host = [
-        pytest.param("cpu", *case, id=name(("cpu", *case)), marks=[rehearsal, *([] if case in quick else [pytest.mark.matrix])])
+        pytest.param(
+            "cpu",
+            *case,
+            id=name(("cpu", *case)),
+            marks=[rehearsal, *([] if case in quick else [pytest.mark.matrix])],
+        )
         for case in cases
     ]
-    device = [pytest.param("cuda", *case, id=name(("cuda", *case)), marks=needs(1)) for case in cases]
+    device = [
+        pytest.param("cuda", *case, id=name(("cuda", *case)), marks=needs(1)) for case in cases
+    ]
     return [*host, *device]
 
 
 def sharing(kind: str) -> dict[str, str]:
-    """What workers have in their environment that are to share one device: the first that this process may have."""
+    """What workers have in their environment that are to share one device: the first that this
+    process may have."""
     return {"CUDA_VISIBLE_DEVICES": first_visible()} if kind == "cuda" else {}
 
 
 def lease_ms(kind: str) -> int:
-    """How long a worker may say nothing. The first use of CUDA keeps Python, and with it the heartbeats, from running for seconds."""
+    """How long a worker may say nothing. The first use of CUDA keeps Python, and with it the
+    heartbeats, from running for seconds."""
     return 20_000 if kind == "cuda" else 3000
 
 

@@ -1,5 +1,5 @@
-"""Processes for tests on devices: each a new interpreter. One that was forked from a process in which torch has asked for devices cannot
-use CUDA; the zygote's are for the host."""
+"""Processes for tests on devices: each a new interpreter. One that was forked from a process in
+which torch has asked for devices cannot use CUDA; the zygote's are for the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class Fresh(Zygote):
         self._running: list[subprocess.Popen[bytes]] = []
         self._watchers: list[threading.Thread] = []
 
-    def start(self, program: str, arguments: Sequence[str], *, output: Path, **environment: str) -> Child:
+    def start(
+        self, program: str, arguments: Sequence[str], *, output: Path, **environment: str
+    ) -> Child:
         """See `Zygote`."""
         words = {"coordinator": ["-m", "shoal_coordinator"], "script": []}[program]
         search = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -1,4 +1,5 @@
-"""Ranks of a world that stays the same, as threads of the test's process: all on one device, connected by a backend of processes."""
+"""Ranks of a world that stays the same, as threads of the test's process: all on one device,
+connected by a backend of processes."""
 
 from __future__ import annotations
 
@@ -23,7 +24,11 @@ def together(be: Callable[[], Any], *, world_size: int, backend: str = "gloo") -
     store, done = dist.HashStore(), threading.Barrier(world_size)
 
     def take_part(rank: int) -> Any:
-        with worlds.entered(worlds.Seat(rank=rank, world_size=world_size, store=store, timeout=_TIMEOUT, backend=backend)):
+        with worlds.entered(
+            worlds.Seat(
+                rank=rank, world_size=world_size, store=store, timeout=_TIMEOUT, backend=backend
+            )
+        ):
             with leaving_together(done, _TIMEOUT):
                 result = be()
             shutdown()
@@ -33,6 +38,8 @@ def together(be: Callable[[], Any], *, world_size: int, backend: str = "gloo") -
     with mock.patch.object(torch.cuda, "device_count", return_value=1), worlds.installed():
         outcomes = in_threads([lambda rank=rank: take_part(rank) for rank in range(world_size)])
     failures = [each for each in outcomes if isinstance(each, BaseException)]
-    for failure in sorted(failures, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
+    for failure in sorted(
+        failures, key=lambda each: isinstance(each, threading.BrokenBarrierError)
+    ):
         raise failure
     return outcomes

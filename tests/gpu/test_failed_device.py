@@ -44,7 +44,9 @@ def test_a_fault_of_the_device_costs_its_worker_and_no_step(
     here the test does.
     """
     is_there(kind)
-    (fault_free,) = together(lambda: training.train(strategy, {"deterministic": True}, backend="gloo"), world_size=1)
+    (fault_free,) = together(
+        lambda: training.train(strategy, {"deterministic": True}, backend="gloo"), world_size=1
+    )
     settings = {"STRATEGY": strategy, "BACKEND": backend, "DETERMINISTIC": "1", **sharing(kind)}
     with cluster(
         starter(kind),

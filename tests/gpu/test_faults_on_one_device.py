@@ -1,8 +1,10 @@
-"""Workers that share one device over Gloo: one is killed, another joins, and the result is that of a run without.
+"""Workers that share one device over Gloo: one is killed, another joins, and the result is that of
+a run without.
 
-Where each rank has a part of the state, or a copy, the result is the same to the bit (`deterministic=True`). Layouts that split layers sum
-in another order with other ranks: in float64 they agree to 1e-8 with plain torch on the host. Rounds of local SGD and compressed gradients
-depend on who was there: there the ranks must agree with each other.
+Where each rank has a part of the state, or a copy, the result is the same to the bit
+(`deterministic=True`). Layouts that split layers sum in another order with other ranks: in float64
+they agree to 1e-8 with plain torch on the host. Rounds of local SGD and compressed gradients depend
+on who was there: there the ranks must agree with each other.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ SCRIPT = Path(training.__file__)
 
 
 def run_with_a_death_and_a_joiner(running: Cluster, workers: int) -> list[dict[str, Any]]:
-    """Worker 1 gets SIGKILL while all train, and a further one joins; what those end with that are there in the end."""
+    """Worker 1 gets SIGKILL while all train, and a further one joins; what those end with that are
+    there in the end."""
     with running.held():
         for index in range(workers):
             running.start(index)
@@ -43,7 +46,8 @@ def run_with_a_death_and_a_joiner(running: Cluster, workers: int) -> list[dict[s
 
 
 def check_ranks(results: list[dict[str, Any]], kind: str) -> None:
-    """Checks what the workers told: each computed on its device, a death and a join have happened, and their results agree."""
+    """Checks what the workers told: each computed on its device, a death and a join have happened,
+    and their results agree."""
     assert {result["device"].partition(":")[0] for result in results} == {kind}
     assert all(result["generation"] >= 3 for result in results)
     assert {result["finite"] for result in results} == {True}
@@ -52,17 +56,34 @@ def check_ranks(results: list[dict[str, Any]], kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "strategy"),
-    on_host_and_device([("ddp",), ("zero1",), ("zero2",), ("zero3",), ("fsdp",), ("hsdp",)], quick=[]),
+    on_host_and_device(
+        [("ddp",), ("zero1",), ("zero2",), ("zero3",), ("fsdp",), ("hsdp",)], quick=[]
+    ),
 )
-def test_a_death_and_a_join_leave_every_bit_of_the_result(starter: Starter, tmp_path: Path, kind: str, strategy: str) -> None:
+def test_a_death_and_a_join_leave_every_bit_of_the_result(
+    starter: Starter, tmp_path: Path, kind: str, strategy: str
+) -> None:
     is_there(kind)
     options = {"shard_size": 2} if strategy == "hsdp" else {}
     without = {"deterministic": True, **({"shard_size": 1} if options else {})}
-    (fault_free,) = together(lambda: training.train(strategy, dict(without), backend="gloo"), world_size=1)
-    settings = {"STRATEGY": strategy, "BACKEND": "gloo", "DETERMINISTIC": "1", "OPTIONS": json.dumps(options)}
+    (fault_free,) = together(
+        lambda: training.train(strategy, dict(without), backend="gloo"), world_size=1
+    )
+    settings = {
+        "STRATEGY": strategy,
+        "BACKEND": "gloo",
+        "DETERMINISTIC": "1",
+        "OPTIONS": json.dumps(options),
+    }
     workers = 4 if options else 3
     with cluster(
-        starter(kind), tmp_path, max_workers=workers, script=SCRIPT, lease_ms=lease_ms(kind), **settings, **sharing(kind)
+        starter(kind),
+        tmp_path,
+        max_workers=workers,
+        script=SCRIPT,
+        lease_ms=lease_ms(kind),
+        **settings,
+        **sharing(kind),
     ) as running:
         results = run_with_a_death_and_a_joiner(running, workers)
     check_ranks(results, kind)
@@ -88,7 +109,15 @@ def test_a_death_and_a_join_among_replicas_of_two_ranks_leave_the_result(
         pytest.skip("strategy='tensor' needs torch 2.12 or newer")
     alone = torch.cat([value.flatten() for value in training.alone().values()]).tolist()
     settings = {"STRATEGY": strategy, "BACKEND": "gloo", "OPTIONS": options}
-    with cluster(starter(kind), tmp_path, max_workers=4, script=SCRIPT, lease_ms=lease_ms(kind), **settings, **sharing(kind)) as running:
+    with cluster(
+        starter(kind),
+        tmp_path,
+        max_workers=4,
+        script=SCRIPT,
+        lease_ms=lease_ms(kind),
+        **settings,
+        **sharing(kind),
+    ) as running:
         results = run_with_a_death_and_a_joiner(running, 4)
     check_ranks(results, kind)
     assert results[0]["parameters"] == pytest.approx(alone, abs=1e-8)
@@ -97,13 +126,18 @@ def test_a_death_and_a_join_among_replicas_of_two_ranks_leave_the_result(
 @pytest.mark.parametrize(
     ("kind", "strategy", "options"),
     on_host_and_device(
-        [("local_sgd", '{"sync_every": 2}'), ("ddp", '{"gradient_compression": "fp16"}')], quick=[("local_sgd", '{"sync_every": 2}')]
+        [("local_sgd", '{"sync_every": 2}'), ("ddp", '{"gradient_compression": "fp16"}')],
+        quick=[("local_sgd", '{"sync_every": 2}')],
     ),
 )
-def test_after_a_death_and_a_join_the_ranks_agree(starter: Starter, tmp_path: Path, kind: str, strategy: str, options: str) -> None:
+def test_after_a_death_and_a_join_the_ranks_agree(
+    starter: Starter, tmp_path: Path, kind: str, strategy: str, options: str
+) -> None:
     is_there(kind)
     settings = {"STRATEGY": strategy, "BACKEND": "gloo", "OPTIONS": options}
-    with cluster(starter(kind), tmp_path, script=SCRIPT, lease_ms=lease_ms(kind), **settings, **sharing(kind)) as running:
+    with cluster(
+        starter(kind), tmp_path, script=SCRIPT, lease_ms=lease_ms(kind), **settings, **sharing(kind)
+    ) as running:
         results = run_with_a_death_and_a_joiner(running, 3)
     check_ranks(results, kind)
 
@@ -113,9 +147,19 @@ def test_a_session_whose_group_is_aborted_is_formed_anew_and_loses_nothing(
     starter: Starter, tmp_path: Path, kind: str, strategy: str
 ) -> None:
     is_there(kind)
-    (fault_free,) = together(lambda: training.train(strategy, {"deterministic": True}, backend="gloo"), world_size=1)
+    (fault_free,) = together(
+        lambda: training.train(strategy, {"deterministic": True}, backend="gloo"), world_size=1
+    )
     settings = {"STRATEGY": strategy, "BACKEND": "gloo", "DETERMINISTIC": "1"}
-    with cluster(starter(kind), tmp_path, max_workers=2, script=SCRIPT, lease_ms=lease_ms(kind), **settings, **sharing(kind)) as running:
+    with cluster(
+        starter(kind),
+        tmp_path,
+        max_workers=2,
+        script=SCRIPT,
+        lease_ms=lease_ms(kind),
+        **settings,
+        **sharing(kind),
+    ) as running:
         running.start(0)
         running.start(1, SHOAL_FAILPOINTS="reduction.completed@6=lose")
         results = running.finish(0, 1)
@@ -124,12 +168,21 @@ def test_a_session_whose_group_is_aborted_is_formed_anew_and_loses_nothing(
 
 
 @pytest.mark.parametrize("kind", on_host_and_device([()], quick=[]))
-def test_async_sgd_with_one_worker_on_a_device_comes_to_what_one_process_does(shell: Shell, kind: str) -> None:
+def test_async_sgd_with_one_worker_on_a_device_comes_to_what_one_process_does(
+    shell: Shell, kind: str
+) -> None:
     """Gradients go to a parameter server, and values come back, through pinned memory."""
     is_there(kind)
     alone = torch.cat([value.flatten() for value in training.alone().values()]).tolist()
-    variables = {"STRATEGY": "async_sgd", "BACKEND": "gloo", "OUTPUT": str(shell.directory), "PYTHONPATH": str(SCRIPT.parents[2])}
-    code, out, err = shell.run("run", "--standalone", "--nproc-per-node", "1", "--servers", "1", str(SCRIPT), **variables)
+    variables = {
+        "STRATEGY": "async_sgd",
+        "BACKEND": "gloo",
+        "OUTPUT": str(shell.directory),
+        "PYTHONPATH": str(SCRIPT.parents[2]),
+    }
+    code, out, err = shell.run(
+        "run", "--standalone", "--nproc-per-node", "1", "--servers", "1", str(SCRIPT), **variables
+    )
     assert code == 0, out + err
     (told,) = shell.directory.glob("*.json")
     result = json.loads(told.read_text())

@@ -1,5 +1,6 @@
-"""Gloo on tensors of a device: what collectives and messages give, in what order the device computes around them, and a new group after an
-abort. In a rehearsal the device is the host, and its tensors are taken for ones that Gloo cannot send by itself.
+"""Gloo on tensors of a device: what collectives and messages give, in what order the device
+computes around them, and a new group after an abort. In a rehearsal the device is the host, and its
+tensors are taken for ones that Gloo cannot send by itself.
 """
 
 from __future__ import annotations
@@ -41,9 +42,13 @@ def groups(store: dist.Store, generation: int = 1) -> list[GlooBackend]:
     prefix = dist.PrefixStore(str(generation), store)
 
     def connect(rank: int) -> None:
-        backends[rank].initialize(rank=rank, world_size=_RANKS, store=prefix, timeout=_TIMEOUT, connect_timeout=_TIMEOUT)
+        backends[rank].initialize(
+            rank=rank, world_size=_RANKS, store=prefix, timeout=_TIMEOUT, connect_timeout=_TIMEOUT
+        )
 
-    assert in_threads([lambda rank=rank: connect(rank) for rank in range(_RANKS)]) == [None] * _RANKS
+    assert (
+        in_threads([lambda rank=rank: connect(rank) for rank in range(_RANKS)]) == [None] * _RANKS
+    )
     return backends
 
 
@@ -93,19 +98,31 @@ def test_collectives_and_messages_give_what_they_should(
         assert torch.equal(summed, host + host + 1)
         assert torch.equal(gathered, torch.cat([host, host + 1]))
         assert torch.equal(part, (host + host + 1)[rank * half : (rank + 1) * half])
-        assert torch.equal(exchanged, torch.cat([(host + source)[rank * half : (rank + 1) * half] for source in range(_RANKS)]))
+        assert torch.equal(
+            exchanged,
+            torch.cat(
+                [(host + source)[rank * half : (rank + 1) * half] for source in range(_RANKS)]
+            ),
+        )
         assert torch.equal(given, host + 1)
         assert torch.equal(received, host + 1 - rank)
 
 
-def test_a_group_that_is_formed_anew_after_an_abort_gives_right_results(device: torch.device) -> None:
+def test_a_group_that_is_formed_anew_after_an_abort_gives_right_results(
+    device: torch.device,
+) -> None:
     store = dist.HashStore()
     for generation in range(1, 4):
         backends = groups(store, generation)
         tensors = [torch.full((_MANY,), rank + 1.0, device=device) for rank in range(_RANKS)]
-        on_both(lambda rank, backends=backends, tensors=tensors: backends[rank].all_reduce(tensors[rank]))
+        on_both(
+            lambda rank, backends=backends, tensors=tensors: backends[rank].all_reduce(
+                tensors[rank]
+            )
+        )
         assert all(bool((tensor == 3).all()) for tensor in tensors)
-        work = backends[0].process_group.allreduce([tensors[0]], AllreduceOptions())  # rank 1 never comes
+        # rank 1 never comes
+        work = backends[0].process_group.allreduce([tensors[0]], AllreduceOptions())
         threading.Timer(0.05, backends[1].abort, ["a fault"]).start()
         with pytest.raises(MembershipChanged):
             work.wait()
@@ -118,13 +135,16 @@ def test_a_group_that_is_formed_anew_after_an_abort_gives_right_results(device: 
 # --- the order of streams, on a device alone
 
 
-@pytest.mark.parametrize("followed", [False, True], ids=["finished by who waits", "finished by Gloo's thread"])
+@pytest.mark.parametrize(
+    "followed", [False, True], ids=["finished by who waits", "finished by Gloo's thread"]
+)
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter", "all_gather"])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs(1))], indirect=True)
 def test_what_a_side_stream_writes_is_sent_and_what_it_reads_has_come(
     backends: list[GlooBackend], device: torch.device, collective: str, followed: bool
 ) -> None:
-    """The kernels before the collective, the collective and those after it are on a stream of the caller's, which is behind."""
+    """The kernels before the collective, the collective and those after it are on a stream of the
+    caller's, which is behind."""
 
     def use(rank: int) -> torch.Tensor:
         group, side = backends[rank].process_group, torch.cuda.Stream(device)
@@ -144,7 +164,10 @@ def test_what_a_side_stream_writes_is_sent_and_what_it_reads_has_come(
                 parts = getattr(work, "_parts", [work])
                 for part in parts:
                     part.follow()
-                eventually(lambda parts=parts: all(part._over for part in parts), "the thread that finishes the collective")
+                eventually(
+                    lambda parts=parts: all(part._over for part in parts),
+                    "the thread that finishes the collective",
+                )
             work.wait()
             doubled = result * 2
         side.synchronize()
@@ -152,6 +175,8 @@ def test_what_a_side_stream_writes_is_sent_and_what_it_reads_has_come(
 
     for rank, doubled in enumerate(on_both(use)):
         if collective == "all_gather":
-            assert torch.equal(doubled, torch.cat([torch.full((_MANY,), 2.0), torch.full((_MANY,), 4.0)])), rank
+            assert torch.equal(
+                doubled, torch.cat([torch.full((_MANY,), 2.0), torch.full((_MANY,), 4.0)])
+            ), rank
         else:
             assert bool((doubled == 6).all()), rank

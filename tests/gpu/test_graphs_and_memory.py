@@ -43,11 +43,15 @@ def alone() -> list[float]:
 
 
 @pytest.mark.parametrize(("kind", "backend"), places(quick=True))
-def test_a_block_in_a_cuda_graph_changes_nothing(starter: Starter, tmp_path: Path, kind: str, backend: str, alone: list[float]) -> None:
+def test_a_block_in_a_cuda_graph_changes_nothing(
+    starter: Starter, tmp_path: Path, kind: str, backend: str, alone: list[float]
+) -> None:
     """Under ddp, which leaves parameters where they are."""
     is_there(kind)
     rows = training.BATCH // _WORKERS
-    for result in train(starter(kind), tmp_path, kind, STRATEGY="ddp", BACKEND=backend, GRAPHED=str(rows)):
+    for result in train(
+        starter(kind), tmp_path, kind, STRATEGY="ddp", BACKEND=backend, GRAPHED=str(rows)
+    ):
         assert result["device"].partition(":")[0] == kind
         assert result["parameters"] == pytest.approx(alone, abs=1e-8)
 
@@ -59,6 +63,8 @@ def test_expandable_segments_change_nothing(
 ) -> None:
     is_there(kind)
     allocator = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    for result in train(starter(kind), tmp_path, kind, STRATEGY=strategy, BACKEND=backend, **allocator):
+    for result in train(
+        starter(kind), tmp_path, kind, STRATEGY=strategy, BACKEND=backend, **allocator
+    ):
         assert result["expandable"] == (kind == "cuda")
         assert result["parameters"] == pytest.approx(alone, abs=1e-8)

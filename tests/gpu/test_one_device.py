@@ -1,7 +1,8 @@
-"""NCCL on one device, as far as one is enough: what collectives give, what errors say, how a group ends, and what connecting leaves behind.
+"""NCCL on one device, as far as one is enough: what collectives give, what errors say, how a group
+ends, and what connecting leaves behind.
 
-What needs no kernel that spins runs on the stand-in too (tests/fake_device), in every run of the tests: so the two are held to the same.
-On a device: make test-gpu.
+What needs no kernel that spins runs on the stand-in too (tests/fake_device), in every run of the
+tests: so the two are held to the same. On a device: make test-gpu.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ _ROUNDS = 20
 
 needs_device = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not (torch.cuda.is_available() and dist.is_nccl_available()), reason="no CUDA device with NCCL here"),
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and dist.is_nccl_available()),
+        reason="no CUDA device with NCCL here",
+    ),
 ]
 
 
@@ -40,7 +44,10 @@ def _stand_in() -> Callable[[], CudaDevice]:
 
 
 @pytest.fixture(
-    params=[pytest.param(_stand_in, id="stand-in"), pytest.param(lambda: CudaDevice, id="cuda", marks=needs_device)],
+    params=[
+        pytest.param(_stand_in, id="stand-in"),
+        pytest.param(lambda: CudaDevice, id="cuda", marks=needs_device),
+    ],
 )
 def device(request: pytest.FixtureRequest) -> Callable[[], CudaDevice]:
     """Makes devices that are all the same one."""
@@ -50,7 +57,8 @@ def device(request: pytest.FixtureRequest) -> Callable[[], CudaDevice]:
 
 @pytest.fixture(params=[pytest.param(lambda: CudaDevice, id="cuda", marks=needs_device)])
 def real_device(request: pytest.FixtureRequest) -> Callable[[], CudaDevice]:
-    """Makes CUDA devices that are all the same one; without the stand-in, which computes nothing."""
+    """Makes CUDA devices that are all the same one; without the stand-in, which computes
+    nothing."""
     made: Callable[[], CudaDevice] = request.param()
     return made
 
@@ -58,7 +66,9 @@ def real_device(request: pytest.FixtureRequest) -> Callable[[], CudaDevice]:
 def alone(device: CudaDevice, **options: Any) -> NCCLBackend:
     """A group of one rank, with a communicator all the same."""
     backend = NCCLBackend(device)
-    backend.initialize(rank=0, world_size=1, store=dist.HashStore(), **{"connect_timeout": _PATIENCE, **options})
+    backend.initialize(
+        rank=0, world_size=1, store=dist.HashStore(), **{"connect_timeout": _PATIENCE, **options}
+    )
     return backend
 
 
@@ -75,8 +85,21 @@ def on(backend: NCCLBackend, tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(device.device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.uint8])
-def test_every_collective_of_one_rank_gives_what_was_given(backend: NCCLBackend, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int32,
+        torch.int64,
+        torch.uint8,
+    ],
+)
+def test_every_collective_of_one_rank_gives_what_was_given(
+    backend: NCCLBackend, dtype: torch.dtype
+) -> None:
     given = on(backend, torch.arange(12).to(dtype))
     for op in ReduceOp:
         if op is not ReduceOp.AVERAGE or dtype.is_floating_point:
@@ -108,9 +131,17 @@ def test_sparse_tensors_are_reduced(backend: NCCLBackend) -> None:
 @pytest.mark.parametrize(
     ("make", "op", "says"),
     [
-        (lambda: torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND, r"Cannot use ReduceOp\.BAND with NCCL"),
+        (
+            lambda: torch.ones(3, dtype=torch.int32),
+            dist.ReduceOp.BAND,
+            r"Cannot use ReduceOp\.BAND with NCCL",
+        ),
         (lambda: torch.ones(2, 3).t(), dist.ReduceOp.SUM, "Tensors must be contiguous"),
-        (lambda: torch.ones(3, dtype=torch.int16), dist.ReduceOp.SUM, "Input tensor data type is not supported for NCCL process group"),
+        (
+            lambda: torch.ones(3, dtype=torch.int16),
+            dist.ReduceOp.SUM,
+            "Input tensor data type is not supported for NCCL process group",
+        ),
     ],
     ids=["a reduction that NCCL lacks", "not contiguous", "a dtype that NCCL lacks"],
 )
@@ -128,7 +159,9 @@ def test_two_ranks_on_one_device_are_refused_on_both(device: Callable[[], CudaDe
     store = dist.HashStore()
 
     def connect(rank: int) -> None:
-        NCCLBackend(device()).initialize(rank=rank, world_size=2, store=store, connect_timeout=_PATIENCE)
+        NCCLBackend(device()).initialize(
+            rank=rank, world_size=2, store=store, connect_timeout=_PATIENCE
+        )
 
     for refused in in_threads([lambda rank=rank: connect(rank) for rank in range(2)]):
         assert isinstance(refused, ConfigurationError)
@@ -159,7 +192,9 @@ def end(backend: NCCLBackend, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["aborted", "finalized"])
-def test_groups_that_come_and_go_leave_no_threads(device: Callable[[], CudaDevice], how: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_groups_that_come_and_go_leave_no_threads(
+    device: Callable[[], CudaDevice], how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     alone(device()).shutdown()
     before = threading.active_count()
     for _ in range(_ROUNDS):
@@ -167,14 +202,19 @@ def test_groups_that_come_and_go_leave_no_threads(device: Callable[[], CudaDevic
         backend.all_reduce(on(backend, torch.ones(8)))
         end(backend, how)
     assert "finalized" not in caplog.text  # neither given up nor failed
-    eventually(lambda: threading.active_count() <= before, lambda: f"threads to end: {[each.name for each in threading.enumerate()]}")
+    eventually(
+        lambda: threading.active_count() <= before,
+        lambda: f"threads to end: {[each.name for each in threading.enumerate()]}",
+    )
 
 
 # --- on a device alone
 
 
 @pytest.mark.parametrize("how", ["aborted", "finalized"])
-def test_groups_that_come_and_go_leave_no_memory(real_device: Callable[[], CudaDevice], how: str) -> None:
+def test_groups_that_come_and_go_leave_no_memory(
+    real_device: Callable[[], CudaDevice], how: str
+) -> None:
     for _ in range(2):
         alone(real_device()).shutdown()
     torch.cuda.synchronize()
@@ -192,7 +232,9 @@ def spin(seconds: float) -> None:
     torch.cuda._sleep(int(seconds * 1.5e9))
 
 
-def test_a_collective_behind_a_kernel_that_spins_is_issued_at_once_and_waited_for(real_device: Callable[[], CudaDevice]) -> None:
+def test_a_collective_behind_a_kernel_that_spins_is_issued_at_once_and_waited_for(
+    real_device: Callable[[], CudaDevice],
+) -> None:
     backend = alone(real_device())
     tensors = [on(backend, torch.ones(1 << 20)) for _ in range(3)]
     torch.cuda.synchronize()
@@ -209,7 +251,9 @@ def test_a_collective_behind_a_kernel_that_spins_is_issued_at_once_and_waited_fo
     backend.shutdown()
 
 
-def test_an_abort_while_a_kernel_spins_gives_memory_back_when_the_device_is_at_rest(real_device: Callable[[], CudaDevice]) -> None:
+def test_an_abort_while_a_kernel_spins_gives_memory_back_when_the_device_is_at_rest(
+    real_device: Callable[[], CudaDevice],
+) -> None:
     backend = alone(real_device())
     tensor = on(backend, torch.ones(1 << 20))
     torch.cuda.synchronize()

@@ -1,6 +1,6 @@
-"""Workers over NCCL, each on a device of its own, or all on one (GPU_SHARED=1): one dies or stalls in the
-middle of an all-reduce, one joins, and large activations go through a pipeline. What they end with is to
-the bit what they end with undisturbed.
+"""Workers over NCCL, each on a device of its own, or all on one (GPU_SHARED=1): one dies or stalls
+in the middle of an all-reduce, one joins, and large activations go through a pipeline. What they
+end with is to the bit what they end with undisturbed.
 
 The rehearsal is the same programs on the host, over Gloo, with small layers.
 """
@@ -35,7 +35,8 @@ class Place:
     workers: int
     backend: str
     width: int
-    """The width of the layers. On devices it is 1024, so that 100 MB are summed in a step; 256 over loopback."""
+    """The width of the layers. On devices it is 1024, so that 100 MB are summed in a step; 256 over
+    loopback."""
     shared: bool = False
     """Whether all workers are on one device."""
 
@@ -57,16 +58,22 @@ class Place:
 
 
 def _on_devices(count: int) -> Any:
-    return pytest.param(Place("cuda", count, "nccl", 1024), id=f"cuda-{count}", marks=needs(count, nccl=True))
+    return pytest.param(
+        Place("cuda", count, "nccl", 1024), id=f"cuda-{count}", marks=needs(count, nccl=True)
+    )
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(Place("cpu", 3, "gloo", 64), id="cpu-3", marks=[rehearsal, pytest.mark.matrix]),
+        pytest.param(
+            Place("cpu", 3, "gloo", 64), id="cpu-3", marks=[rehearsal, pytest.mark.matrix]
+        ),
         _on_devices(2),
         _on_devices(8),
-        pytest.param(Place("cuda", 3, "nccl", 256, shared=True), id="cuda-shared-3", marks=needs_sharing()),
+        pytest.param(
+            Place("cuda", 3, "nccl", 256, shared=True), id="cuda-shared-3", marks=needs_sharing()
+        ),
     ],
 )
 def place(request: pytest.FixtureRequest) -> Place:
@@ -76,7 +83,9 @@ def place(request: pytest.FixtureRequest) -> Place:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(starter: Starter, place: Place, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+def undisturbed(
+    starter: Starter, place: Place, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], str]:
     """Gives the digest of what all end with under a strategy where nobody dies and nobody joins."""
 
     @functools.cache
@@ -84,7 +93,14 @@ def undisturbed(starter: Starter, place: Place, tmp_path_factory: pytest.TempPat
         settings = {**place.settings(strategy), "DETERMINISTIC": "1"}
         directory = tmp_path_factory.mktemp("undisturbed")
         lease = lease_ms(place.kind)
-        with cluster(starter(place.kind), directory, max_workers=place.workers, lease_ms=lease, script=SCRIPT, **settings) as running:
+        with cluster(
+            starter(place.kind),
+            directory,
+            max_workers=place.workers,
+            lease_ms=lease,
+            script=SCRIPT,
+            **settings,
+        ) as running:
             for index in range(place.workers):
                 running.start(index)
             results = running.finish(*range(place.workers))
@@ -98,15 +114,29 @@ def undisturbed(starter: Starter, place: Place, tmp_path_factory: pytest.TempPat
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize("action", ["kill", "stop"])
 def test_a_worker_lost_in_the_middle_of_an_all_reduce_costs_the_others_nothing(
-    starter: Starter, tmp_path: Path, place: Place, undisturbed: Callable[[str], str], strategy: str, action: str
+    starter: Starter,
+    tmp_path: Path,
+    place: Place,
+    undisturbed: Callable[[str], str],
+    strategy: str,
+    action: str,
 ) -> None:
-    """SIGKILL or SIGSTOP come when the worker has started to sum gradients and waits for nothing."""
+    """SIGKILL or SIGSTOP come when the worker has started to sum gradients and waits for
+    nothing."""
     settings = {**place.settings(strategy), "DETERMINISTIC": "1"}
     with cluster(
-        starter(place.kind), tmp_path, max_workers=place.workers, lease_ms=lease_ms(place.kind), script=SCRIPT, **settings
+        starter(place.kind),
+        tmp_path,
+        max_workers=place.workers,
+        lease_ms=lease_ms(place.kind),
+        script=SCRIPT,
+        **settings,
     ) as running:
         for index in range(place.workers):
-            running.start(index, **({"SHOAL_FAILPOINTS": f"reduction.under_way@7={action}"} if index == 1 else {}))
+            running.start(
+                index,
+                **({"SHOAL_FAILPOINTS": f"reduction.under_way@7={action}"} if index == 1 else {}),
+            )
         lost = running.workers.pop(1)
         results = running.finish(*(index for index in range(place.workers) if index != 1))
         lost.kill(signal.SIGKILL)
@@ -119,19 +149,38 @@ def test_a_worker_lost_in_the_middle_of_an_all_reduce_costs_the_others_nothing(
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 @pytest.mark.parametrize("times", [1, pytest.param(9, marks=pytest.mark.soak)])
 def test_steps_that_are_done_again_end_with_the_same_bits(
-    starter: Starter, tmp_path: Path, place: Place, undisturbed: Callable[[str], str], strategy: str, times: int
+    starter: Starter,
+    tmp_path: Path,
+    place: Place,
+    undisturbed: Callable[[str], str],
+    strategy: str,
+    times: int,
 ) -> None:
-    """One worker loses its group in the middle of summing gradients, so many times in each of 24 steps; the redo uses the same memory. On
-    the host in three steps, or one: the coordinator waits for up to 5 s where one generation after the other fails."""
+    """One worker loses its group in the middle of summing gradients, so many times in each of 24
+    steps; the redo uses the same memory. On the host in three steps, or one: the coordinator waits
+    for up to 5 s where one generation after the other fails."""
     steps = range(training.STEPS if place.kind == "cuda" else 3 if times == 1 else 1)
-    points = [f"reduction.under_way@{1 + step * (times + 1) + again}=lose" for step in steps for again in range(times)]
+    points = [
+        f"reduction.under_way@{1 + step * (times + 1) + again}=lose"
+        for step in steps
+        for again in range(times)
+    ]
     settings = {**place.settings(strategy), "DETERMINISTIC": "1"}
     with cluster(
-        starter(place.kind), tmp_path, max_workers=place.workers, lease_ms=lease_ms(place.kind), script=SCRIPT, **settings
+        starter(place.kind),
+        tmp_path,
+        max_workers=place.workers,
+        lease_ms=lease_ms(place.kind),
+        script=SCRIPT,
+        **settings,
     ) as running:
         for index in range(place.workers):
             running.start(index, **({"SHOAL_FAILPOINTS": ",".join(points)} if index == 1 else {}))
-        eventually(lambda: all(worker.ended.is_set() for worker in running.workers.values()), "the workers to end", within_s=5000)
+        eventually(
+            lambda: all(worker.ended.is_set() for worker in running.workers.values()),
+            "the workers to end",
+            within_s=5000,
+        )
         results = running.finish(*range(place.workers))
     assert {result["world"] for result in results} == {place.workers}
     assert {result["digest"] for result in results} == {undisturbed(strategy)}
@@ -141,12 +190,21 @@ def test_steps_that_are_done_again_end_with_the_same_bits(
 def test_a_machine_that_is_lost_costs_the_other_one_nothing(
     starter: Starter, tmp_path: Path, place: Place, undisturbed: Callable[[str], str], strategy: str
 ) -> None:
-    """Two machines as far as Shoal and NCCL can tell: by SHOAL_HOST, which puts ranks of a machine side by side, and NCCL_HOSTID, for which
-    NCCL takes no memory that two of them share. All workers of the second die at once. Under hsdp each machine holds the whole state."""
-    first, second = list(range(place.workers - place.workers // 2)), list(range(place.workers - place.workers // 2, place.workers))
+    """Two machines as far as Shoal and NCCL can tell: by SHOAL_HOST, which puts ranks of a machine
+    side by side, and NCCL_HOSTID, for which NCCL takes no memory that two of them share. All
+    workers of the second die at once. Under hsdp each machine holds the whole state."""
+    first, second = (
+        list(range(place.workers - place.workers // 2)),
+        list(range(place.workers - place.workers // 2, place.workers)),
+    )
     settings = {**place.settings(strategy), "DETERMINISTIC": "1"}
     with cluster(
-        starter(place.kind), tmp_path, max_workers=place.workers, lease_ms=lease_ms(place.kind), script=SCRIPT, **settings
+        starter(place.kind),
+        tmp_path,
+        max_workers=place.workers,
+        lease_ms=lease_ms(place.kind),
+        script=SCRIPT,
+        **settings,
     ) as running:
         for name, indices in (("first", first), ("second", second)):
             dies = {"SHOAL_FAILPOINTS": "reduction.under_way@7=kill"} if name == "second" else {}
@@ -186,17 +244,28 @@ def test_a_worker_that_joins_changes_nothing(
     assert {result["digest"] for result in results} == {undisturbed(strategy)}
 
 
-def test_activations_of_64_mib_go_through_a_pipeline(starter: Starter, tmp_path: Path, place: Place) -> None:
-    """1F1B; a micro-batch of 4 samples has 2048 rows of 1024 numbers in float64. Other ranks hold other layers, and each layer's sums stay
-    the same."""
+def test_activations_of_64_mib_go_through_a_pipeline(
+    starter: Starter, tmp_path: Path, place: Place
+) -> None:
+    """1F1B; a micro-batch of 4 samples has 2048 rows of 1024 numbers in float64. Other ranks hold
+    other layers, and each layer's sums stay the same."""
     rows = "2048" if place.kind == "cuda" else "16"
     told = []
     for stages in (1, place.workers):
         directory = tmp_path / str(stages)
         directory.mkdir()
-        settings = place.settings("pipeline", f'{{"schedule": "1f1b", "micro_batches": 4, "pipeline_parallel_size": {stages}}}')
+        settings = place.settings(
+            "pipeline",
+            f'{{"schedule": "1f1b", "micro_batches": 4, "pipeline_parallel_size": {stages}}}',
+        )
         with cluster(
-            starter(place.kind), directory, max_workers=stages, lease_ms=lease_ms(place.kind), script=SCRIPT, TOKENS=rows, **settings
+            starter(place.kind),
+            directory,
+            max_workers=stages,
+            lease_ms=lease_ms(place.kind),
+            script=SCRIPT,
+            TOKENS=rows,
+            **settings,
         ) as running:
             for index in range(stages):
                 running.start(index)
@@ -209,10 +278,14 @@ def test_activations_of_64_mib_go_through_a_pipeline(starter: Starter, tmp_path:
 
 @pytest.mark.slow
 @rehearsal
-def test_processes_for_devices_are_new_interpreters_that_train_and_die_as_others_do(tmp_path: Path) -> None:
+def test_processes_for_devices_are_new_interpreters_that_train_and_die_as_others_do(
+    tmp_path: Path,
+) -> None:
     fresh = Fresh()
     try:
-        with cluster(fresh, tmp_path, max_workers=2, script=SCRIPT, STRATEGY="ddp", BACKEND="gloo") as running:
+        with cluster(
+            fresh, tmp_path, max_workers=2, script=SCRIPT, STRATEGY="ddp", BACKEND="gloo"
+        ) as running:
             running.start(0)
             running.start(1, SHOAL_FAILPOINTS="reduction.under_way@7=kill")
             assert running.workers.pop(1).wait() == -signal.SIGKILL

@@ -1,4 +1,5 @@
-"""State that leaves a CUDA device. On the stand-in: tests/unit/worker_state/test_device_reader.py. On a device: make test-gpu."""
+"""State that leaves a CUDA device. On the stand-in: tests/unit/worker_state/test_device_reader.py.
+On a device: make test-gpu."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from shoal_worker.state import device_reader
 from shoal_worker.state.digest import digest_of, mixed_sum, state_digest
 from shoal_worker.state.tree import Snapshot
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
+]
 
 NONCE = "0123456789abcdef0123456789abcdef"
 
@@ -40,7 +44,9 @@ def test_a_snapshot_is_of_its_moment_whatever_the_device_does_next() -> None:
     assert state_digest(snapshot.state()) == expected
 
 
-def test_a_snapshot_without_room_on_the_device_is_of_its_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_snapshot_without_room_on_the_device_is_of_its_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(device_reader.CudaLane, "room", lambda lane: 0)
     test_a_snapshot_is_of_its_moment_whatever_the_device_does_next()
 

@@ -1,4 +1,5 @@
-"""Every strategy with 2 and with 4 ranks that share one device over Gloo comes to what plain torch does on the host with the same samples.
+"""Every strategy with 2 and with 4 ranks that share one device over Gloo comes to what plain torch
+does on the host with the same samples.
 
 In float64, to 1e-9: sums differ in their order alone. In a rehearsal the device is the host.
 """
@@ -41,45 +42,68 @@ def alone() -> dict[str, torch.Tensor]:
     return training.alone()
 
 
-@pytest.mark.parametrize(("kind", "name", "ranks"), on_host_and_device(_CASES, quick=[("zero3", 2), ("pipeline", 2)]))
-def test_a_strategy_comes_to_what_one_process_does_on_the_host(kind: str, name: str, ranks: int, alone: dict[str, torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "name", "ranks"), on_host_and_device(_CASES, quick=[("zero3", 2), ("pipeline", 2)])
+)
+def test_a_strategy_comes_to_what_one_process_does_on_the_host(
+    kind: str, name: str, ranks: int, alone: dict[str, torch.Tensor]
+) -> None:
     is_there(kind)
     strategy, options = _STRATEGIES[name]
-    for trained in together(lambda: training.train(strategy, dict(options), backend="gloo"), world_size=ranks):
+    for trained in together(
+        lambda: training.train(strategy, dict(options), backend="gloo"), world_size=ranks
+    ):
         for parameter, value in alone.items():
             torch.testing.assert_close(trained[parameter], value, rtol=_TOLERANCE, atol=_TOLERANCE)
 
 
 @rehearsal
-def test_a_pipeline_whose_messages_go_through_host_memory_comes_to_the_same(alone: dict[str, torch.Tensor]) -> None:
+def test_a_pipeline_whose_messages_go_through_host_memory_comes_to_the_same(
+    alone: dict[str, torch.Tensor],
+) -> None:
     """Tensors of the host are taken for ones that are elsewhere, as those of a device are."""
     with (
         mock.patch.object(on_devices, "is_elsewhere", return_value=True),
         mock.patch.object(on_devices, "host_copy", side_effect=on_devices.host_copy) as copied,
     ):
-        outcomes = together(lambda: training.train("pipeline", dict(_PIPELINE), backend="gloo"), world_size=2)
-    assert copied.call_count >= 2 * 4 * training.STEPS  # an activation and its gradient for each micro-batch
+        outcomes = together(
+            lambda: training.train("pipeline", dict(_PIPELINE), backend="gloo"), world_size=2
+        )
+    # an activation and its gradient for each micro-batch
+    assert copied.call_count >= 2 * 4 * training.STEPS
     for trained in outcomes:
         for parameter, value in alone.items():
             torch.testing.assert_close(trained[parameter], value, rtol=_TOLERANCE, atol=_TOLERANCE)
 
 
 @pytest.mark.parametrize(("kind", "ranks"), on_host_and_device([(2,), (4,)], quick=[]))
-def test_local_sgd_comes_to_the_average_of_models_that_train_apart_on_the_host(kind: str, ranks: int) -> None:
+def test_local_sgd_comes_to_the_average_of_models_that_train_apart_on_the_host(
+    kind: str, ranks: int
+) -> None:
     is_there(kind)
     expected = training.alone(sync_every=2, ranks=ranks)
-    for trained in together(lambda: training.train("local_sgd", {"sync_every": 2}, backend="gloo"), world_size=ranks):
+    for trained in together(
+        lambda: training.train("local_sgd", {"sync_every": 2}, backend="gloo"), world_size=ranks
+    ):
         for parameter, value in expected.items():
             torch.testing.assert_close(trained[parameter], value, rtol=_TOLERANCE, atol=_TOLERANCE)
 
 
 @pytest.mark.parametrize(
-    ("kind", "how", "ranks"), on_host_and_device([(how, ranks) for how in ("fp16", "powersgd") for ranks in (2, 4)], quick=[])
+    ("kind", "how", "ranks"),
+    on_host_and_device(
+        [(how, ranks) for how in ("fp16", "powersgd") for ranks in (2, 4)], quick=[]
+    ),
 )
-def test_compressed_gradients_lead_close_to_where_whole_ones_do(kind: str, how: str, ranks: int, alone: dict[str, torch.Tensor]) -> None:
+def test_compressed_gradients_lead_close_to_where_whole_ones_do(
+    kind: str, how: str, ranks: int, alone: dict[str, torch.Tensor]
+) -> None:
     is_there(kind)
     begun = {name: p.detach() for name, p in training.network().named_parameters()}
-    outcomes = together(lambda: training.train("ddp", {"gradient_compression": how}, backend="gloo"), world_size=ranks)
+    outcomes = together(
+        lambda: training.train("ddp", {"gradient_compression": how}, backend="gloo"),
+        world_size=ranks,
+    )
     assert len({training.digest(trained) for trained in outcomes}) == 1
     moved = sum(float((alone[name] - begun[name]).square().sum()) for name in alone) ** 0.5
     off = sum(float((outcomes[0][name] - alone[name]).square().sum()) for name in alone) ** 0.5

@@ -1,5 +1,6 @@
-"""How users train on a device: bf16 autocast, a GradScaler that meets an inf, a compiled block, data workers whose batches are pinned. Two
-ranks share the device, and what they come to is what plain torch does on it.
+"""How users train on a device: bf16 autocast, a GradScaler that meets an inf, a compiled block,
+data workers whose batches are pinned. Two ranks share the device, and what they come to is what
+plain torch does on it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ def data(*, with_inf: bool) -> TensorDataset:
 
 
 def take_steps(
-    batches: Iterator[Any], model: Any, optimizer: Any, device: torch.device, *, autocast: bool, scaler: torch.amp.GradScaler | None
+    batches: Iterator[Any],
+    model: Any,
+    optimizer: Any,
+    device: torch.device,
+    *,
+    autocast: bool,
+    scaler: torch.amp.GradScaler | None,
 ) -> list[float]:
     """Trains on all batches; the scale after each step."""
     scales = []
@@ -54,40 +61,68 @@ def take_steps(
     return scales
 
 
-def plainly(device: torch.device, *, autocast: bool, scales: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+def plainly(
+    device: torch.device, *, autocast: bool, scales: bool
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     """What plain torch does on that device."""
     net = training.network(dtype=torch.float32).to(device)
     scaler = torch.amp.GradScaler(device.type, init_scale=_SCALE) if scales else None
     batches = iter(DataLoader(data(with_inf=scales), training.BATCH))
-    told = take_steps(batches, net, torch.optim.SGD(net.parameters(), 1e-2), device, autocast=autocast, scaler=scaler)
+    told = take_steps(
+        batches,
+        net,
+        torch.optim.SGD(net.parameters(), 1e-2),
+        device,
+        autocast=autocast,
+        scaler=scaler,
+    )
     return {name: p.detach().cpu() for name, p in net.named_parameters()}, told
 
 
-def with_shoal(strategy: str, *, autocast: bool, scales: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
+def with_shoal(
+    strategy: str, *, autocast: bool, scales: bool
+) -> tuple[dict[str, torch.Tensor], list[float]]:
     device = shoal.device()
     net = training.network(dtype=torch.float32).to(device)
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-2), strategy=strategy, backend="gloo")
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 1e-2), strategy=strategy, backend="gloo"
+    )
     scaler = torch.amp.GradScaler(device.type, init_scale=_SCALE) if scales else None
-    loader = shoal.ElasticDataLoader(data(with_inf=scales), global_batch_size=training.BATCH, shuffle=False)
+    loader = shoal.ElasticDataLoader(
+        data(with_inf=scales), global_batch_size=training.BATCH, shuffle=False
+    )
     told = take_steps(iter(loader), model, optimizer, device, autocast=autocast, scaler=scaler)
     return {name: value.cpu().clone() for name, value in model.full_state_dict().items()}, told
 
 
-@pytest.mark.parametrize(("kind", "strategy"), on_host_and_device([("ddp",), ("zero2",), ("zero3",)], quick=[("zero3",)]))
-def test_under_bf16_autocast_the_parameters_are_those_of_plain_torch_as_far_as_bf16_goes(kind: str, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "strategy"), on_host_and_device([("ddp",), ("zero2",), ("zero3",)], quick=[("zero3",)])
+)
+def test_under_bf16_autocast_the_parameters_are_those_of_plain_torch_as_far_as_bf16_goes(
+    kind: str, strategy: str
+) -> None:
     is_there(kind)
     expected, _ = plainly(torch.device(kind), autocast=True, scales=False)
-    for trained, _ in together(lambda: with_shoal(strategy, autocast=True, scales=False), world_size=2):
+    for trained, _ in together(
+        lambda: with_shoal(strategy, autocast=True, scales=False), world_size=2
+    ):
         for name, value in expected.items():
-            torch.testing.assert_close(trained[name], value, rtol=0.02, atol=2e-3)  # products have 8 bits, sums of two halves differ
+            # products have 8 bits, sums of two halves differ
+            torch.testing.assert_close(trained[name], value, rtol=0.02, atol=2e-3)
 
 
-@pytest.mark.parametrize(("kind", "strategy"), on_host_and_device([("ddp",), ("zero2",), ("zero3",)], quick=[("zero2",)]))
-def test_an_inf_on_one_rank_costs_all_ranks_that_step_and_half_of_the_scale(kind: str, strategy: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "strategy"), on_host_and_device([("ddp",), ("zero2",), ("zero3",)], quick=[("zero2",)])
+)
+def test_an_inf_on_one_rank_costs_all_ranks_that_step_and_half_of_the_scale(
+    kind: str, strategy: str
+) -> None:
     is_there(kind)
     expected, scales = plainly(torch.device(kind), autocast=False, scales=True)
     assert scales == [_SCALE] * 2 + [_SCALE / 2] * 4
-    for trained, told in together(lambda: with_shoal(strategy, autocast=False, scales=True), world_size=2):
+    for trained, told in together(
+        lambda: with_shoal(strategy, autocast=False, scales=True), world_size=2
+    ):
         assert told == scales
         for name, value in expected.items():
             torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-5)
@@ -102,7 +137,13 @@ def test_a_compiled_block_and_pinned_batches_of_data_workers_change_nothing(
     compiled = "inductor" if kind == "cuda" else "aot_eager"
     settings = {"STRATEGY": strategy, "BACKEND": "gloo", "COMPILED": compiled, "DATA_WORKERS": "2"}
     with cluster(
-        starter(kind), tmp_path, max_workers=2, script=Path(training.__file__), lease_ms=lease_ms(kind), **settings, **sharing(kind)
+        starter(kind),
+        tmp_path,
+        max_workers=2,
+        script=Path(training.__file__),
+        lease_ms=lease_ms(kind),
+        **settings,
+        **sharing(kind),
     ) as running:
         for index in range(2):
             running.start(index)

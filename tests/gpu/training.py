@@ -1,12 +1,13 @@
-"""One training for all tests of this folder, on whatever `shoal.device()` is, over whatever BACKEND says: what a rank does, and what one
-process does in plain torch on the host.
+"""One training for all tests of this folder, on whatever `shoal.device()` is, over whatever BACKEND
+says: what a rank does, and what one process does in plain torch on the host.
 
-As a script it is a worker of a job: STRATEGY with OPTIONS (JSON) over BACKEND, one block compiled by COMPILED, with so many DATA_WORKERS;
-it says what it ends with as one JSON line in OUTPUT.
-DETERMINISTIC=1 takes micro-batches in float32, whose sums do not depend on how many ranks there are; else it is float64, in which the order
-of sums is seen in the last digits alone. WIDTH is that of the layers, and TOKENS how many rows each sample has.
-GPU_SHARED=1 lets it share a GPU with other ranks over NCCL. GRAPHED is how many rows a rank has in a step: one block is then a CUDA graph,
-on devices. FAULT is a fault of the device that comes once for all workers (`device_faults`).
+As a script it is a worker of a job: STRATEGY with OPTIONS (JSON) over BACKEND, one block compiled
+by COMPILED, with so many DATA_WORKERS; it says what it ends with as one JSON line in OUTPUT.
+DETERMINISTIC=1 takes micro-batches in float32, whose sums do not depend on how many ranks there
+are; else it is float64, in which the order of sums is seen in the last digits alone. WIDTH is that
+of the layers, and TOKENS how many rows each sample has. GPU_SHARED=1 lets it share a GPU with other
+ranks over NCCL. GRAPHED is how many rows a rank has in a step: one block is then a CUDA graph, on
+devices. FAULT is a fault of the device that comes once for all workers (`device_faults`).
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.mlp(x)
@@ -57,7 +60,9 @@ def network(width: int = WIDTH, dtype: torch.dtype = torch.float64) -> nn.Sequen
     """Equal in all processes: made on the host."""
     with _GENERATOR, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(_INPUTS, width), *(Block(width) for _ in range(_BLOCKS)), nn.Linear(width, 1)).to(dtype)
+        return nn.Sequential(
+            nn.Linear(_INPUTS, width), *(Block(width) for _ in range(_BLOCKS)), nn.Linear(width, 1)
+        ).to(dtype)
 
 
 def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
@@ -67,7 +72,9 @@ def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
 def dataset(dtype: torch.dtype = torch.float64, tokens: int | None = None) -> TensorDataset:
     """`tokens`: each sample has so many rows; None: it is one."""
     draw = torch.Generator().manual_seed(1)
-    x = torch.randn(SAMPLES, *([tokens] if tokens else []), _INPUTS, dtype=torch.float64, generator=draw)
+    x = torch.randn(
+        SAMPLES, *([tokens] if tokens else []), _INPUTS, dtype=torch.float64, generator=draw
+    )
     return TensorDataset(x.to(dtype), x.square().sum(-1, keepdim=True).to(dtype))
 
 
@@ -87,9 +94,10 @@ def train(
     graphed: int = 0,
     fault: tuple[str, Path] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """One rank's part; the parameters that it ends with, on the host. `hold`: see `pace`. `compiled`: torch.compile's backend for one
-    block. `workers`: data workers. `graphed`: rows of a rank in a step, for a CUDA graph of one block; 0: none.
-    `fault`: name and marker of a fault of the device."""
+    """One rank's part; the parameters that it ends with, on the host. `hold`: see `pace`.
+    `compiled`: torch.compile's backend for one block. `workers`: data workers. `graphed`: rows of a
+    rank in a step, for a CUDA graph of one block; 0: none. `fault`: name and marker of a fault of
+    the device."""
     device = shoal.device()
     in_parts = bool(options.get("deterministic"))
     dtype = torch.float32 if in_parts else torch.float64
@@ -102,7 +110,12 @@ def train(
     if fault is not None:
         device_faults.arm(fault[0], net[3], fault[1])
     model, optimizer = shoal.as_distributed(
-        net, optimizer_of(net), strategy=strategy, backend=backend, minimum_parameter_group_size=64, **options
+        net,
+        optimizer_of(net),
+        strategy=strategy,
+        backend=backend,
+        minimum_parameter_group_size=64,
+        **options,
     )
     loader = shoal.ElasticDataLoader(
         dataset(dtype, tokens),
@@ -129,8 +142,9 @@ def train(
 
 
 def alone(*, sync_every: int = 1, ranks: int = 1) -> dict[str, torch.Tensor]:
-    """The parameters after the same training in plain torch, on the host. With `sync_every` above 1 as many models as `ranks` train apart,
-    each on its part of each batch, and are averaged every so many steps."""
+    """The parameters after the same training in plain torch, on the host. With `sync_every` above 1
+    as many models as `ranks` train apart, each on its part of each batch, and are averaged every so
+    many steps."""
     nets = [network() for _ in range(ranks if sync_every > 1 else 1)]
     optimizers = [optimizer_of(net) for net in nets]
     x, y = dataset().tensors
@@ -159,12 +173,16 @@ def _average(nets: Sequence[nn.Module]) -> None:
 
 def digest(state: dict[str, torch.Tensor]) -> str:
     """Equal if and only if all bits are."""
-    return hashlib.sha256(b"".join(value.contiguous().numpy().tobytes() for value in state.values())).hexdigest()
+    return hashlib.sha256(
+        b"".join(value.contiguous().numpy().tobytes() for value in state.values())
+    ).hexdigest()
 
 
 def expandable_segments() -> bool:
     """Whether torch's allocator has any on this process's device."""
-    return torch.cuda.is_available() and any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+    return torch.cuda.is_available() and any(
+        segment["is_expandable"] for segment in torch.cuda.memory_snapshot()
+    )
 
 
 def main() -> None:
@@ -197,7 +215,9 @@ def main() -> None:
         "finite": all(bool(value.isfinite().all()) for value in state.values()),
         "checked": [float(value.double().abs().sum()) for value in state.values()],
         "expandable": expandable_segments(),
-        "parameters": torch.cat([value.flatten() for value in state.values()]).tolist() if width == WIDTH else [],
+        "parameters": torch.cat([value.flatten() for value in state.values()]).tolist()
+        if width == WIDTH
+        else [],
     }
     (output / f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(result))
 

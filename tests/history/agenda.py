@@ -1,4 +1,5 @@
-"""What a campaign has put off: actions, each with the time when it is due. It starts no thread: somebody looks, again and again."""
+"""What a campaign has put off: actions, each with the time when it is due. It starts no thread:
+somebody looks, again and again."""
 
 from __future__ import annotations
 

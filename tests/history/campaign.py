@@ -1,7 +1,8 @@
-"""One job under a seeded schedule of faults, written down (recording.py) and judged at its end (checking.py).
+"""One job under a seeded schedule of faults, written down (recording.py) and judged at its end
+(checking.py).
 
-Its processes are a `Cluster`, and what happens to them are `Faults`. Here: how long they go on, that training goes on meanwhile, and that
-everything comes to a good end.
+Its processes are a `Cluster`, and what happens to them are `Faults`. Here: how long they go on,
+that training goes on meanwhile, and that everything comes to a good end.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from tests.history.verdict import Verdict, counts
 from tests.zygote.children import Child, Zygote
 
 _LOOK_S = 0.01
-"""Between two looks at processes and files, which tell nobody when they change; every wait for them has a deadline."""
+"""Between two looks at processes and files, which tell nobody when they change; every wait for them
+has a deadline."""
 _PACE_S = 0.5
 """From one fault to the next, on average."""
 _FIRST_PACE_S = 2.0
-"""The same, until the first push is acknowledged. What strikes by then is more than was asked for."""
+"""The same, until the first push is acknowledged. What strikes by then is more than was asked
+for."""
 _SNAPSHOT_PACE_S = 1.0
 _PROGRESS_EVERY = 20
 """After so many faults workers must have been acknowledged something since."""
@@ -38,15 +41,20 @@ _PROGRESS_WITHIN_S = 60.0
 
 
 class Campaign:
-    """Belongs to the thread that makes it, but for the snapshots, which a thread of their own asks for."""
+    """Belongs to the thread that makes it, but for the snapshots, which a thread of their own asks
+    for."""
 
-    def __init__(self, zygote: Zygote, directory: Path, *, mode: str, seed: int, faults: int) -> None:
+    def __init__(
+        self, zygote: Zygote, directory: Path, *, mode: str, seed: int, faults: int
+    ) -> None:
         """`mode`: one of `MODES`; `faults`: how many strike at least."""
         self._mode, self._seed, self._goal = Mode.of(mode, seed), seed, faults
         self._chance = random.Random(f"{mode} {seed}")
         self._unexpected: list[Violation] = []
         self._cluster = Cluster(zygote, directory, self._mode, seed=seed)
-        self._faults = Faults(self._cluster, self._mode, self._chance, unexpected=self._unexpected.append)
+        self._faults = Faults(
+            self._cluster, self._mode, self._chance, unexpected=self._unexpected.append
+        )
         self._snapshots = 0
 
     def run(self) -> Verdict:
@@ -62,13 +70,17 @@ class Campaign:
         due, progress_at = time.monotonic() + self._chance.expovariate(1 / _FIRST_PACE_S), 0
         before: int | None = None
         """How many struck before the first push was acknowledged; None: it was not yet."""
-        while (before is None or self._faults.done.total() < before + self._goal) and not self._unexpected:
+        while (
+            before is None or self._faults.done.total() < before + self._goal
+        ) and not self._unexpected:
             self._faults.attend()
             if before is None and self._cluster.acknowledged():
                 before = self._faults.done.total()
             if (now := time.monotonic()) >= due:
                 self._faults.strike()
-                due = now + self._chance.expovariate(1 / (_FIRST_PACE_S if before is None else _PACE_S))
+                due = now + self._chance.expovariate(
+                    1 / (_FIRST_PACE_S if before is None else _PACE_S)
+                )
                 if self._faults.done.total() >= progress_at + _PROGRESS_EVERY:
                     progress_at = self._faults.done.total()
                     self._await_progress()
@@ -98,8 +110,8 @@ class Campaign:
             if time.monotonic() > deadline:
                 self._unexpected.append(
                     Violation(
-                        f"nothing was acknowledged for {_PROGRESS_WITHIN_S:g} s after fault {self._faults.done.total()}; "
-                        f"{_said(self._cluster.workers)}"
+                        f"nothing was acknowledged for {_PROGRESS_WITHIN_S:g} s after fault "
+                        f"{self._faults.done.total()}; {_said(self._cluster.workers)}"
                     )
                 )
 
@@ -122,13 +134,19 @@ class Campaign:
                 else:
                     self._faults.has_ended(target)
             for target in waiting:
-                if target.child is not None and target.child not in asked and target.waits_for_another_run:
+                if (
+                    target.child is not None
+                    and target.child not in asked
+                    and target.waits_for_another_run
+                ):
                     asked.append(target.child)
                     target.child.kill(signal.SIGTERM)  # there will be none
             self._faults.do_what_is_due()
             if time.monotonic() > deadline:
                 names = ", ".join(each.name for each in waiting)
-                self._unexpected.append(Violation(f"{names} did not come to the end; {_said(waiting)}"))
+                self._unexpected.append(
+                    Violation(f"{names} did not come to the end; {_said(waiting)}")
+                )
             time.sleep(_LOOK_S)
 
     def _judge(self, seconds: float, owners: Mapping[str, frozenset[int]]) -> Verdict:
@@ -163,4 +181,6 @@ class Campaign:
 
 def _said(targets: Sequence[Target]) -> str:
     """The last of what they wrote."""
-    return "\n".join(f"{each.name}: {each.child.said()[-1500:]}" for each in targets if each.child is not None)
+    return "\n".join(
+        f"{each.name}: {each.child.said()[-1500:]}" for each in targets if each.child is not None
+    )

@@ -1,4 +1,5 @@
-"""Judges what a recorded history says of clocks: nobody is further ahead than ssp allows, and bsp's iterations are apart."""
+"""Judges what a recorded history says of clocks: nobody is further ahead than ssp allows, and bsp's
+iterations are apart."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ class _Clock:
 
     clock: int
     origin: int | None = None
-    """`clock` = origin + the iterations that it counts; None: it has not spoken since it came, or since it rested."""
+    """`clock` = origin + the iterations that it counts; None: it has not spoken since it came, or
+    since it rested."""
     rests: bool = False
     least: int = 0
     """Where it stands by what the journal has for certain: where it was placed, and its pushes."""
@@ -42,10 +44,11 @@ class _Clock:
 
 
 def bound_is_kept(history: History, bound: int) -> Iterator[Violation]:
-    """On each server by itself: a member is one of the newest generation that the server had been told of, and what counts is how many
-    iterations each member had said, to this server, that it finished, since its first word; a joiner begins where the slowest then was, and
-    so does who rested. Nobody waits for a member that rests. After a restart members stand where they stood, but for what was said without
-    a push, and for the end of each one's last push."""
+    """On each server by itself: a member is one of the newest generation that the server had been
+    told of, and what counts is how many iterations each member had said, to this server, that it
+    finished, since its first word; a joiner begins where the slowest then was, and so does who
+    rested. Nobody waits for a member that rests. After a restart members stand where they stood,
+    but for what was said without a push, and for the end of each one's last push."""
     said: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for line in history.of_workers("push", "pull", "clock"):
         said[line["member"]].add((line["clock"], line.fields.get("place", 0)))
@@ -66,39 +69,75 @@ def bound_is_kept(history: History, bound: int) -> Iterator[Violation]:
                     }
                     slowest = line["slowest"]
                 case "members":
-                    clocks = {member: clocks.get(member) or _Clock(clock=slowest) for member in line["members"]}
+                    clocks = {
+                        member: clocks.get(member) or _Clock(clock=slowest)
+                        for member in line["members"]
+                    }
                 case "finished" if line["member"] in clocks:
                     if (line["clock"], line["place"]) not in said[line["member"]]:
-                        what = f"server {server} counts {line['clock']} iterations of {line['member']}, which did not say so"
+                        what = (
+                            f"server {server} counts {line['clock']} iterations of "
+                            f"{line['member']}, which did not say so"
+                        )
                         yield Violation(what, [line])
                     clocks[line["member"]].says(line["clock"], line["place"], slowest)
                 case "turn":
                     lead = clocks[line["member"]].clock - slowest
                     if lead > bound:
-                        what = f"the turn of {line['member']} came on server {server} {lead} ahead of the slowest, with a bound of {bound}"
-                        slow = next((m for m, each in clocks.items() if each.clock == slowest and not each.rests), "nobody")
-                        told = [other for other in lines[:number] if other["kind"] == "finished" and other["member"] == slow]
+                        what = (
+                            f"the turn of {line['member']} came on server {server} {lead} ahead "
+                            f"of the slowest, with a bound of {bound}"
+                        )
+                        slow = next(
+                            (
+                                m
+                                for m, each in clocks.items()
+                                if each.clock == slowest and not each.rests
+                            ),
+                            "nobody",
+                        )
+                        told = [
+                            other
+                            for other in lines[:number]
+                            if other["kind"] == "finished" and other["member"] == slow
+                        ]
                         yield Violation(what, [*told[-1:], line])
-            slowest = min((each.clock for each in clocks.values() if not each.rests), default=slowest)
+            slowest = min(
+                (each.clock for each in clocks.values() if not each.rests), default=slowest
+            )
 
 
-def _stand_where_they_stood(server: str, line: Line, clocks: Mapping[str, _Clock]) -> Iterator[Violation]:
-    """Whoever pushed iteration n, in a push that the journal has, has finished the one before, also if the server had not counted it."""
+def _stand_where_they_stood(
+    server: str, line: Line, clocks: Mapping[str, _Clock]
+) -> Iterator[Violation]:
+    """Whoever pushed iteration n, in a push that the journal has, has finished the one before, also
+    if the server had not counted it."""
     for member, (clock, _) in line["clocks"].items():
         before = clocks.get(member)
         if before is not None and not before.least <= clock <= max(before.clock, before.least):
-            yield Violation(f"server {server} came back with {member} at clock {clock}, where it had {before.clock}", [line])
-    awaited = [clock for member, (clock, _) in line["clocks"].items() if member not in line["resting"]]
+            yield Violation(
+                f"server {server} came back with {member} at clock {clock}, where it had "
+                f"{before.clock}",
+                [line],
+            )
+    awaited = [
+        clock for member, (clock, _) in line["clocks"].items() if member not in line["resting"]
+    ]
     if any(clock < line["slowest"] for clock in awaited):
-        yield Violation(f"server {server} came back with a member behind the slowest, at {line['slowest']}", [line])
+        yield Violation(
+            f"server {server} came back with a member behind the slowest, at {line['slowest']}",
+            [line],
+        )
 
 
 def iterations_are_apart(history: History) -> Iterator[Violation]:
-    """In the order of a partition's changes, a push was computed on the same version as the one before it, by another member, or on the one
-    that this led to: then the next iteration begins. Members number their iterations each for itself, so that their numbers say nothing."""
+    """In the order of a partition's changes, a push was computed on the same version as the one
+    before it, by another member, or on the one that this led to: then the next iteration begins.
+    Members number their iterations each for itself, so that their numbers say nothing."""
     for partition, versions in history.changes.items():
         base, pushed = 0, dict[str, Line]()
-        """The version that this iteration's pushes are computed on, and the change of each member in it."""
+        """The version that this iteration's pushes are computed on, and the change of each member
+        in it."""
         for change in versions.values():
             sent = history.push_of(change) if change["sequence"] else None
             if sent is None:
@@ -107,6 +146,13 @@ def iterations_are_apart(history: History) -> Iterator[Violation]:
                 base, pushed = sent["base"], {}
             elif sent["base"] != base:
                 named = f"version {change['version']} of partition {partition}"
-                yield Violation(f"{named} is of a push on version {sent['base']}, where the iteration's are on {base}", [sent, change])
+                yield Violation(
+                    f"{named} is of a push on version {sent['base']}, where the iteration's are on "
+                    f"{base}",
+                    [sent, change],
+                )
             if (other := pushed.setdefault(change["member"], change)) is not change:
-                yield Violation(f"{change['member']} pushed twice to partition {partition} in one iteration", [other, change])
+                yield Violation(
+                    f"{change['member']} pushed twice to partition {partition} in one iteration",
+                    [other, change],
+                )

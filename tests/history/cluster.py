@@ -1,8 +1,10 @@
-"""The processes of a campaign's job: how each is started, how the others reach it, and what it leaves.
+"""The processes of a campaign's job: how each is started, how the others reach it, and what it
+leaves.
 
-Coordinator, Redis, two parameter servers with data directories, or four where each has a backup, and three workers; a relay
-(tests/relay.py) stands before the coordinator and before each server, also for the servers' own connections. A worker that is gone is
-replaced by a new member; all else is started again over what it left, a server with its id, whatever its role is by then.
+Coordinator, Redis, two parameter servers with data directories, or four where each has a backup,
+and three workers; a relay (tests/relay.py) stands before the coordinator and before each server,
+also for the servers' own connections. A worker that is gone is replaced by a new member; all else
+is started again over what it left, a server with its id, whatever its role is by then.
 
 When they fail is not decided here (faults.py).
 """
@@ -100,7 +102,7 @@ class Cluster:
         """The one before the coordinator, and those before servers."""
         return [self._relay, *self._links]
 
-    # ------------------------------------------------------------------------------------------------------------ starting
+    # ------------------------------------------------------------------------------------- starting
 
     def _start(self) -> None:
         for path in (self._directory, self.history):
@@ -113,15 +115,29 @@ class Cluster:
         self._stack.callback(self._boss.close)
         self._relay = self._stack.enter_context(Relay(self._boss.address))
         with self._boss.client() as client:
-            spec = pb.JobSpec(job_id=self._job_id, min_workers=1, max_workers=8, parameter_servers=SERVERS, lease_ms=LEASE_MS)
+            spec = pb.JobSpec(
+                job_id=self._job_id,
+                min_workers=1,
+                max_workers=8,
+                parameter_servers=SERVERS,
+                lease_ms=LEASE_MS,
+            )
             spec.parameter_server_backups = self._mode.backups
             spec.max_parameter_servers = MOST_SERVERS if self._mode.moves else SERVERS
             client.create_job(spec)
         first = self._boss.process
-        self.coordinator = Target(name="coordinator", start=self._start_coordinator, failpoints=COORDINATOR_FAILPOINTS, child=first)
+        self.coordinator = Target(
+            name="coordinator",
+            start=self._start_coordinator,
+            failpoints=COORDINATOR_FAILPOINTS,
+            child=first,
+        )
         for _ in range(SERVERS * (1 + self._mode.backups)):
             self.add_server()
-        self.workers = [Target(name=f"worker-{i}", start=self._start_worker, failpoints=WORKER_FAILPOINTS) for i in range(WORKERS)]
+        self.workers = [
+            Target(name=f"worker-{i}", start=self._start_worker, failpoints=WORKER_FAILPOINTS)
+            for i in range(WORKERS)
+        ]
         self._stack.callback(self._kill_all)
         for target in self.servers:
             target.child = target.start("")
@@ -131,10 +147,18 @@ class Cluster:
             target.child = target.start("")
 
     def _train_before(self) -> Child:
-        """One worker alone, with servers of its own: it writes the checkpoint from whose rows the job is to go on."""
-        config = {"end": str(self._directory), "seed": self._seed, "longest_step_s": 0.0, "options": {"lease_ahead": 2.0}}
+        """One worker alone, with servers of its own: it writes the checkpoint from whose rows the
+        job is to go on."""
+        config = {
+            "end": str(self._directory),
+            "seed": self._seed,
+            "longest_step_s": 0.0,
+            "options": {"lease_ahead": 2.0},
+        }
         config["checkpoints"] = str(self._checkpoints)
-        child = self._zygote.start("history-train", [json.dumps(config)], output=self._directory / "before.log")
+        child = self._zygote.start(
+            "history-train", [json.dumps(config)], output=self._directory / "before.log"
+        )
         self._stack.callback(child.kill)
         return child
 
@@ -143,8 +167,14 @@ class Cluster:
         index = next(self._places)
         self._ports.append(self._stack.enter_context(ReservedPort()))
         self._links.append(self._stack.enter_context(Relay(f"127.0.0.1:{self._ports[index].port}")))
-        failpoints = SERVER_FAILPOINTS | (BACKUP_FAILPOINTS if self._mode.backups else {}) | (MOVE_FAILPOINTS if self._mode.moves else {})
-        target = Target(name=f"server-{index}", start=partial(self._start_server, index), failpoints=failpoints)
+        failpoints = (
+            SERVER_FAILPOINTS
+            | (BACKUP_FAILPOINTS if self._mode.backups else {})
+            | (MOVE_FAILPOINTS if self._mode.moves else {})
+        )
+        target = Target(
+            name=f"server-{index}", start=partial(self._start_server, index), failpoints=failpoints
+        )
         self.servers.append(target)
         return target
 
@@ -168,20 +198,39 @@ class Cluster:
 
     def _start_server(self, index: int, armed: str) -> Child:
         name = f"server-{index}"
-        arguments = ["--coordinator", self._relay.address, "--job", self._job_id, "--server-id", name]
-        arguments += ["--listen", f"127.0.0.1:{self._ports[index].port}", "--data-dir", str(self._directory / name)]
+        arguments = [
+            "--coordinator",
+            self._relay.address,
+            "--job",
+            self._job_id,
+            "--server-id",
+            name,
+        ]
+        arguments += [
+            "--listen",
+            f"127.0.0.1:{self._ports[index].port}",
+            "--data-dir",
+            str(self._directory / name),
+        ]
         arguments += ["--snapshot-interval", f"{_SNAPSHOT_INTERVAL_S * self._mode.backups}s"]
         environment = {
             recording.DIRECTORY: str(self.history),
             recording.REACHED_AT: self._links[index].address,
             "SHOAL_FAILPOINTS": armed,
         }
-        return self._zygote.start("recorded-server", arguments, output=self._directory / f"{name}.log", **environment)
+        return self._zygote.start(
+            "recorded-server", arguments, output=self._directory / f"{name}.log", **environment
+        )
 
     def _start_worker(self, armed: str) -> Child:
         number = next(self._members)
         options = {"lease_ahead": 2.0, **self._mode.options}
-        config = {"end": str(self._end), "seed": self._seed * 1000 + number, "longest_step_s": 0.01, "options": options}
+        config = {
+            "end": str(self._end),
+            "seed": self._seed * 1000 + number,
+            "longest_step_s": 0.01,
+            "options": options,
+        }
         config["checkpoints"] = str(self._checkpoints) if self._mode.has_table else ""
         environment = {
             recording.DIRECTORY: str(self.history),
@@ -194,9 +243,11 @@ class Cluster:
             "SHOAL_FAILPOINTS": armed,
         }
         output = self._directory / f"member-{number}.log"
-        return self._zygote.start("recorded-train", [json.dumps(config)], output=output, **environment)
+        return self._zygote.start(
+            "recorded-train", [json.dumps(config)], output=output, **environment
+        )
 
-    # -------------------------------------------------------------------------------------------------------------- asking
+    # --------------------------------------------------------------------------------------- asking
 
     def client(self) -> CoordinatorClient:
         """To the coordinator, past its relay."""
@@ -211,7 +262,9 @@ class Cluster:
 
     def ask_for_a_snapshot(self, chance: random.Random) -> bool:
         """Of any server. False: it is away, or went away meanwhile."""
-        settings = ChannelSettings(address=f"127.0.0.1:{chance.choice(self._ports).port}", attempts=1)
+        settings = ChannelSettings(
+            address=f"127.0.0.1:{chance.choice(self._ports).port}", attempts=1
+        )
         with suppress(ShoalError), ParameterServerClient(settings) as client:
             client.snapshot(self._job_id, deadline=timedelta(seconds=3))
             return True
@@ -230,20 +283,25 @@ class Cluster:
                 self._read[path] = file.tell()
         return self._acknowledged
 
-    # ------------------------------------------------------------------------------------------------------ what they leave
+    # ------------------------------------------------------------------------------ what they leave
 
     def owners(self) -> Mapping[str, frozenset[int]]:
         """Primary -> its partitions."""
         with self.client() as client:
             shard_map = client.get_shard_map(self._job_id).shard_map
         return {
-            server.server_id: frozenset(each.partition_id for each in shard_map.partitions if each.primary == server.server_index)
+            server.server_id: frozenset(
+                each.partition_id
+                for each in shard_map.partitions
+                if each.primary == server.server_index
+            )
             for server in shard_map.servers
         }
 
     def held_at_the_end(self, server_id: str, owned: frozenset[int]) -> Path:
-        """A snapshot of what a server has on disk of its partitions, once it is gone: one with a backup in sync writes none of its own, and
-        one that ends may have some still that another one has taken."""
+        """A snapshot of what a server has on disk of its partitions, once it is gone: one with a
+        backup in sync writes none of its own, and one that ends may have some still that another
+        one has taken."""
         path = self._directory / f"{server_id}-at-the-end.safetensors"
         with DataDirectory(self._directory / server_id) as directory:
             recovered = directory.recover(job_id=self._job_id, server_id=server_id)
@@ -256,6 +314,15 @@ class Cluster:
             configuration=recovered.configuration,
             membership=recovered.members,
         )
-        images = (shard.image(partition_id) for partition_id in shard.partition_ids() if partition_id in owned)
-        write_snapshot(path, ServerImage(state=state, partitions=tuple(image for image in images if image is not None)))
+        images = (
+            shard.image(partition_id)
+            for partition_id in shard.partition_ids()
+            if partition_id in owned
+        )
+        write_snapshot(
+            path,
+            ServerImage(
+                state=state, partitions=tuple(image for image in images if image is not None)
+            ),
+        )
         return path

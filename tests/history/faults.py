@@ -1,7 +1,7 @@
 """The faults of a campaign: which one strikes next and whom, and how what has ended comes back.
 
-The seed chooses the faults, their targets and their times; what they meet there is chance, as the processes run freely. One worker is
-always left alone, so that the job is never without.
+The seed chooses the faults, their targets and their times; what they meet there is chance, as the
+processes run freely. One worker is always left alone, so that the job is never without.
 
 How long faults go on, and what is said of them at the end, is the campaign's to say.
 """
@@ -24,15 +24,24 @@ from tests.history.modes import Mode
 from tests.history.targets import BACKUP_FAILPOINTS, MOVE_FAILPOINTS, Target
 
 _LONGEST_ABSENCE_S = 0.6
-"""Between the end of a process and the start of the next one in its place; now and then `_LONG_ABSENCE_S`."""
+"""Between the end of a process and the start of the next one in its place; now and then
+`_LONG_ABSENCE_S`."""
 _LONG_ABSENCE_S = 3.0
 _LONG_ABSENCES = 0.15
 
 
 class Faults:
-    """Belongs to the thread that makes it, but for the draining of servers, which threads of their own ask for while it is entered."""
+    """Belongs to the thread that makes it, but for the draining of servers, which threads of their
+    own ask for while it is entered."""
 
-    def __init__(self, cluster: Cluster, mode: Mode, chance: random.Random, *, unexpected: Callable[[Violation], None]) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        mode: Mode,
+        chance: random.Random,
+        *,
+        unexpected: Callable[[Violation], None],
+    ) -> None:
         """`unexpected`: told of processes that ended by themselves."""
         self._cluster = cluster
         self._mode = mode
@@ -56,7 +65,7 @@ class Faults:
         for thread in self._drains:
             thread.join()
 
-    # ------------------------------------------------------------------------------------------------- what they bring about
+    # ------------------------------------------------------------------------ what they bring about
 
     @property
     def are_to_come(self) -> bool:
@@ -91,9 +100,14 @@ class Faults:
             self._cluster.servers.remove(target)
             self.drained += 1
             return
-        elif not (target.doomed == "told to end" and child.status in (0, -signal.SIGTERM)):  # it may have been only just starting
+        elif not (target.doomed == "told to end" and child.status in (0, -signal.SIGTERM)):
+            # it may have been only just starting
             said = child.said()[-3000:]
-            self._unexpected(Violation(f"{target.name} ended by itself with status {child.status}; it said:\n{said}"))
+            self._unexpected(
+                Violation(
+                    f"{target.name} ended by itself with status {child.status}; it said:\n{said}"
+                )
+            )
         target.child, target.armed, target.doomed, target.stopped = None, "", "", False
         longest = _LONG_ABSENCE_S if self._chance.random() < _LONG_ABSENCES else _LONGEST_ABSENCE_S
         self._agenda.later(self._chance.uniform(0, longest), lambda: self._start_again(target))
@@ -102,17 +116,31 @@ class Faults:
         if self._ending or self._chance.random() < 0.6:
             target.armed = ""
         else:
-            special = BACKUP_FAILPOINTS if self._mode.backups else MOVE_FAILPOINTS if self._mode.moves else {}
+            special = (
+                BACKUP_FAILPOINTS
+                if self._mode.backups
+                else MOVE_FAILPOINTS
+                if self._mode.moves
+                else {}
+            )
             between = special and target in self._cluster.servers and self._chance.random() < 0.5
             name = self._chance.choice(sorted(special if between else target.failpoints))
             target.armed = f"{name}@{self._chance.randint(1, target.failpoints[name])}=kill"
         target.child = target.start(target.armed)
         self.restarts += 1
-        if self._mode.backups and target in self._cluster.servers and not self._ending and self._chance.random() < 0.3:
+        if (
+            self._mode.backups
+            and target in self._cluster.servers
+            and not self._ending
+            and self._chance.random() < 0.3
+        ):
             # While it is on its way to be in sync, or to hear what it is.
-            self._agenda.later(self._chance.uniform(0, 1.5), lambda: self._kill(self._chance.choice(self._cluster.servers)))
+            self._agenda.later(
+                self._chance.uniform(0, 1.5),
+                lambda: self._kill(self._chance.choice(self._cluster.servers)),
+            )
 
-    # ------------------------------------------------------------------------------------------------------------- striking
+    # ------------------------------------------------------------------------------------- striking
 
     def strike(self) -> None:
         """One fault of any kind, or none where its target has had one."""
@@ -124,7 +152,12 @@ class Faults:
             (2, lambda: self._stop(choice(cluster.servers))),
             (2, lambda: self._stop(choice(cluster.workers))),
             (1, lambda: self._stop(cluster.coordinator)),
-            (2, lambda: self._send_away(choice([*cluster.workers, *cluster.servers, cluster.coordinator]))),
+            (
+                2,
+                lambda: self._send_away(
+                    choice([*cluster.workers, *cluster.servers, cluster.coordinator])
+                ),
+            ),
             (4, self._cut),
             (2, self._drop),
             (1, self._restart_redis),
@@ -132,7 +165,9 @@ class Faults:
             (8 * self._mode.moves, self._come_or_go),
             (2 * self._mode.backups, self._kill_with_coordinator),
         )
-        strike = self._chance.choices([each for _, each in kinds], [weight for weight, _ in kinds])[0]
+        strike = self._chance.choices([each for _, each in kinds], [weight for weight, _ in kinds])[
+            0
+        ]
         strike()
 
     def _may_disturb(self, target: Target) -> bool:
@@ -162,7 +197,11 @@ class Faults:
         servers = self._cluster.servers
         if len(servers) < MOST_SERVERS:
             target = self._cluster.add_server()
-            armed = f"{self._chance.choice(sorted(MOVE_FAILPOINTS))}@1=kill" if self._chance.random() < 0.3 else ""
+            armed = (
+                f"{self._chance.choice(sorted(MOVE_FAILPOINTS))}@1=kill"
+                if self._chance.random() < 0.3
+                else ""
+            )
             target.armed, target.child = armed, target.start(armed)
             self.done["server added"] += 1
         elif not any(each.leaves or not each.undisturbed for each in servers):
@@ -206,7 +245,9 @@ class Faults:
         held = self._chance.choice(self._cluster.relays).cut_some(self._chance)
         mend = self._chance.random() < 0.5
         for connection in held:
-            self._agenda.later(self._chance.uniform(0.05, 2.0), connection.open if mend else connection.drop)
+            self._agenda.later(
+                self._chance.uniform(0.05, 2.0), connection.open if mend else connection.drop
+            )
         self.done["link cut"] += bool(held)
 
     def _drop(self) -> None:

@@ -1,17 +1,21 @@
 """A recorded history, read back from what `recording` wrote: its lines, and which of them count.
 
-With backups of servers the history is still one, and takes no search. A primary makes a change only when its backup in sync has it, and
-whoever was told of a change was told by a primary; so what a primary made when it was asked to, and what it had when it answered anybody,
-is for ever, whoever is the primary next. A backup makes what its primary's journal has, which the primary makes too, or its next process,
-or the backup itself in its place. What alone may be void is the end of a journal: a primary that is killed can have changes on its disk
-that no backup has, and makes them again when it is started. It serves nobody then until it has heard what it is. If it hears that it is a
-backup, the changes after the last that it answered for are void, and those that its successor makes in their place are the history. They
-are found by the lines: what a server made in a recovery before it served, where the next that it was told was that it is a backup, and
-beyond all that it had made before.
+With backups of servers the history is still one, and takes no search. A primary makes a change only
+when its backup in sync has it, and whoever was told of a change was told by a primary; so what a
+primary made when it was asked to, and what it had when it answered anybody, is for ever, whoever is
+the primary next. A backup makes what its primary's journal has, which the primary makes too, or its
+next process, or the backup itself in its place. What alone may be void is the end of a journal: a
+primary that is killed can have changes on its disk that no backup has, and makes them again when it
+is started. It serves nobody then until it has heard what it is. If it hears that it is a backup,
+the changes after the last that it answered for are void, and those that its successor makes in
+their place are the history. They are found by the lines: what a server made in a recovery before it
+served, where the next that it was told was that it is a backup, and beyond all that it had made
+before.
 
-Nor may a primary that was replaced and has not heard of it acknowledge anything new; but it may answer with older versions. So an older
-version than another that was told before is no violation where another server had been told, by then, that it has that place in a later
-epoch than the one that its sender knew.
+Nor may a primary that was replaced and has not heard of it acknowledge anything new; but it may
+answer with older versions. So an older version than another that was told before is no violation
+where another server had been told, by then, that it has that place in a later epoch than the one
+that its sender knew.
 """
 
 from __future__ import annotations
@@ -43,7 +47,10 @@ class Line:
         return self.fields[name]
 
     def __str__(self) -> str:
-        short = {name: f"{value[:16]}..." if isinstance(value, str) and len(value) > 64 else value for name, value in self.fields.items()}
+        short = {
+            name: f"{value[:16]}..." if isinstance(value, str) and len(value) > 64 else value
+            for name, value in self.fields.items()
+        }
         return f"{self.place}: {json.dumps(short)}"
 
 
@@ -70,14 +77,16 @@ class Seen:
     digest: str = ""
     """Digest of the values that came with it; empty where none came."""
     ids: str = ""
-    """Ids of the rows whose values the line has, in hex; empty: the values are the whole partition's."""
+    """Ids of the rows whose values the line has, in hex; empty: the values are the whole
+    partition's."""
     server: str = ""
     """Who told; empty: not known."""
 
 
 @dataclass
 class History:
-    """All lines, those of one process in their order; servers' by the server, one life after the other."""
+    """All lines, those of one process in their order; servers' by the server, one life after the
+    other."""
 
     servers: Mapping[str, Sequence[Line]] = field(default_factory=dict)
     workers: Mapping[str, Sequence[Line]] = field(default_factory=dict)
@@ -88,7 +97,13 @@ class History:
         files = []
         for path in directory.glob("*.jsonl"):
             whole = path.read_bytes().rpartition(b"\n")[0]
-            files.append([Line(json.loads(text), f"{path.name}:{number}") for number, text in enumerate(whole.split(b"\n"), 1) if text])
+            files.append(
+                [
+                    Line(json.loads(text), f"{path.name}:{number}")
+                    for number, text in enumerate(whole.split(b"\n"), 1)
+                    if text
+                ]
+            )
         servers: dict[str, list[Line]] = defaultdict(list)
         workers: dict[str, list[Line]] = defaultdict(list)
         for lines in sorted(filter(None, files), key=lambda lines: lines[0]["t"]):
@@ -103,33 +118,53 @@ class History:
 
     @cached_property
     def valid(self) -> Sequence[Line]:
-        """Servers' lines of what was applied, or restored, in the order in which they were written, without what is void."""
-        return sorted(itertools.chain(*map(_valid_lines, self.servers.values())), key=lambda line: line["t"])
+        """Servers' lines of what was applied, or restored, in the order in which they were written,
+        without what is void."""
+        return sorted(
+            itertools.chain(*map(_valid_lines, self.servers.values())), key=lambda line: line["t"]
+        )
 
     @cached_property
     def changes(self) -> Mapping[int, Mapping[int, Line]]:
-        """Partition -> version -> the line of the change that led to it, as it was written first."""
+        """Partition -> version -> the line of the change that led to it, as it was written
+        first."""
         found: dict[int, dict[int, Line]] = defaultdict(dict)
         for line in self.valid:
             if line["kind"] == "applied":
                 found[line["partition"]].setdefault(line["version"], line)
-        return {partition: dict(sorted(versions.items())) for partition, versions in sorted(found.items())}
+        return {
+            partition: dict(sorted(versions.items()))
+            for partition, versions in sorted(found.items())
+        }
 
     @cached_property
     def buckets(self) -> Mapping[int, int]:
         """Partition -> which bucket of the sparse table it is, of those that are one."""
-        begun = {partition: versions[1] for partition, versions in self.changes.items() if 1 in versions}
-        return {partition: line["bucket"] for partition, line in begun.items() if "bucket" in line.fields}
+        begun = {
+            partition: versions[1] for partition, versions in self.changes.items() if 1 in versions
+        }
+        return {
+            partition: line["bucket"]
+            for partition, line in begun.items()
+            if "bucket" in line.fields
+        }
 
     @cached_property
     def given(self) -> Mapping[tuple[int, str], Line]:
-        """Partition and digest -> the line of first values, or of a checkpoint's rows, that a worker sent."""
-        return {(line["partition"], digest(bytes.fromhex(line["values"]))): line for line in self.of_workers("values")}
+        """Partition and digest -> the line of first values, or of a checkpoint's rows, that a
+        worker sent."""
+        return {
+            (line["partition"], digest(bytes.fromhex(line["values"]))): line
+            for line in self.of_workers("values")
+        }
 
     @cached_property
     def placed(self) -> Mapping[str, Sequence[Line]]:
         """Server -> what it heard that it is."""
-        return {server: [line for line in lines if line["kind"] == "placed"] for server, lines in self.servers.items()}
+        return {
+            server: [line for line in lines if line["kind"] == "placed"]
+            for server, lines in self.servers.items()
+        }
 
     def primaries(self) -> Sequence[str]:
         """Who has a place at the end, by the index of the place."""
@@ -146,26 +181,39 @@ class History:
         for line in itertools.chain(*self.placed.values()):
             if not line["follows"]:
                 holders[line["index"]][line["epoch"]] = line["of"]
-        return sum(before != after for each in holders.values() for before, after in pairwise(each[epoch] for epoch in sorted(each)))
+        return sum(
+            before != after
+            for each in holders.values()
+            for before, after in pairwise(each[epoch] for epoch in sorted(each))
+        )
 
     def may_be_old(self, seen: Seen) -> bool:
         """Whether who told that may have been replaced without knowing it."""
         heard = [line for line in self.placed.get(seen.server, ()) if line["t"] < seen.begun]
         if not heard or heard[-1]["follows"]:
             return False
-        others = (line for server, lines in self.placed.items() if server != seen.server for line in lines)
+        others = (
+            line for server, lines in self.placed.items() if server != seen.server for line in lines
+        )
         knew = heard[-1]
         return any(
-            line["index"] == knew["index"] and not line["follows"] and line["epoch"] > knew["epoch"] and line["t"] < seen.ended
+            line["index"] == knew["index"]
+            and not line["follows"]
+            and line["epoch"] > knew["epoch"]
+            and line["t"] < seen.ended
             for line in others
         )
 
     @cached_property
     def _pushes(self) -> Mapping[tuple[int, str, int, int, str], Line]:
-        return {_push_key(line, digest(bytes.fromhex(line["gradient"]))): line for line in self.of_workers("push")}
+        return {
+            _push_key(line, digest(bytes.fromhex(line["gradient"]))): line
+            for line in self.of_workers("push")
+        }
 
     def push_of(self, change: Line) -> Line | None:
-        """The line of the push that was applied: of its member, number and batch, with its gradient."""
+        """The line of the push that was applied: of its member, number and batch, with its
+        gradient."""
         return self._pushes.get(_push_key(change, change["gradient"]))
 
     @cached_property
@@ -196,7 +244,8 @@ class History:
 
 
 def _valid_lines(lines: Sequence[Line]) -> Iterator[Line]:
-    """What was applied or restored on one server, without the void end of a journal that the module's text describes."""
+    """What was applied or restored on one server, without the void end of a journal that the
+    module's text describes."""
     spans: list[tuple[int, int]] = []
     """Of each line: the number of the process, and that of the span in it."""
     recovered: set[tuple[int, int]] = set()
@@ -221,7 +270,9 @@ def _valid_lines(lines: Sequence[Line]) -> Iterator[Line]:
     for number, line in reversed(list(enumerate(lines))):
         if line["kind"] == "placed" and (line["follows"] or line["serves"]):
             is_backup_next = line["follows"]
-        elif is_backup_next and spans[number] in recovered and number > served.get(spans[number], -1):
+        elif (
+            is_backup_next and spans[number] in recovered and number > served.get(spans[number], -1)
+        ):
             may_be_void.add(number)
     newest: dict[int, int] = {}
     for number, line in enumerate(lines):
@@ -242,6 +293,12 @@ def digest(data: bytes | memoryview | torch.Tensor) -> str:
 
 
 def rows_digest(rows: RowsImage) -> str:
-    """Digest of the rows of a bucket, with what the optimizer keeps of each, and when each was pushed last."""
-    arrays = [rows.ids, rows.values, *(rows.state[name] for name in sorted(rows.state)), rows.updated_at]
+    """Digest of the rows of a bucket, with what the optimizer keeps of each, and when each was
+    pushed last."""
+    arrays = [
+        rows.ids,
+        rows.values,
+        *(rows.state[name] for name in sorted(rows.state)),
+        rows.updated_at,
+    ]
     return digest(b"".join(array.tobytes() for array in arrays))

@@ -1,4 +1,5 @@
-"""What a job of a campaign promises: the consistency of its workers, and whether its servers have backups, or come and go."""
+"""What a job of a campaign promises: the consistency of its workers, and whether its servers have
+backups, or come and go."""
 
 from __future__ import annotations
 
@@ -6,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MODES = ("asp", "ssp", "bsp", "backups", "moves")
-"""asp, ssp(BOUND), bsp; asp where each server has a backup; and servers that come and are drained, with each of the three in turn."""
+"""asp, ssp(BOUND), bsp; asp where each server has a backup; and servers that come and are drained,
+with each of the three in turn."""
 BOUND = 3
 _CONSISTENCY: dict[str, dict[str, Any]] = {
     "asp": {},
@@ -26,7 +28,13 @@ class Mode:
     @classmethod
     def of(cls, name: str, seed: int) -> Mode:
         """The mode of that name."""
-        consistency = name if name in _CONSISTENCY else tuple(_CONSISTENCY)[seed % 3] if name == "moves" else "asp"
+        consistency = (
+            name
+            if name in _CONSISTENCY
+            else tuple(_CONSISTENCY)[seed % 3]
+            if name == "moves"
+            else "asp"
+        )
         return cls(name=name, consistency=consistency)
 
     @property

@@ -1,49 +1,65 @@
-"""Writes down every push and pull, where it is made and where it is answered: one file of JSON lines per process, for `checking.py`.
+"""Writes down every push and pull, where it is made and where it is answered: one file of JSON
+lines per process, for `checking.py`.
 
-Each line is one write to a file opened with O_APPEND, so that a process that is killed has written all that it came to. Times are of the
-machine's monotonic clock, in nanoseconds, so lines of different processes can be compared. Digests are xxh3-64 of bytes, in hex.
+Each line is one write to a file opened with O_APPEND, so that a process that is killed has written
+all that it came to. Times are of the machine's monotonic clock, in nanoseconds, so lines of
+different processes can be compared. Digests are xxh3-64 of bytes, in hex.
 
 A worker writes, around its calls of `ParameterServerClient`:
 
-    {"kind": "push", "t", "call", "of", "member", "partition", "sequence", "batch", "base", "clock", "absent", "gradient",
-     "at"}
-                                                        a partition is about to be sent; `gradient`: its bytes, in hex
-    {"kind": "pushed", "t", "call", "of", "answers": [{"partition", "sequence", "batch", "version", "duplicate", "known"}]}
-    {"kind": "values", "t", "call", "of", "partition", "values"}     first values are about to be sent, or a checkpoint's rows of a bucket;
-                                                        `values`: their bytes, in hex
-    {"kind": "pull", "t", "call", "of", "member", "clock", "at"}     `member` is empty for one that waits for nobody; `at`: the address
-    {"kind": "pulled", "t", "call", "of", "answers": [{"partition", "version", "unchanged", "digest", "ids"}]}
-                                                        `ids`: of the rows that were looked up, in hex; empty where all of a partition
-                                                        is; `digest`: empty where no values came
-    {"kind": "clock", "t", "of", "member", "clock", "place"}         a member is about to say how far it is, without a push or a pull;
-                                                        the largest int64: it rests; `place`: at which clock of the server's, 0: as before
-    {"kind": "failed", "t", "call", "of", "reason"}                  a push, a pull or first values
+    {"kind": "push", "t", "call", "of", "member", "partition", "sequence", "batch", "base",
+     "clock", "absent", "gradient", "at"}
+        a partition is about to be sent; `gradient`: its bytes, in hex
+    {"kind": "pushed", "t", "call", "of", "answers": [{"partition", "sequence", "batch",
+     "version", "duplicate", "known"}]}
+    {"kind": "values", "t", "call", "of", "partition", "values"}
+        first values are about to be sent, or a checkpoint's rows of a bucket; `values`: their
+        bytes, in hex
+    {"kind": "pull", "t", "call", "of", "member", "clock", "at"}
+        `member` is empty for one that waits for nobody; `at`: the address
+    {"kind": "pulled", "t", "call", "of", "answers": [{"partition", "version", "unchanged",
+     "digest", "ids"}]}
+        `ids`: of the rows that were looked up, in hex; empty where all of a partition is; `digest`:
+        empty where no values came
+    {"kind": "clock", "t", "of", "member", "clock", "place"}
+        a member is about to say how far it is, without a push or a pull; the largest int64: it
+        rests; `place`: at which clock of the server's, 0: as before
+    {"kind": "failed", "t", "call", "of", "reason"}
+        a push, a pull or first values
 
 `of` is the worker, `call` numbers its calls. A server writes:
 
-    {"kind": "starts", "t", "of", "pid", "address"}                  before it has recovered; `address`: where clients reach it
-    {"kind": "placed", "t", "of", "span", "index", "epoch", "follows", "serves"}              a primary hears what it is from now on;
-                                                        `follows`: a backup; `serves`: it may
-    {"kind": "restored", "t", "of", "span", "partition", "version", "digest"}                 out of a snapshot, or of another server's copy
-    {"kind": "applied", "t", "of", "span", "partition", "version", "member", "sequence", "batch", "clock", "gradient", "digest", "again"}
-                                                        `version`, `digest`: after it; `gradient`: its digest; `sequence` 0: first values;
-                                                        `again`: by a recovery, or by a backup
-                                                        `bucket`, on the line of version 1 of a bucket of the sparse table alone: its
-                                                        number; nothing was sent for this version, and `gradient` is empty.
-                                                        `restoration`: a checkpoint's rows took their place, whose digest
-                                                        is `gradient`
-    {"kind": "known", "t", "of", "span", "partition", "version", "member", "sequence", "batch", "clock"}     answered, and not applied
-    {"kind": "sent", "t", "of", "span", "partition", "version"}              a pull has sent it whole
-    {"kind": "clocks", "t", "of", "slowest", "clocks": {member: [clock, origin]}, "resting": [...]}   as the server begins with them
+    {"kind": "starts", "t", "of", "pid", "address"}
+        before it has recovered; `address`: where clients reach it
+    {"kind": "placed", "t", "of", "span", "index", "epoch", "follows", "serves"}
+        a primary hears what it is from now on; `follows`: a backup; `serves`: it may
+    {"kind": "restored", "t", "of", "span", "partition", "version", "digest"}
+        out of a snapshot, or of another server's copy
+    {"kind": "applied", "t", "of", "span", "partition", "version", "member", "sequence", "batch",
+     "clock", "gradient", "digest", "again"}
+        `version`, `digest`: after it; `gradient`: its digest; `sequence` 0: first values; `again`:
+        by a recovery, or by a backup; `bucket`, on the line of version 1 of a bucket of the sparse
+        table alone: its number; nothing was sent for this version, and `gradient` is empty.
+        `restoration`: a checkpoint's rows took their place, whose digest is `gradient`
+    {"kind": "known", "t", "of", "span", "partition", "version", "member", "sequence", "batch",
+     "clock"}
+        answered, and not applied
+    {"kind": "sent", "t", "of", "span", "partition", "version"}
+        a pull has sent it whole
+    {"kind": "clocks", "t", "of", "slowest", "clocks": {member: [clock, origin]}, "resting": [...]}
+        as the server begins with them
     {"kind": "members", "t", "of", "generation", "members": [...]}
-    {"kind": "finished", "t", "of", "member", "clock", "place"}      a member said that it has finished so many iterations
-    {"kind": "turn", "t", "of", "member"}                            a member's pull waits for slower ones no longer
+    {"kind": "finished", "t", "of", "member", "clock", "place"}
+        a member said that it has finished so many iterations
+    {"kind": "turn", "t", "of", "member"}
+        a member's pull waits for slower ones no longer
 
-The `gradient` of a push of rows is its payload, ids and gradients; the `digest` of a bucket is that of all its rows (`lines.rows_digest`).
-`of` is the server's id. A `span` is what a process holds from a recovery, or from a copy of its primary's, to the next one.
+The `gradient` of a push of rows is its payload, ids and gradients; the `digest` of a bucket is that
+of all its rows (`lines.rows_digest`). `of` is the server's id. A `span` is what a process holds
+from a recovery, or from a copy of its primary's, to the next one.
 
-The program of a server (`serve`) and that of a worker (`train`) are those of the zygote with these lines beside them; each is started in a
-process of its own, whose classes they replace.
+The program of a server (`serve`) and that of a worker (`train`) are those of the zygote with these
+lines beside them; each is started in a process of its own, whose classes they replace.
 """
 
 from __future__ import annotations
@@ -106,11 +122,17 @@ class Recorder:
         return next(self._calls)
 
     def write(self, kind: str, **fields: Any) -> None:
-        line = json.dumps({"kind": kind, "t": time.monotonic_ns(), "of": self._of, **fields}, separators=(",", ":")).encode() + b"\n"
+        line = (
+            json.dumps(
+                {"kind": kind, "t": time.monotonic_ns(), "of": self._of, **fields},
+                separators=(",", ":"),
+            ).encode()
+            + b"\n"
+        )
         assert os.write(self._file, line) == len(line), "the disk of the history is full"
 
 
-# ------------------------------------------------------------------------------------------------------------------- workers
+# ------------------------------------------------------------------------------------------ workers
 
 
 def recording_client(recorder: Recorder) -> type[ParameterServerClient]:
@@ -126,7 +148,12 @@ def recording_client(recorder: Recorder) -> type[ParameterServerClient]:
 
                 def noted() -> Iterator[tuple[pb.PushHeader, memoryview]]:
                     for header, payload in partitions:
-                        recorder.write("values", call=call, partition=header.partition_id, values=bytes(payload).hex())
+                        recorder.write(
+                            "values",
+                            call=call,
+                            partition=header.partition_id,
+                            values=bytes(payload).hex(),
+                        )
                         yield header, payload
 
                 return super().initialize(noted(), **deadline)
@@ -153,14 +180,23 @@ def recording_client(recorder: Recorder) -> type[ParameterServerClient]:
 
                 results = super().push(noted(), **deadline)
                 answers = [
-                    {**_named(header), "version": result.version, "duplicate": result.duplicate, "known": result.known_batch}
+                    {
+                        **_named(header),
+                        "version": result.version,
+                        "duplicate": result.duplicate,
+                        "known": result.known_batch,
+                    }
                     for header, result in zip(sent, results, strict=True)
                 ]
                 recorder.write("pushed", call=call, answers=answers)
                 return results
 
         def pull(
-            self, request: pb.PullRequest, into: Callable[[pb.PullHeader], memoryview | None], *, deadline: timedelta | None = None
+            self,
+            request: pb.PullRequest,
+            into: Callable[[pb.PullHeader], memoryview | None],
+            *,
+            deadline: timedelta | None = None,
         ) -> list[pb.PullHeader]:
             with self._noting_failures() as call:
                 buffers: dict[int, memoryview | None] = {}
@@ -169,14 +205,28 @@ def recording_client(recorder: Recorder) -> type[ParameterServerClient]:
                     buffers[header.partition_id] = into(header)
                     return buffers[header.partition_id]
 
-                recorder.write("pull", call=call, member=request.member_id, clock=request.clock, at=self.address)
+                recorder.write(
+                    "pull",
+                    call=call,
+                    member=request.member_id,
+                    clock=request.clock,
+                    at=self.address,
+                )
                 headers = super().pull(request, noted, deadline=deadline)
                 ids = {each.partition_id: each.ids.hex() for each in request.partitions}
-                answers = [_pulled(header, buffers.get(header.partition_id), ids[header.partition_id]) for header in headers]
+                answers = [
+                    _pulled(header, buffers.get(header.partition_id), ids[header.partition_id])
+                    for header in headers
+                ]
                 recorder.write("pulled", call=call, answers=answers)
                 return headers
 
-        def read_rows(self, request: pb.ReadRowsRequest, write: Callable[[memoryview], object], **deadline: Any) -> pb.RowsHeader:
+        def read_rows(
+            self,
+            request: pb.ReadRowsRequest,
+            write: Callable[[memoryview], object],
+            **deadline: Any,
+        ) -> pb.RowsHeader:
             with self._noting_failures() as call:
                 data = bytearray()
 
@@ -187,17 +237,31 @@ def recording_client(recorder: Recorder) -> type[ParameterServerClient]:
                 recorder.write("pull", call=call, member="", clock=0, at=self.address)
                 header = super().read_rows(request, noted, **deadline)
                 found = read_bucket(memoryview(data))
-                there = {"partition": request.partition_id, "version": found.version, "digest": rows_digest(found.rows), "ids": ""}
+                there = {
+                    "partition": request.partition_id,
+                    "version": found.version,
+                    "digest": rows_digest(found.rows),
+                    "ids": "",
+                }
                 recorder.write("pulled", call=call, answers=[{**there, "unchanged": False}])
                 return header
 
-        def restore_rows(self, header: pb.RowsHeader, payload: Iterable[memoryview], **deadline: Any) -> pb.RestoreRowsResponse:
+        def restore_rows(
+            self, header: pb.RowsHeader, payload: Iterable[memoryview], **deadline: Any
+        ) -> pb.RestoreRowsResponse:
             with self._noting_failures() as call:
                 pieces = [bytes(piece) for piece in payload]
-                recorder.write("values", call=call, partition=header.partition_id, values=b"".join(pieces).hex())
+                recorder.write(
+                    "values",
+                    call=call,
+                    partition=header.partition_id,
+                    values=b"".join(pieces).hex(),
+                )
                 return super().restore_rows(header, map(memoryview, pieces), **deadline)
 
-        def advance_clock(self, job_id: str, member_id: str, *, clock: int, place: int = 0, **more: Any) -> pb.AdvanceClockResponse:
+        def advance_clock(
+            self, job_id: str, member_id: str, *, clock: int, place: int = 0, **more: Any
+        ) -> pb.AdvanceClockResponse:
             recorder.write("clock", member=member_id, clock=clock, place=place)
             return super().advance_clock(job_id, member_id, clock=clock, place=place, **more)
 
@@ -219,7 +283,13 @@ def _named(header: pb.PushHeader) -> dict[str, int]:
 
 def _pulled(header: pb.PullHeader, buffer: memoryview | None, ids: str) -> dict[str, Any]:
     there = "" if buffer is None or not buffer.nbytes else digest(buffer)
-    return {"partition": header.partition_id, "version": header.version, "unchanged": header.unchanged, "digest": there, "ids": ids}
+    return {
+        "partition": header.partition_id,
+        "version": header.version,
+        "unchanged": header.unchanged,
+        "digest": there,
+        "ids": ids,
+    }
 
 
 def train(arguments: Sequence[str]) -> int:
@@ -229,7 +299,7 @@ def train(arguments: Sequence[str]) -> int:
     return training.main(arguments)
 
 
-# ------------------------------------------------------------------------------------------------------------------- servers
+# ------------------------------------------------------------------------------------------ servers
 
 
 def recording_shard(recorder: Recorder) -> type[Shard]:
@@ -255,7 +325,14 @@ def recording_shard(recorder: Recorder) -> type[Shard]:
             super().adopt(layout)
             for spec in map(layout.partitions.__getitem__, sorted(fresh)):
                 if spec.bucket is not None:
-                    begun = {"partition": spec.partition_id, "version": 1, "member": "", "sequence": 0, "batch": 0, "clock": 0}
+                    begun = {
+                        "partition": spec.partition_id,
+                        "version": 1,
+                        "member": "",
+                        "sequence": 0,
+                        "batch": 0,
+                        "clock": 0,
+                    }
                     self._write_applied(begun, gradient="", again=True, bucket=spec.bucket.number)
 
         def apply(self, admitted: Admitted) -> Outcome:
@@ -288,20 +365,33 @@ def recording_shard(recorder: Recorder) -> type[Shard]:
         def reading(self, partition_id: int, *codec: int) -> Iterator[Reading]:
             with super().reading(partition_id, *codec) as reading:
                 yield reading
-                recorder.write("sent", span=self.span, partition=partition_id, version=reading.version)
+                recorder.write(
+                    "sent", span=self.span, partition=partition_id, version=reading.version
+                )
 
         def bucket_image(self, spec: PartitionSpec) -> PartitionImage:
             image = super().bucket_image(spec)
-            recorder.write("sent", span=self.span, partition=spec.partition_id, version=image.version)
+            recorder.write(
+                "sent", span=self.span, partition=spec.partition_id, version=image.version
+            )
             return image
 
         def restore(self, restoration: Restoration) -> Outcome:
             partition_id = restoration.spec.partition_id
             again = not self._partitions[partition_id].is_restoring
             outcome = super().restore(restoration)
-            made = {"partition": partition_id, "version": outcome.version, "member": "", "sequence": 0, "batch": 0, "clock": 0}
+            made = {
+                "partition": partition_id,
+                "version": outcome.version,
+                "member": "",
+                "sequence": 0,
+                "batch": 0,
+                "clock": 0,
+            }
             number = self.restoration(partition_id)
-            self._write_applied(made, gradient=digest(restoration.payload), again=again, restoration=number)
+            self._write_applied(
+                made, gradient=digest(restoration.payload), again=again, restoration=number
+            )
             return outcome
 
         def read_rows(self, partition_id: int, ids: Ids) -> Reading:
@@ -310,20 +400,42 @@ def recording_shard(recorder: Recorder) -> type[Shard]:
             return reading
 
         def _restored(self, image: PartitionImage) -> None:
-            values = digest(bytes_of(image.values)) if image.rows is None else rows_digest(image.rows)
-            recorder.write("restored", span=self.span, partition=image.spec.partition_id, version=image.version, digest=values)
+            values = (
+                digest(bytes_of(image.values)) if image.rows is None else rows_digest(image.rows)
+            )
+            recorder.write(
+                "restored",
+                span=self.span,
+                partition=image.spec.partition_id,
+                version=image.version,
+                digest=values,
+            )
 
-        def _applied(self, header: UploadHeader, version: int, values: torch.Tensor, *, again: bool) -> None:
-            self._write_applied(_described(header, version), gradient=digest(bytes_of(values)), again=again)
+        def _applied(
+            self, header: UploadHeader, version: int, values: torch.Tensor, *, again: bool
+        ) -> None:
+            self._write_applied(
+                _described(header, version), gradient=digest(bytes_of(values)), again=again
+            )
 
-        def _write_applied(self, described: Mapping[str, Any], *, gradient: str, again: bool, **more: Any) -> None:
+        def _write_applied(
+            self, described: Mapping[str, Any], *, gradient: str, again: bool, **more: Any
+        ) -> None:
             partition = self._partitions[described["partition"]]
             if isinstance(partition, TableRows):
                 after = rows_digest(partition.rows.image())
             else:
                 assert partition.values is not None
                 after = digest(bytes_of(partition.values))
-            recorder.write("applied", span=self.span, **described, gradient=gradient, digest=after, again=again, **more)
+            recorder.write(
+                "applied",
+                span=self.span,
+                **described,
+                gradient=gradient,
+                digest=after,
+                again=again,
+                **more,
+            )
 
         def _known(self, header: UploadHeader, version: int) -> None:
             recorder.write("known", span=self.span, **_described(header, version))
@@ -348,13 +460,19 @@ def recording_membership(recorder: Recorder) -> type[Membership]:
     class RecordingMembership(Membership):
         def __init__(self, **parts: Any) -> None:
             super().__init__(**parts)
-            clocks = {member: [each.clock, each.origin] for member, each in self.clocks.members.items()}
+            clocks = {
+                member: [each.clock, each.origin] for member, each in self.clocks.members.items()
+            }
             resting = [member for member, each in self.clocks.members.items() if each.rests]
             recorder.write("clocks", slowest=self.clocks.slowest, clocks=clocks, resting=resting)
 
-        def learn(self, generation: int, members: Iterable[str], key_digests: Mapping[str, str]) -> Change:
+        def learn(
+            self, generation: int, members: Iterable[str], key_digests: Mapping[str, str]
+        ) -> Change:
             change = super().learn(generation, members, key_digests)
-            recorder.write("members", generation=self.fence.generation, members=sorted(self.fence.members))
+            recorder.write(
+                "members", generation=self.fence.generation, members=sorted(self.fence.members)
+            )
             return change
 
         def finished(self, member: str, clock: int, *, place: int = 0) -> None:
@@ -362,7 +480,9 @@ def recording_membership(recorder: Recorder) -> type[Membership]:
                 recorder.write("finished", member=member, clock=clock, place=place)
             super().finished(member, clock, place=place)
 
-        async def proceed(self, member: str, generation: int, *, wait: timedelta, **more: Any) -> None:
+        async def proceed(
+            self, member: str, generation: int, *, wait: timedelta, **more: Any
+        ) -> None:
             await super().proceed(member, generation, wait=wait, **more)
             recorder.write("turn", member=member)
 
@@ -375,8 +495,17 @@ def recording_server(recorder: Recorder) -> type[ParameterServer]:
     class RecordingServer(ParameterServer):
         def placed(self, place: Place) -> None:
             super().placed(place)
-            told = {"index": self._standing.server_index, "epoch": place.epoch, "follows": place.follows}
-            recorder.write("placed", **told, span=self._shard.span, serves=not place.follows and self._standing.is_known)
+            told = {
+                "index": self._standing.server_index,
+                "epoch": place.epoch,
+                "follows": place.follows,
+            }
+            recorder.write(
+                "placed",
+                **told,
+                span=self._shard.span,
+                serves=not place.follows and self._standing.is_known,
+            )
 
     return RecordingServer
 
@@ -388,7 +517,11 @@ def serve(arguments: Sequence[str]) -> int:
     reached_at = os.environ[REACHED_AT]
     recorder.write("starts", pid=os.getpid(), address=reached_at)
     shard = recording_shard(recorder)
-    for module in (shoal_ps_server.server, shoal_ps_server.serving, shoal_ps_server.storage.recovery):
+    for module in (
+        shoal_ps_server.server,
+        shoal_ps_server.serving,
+        shoal_ps_server.storage.recovery,
+    ):
         module.Shard = shard
     shoal_ps_server.server.Membership = recording_membership(recorder)
     shoal_ps_server.serving.ParameterServer = recording_server(recorder)

@@ -1,9 +1,11 @@
 """Judges what a recorded history says of the rows of its sparse table.
 
-To the checks of `checking` a bucket is a partition like all others: its pushes are lost, doubled or out of order, its versions go back, as
-those of dense ones do. Here: what its rows are. Each bucket is made again of the pushes in the order of its versions, as a dictionary of
-rows that torch's Adagrad steps in one process, and that forgets as docs/sparse-tables.md says; rows that nobody has pushed follow from the
-table's seed. What is found otherwise, in any version, by any lookup, or on a server's disk at the end, is a violation.
+To the checks of `checking` a bucket is a partition like all others: its pushes are lost, doubled or
+out of order, its versions go back, as those of dense ones do. Here: what its rows are. Each bucket
+is made again of the pushes in the order of its versions, as a dictionary of rows that torch's
+Adagrad steps in one process, and that forgets as docs/sparse-tables.md says; rows that nobody has
+pushed follow from the table's seed. What is found otherwise, in any version, by any lookup, or on a
+server's disk at the end, is a violation.
 """
 
 from __future__ import annotations
@@ -46,7 +48,13 @@ class _Bucket:
 
     def look_up(self, ids: Ids) -> Values:
         spec = self._table.spec
-        found = initial_rows(ids, self._table.embedding_dim, seed=spec.seed, initializer=spec.initializer, scale=spec.scale)
+        found = initial_rows(
+            ids,
+            self._table.embedding_dim,
+            seed=spec.seed,
+            initializer=spec.initializer,
+            scale=spec.scale,
+        )
         for place, number in enumerate(ids.tolist()):
             if (row := self._rows.get(number)) is not None:
                 found[place] = row.values
@@ -54,28 +62,46 @@ class _Bucket:
 
     def put_in_place(self, image: BucketImage) -> None:
         rows = image.rows
-        arrays = zip(rows.ids.tolist(), rows.values, rows.state["sum"], rows.updated_at.tolist(), strict=True)
-        self._rows = {number: _Row(values=values, sum=total, updated_at=step) for number, values, total, step in arrays}
+        arrays = zip(
+            rows.ids.tolist(), rows.values, rows.state["sum"], rows.updated_at.tolist(), strict=True
+        )
+        self._rows = {
+            number: _Row(values=values, sum=total, updated_at=step)
+            for number, values, total, step in arrays
+        }
         self.version = image.version
 
     def read_push(self, sent: Line) -> tuple[Ids, Values]:
         payload, dim = bytes.fromhex(sent["gradient"]), self._table.embedding_dim
         count = len(payload) // (8 + 4 * dim)
-        return np.frombuffer(payload, np.int64, count), np.frombuffer(payload, np.float32, offset=8 * count).reshape(count, dim)
+        return np.frombuffer(payload, np.int64, count), np.frombuffer(
+            payload, np.float32, offset=8 * count
+        ).reshape(count, dim)
 
     def push(self, ids: Ids, gradients: Values) -> None:
         """Steps are numbered by the version before them; one without rows counts, too."""
         step, numbers = self.version, ids.tolist()
         if numbers:
             rows = torch.nn.Parameter(torch.from_numpy(self.look_up(ids)))
-            begins = np.full(self._table.embedding_dim, self._settings["initial_accumulator_value"], dtype=np.float32)
-            sums = np.stack([self._rows[number].sum if number in self._rows else begins for number in numbers])
+            begins = np.full(
+                self._table.embedding_dim,
+                self._settings["initial_accumulator_value"],
+                dtype=np.float32,
+            )
+            sums = np.stack(
+                [self._rows[number].sum if number in self._rows else begins for number in numbers]
+            )
             names = ("lr", "lr_decay", "eps")
             adagrad = torch.optim.Adagrad([rows], **{name: self._settings[name] for name in names})
-            adagrad.state[rows] = {"step": torch.tensor(float(step - 1)), "sum": torch.from_numpy(sums)}
+            adagrad.state[rows] = {
+                "step": torch.tensor(float(step - 1)),
+                "sum": torch.from_numpy(sums),
+            }
             rows.grad = torch.from_numpy(gradients.copy())
             adagrad.step()
-            for number, values, total in zip(numbers, rows.detach().numpy(), adagrad.state[rows]["sum"].numpy(), strict=True):
+            for number, values, total in zip(
+                numbers, rows.detach().numpy(), adagrad.state[rows]["sum"].numpy(), strict=True
+            ):
                 self._rows[number] = _Row(values=values, sum=total, updated_at=step)
         self._forget(step)
         self.version += 1
@@ -83,7 +109,9 @@ class _Bucket:
     def _forget(self, step: int) -> None:
         age, most = self._table.spec.max_age, self._table.spec.most_rows
         if age and step % max(1, age // _PARTS) == 0:
-            self._rows = {number: row for number, row in self._rows.items() if row.updated_at > step - age}
+            self._rows = {
+                number: row for number, row in self._rows.items() if row.updated_at > step - age
+            }
         if most and len(self._rows) > most:
             oldest = sorted(self._rows, key=lambda number: (self._rows[number].updated_at, number))
             for number in oldest[: len(oldest) - most + most // _PARTS]:
@@ -95,12 +123,16 @@ class _Bucket:
         return RowsImage(
             ids=np.array(numbers, dtype=np.int64),
             values=np.array([row.values for row in rows], dtype=np.float32).reshape(len(rows), dim),
-            state={"sum": np.array([row.sum for row in rows], dtype=np.float32).reshape(len(rows), dim)},
+            state={
+                "sum": np.array([row.sum for row in rows], dtype=np.float32).reshape(len(rows), dim)
+            },
             updated_at=np.array([row.updated_at for row in rows], dtype=np.int64),
         )
 
 
-def rows_are_their_pushes(history: History, snapshots: Sequence[Path] | None, table: SparseEmbedding) -> Iterator[Violation]:
+def rows_are_their_pushes(
+    history: History, snapshots: Sequence[Path] | None, table: SparseEmbedding
+) -> Iterator[Violation]:
     """`snapshots`: what the servers wrote when they ended; None: not all have."""
     looked_up: dict[tuple[int, int], list[Seen]] = defaultdict(list)
     for seen in history.seen:
@@ -108,7 +140,9 @@ def rows_are_their_pushes(history: History, snapshots: Sequence[Path] | None, ta
             looked_up[seen.partition, seen.version].append(seen)
     at_the_end = None if snapshots is None else _buckets_of(snapshots)
     if len(history.buckets) != table.spec.buckets:
-        yield Violation(f"the table has {table.spec.buckets} buckets, and servers began {len(history.buckets)}")
+        yield Violation(
+            f"the table has {table.spec.buckets} buckets, and servers began {len(history.buckets)}"
+        )
     homes: dict[int, int] = {}
     """Id -> the partition that it was pushed to."""
     for partition in history.buckets:
@@ -118,12 +152,21 @@ def rows_are_their_pushes(history: History, snapshots: Sequence[Path] | None, ta
         if not found and at_the_end is not None:
             ended = at_the_end.get(partition)
             if ended != (bucket.version, rows_digest(bucket.image())):
-                told = "in no snapshot" if ended is None else f"at version {ended[0]} in the snapshot"
-                yield Violation(f"the rows of partition {partition}, which came to version {bucket.version}, are others {told}")
+                told = (
+                    "in no snapshot" if ended is None else f"at version {ended[0]} in the snapshot"
+                )
+                yield Violation(
+                    f"the rows of partition {partition}, which came to version {bucket.version}, "
+                    f"are others {told}"
+                )
 
 
 def _bucket_is_its_pushes(
-    history: History, partition: int, bucket: _Bucket, looked_up: Mapping[tuple[int, int], Sequence[Seen]], homes: dict[int, int]
+    history: History,
+    partition: int,
+    bucket: _Bucket,
+    looked_up: Mapping[tuple[int, int], Sequence[Seen]],
+    homes: dict[int, int],
 ) -> Iterator[Violation]:
     """Makes the changes in `bucket`, up to the first one that is wrong."""
     for version, change in history.changes[partition].items():
@@ -131,7 +174,9 @@ def _bucket_is_its_pushes(
         if "restoration" in change.fields:
             sent = history.given.get((partition, change["gradient"]))
             if sent is None:
-                yield Violation(f"partition {partition} was given rows that no worker sent", [change])
+                yield Violation(
+                    f"partition {partition} was given rows that no worker sent", [change]
+                )
                 return
             bucket.put_in_place(read_bucket(memoryview(bytes.fromhex(sent["values"]))))
         elif version > 1:
@@ -141,15 +186,23 @@ def _bucket_is_its_pushes(
             ids, gradients = bucket.read_push(sent)
             for number in ids.tolist():
                 if homes.setdefault(number, partition) != partition:
-                    yield Violation(f"id {number} is in partitions {homes[number]} and {partition}", [change])
+                    yield Violation(
+                        f"id {number} is in partitions {homes[number]} and {partition}", [change]
+                    )
             bucket.push(ids, gradients)
         if version != bucket.version or rows_digest(bucket.image()) != change["digest"]:
-            what = f"version {version} of partition {partition} does not have the rows that its pushes make"
+            what = (
+                f"version {version} of partition {partition} does not have the rows that its "
+                "pushes make"
+            )
             yield Violation(what, [change] if sent is None else [sent, change])
             return
         for seen in looked_up.get((partition, version), ()):
             if digest(bucket.look_up(_ids(seen.ids)).tobytes()) != seen.digest:
-                what = f"a lookup found other rows in version {version} of partition {partition} than its pushes make"
+                what = (
+                    f"a lookup found other rows in version {version} of partition {partition} "
+                    "than its pushes make"
+                )
                 yield Violation(what, [change, seen.line])
 
 
@@ -160,10 +213,23 @@ def _buckets_of(snapshots: Sequence[Path]) -> dict[int, tuple[int, str]]:
         state, tensors = read_snapshot(path)
         for entry in state["partitions"]:
             prefix = f"{entry['partition_id']}:rows:"
-            arrays = {name.removeprefix(prefix): tensor.numpy() for name, tensor in tensors.items() if name.startswith(prefix)}
+            arrays = {
+                name.removeprefix(prefix): tensor.numpy()
+                for name, tensor in tensors.items()
+                if name.startswith(prefix)
+            }
             if arrays:
-                kept = {name.removeprefix("state:"): array for name, array in arrays.items() if name.startswith("state:")}
-                rows = RowsImage(ids=arrays["ids"], values=arrays["values"], state=kept, updated_at=arrays["updated_at"])
+                kept = {
+                    name.removeprefix("state:"): array
+                    for name, array in arrays.items()
+                    if name.startswith("state:")
+                }
+                rows = RowsImage(
+                    ids=arrays["ids"],
+                    values=arrays["values"],
+                    state=kept,
+                    updated_at=arrays["updated_at"],
+                )
                 found[entry["partition_id"]] = entry["version"], rows_digest(rows)
     return found
 

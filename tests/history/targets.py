@@ -1,4 +1,5 @@
-"""What the faults of a campaign strike: a process with those that follow in its place, and the failpoints at which each kind may be killed.
+"""What the faults of a campaign strike: a process with those that follow in its place, and the
+failpoints at which each kind may be killed.
 
 What is done to them, and when, is not here (faults.py).
 """
@@ -68,7 +69,12 @@ class Target:
     @property
     def undisturbed(self) -> bool:
         """It runs, and nothing has been done to it."""
-        return self.child is not None and not self.child.ended.is_set() and not self.doomed and not self.stopped
+        return (
+            self.child is not None
+            and not self.child.ended.is_set()
+            and not self.doomed
+            and not self.stopped
+        )
 
     @property
     def kind(self) -> str:
@@ -77,5 +83,6 @@ class Target:
 
     @property
     def waits_for_another_run(self) -> bool:
-        """A server that was started after the end of the run of what it holds, as its log says (docs/decisions/0205)."""
+        """A server that was started after the end of the run of what it holds, as its log says
+        (docs/decisions/0205)."""
         return self.kind == "server" and self.child is not None and "RUN_ENDED" in self.child.said()

@@ -1,4 +1,5 @@
-"""A slice of what `make chaos` does at length: one job in each mode under a few faults, with nothing lost."""
+"""A slice of what `make chaos` does at length: one job in each mode under a few faults, with
+nothing lost."""
 
 from __future__ import annotations
 
@@ -15,7 +16,11 @@ QUICK, SLOW = {"backups"}, {"moves"}
 
 
 def _mode(mode: str) -> object:
-    return mode if mode in QUICK else pytest.param(mode, marks=pytest.mark.slow if mode in SLOW else pytest.mark.matrix)
+    return (
+        mode
+        if mode in QUICK
+        else pytest.param(mode, marks=pytest.mark.slow if mode in SLOW else pytest.mark.matrix)
+    )
 
 
 @pytest.mark.parametrize("mode", [_mode(mode) for mode in MODES])

@@ -39,7 +39,8 @@ def hexed(tensor: torch.Tensor) -> str:
 
 
 class Right:
-    """A server and two members, who push in turn: a right history, to be broken. Every line is one moment later than the one before."""
+    """A server and two members, who push in turn: a right history, to be broken. Every line is one
+    moment later than the one before."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -64,7 +65,12 @@ class Right:
             self.pull(member, clock=0)
         for iteration in range(1, 4):
             for place, member in enumerate("ab"):
-                self.push(member, iteration, batch=2 * iteration + place, gradient=torch.randn(sum(LENGTHS), generator=generator))
+                self.push(
+                    member,
+                    iteration,
+                    batch=2 * iteration + place,
+                    gradient=torch.randn(sum(LENGTHS), generator=generator),
+                )
                 self.pull(member, clock=iteration)
 
     def moment(self) -> int:
@@ -108,56 +114,106 @@ class Right:
 
     @property
     def version(self) -> int:
-        return max((line["version"] for line in self.server if line["kind"] == "applied"), default=0)
+        return max(
+            (line["version"] for line in self.server if line["kind"] == "applied"), default=0
+        )
 
     def change(self, **fields: Any) -> None:
-        self.serve("applied", partition=0, version=self.version + 1, digest=digest(self.joined()), again=False, **fields)
+        self.serve(
+            "applied",
+            partition=0,
+            version=self.version + 1,
+            digest=digest(self.joined()),
+            again=False,
+            **fields,
+        )
 
     def pull(self, member: str, *, clock: int) -> None:
         call = self.call()
         self.work(member, "pull", call=call, member=member, clock=clock, at="s:1")
         self.serve("finished", member=member, clock=clock, place=0)
         self.serve("turn", member=member)
-        answer = {"partition": 0, "version": self.version, "unchanged": False, "digest": digest(self.joined())}
+        answer = {
+            "partition": 0,
+            "version": self.version,
+            "unchanged": False,
+            "digest": digest(self.joined()),
+        }
         self.work(member, "pulled", call=call, answers=[answer])
 
     def push(self, member: str, sequence: int, *, batch: int, gradient: torch.Tensor) -> None:
         call, named = self.call(), {"partition": 0, "sequence": sequence, "batch": batch}
-        more = {"base": self.version, "clock": sequence, "absent": [], "member": member, "at": "s:1"}
+        more = {
+            "base": self.version,
+            "clock": sequence,
+            "absent": [],
+            "member": member,
+            "at": "s:1",
+        }
         self.work(member, "push", call=call, **named, **more, gradient=hexed(gradient))
         for parameter, part in zip(self.parameters, gradient.split(LENGTHS), strict=True):
             parameter.grad = part
         self.optimizer.step()
-        self.change(member=member, sequence=sequence, batch=batch, clock=sequence, gradient=digest(gradient))
-        self.work(member, "pushed", call=call, answers=[{**named, "version": self.version, "duplicate": False, "known": False}])
+        self.change(
+            member=member, sequence=sequence, batch=batch, clock=sequence, gradient=digest(gradient)
+        )
+        self.work(
+            member,
+            "pushed",
+            call=call,
+            answers=[{**named, "version": self.version, "duplicate": False, "known": False}],
+        )
         self.record(member, "dealt", step=batch - 2, first=batch - 2, samples=[batch - 2])
         self.record(member, "finished", step=batch - 2, known=False)
 
     def record(self, member: str, kind: str, **fields: Any) -> None:
         common = {"loader": "train", "generation": 1, "epoch": 0}
-        more = {"rank": 0, "index": 0, "begin": 0, "expected": 6, "dataset": 6, "drawn": False} if kind == "dealt" else {}
+        more = (
+            {"rank": 0, "index": 0, "begin": 0, "expected": 6, "dataset": 6, "drawn": False}
+            if kind == "dealt"
+            else {}
+        )
         with (self.records / f"{member}.jsonl").open("a") as file:
             file.write(json.dumps({"kind": kind, **common, **more, **fields}) + "\n")
 
     def snapshot(self) -> Path:
         path = self.directory / "snapshot.safetensors"
-        state = {name: torch.cat([self.optimizer.state[p][name] for p in self.parameters]) for name in ("exp_avg", "exp_avg_sq")}
+        state = {
+            name: torch.cat([self.optimizer.state[p][name] for p in self.parameters])
+            for name in ("exp_avg", "exp_avg_sq")
+        }
         tensors = {f"0:state:0:{name}": tensor for name, tensor in state.items()}
-        tensors |= {"0:values": self.joined(), "0:state:0:step": torch.tensor(float(self.version - 1))}
+        tensors |= {
+            "0:values": self.joined(),
+            "0:state:0:step": torch.tensor(float(self.version - 1)),
+        }
         layout = {"partitions": [[0, "float32", [["t", 0, LENGTHS[0]], ["u", 0, LENGTHS[1]]]]]}
         entry = {"partition_id": 0, "version": self.version, "runs": [[0, 2]]}
-        save_file(tensors, path, metadata={"shoal": json.dumps({"state": {"layout": layout}, "partitions": [entry]})})
+        save_file(
+            tensors,
+            path,
+            metadata={"shoal": json.dumps({"state": {"layout": layout}, "partitions": [entry]})},
+        )
         return path
 
     def history(self) -> History:
         return History(
-            servers={name: list(map(Line, lines)) for name, lines in {"server": self.server, "backup": self.backup}.items()},
-            workers={member: [Line(fields) for fields in lines] for member, lines in self.workers.items()},
+            servers={
+                name: list(map(Line, lines))
+                for name, lines in {"server": self.server, "backup": self.backup}.items()
+            },
+            workers={
+                member: [Line(fields) for fields in lines] for member, lines in self.workers.items()
+            },
         )
 
     def last(self, kind: str, member: str = "") -> Fields:
         """The last line of a kind: of the server, or of a member."""
-        return [line for line in (self.workers[member] if member else self.server) if line["kind"] == kind][-1]
+        return [
+            line
+            for line in (self.workers[member] if member else self.server)
+            if line["kind"] == kind
+        ][-1]
 
 
 @pytest.fixture
@@ -187,40 +243,66 @@ def test_a_right_history_breaks_no_promise(right: Right, check: str) -> None:
 
 def test_a_push_that_was_acknowledged_and_not_applied_is_lost(right: Right) -> None:
     right.server.remove(right.last("applied"))
-    assert found(right, "none lost") == ["push 3 of b (batch 7) to partition 0 was acknowledged, and is lost"]
+    assert found(right, "none lost") == [
+        "push 3 of b (batch 7) to partition 0 was acknowledged, and is lost"
+    ]
 
 
 def test_a_push_that_passed_for_another_one_is_lost(right: Right) -> None:
     """Its number was taken by a push of another batch, so the server took it for known."""
     right.last("applied")["batch"] = 99
-    assert found(right, "none lost") == ["push 3 of b (batch 7) to partition 0 was acknowledged, and is lost"]
+    assert found(right, "none lost") == [
+        "push 3 of b (batch 7) to partition 0 was acknowledged, and is lost"
+    ]
 
 
 def test_an_answer_that_no_worker_got_must_be_true_too(right: Right) -> None:
     known = {"partition": 0, "version": right.version, "member": "b", "clock": 4, "batch": 9}
     right.serve("known", **known, sequence=4)
-    assert found(right, "none lost") == ["push 4 of b (batch 9) to partition 0 was acknowledged, and is lost"]
+    assert found(right, "none lost") == [
+        "push 4 of b (batch 9) to partition 0 was acknowledged, and is lost"
+    ]
 
 
 def test_a_push_that_was_known_by_its_batch_is_not_lost(right: Right) -> None:
     answer = right.last("pushed", "b")["answers"][0]
     again = {**answer, "sequence": 4, "batch": 2, "duplicate": True, "known": True}
-    right.work("b", "push", call=99, member="b", partition=0, sequence=4, batch=2, base=1, clock=4, absent=[], gradient="", at="s:1")
+    right.work(
+        "b",
+        "push",
+        call=99,
+        member="b",
+        partition=0,
+        sequence=4,
+        batch=2,
+        base=1,
+        clock=4,
+        absent=[],
+        gradient="",
+        at="s:1",
+    )
     right.work("b", "pushed", call=99, answers=[again])
     assert found(right, "none lost") == []
     again["known"] = again["duplicate"] = False
-    assert found(right, "none lost") == ["push 4 of b (batch 2) to partition 0 was acknowledged, and is lost"]
+    assert found(right, "none lost") == [
+        "push 4 of b (batch 2) to partition 0 was acknowledged, and is lost"
+    ]
 
 
 def test_an_acknowledgement_of_another_version_is_found(right: Right) -> None:
     right.last("pushed", "a")["answers"][0]["version"] += 1
-    assert found(right, "none lost") == ["push 3 of a (batch 6) to partition 0 was acknowledged at version 7, and led to 6"]
+    assert found(right, "none lost") == [
+        "push 3 of a (batch 6) to partition 0 was acknowledged at version 7, and led to 6"
+    ]
 
 
 def test_a_push_that_was_applied_twice_is_found(right: Right) -> None:
     again = copy.deepcopy(right.last("applied"))
     right.serve(**{**again, "version": right.version + 1})
-    assert found(right, "applied once") == ["push 3 of b was applied twice to partition 0", "batch 7 was applied twice to partition 0"]
+    assert found(right, "applied once") == [
+        "push 3 of b was applied twice to partition 0",
+        "batch 7 was applied twice to partition 0",
+    ]
 
 
 def test_a_batch_that_two_members_brought_is_found(right: Right) -> None:
@@ -231,24 +313,32 @@ def test_a_batch_that_two_members_brought_is_found(right: Right) -> None:
 def test_pushes_applied_in_another_order_than_they_were_numbered_are_found(right: Right) -> None:
     applied = [line for line in right.server if line["kind"] == "applied" and line["member"] == "a"]
     applied[1]["version"], applied[2]["version"] = applied[2]["version"], applied[1]["version"]
-    assert found(right, "applied once") == ["push 2 of a was applied to partition 0 after a later one"]
+    assert found(right, "applied once") == [
+        "push 2 of a was applied to partition 0 after a later one"
+    ]
 
 
 def test_a_gradient_that_nobody_sent_is_found(right: Right) -> None:
     right.last("push", "b")["gradient"] = hexed(torch.ones(sum(LENGTHS)))
-    assert found(right, "applied once") == ["what was applied to partition 0 as push 3 of b was never sent"]
+    assert found(right, "applied once") == [
+        "what was applied to partition 0 as push 3 of b was never sent"
+    ]
 
 
 def test_a_recovery_that_makes_another_change_is_found(right: Right) -> None:
     right.serve(**{**right.last("applied"), "again": True})
     assert found(right, "one history") == []
     right.serve(**{**right.last("applied"), "again": True, "digest": "0"})
-    assert found(right, "one history") == ["version 7 of partition 0 is not what it was when it was made first"]
+    assert found(right, "one history") == [
+        "version 7 of partition 0 is not what it was when it was made first"
+    ]
 
 
 def test_a_version_that_was_made_anew_after_a_restart_is_found(right: Right) -> None:
     right.serve(**{**right.last("applied"), "member": "a", "sequence": 4, "batch": 8})
-    assert found(right, "one history") == ["version 7 of partition 0 is not what it was when it was made first"]
+    assert found(right, "one history") == [
+        "version 7 of partition 0 is not what it was when it was made first"
+    ]
 
 
 def test_a_snapshot_with_other_values_is_found(right: Right) -> None:
@@ -264,7 +354,9 @@ def test_a_snapshot_with_other_values_is_found(right: Right) -> None:
 
 def test_a_version_that_no_change_led_to_is_found(right: Right) -> None:
     right.last("applied")["version"] = 9
-    assert found(right, "one history") == ["partition 0 came to version 9 without a change to version 7"]
+    assert found(right, "one history") == [
+        "partition 0 came to version 9 without a change to version 7"
+    ]
 
 
 def test_what_a_primary_had_on_its_disk_alone_is_void_once_it_is_a_backup(right: Right) -> None:
@@ -276,39 +368,55 @@ def test_what_a_primary_had_on_its_disk_alone_is_void_once_it_is_a_backup(right:
     right.serve(**{**last, "again": True})
     right.serve("placed", span=0, index=0, epoch=2, follows=True, serves=False)
     assert found(right, "one history") == []
-    assert found(right, "none lost") == ["push 3 of b (batch 7) to partition 0 was acknowledged, and is lost"]
+    assert found(right, "none lost") == [
+        "push 3 of b (batch 7) to partition 0 was acknowledged, and is lost"
+    ]
     right.last("placed").update(follows=False, serves=True)
-    assert found(right, "one history") == ["version 7 of partition 0 is not what it was when it was made first"]
+    assert found(right, "one history") == [
+        "version 7 of partition 0 is not what it was when it was made first"
+    ]
 
 
-def test_a_recovery_of_other_changes_than_were_made_before_is_found_also_in_a_backup(right: Right) -> None:
+def test_a_recovery_of_other_changes_than_were_made_before_is_found_also_in_a_backup(
+    right: Right,
+) -> None:
     right.take_over()
     right.come_back(follows=True)
     assert found(right, "one history") == []
     right.last("applied")["digest"] = "0"
-    assert found(right, "one history") == ["version 7 of partition 0 is not what it was when it was made first"]
+    assert found(right, "one history") == [
+        "version 7 of partition 0 is not what it was when it was made first"
+    ]
 
 
 def test_what_a_backup_makes_otherwise_than_its_primary_is_found(right: Right) -> None:
     right.take_over()
     assert found(right, "one history") == []
     right.backup[-2]["digest"] = "0"
-    assert found(right, "one history") == ["version 6 of partition 0 is not what it was when it was made first"]
+    assert found(right, "one history") == [
+        "version 6 of partition 0 is not what it was when it was made first"
+    ]
 
 
 def test_a_change_that_the_next_primary_lacks_is_found(right: Right) -> None:
     right.take_over()
     right.follow(**{**right.last("applied"), "span": 2, "member": "a", "sequence": 4, "batch": 8})
-    assert found(right, "one history") == ["version 7 of partition 0 is not what it was when it was made first"]
+    assert found(right, "one history") == [
+        "version 7 of partition 0 is not what it was when it was made first"
+    ]
 
 
 def test_a_change_that_two_primaries_made_is_found(right: Right) -> None:
     right.take_over()
     right.follow(**{**right.last("applied"), "span": 2})
-    assert found(right, "one history") == ["server and backup both made version 7 of partition 0 as primaries"]
+    assert found(right, "one history") == [
+        "server and backup both made version 7 of partition 0 as primaries"
+    ]
 
 
-def test_a_primary_that_does_not_know_that_it_was_replaced_may_tell_older_versions(right: Right) -> None:
+def test_a_primary_that_does_not_know_that_it_was_replaced_may_tell_older_versions(
+    right: Right,
+) -> None:
     right.take_over()
     older = copy.deepcopy(right.last("pulled", "a")["answers"])
     right.work("b", "pull", call=99, member="b", clock=3, at="s:1")
@@ -316,7 +424,9 @@ def test_a_primary_that_does_not_know_that_it_was_replaced_may_tell_older_versio
     assert found(right, "monotonic") == []
     right.work("b", "pull", call=100, member="b", clock=3, at="s:2")
     right.work("b", "pulled", call=100, answers=older)
-    assert found(right, "monotonic") == ["version 6 of partition 0 was told after version 7 had been"]
+    assert found(right, "monotonic") == [
+        "version 6 of partition 0 was told after version 7 had been"
+    ]
 
 
 def test_a_primary_that_knows_that_it_was_replaced_tells_nothing(right: Right) -> None:
@@ -325,7 +435,9 @@ def test_a_primary_that_knows_that_it_was_replaced_tells_nothing(right: Right) -
     right.come_back(follows=True)
     right.work("b", "pull", call=99, member="b", clock=3, at="s:1")
     right.work("b", "pulled", call=99, answers=older)
-    assert found(right, "monotonic") == ["version 6 of partition 0 was told after version 7 had been"]
+    assert found(right, "monotonic") == [
+        "version 6 of partition 0 was told after version 7 had been"
+    ]
 
 
 def test_who_has_a_place_at_the_end_is_its_last_primary(right: Right) -> None:
@@ -339,25 +451,41 @@ def test_who_has_a_place_at_the_end_is_its_last_primary(right: Right) -> None:
 
 def test_values_that_are_not_those_of_their_version_are_found(right: Right) -> None:
     right.last("pulled", "a")["answers"][0]["digest"] = "0"
-    assert found(right, "monotonic") == ["a pull gave version 6 of partition 0 with other values than the server had"]
+    assert found(right, "monotonic") == [
+        "a pull gave version 6 of partition 0 with other values than the server had"
+    ]
 
 
 def test_a_version_that_no_server_had_is_found(right: Right) -> None:
     right.last("pulled", "b")["answers"][0]["version"] = 8
-    assert found(right, "monotonic") == ["a pull gave version 8 of partition 0, which no server has had"]
+    assert found(right, "monotonic") == [
+        "a pull gave version 8 of partition 0, which no server has had"
+    ]
 
 
 def test_a_version_that_goes_back_is_found_whoever_saw_it(right: Right) -> None:
     older = copy.deepcopy(right.last("pulled", "a")["answers"])
     right.work("b", "pull", call=99, member="b", clock=3, at="s:1")
     right.work("b", "pulled", call=99, answers=older)
-    assert found(right, "monotonic") == ["version 6 of partition 0 was told after version 7 had been"]
+    assert found(right, "monotonic") == [
+        "version 6 of partition 0 was told after version 7 had been"
+    ]
 
 
-def test_an_older_version_that_was_asked_for_before_the_newer_one_was_told_is_right(right: Right) -> None:
+def test_an_older_version_that_was_asked_for_before_the_newer_one_was_told_is_right(
+    right: Right,
+) -> None:
     older = copy.deepcopy(right.last("pulled", "a")["answers"])
     right.workers["b"].append(
-        {"kind": "pull", "t": right.last("pulled", "a")["t"], "of": "b", "call": 99, "member": "b", "clock": 3, "at": "s:1"}
+        {
+            "kind": "pull",
+            "t": right.last("pulled", "a")["t"],
+            "of": "b",
+            "call": 99,
+            "member": "b",
+            "clock": 3,
+            "at": "s:1",
+        }
     )
     right.work("b", "pulled", call=99, answers=older)
     assert found(right, "monotonic") == []
@@ -371,14 +499,18 @@ def test_a_change_that_adam_does_not_make_is_found(right: Right) -> None:
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 def test_moments_that_are_not_adams_are_found(right: Right, name: str) -> None:
     right.optimizer.state[right.parameters[1]][name][0] += 1e-6
-    assert found(right, "Adam") == [f"{name} of partition 0 differ in the snapshot from what Adam has in one process"]
+    assert found(right, "Adam") == [
+        f"{name} of partition 0 differ in the snapshot from what Adam has in one process"
+    ]
 
 
 def test_a_snapshot_that_lacks_the_last_change_is_found(right: Right) -> None:
     right.last("applied")["version"] += 1
     path = right.snapshot()
     right.last("applied")["version"] -= 1
-    assert [each.what for each in optimizer_is_adam(right.history(), [path], ADAM)] == ["partition 0 came to version 7, and ended at 8"]
+    assert [each.what for each in optimizer_is_adam(right.history(), [path], ADAM)] == [
+        "partition 0 came to version 7, and ended at 8"
+    ]
 
 
 def test_values_that_no_worker_gave_are_found(right: Right) -> None:
@@ -389,23 +521,31 @@ def test_values_that_no_worker_gave_are_found(right: Right) -> None:
 def test_a_turn_that_came_too_early_is_found(right: Right) -> None:
     for clock in (4, 5):
         right.pull("a", clock=clock)
-    assert found(right, "bound") == ["the turn of a came on server server 2 ahead of the slowest, with a bound of 1"]
+    assert found(right, "bound") == [
+        "the turn of a came on server server 2 ahead of the slowest, with a bound of 1"
+    ]
 
 
-def test_a_joiner_begins_where_the_slowest_is_and_who_is_gone_is_not_waited_for(right: Right) -> None:
+def test_a_joiner_begins_where_the_slowest_is_and_who_is_gone_is_not_waited_for(
+    right: Right,
+) -> None:
     right.serve("members", generation=2, members=["a", "c"])
     right.workers["c"] = []
     for clock in (4, 5):
         right.pull("a", clock=clock)
     right.pull("c", clock=70)
     right.pull("c", clock=71)
-    assert found(right, "bound") == ["the turn of a came on server server 2 ahead of the slowest, with a bound of 1"]
+    assert found(right, "bound") == [
+        "the turn of a came on server server 2 ahead of the slowest, with a bound of 1"
+    ]
     right.serve("members", generation=3, members=["a"])
     right.pull("a", clock=90)
     assert len(found(right, "bound")) == 1
 
 
-def test_nobody_waits_for_a_member_that_rests_and_it_comes_back_where_the_slowest_is(right: Right) -> None:
+def test_nobody_waits_for_a_member_that_rests_and_it_comes_back_where_the_slowest_is(
+    right: Right,
+) -> None:
     def says(clock: int, *, place: int = 0) -> None:
         right.work("b", "clock", member="b", clock=clock, place=place)
         right.serve("finished", member="b", clock=clock, place=place)
@@ -422,7 +562,9 @@ def test_nobody_waits_for_a_member_that_rests_and_it_comes_back_where_the_slowes
     right.pull("a", clock=11)
     assert found(right, "bound") == []
     right.pull("a", clock=12)
-    assert found(right, "bound") == ["the turn of a came on server server 2 ahead of the slowest, with a bound of 1"]
+    assert found(right, "bound") == [
+        "the turn of a came on server server 2 ahead of the slowest, with a bound of 1"
+    ]
 
 
 def test_a_restart_that_forgets_how_far_members_were_is_found(right: Right) -> None:
@@ -437,9 +579,20 @@ def test_a_restart_that_forgets_how_far_members_were_is_found(right: Right) -> N
     assert "server server came back with a member behind the slowest, at 4" in found(right, "bound")
 
 
-def test_a_restart_counts_the_iteration_before_a_push_that_only_the_journal_had(right: Right) -> None:
+def test_a_restart_counts_the_iteration_before_a_push_that_only_the_journal_had(
+    right: Right,
+) -> None:
     right.serve("starts", pid=2, address="s:1")
-    right.serve(**{**right.last("applied"), "version": right.version + 1, "member": "a", "sequence": 4, "clock": 5, "again": True})
+    right.serve(
+        **{
+            **right.last("applied"),
+            "version": right.version + 1,
+            "member": "a",
+            "sequence": 4,
+            "clock": 5,
+            "again": True,
+        }
+    )
     right.serve("clocks", slowest=3, clocks={"a": [4, 0], "b": [3, 0]}, resting=[])
     assert found(right, "bound") == []
 
@@ -450,20 +603,25 @@ def test_iterations_that_nobody_said_are_found(right: Right) -> None:
 
 
 def test_pushes_of_one_iteration_on_different_values_are_found(right: Right) -> None:
-    """The history is right for bsp with one member in each iteration; here with both, but for one in the middle."""
+    """The history is right for bsp with one member in each iteration; here with both, but for one
+    in the middle."""
 
     def found_apart() -> list[str]:
         return [each.what for each in iterations_are_apart(right.history())]
 
     def base(member: str, number: int, version: int) -> None:
-        [line for line in right.workers[member] if line["kind"] == "push"][number - 1]["base"] = version
+        [line for line in right.workers[member] if line["kind"] == "push"][number - 1]["base"] = (
+            version
+        )
 
     assert found_apart() == []
     for number in (1, 2, 3):
         base("b", number, 2 * number - 1)
     assert found_apart() == []
     base("b", 2, 2)
-    assert found_apart() == ["version 5 of partition 0 is of a push on version 2, where the iteration's are on 3"]
+    assert found_apart() == [
+        "version 5 of partition 0 is of a push on version 2, where the iteration's are on 3"
+    ]
     base("b", 2, 3)
     base("a", 3, 3)
     assert "a pushed twice to partition 0 in one iteration" in found_apart()
@@ -477,11 +635,17 @@ def test_a_sample_that_counts_twice_or_not_at_all_is_found(right: Right) -> None
 
 def test_a_batch_that_a_partition_lacks_is_found(right: Right) -> None:
     right.server.remove(right.last("applied"))
-    assert found(right, "samples") == ["6 batches were dealt and finished, partition 0 has 5 of them"]
+    assert found(right, "samples") == [
+        "6 batches were dealt and finished, partition 0 has 5 of them"
+    ]
 
 
-def test_a_torn_last_line_is_passed_over_and_lives_of_a_server_follow_one_another(tmp_path: Path) -> None:
+def test_a_torn_last_line_is_passed_over_and_lives_of_a_server_follow_one_another(
+    tmp_path: Path,
+) -> None:
     lives = {"server-9": 20, "server-10": 10}
     for name, begun in lives.items():
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"kind": "starts", "t": begun, "of": "server", "pid": 1}) + '\n{"kind": "app')
+        (tmp_path / f"{name}.jsonl").write_text(
+            json.dumps({"kind": "starts", "t": begun, "of": "server", "pid": 1}) + '\n{"kind": "app'
+        )
     assert [line["t"] for line in History.read(tmp_path).servers["server"]] == [10, 20]

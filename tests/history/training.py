@@ -1,9 +1,11 @@
-"""What the workers of a checked history run: leased batches, until somebody makes the file that ends it.
+"""What the workers of a checked history run: leased batches, until somebody makes the file that
+ends it.
 
-But with bsp, which takes no sparse tables, the model has a small one beside its dense part. Of the three ids of a sample one is that of a
-quarter of all samples, so that workers push it at the same time, one is its own, and one that of a few; more rows are pushed in an epoch
-than the table keeps, so that rows are evicted for their number and for their age all the time. Buckets are read whole at the end of each
-epoch, for a checkpoint; and the servers begin with those of one.
+But with bsp, which takes no sparse tables, the model has a small one beside its dense part. Of the
+three ids of a sample one is that of a quarter of all samples, so that workers push it at the same
+time, one is its own, and one that of a few; more rows are pushed in an epoch than the table keeps,
+so that rows are evicted for their number and for their age all the time. Buckets are read whole at
+the end of each epoch, for a checkpoint; and the servers begin with those of one.
 """
 
 from __future__ import annotations
@@ -37,7 +39,17 @@ _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 def table() -> SparseEmbedding:
     """The sparse table, of three buckets."""
     adagrad = partial(torch.optim.Adagrad, lr=0.05, lr_decay=1e-4)
-    return SparseEmbedding(None, _DIM, name="users", optimizer=adagrad, seed=3, scale=0.1, buckets=3, max_rows=180, max_age=48)
+    return SparseEmbedding(
+        None,
+        _DIM,
+        name="users",
+        optimizer=adagrad,
+        seed=3,
+        scale=0.1,
+        buckets=3,
+        max_rows=180,
+        max_age=48,
+    )
 
 
 class Network(nn.Module):
@@ -49,7 +61,13 @@ class Network(nn.Module):
         width = FEATURES + has_table * _DIM * _IDS
         self.users = table() if has_table else None
         self.layers = nn.Sequential(
-            nn.Linear(width, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 1)
+            nn.Linear(width, 12),
+            nn.Tanh(),
+            nn.Linear(12, 12),
+            nn.Tanh(),
+            nn.Linear(12, 12),
+            nn.Tanh(),
+            nn.Linear(12, 1),
         )
 
     def forward(self, features: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -68,22 +86,33 @@ def samples() -> TensorDataset:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`arguments`: one JSON object. `end`: the file; `longest_step_s`: of a step's own time, drawn with `seed`; `options`: of async_sgd;
-    `checkpoints`: a directory of them, to go on from and to write to; empty: neither these nor a sparse table, whose rows are sometimes
-    looked up ahead."""
+    """`arguments`: one JSON object. `end`: the file; `longest_step_s`: of a step's own time, drawn
+    with `seed`; `options`: of async_sgd; `checkpoints`: a directory of them, to go on from and to
+    write to; empty: neither these nor a sparse table, whose rows are sometimes looked up ahead."""
     config: dict[str, Any] = json.loads(arguments[0])
     end, pace = Path(config["end"]), random.Random(config["seed"])
-    options = {**config["options"], "lease_ahead": timedelta(seconds=config["options"]["lease_ahead"])}
+    options = {
+        **config["options"],
+        "lease_ahead": timedelta(seconds=config["options"]["lease_ahead"]),
+    }
     shoal.init()
     checkpoints = config["checkpoints"]
     net = Network(has_table=bool(checkpoints))
-    model, optimizer = shoal.as_distributed(net, torch.optim.Adam(net.parameters(), **ADAM), strategy="async_sgd", **options)
-    loader = shoal.ElasticDataLoader(samples(), batch_size=BATCH_SIZE, name="train", look_ahead=bool(checkpoints))
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.Adam(net.parameters(), **ADAM), strategy="async_sgd", **options
+    )
+    loader = shoal.ElasticDataLoader(
+        samples(), batch_size=BATCH_SIZE, name="train", look_ahead=bool(checkpoints)
+    )
     if checkpoints:
         shoal.resume(checkpoints)
     for _ in loader.epochs(_ENDLESS):
         for features, ids, targets in loader:
-            if net.users is not None and pace.random() < 0.5 and (upcoming := loader.peek()) is not None:
+            if (
+                net.users is not None
+                and pace.random() < 0.5
+                and (upcoming := loader.peek()) is not None
+            ):
                 net.users.prefetch(upcoming[1])
             model.train_step((features, ids), targets, nn.functional.mse_loss)
             optimizer.step()
@@ -93,5 +122,7 @@ def main(arguments: Sequence[str]) -> int:
             shoal.save_checkpoint(checkpoints, keep=1)
         if end.exists():
             break
-    shoal.shutdown()  # of a checkpoint that is being written the zygote's children do not wait by themselves, as an interpreter does
+    # of a checkpoint that is being written the zygote's children do not wait by themselves, as an
+    # interpreter does
+    shoal.shutdown()
     return 0

@@ -24,7 +24,10 @@ class Verdict:
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{times} {kind}" for kind, times in sorted(self.faults.items()))
-        lines = [f"{self.mode}, seed {self.seed}: {self.faults.total()} faults in {self.seconds:.0f} s ({kinds})"]
+        lines = [
+            f"{self.mode}, seed {self.seed}: {self.faults.total()} faults in {self.seconds:.0f} s "
+            f"({kinds})"
+        ]
         lines.append("  " + ", ".join(f"{number} {what}" for what, number in self.counts.items()))
         lines += [f"  kept: {promise}" for promise in self.held]
         for promise, violations in self.broken.items():
@@ -42,7 +45,9 @@ def counts(history: History) -> dict[str, int]:
         "answered as known": sum(1 for _ in history.of_servers("known")),
         "partitions pulled": sum(1 for _ in history.of_servers("sent")),
         "lookups of rows": sum(bool(seen.ids) for seen in history.seen),
-        "made again by recoveries and backups": sum(line["again"] for line in history.of_servers("applied")),
+        "made again by recoveries and backups": sum(
+            line["again"] for line in history.of_servers("applied")
+        ),
         "void": sum(1 for _ in history.of_servers("applied", "restored")) - len(history.valid),
         "backups made primaries": history.promotions,
     }

@@ -27,7 +27,14 @@ _DEADLINE_S = 200.0
 class Command:
     """One running command. Output goes to files, so that it can be looked at while it grows."""
 
-    def __init__(self, arguments: list[str], *, directory: Path, environment: dict[str, str], zygote: Zygote | None) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        *,
+        directory: Path,
+        environment: dict[str, str],
+        zygote: Zygote | None,
+    ) -> None:
         """`zygote` forks it; None: it starts fresh."""
         self._mark = uuid.uuid4().hex
         self._known: set[psutil.Process] = set()
@@ -36,10 +43,22 @@ class Command:
         self.process: subprocess.Popen[bytes] | ForkedProcess
         with self._out.open("wb") as out, self._err.open("wb") as err:
             if zygote is None:
-                self.process = subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=directory, env=environment)
+                self.process = subprocess.Popen(
+                    arguments,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=err,
+                    cwd=directory,
+                    env=environment,
+                )
             else:
                 self.process = zygote.start_command(
-                    "shoal", arguments, environment=environment, directory=directory, output=self._out, error=self._err
+                    "shoal",
+                    arguments,
+                    environment=environment,
+                    directory=directory,
+                    output=self._out,
+                    error=self._err,
                 )
 
     @property
@@ -63,16 +82,23 @@ class Command:
         while not condition():
             ended = self.process.poll() is not None
             if time.monotonic() > deadline or (ended and not condition()):
-                pytest.fail(f"waited for {what}; the command {'ended' if ended else 'goes on'}; it said: {self.stdout}\n{self.stderr}")
+                pytest.fail(
+                    f"waited for {what}; the command {'ended' if ended else 'goes on'}; it said: "
+                    f"{self.stdout}\n{self.stderr}"
+                )
             time.sleep(0.01)
 
     def wait_for_output(self, *texts: str) -> None:
-        self.wait_for(lambda: all(text in self.stdout for text in texts), f"{texts} on standard output")
+        self.wait_for(
+            lambda: all(text in self.stdout for text in texts), f"{texts} on standard output"
+        )
 
     def family(self) -> list[psutil.Process]:
-        """The processes that this command has started and that still run, whoever their parents are now, and itself.
+        """The processes that this command has started and that still run, whoever their parents are
+        now, and itself.
 
-        Marked by a variable in their environment. Valkey overwrites its own: it is found by its parent, and remembered.
+        Marked by a variable in their environment. Valkey overwrites its own: it is found by its
+        parent, and remembered.
         """
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -84,15 +110,19 @@ class Command:
         """Until nothing of it runs any more."""
         deadline = time.monotonic() + _DEADLINE_S
         while family := self.family():
-            assert time.monotonic() < deadline, f"still running: {[process.cmdline() for process in family]}"
+            assert time.monotonic() < deadline, (
+                f"still running: {[process.cmdline() for process in family]}"
+            )
             time.sleep(0.03)  # it looks at all processes
 
     def close(self) -> None:
-        """Ends it, as Ctrl-C twice does, so that it can clean up; by force if that does not help."""
+        """Ends it, as Ctrl-C twice does, so that it can clean up; by force if that does not
+        help."""
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
             if self.process.poll() is None:
                 self.process.send_signal(number)
-                with contextlib.suppress(subprocess.TimeoutExpired):  # the next signal is a harder one
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    # the next signal is a harder one
                     self.process.wait(5)
         self.wait_until_gone()
 
@@ -108,11 +138,16 @@ class Shell:
     """Starts commands that share a registry of clusters and a directory."""
 
     def __init__(self, directory: Path, zygote: Zygote | None = None) -> None:
-        """`zygote` forks the commands `shoal`, and they what they start in Python (tests/zygote/commands.py); None: they start fresh."""
+        """`zygote` forks the commands `shoal`, and they what they start in Python
+        (tests/zygote/commands.py); None: they start fresh."""
         self.directory = directory
         self._zygote = zygote
         self.environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "PET_"))},
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("SHOAL_", "PET_"))
+            },
             "XDG_RUNTIME_DIR": str(directory / "runtime"),
             "XDG_STATE_HOME": str(directory / "state"),
             "OMP_NUM_THREADS": "1",
@@ -129,7 +164,10 @@ class Shell:
 
     def _start(self, zygote: Zygote | None, *arguments: str | Path, **variables: str) -> Command:
         command = Command(
-            [str(a) for a in arguments], directory=self.directory, environment={**self.environment, **variables}, zygote=zygote
+            [str(a) for a in arguments],
+            directory=self.directory,
+            environment={**self.environment, **variables},
+            zygote=zygote,
         )
         self._commands.append(command)
         return command
@@ -168,21 +206,25 @@ class Shell:
 
 
 def _zygote_for(request: pytest.FixtureRequest) -> Zygote | None:
-    """None for tests whose commands start fresh: those marked so, and the slow ones, of third-party trainers for the most part."""
+    """None for tests whose commands start fresh: those marked so, and the slow ones, of third-party
+    trainers for the most part."""
     fresh = any(request.node.get_closest_marker(name) for name in ("fresh", "slow"))
     return None if fresh else request.getfixturevalue("zygote")
 
 
 @pytest.fixture
 def shell(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Shell]:
-    """The command `shoal`; what it started is gone when the test ends. Tests marked `fresh` or `slow` start fresh interpreters."""
+    """The command `shoal`; what it started is gone when the test ends. Tests marked `fresh` or
+    `slow` start fresh interpreters."""
     shell = Shell(tmp_path, _zygote_for(request))
     yield shell
     shell.close()
 
 
 @pytest.fixture(scope="module")
-def shared_shell(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Shell]:
+def shared_shell(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Iterator[Shell]:
     """One for all tests of a module, which must leave its cluster as it is."""
     shell = Shell(tmp_path_factory.mktemp("shell"), _zygote_for(request))
     yield shell

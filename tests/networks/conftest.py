@@ -1,4 +1,5 @@
-"""Networks of machines for tests. What is made for a test is gone when it ends; what a killed run left is gone when the next one begins."""
+"""Networks of machines for tests. What is made for a test is gone when it ends; what a killed run
+left is gone when the next one begins."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from tests.networks.network import COORDINATOR, REDIS, Network
 
 @pytest.fixture
 def network(tmp_path: Path, leftover_processes: None) -> Iterator[Callable[..., Network]]:
-    """Makes a network of `hosts` machines for a job, beside those of the coordinator and Redis, with both running."""
+    """Makes a network of `hosts` machines for a job, beside those of the coordinator and Redis,
+    with both running."""
     if (why := hindrance()) is not None:
         pytest.skip(f"a network of machines cannot be made here: {why}")
     with ExitStack() as stack:

@@ -1,5 +1,5 @@
-"""A job on machines of its own: a coordinator and Redis on one each, a launcher on each of the others, cables that a test cuts, and what
-must hold at the end whatever was cut."""
+"""A job on machines of its own: a coordinator and Redis on one each, a launcher on each of the
+others, cables that a test cuts, and what must hold at the end whatever was cut."""
 
 from __future__ import annotations
 
@@ -38,14 +38,22 @@ _SHOWN: Final = 3000
 
 
 class Process:
-    """A program on one of the machines. Its output goes to a file, so that it can be read while it grows."""
+    """A program on one of the machines. Its output goes to a file, so that it can be read while it
+    grows."""
 
-    def __init__(self, command: list[str], *, machine: str, output: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, command: list[str], *, machine: str, output: Path, environment: dict[str, str]
+    ) -> None:
         self.machine = machine
         self.output = output
         with output.open("ab") as log:
             self.process = subprocess.Popen(
-                tied_to_parent(command), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=ROOT
+                tied_to_parent(command),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                cwd=ROOT,
             )
 
     def said(self) -> str:
@@ -55,17 +63,23 @@ class Process:
         self.process.send_signal(number)
 
     def wait(self, within_s: float = _PATIENCE_S) -> int:
-        """Waits for the process to end, and returns its exit status: negative if a signal ended it."""
+        """Waits for the process to end, and returns its exit status: negative if a signal ended
+        it."""
         try:
             return self.process.wait(within_s)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"{self.output.stem} did not end within {within_s:g} s; it said: {self.said()}")
+            pytest.fail(
+                f"{self.output.stem} did not end within {within_s:g} s; it said: {self.said()}"
+            )
 
 
 class Network:
-    """The machines and what runs on them. The script is train.py; its steps are slow until `release`."""
+    """The machines and what runs on them. The script is train.py; its steps are slow until
+    `release`."""
 
-    def __init__(self, machines: Machines, hosts: list[str], directory: Path, **script: str) -> None:
+    def __init__(
+        self, machines: Machines, hosts: list[str], directory: Path, **script: str
+    ) -> None:
         """`script`: what train.py reads from its environment, where it is not the default."""
         self.machines = machines
         self.hosts = hosts
@@ -75,25 +89,52 @@ class Network:
         """The job has one run."""
         self.launchers: list[Process] = []
         self._services: dict[str, Process] = {}
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "PET_"))}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SHOAL_", "PET_"))
+        }
         self._environment = {
             **inherited,
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
-            **{"OUTPUT": str(directory / "results"), "EPOCHS": "10", "WIDTH": "32", "STRATEGY": "ddp", "BETWEEN": ""},
+            **{
+                "OUTPUT": str(directory / "results"),
+                "EPOCHS": "10",
+                "WIDTH": "32",
+                "STRATEGY": "ddp",
+                "BETWEEN": "",
+            },
             **script,
         }
         (directory / "results").mkdir()
         self._hold = directory / "results" / "hold"
         self._hold.touch()
 
-    # ------------------------------------------------------------------------------------------------------------- starting
+    # ------------------------------------------------------------------------------------- starting
 
     def start_services(self) -> None:
         data = self.directory / "redis"
         data.mkdir(exist_ok=True)
-        valkey = [str(find_server_binary()), "--bind", self.machines.address(REDIS), "--port", str(_REDIS_PORT), "--save", ""]
-        durable = ["--appendonly", "yes", "--appendfsync", "always", "--dir", str(data), "--protected-mode", "no"]
+        valkey = [
+            str(find_server_binary()),
+            "--bind",
+            self.machines.address(REDIS),
+            "--port",
+            str(_REDIS_PORT),
+            "--save",
+            "",
+        ]
+        durable = [
+            "--appendonly",
+            "yes",
+            "--appendfsync",
+            "always",
+            "--dir",
+            str(data),
+            "--protected-mode",
+            "no",
+        ]
         self._services[REDIS] = self._start(REDIS, "redis", [*valkey, *durable])
         self.start_coordinator()
 
@@ -103,55 +144,114 @@ class Network:
         ports.unlink(missing_ok=True)
         own = ["--listen", self.endpoint, "--insecure", "--port-file", str(ports)]
         state = ["--redis", f"redis://{Address(self.machines.address(REDIS), _REDIS_PORT)}"]
-        coordinator = self._start(COORDINATOR, "coordinator", [sys.executable, "-m", "shoal_coordinator", *own, *state])
+        coordinator = self._start(
+            COORDINATOR, "coordinator", [sys.executable, "-m", "shoal_coordinator", *own, *state]
+        )
         self._services[COORDINATOR] = coordinator
-        self.eventually(lambda: ports.exists() or coordinator.process.poll() is not None, "the coordinator")
+        self.eventually(
+            lambda: ports.exists() or coordinator.process.poll() is not None, "the coordinator"
+        )
         assert ports.exists(), coordinator.said()
 
     def launch(self, host: str, *flags: str, nnodes: str = "", script: str = "train.py") -> Process:
         """Starts `shoal run` there."""
         nodes = ["--nnodes", nnodes or str(len(self.hosts)), "--rdzv-endpoint", self.endpoint]
-        command = [sys.executable, "-m", "shoal", "run", *nodes, "--record-dir", str(self._recorded_in), *flags]
-        launcher = self._start(host, f"{host}-launcher-{len(self.launchers)}", [*command, f"tests/networks/{script}"])
+        command = [
+            sys.executable,
+            "-m",
+            "shoal",
+            "run",
+            *nodes,
+            "--record-dir",
+            str(self._recorded_in),
+            *flags,
+        ]
+        launcher = self._start(
+            host, f"{host}-launcher-{len(self.launchers)}", [*command, f"tests/networks/{script}"]
+        )
         self.launchers.append(launcher)
         return launcher
 
     def start_parameter_server(self, host: str, *flags: str) -> None:
         """One that listens at all addresses of the machine."""
         listen = "[::]:0" if ":" in self.machines.address(host) else "0.0.0.0:0"
-        command = [sys.executable, "-m", "shoal_ps_server", "--coordinator", self.endpoint, "--job", "default", "--listen", listen]
+        command = [
+            sys.executable,
+            "-m",
+            "shoal_ps_server",
+            "--coordinator",
+            self.endpoint,
+            "--job",
+            "default",
+            "--listen",
+            listen,
+        ]
         self._services["server"] = self._start(host, "server", [*command, "--insecure", *flags])
 
     def targets(self) -> set[str]:
         """Where Prometheus is told that metrics are: the hosts of the coordinator's /sd."""
         http = json.loads((self.directory / "ports.json").read_text())["http"]
-        read = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=30).read().decode())"
+        read = (
+            "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], "
+            "timeout=30).read().decode())"
+        )
         command = self.machines.on(COORDINATOR, [sys.executable, "-c", read, f"http://{http}/sd"])
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        return {parse_address(target).host for group in json.loads(answer.stdout) for target in group["targets"]}
+        return {
+            parse_address(target).host
+            for group in json.loads(answer.stdout)
+            for target in group["targets"]
+        }
 
     def launch_all(self, *flags: str, nnodes: str = "") -> list[Process]:
         """A launcher on every host, and waits until all train together."""
         launchers = [self.launch(host, *flags, nnodes=nnodes) for host in self.hosts]
-        self.eventually(lambda: self.workers() or any(each.process.poll() is not None for each in launchers), "the first step")
+        self.eventually(
+            lambda: self.workers() or any(each.process.poll() is not None for each in launchers),
+            "the first step",
+        )
         self.wait_all_train()
         return launchers
 
     def run_alone(self) -> Process:
-        """Starts the script as a single process, without a network or faults: its result is what the others are compared with. `finish`
-        does so, unless it was done before, as while a fault lasts."""
+        """Starts the script as a single process, without a network or faults: its result is what
+        the others are compared with. `finish` does so, unless it was done before, as while a fault
+        lasts."""
         alone = self.directory / "alone"
         alone.mkdir()
         environment = {**self._environment, "OUTPUT": str(alone)}
-        process = Process([sys.executable, "tests/networks/train.py"], machine="", output=alone / "log", environment=environment)
+        process = Process(
+            [sys.executable, "tests/networks/train.py"],
+            machine="",
+            output=alone / "log",
+            environment=environment,
+        )
         self._services["alone"] = process
         return process
 
     def status(self) -> dict[str, Any]:
         """What `shoal status` says on the coordinator's machine."""
-        ask = [sys.executable, "-m", "shoal", "status", "--coordinator", self.endpoint, "--job", "default", "--json"]
+        ask = [
+            sys.executable,
+            "-m",
+            "shoal",
+            "status",
+            "--coordinator",
+            self.endpoint,
+            "--job",
+            "default",
+            "--json",
+        ]
         command = self.machines.on(COORDINATOR, ask)
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=self._environment, cwd=ROOT)
+        answer = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+            env=self._environment,
+            cwd=ROOT,
+        )
         return dict(json.loads(answer.stdout))
 
     @property
@@ -164,12 +264,18 @@ class Network:
 
     def _start(self, machine: str, name: str, command: list[str]) -> Process:
         on_machine = self.machines.on(machine, command)
-        return Process(on_machine, machine=machine, output=self.directory / f"{name}.log", environment=self._environment)
+        return Process(
+            on_machine,
+            machine=machine,
+            output=self.directory / f"{name}.log",
+            environment=self._environment,
+        )
 
-    # --------------------------------------------------------------------------------------------------------------- cutting
+    # -------------------------------------------------------------------------------------- cutting
 
     def cut(self, some: Iterable[str], others: Iterable[str], *, one_way: bool = False) -> None:
-        """Nothing passes between any of `some` and any of `others`; `one_way`: nothing from the former to the latter."""
+        """Nothing passes between any of `some` and any of `others`; `one_way`: nothing from the
+        former to the latter."""
         for sender, receiver in self._ways(some, others, one_way):
             self.machines.lose(sender, receiver)
 
@@ -178,7 +284,9 @@ class Network:
             self.machines.deliver(sender, receiver)
 
     @contextmanager
-    def parted(self, some: Iterable[str], others: Iterable[str], *, one_way: bool = False) -> Iterator[None]:
+    def parted(
+        self, some: Iterable[str], others: Iterable[str], *, one_way: bool = False
+    ) -> Iterator[None]:
         """`cut`, healed at the block's end."""
         self.cut(some, others, one_way=one_way)
         yield
@@ -189,7 +297,9 @@ class Network:
         return [name for name in (COORDINATOR, REDIS, *self.hosts) if name not in machines]
 
     @staticmethod
-    def _ways(some: Iterable[str], others: Iterable[str], one_way: bool) -> Iterator[tuple[str, str]]:
+    def _ways(
+        some: Iterable[str], others: Iterable[str], one_way: bool
+    ) -> Iterator[tuple[str, str]]:
         receivers = list(others)
         for sender in some:
             for receiver in receivers:
@@ -197,9 +307,11 @@ class Network:
                 if not one_way:
                     yield receiver, sender
 
-    # ----------------------------------------------------------------------------------------------------------------- seeing
+    # --------------------------------------------------------------------------------------- seeing
 
-    def eventually(self, condition: Callable[[], Any], what: str, *, within_s: float = _PATIENCE_S) -> Any:
+    def eventually(
+        self, condition: Callable[[], Any], what: str, *, within_s: float = _PATIENCE_S
+    ) -> Any:
         """The condition's first true value."""
         deadline = time.monotonic() + within_s
         while not (value := condition()):
@@ -209,19 +321,26 @@ class Network:
         return value
 
     def lasts(self, seconds: float) -> None:
-        """The network stays as it is for so long: what a fault's length is, and not a wait for what follows from it."""
+        """The network stays as it is for so long: what a fault's length is, and not a wait for what
+        follows from it."""
         time.sleep(seconds)
 
     def said(self) -> str:
         """All that launchers, workers and the coordinator have said."""
-        return "\n".join(f"--- {log.stem}\n{log.read_text()}" for log in sorted(self.directory.glob("*.log")))
+        return "\n".join(
+            f"--- {log.stem}\n{log.read_text()}" for log in sorted(self.directory.glob("*.log"))
+        )
 
     def told(self) -> str:
         """The end of what each has said, for people."""
-        return "\n".join(f"--- {log.stem}\n{log.read_text()[-_SHOWN:]}" for log in sorted(self.directory.glob("*.log")))
+        return "\n".join(
+            f"--- {log.stem}\n{log.read_text()[-_SHOWN:]}"
+            for log in sorted(self.directory.glob("*.log"))
+        )
 
     def committed(self) -> dict[tuple[int, int], set[int]]:
-        """The generations that committed each step, by epoch and the step's place in it, as the workers recorded them."""
+        """The generations that committed each step, by epoch and the step's place in it, as the
+        workers recorded them."""
         steps: dict[tuple[int, int], set[int]] = defaultdict(set)
         for lines in self._recorded().values():
             for line in lines:
@@ -230,8 +349,13 @@ class Network:
         return steps
 
     def workers(self) -> set[str]:
-        """Member ids of those that have ever committed a step: one for each worker process that trained."""
-        return {member for member, lines in self._recorded().items() if any(line["kind"] == "committed" for line in lines)}
+        """Member ids of those that have ever committed a step: one for each worker process that
+        trained."""
+        return {
+            member
+            for member, lines in self._recorded().items()
+            if any(line["kind"] == "committed" for line in lines)
+        }
 
     def _recorded(self) -> dict[str, list[dict[str, Any]]]:
         found = {}
@@ -243,10 +367,13 @@ class Network:
     def wait_steps(self, more: int, *, within_s: float = _PATIENCE_S) -> None:
         """Until so many steps more than now are committed."""
         target = len(self.committed()) + more
-        self.eventually(lambda: len(self.committed()) >= target, f"{more} further steps", within_s=within_s)
+        self.eventually(
+            lambda: len(self.committed()) >= target, f"{more} further steps", within_s=within_s
+        )
 
     def wait_all_train(self) -> None:
-        """Until a worker on each host has had part in a step that nobody has committed yet, whoever it is by now."""
+        """Until a worker on each host has had part in a step that nobody has committed yet, whoever
+        it is by now."""
         before = self.committed()
         assert any(launcher.process.poll() is None for launcher in self.launchers), self.told()
 
@@ -267,13 +394,25 @@ class Network:
                 os.kill(pid, signal.SIGKILL)
 
     def wait_explained(self, pattern: str) -> str:
-        """The line, of a launcher, a worker or the coordinator, that explains the fault: it must come in time, and did not before."""
+        """The line, of a launcher, a worker or the coordinator, that explains the fault: it must
+        come in time, and did not before."""
         before = self.said()
 
         def line() -> str | None:
-            return next((match[0] for match in re.finditer(rf"^.*{pattern}.*$", self.said(), re.MULTILINE) if match[0] not in before), None)
+            return next(
+                (
+                    match[0]
+                    for match in re.finditer(rf"^.*{pattern}.*$", self.said(), re.MULTILINE)
+                    if match[0] not in before
+                ),
+                None,
+            )
 
-        return str(self.eventually(line, f"a line with {pattern!r}", within_s=EXPLAINED_WITHIN_S + _SLACK_S))
+        return str(
+            self.eventually(
+                line, f"a line with {pattern!r}", within_s=EXPLAINED_WITHIN_S + _SLACK_S
+            )
+        )
 
     @contextmanager
     def stopped(self, *processes: int) -> Iterator[None]:
@@ -288,49 +427,65 @@ class Network:
         """Steps go on in time."""
         self.wait_steps(2, within_s=ACTED_ON_WITHIN_S + _SLACK_S)
 
-    # ------------------------------------------------------------------------------------------------------------------ ending
+    # --------------------------------------------------------------------------------------- ending
 
     def release(self) -> None:
         """Steps are no longer slow."""
         self._hold.unlink(missing_ok=True)
 
-    def finish(self, *, statuses: dict[Process, int] | None = None, redone: int = 0, to_the_end: int = 0) -> None:
+    def finish(
+        self, *, statuses: dict[Process, int] | None = None, redone: int = 0, to_the_end: int = 0
+    ) -> None:
         """Lets the run come to its end, and checks what must hold whatever has happened.
 
         Args:
             statuses: of launchers that do not end with 0.
             to_the_end: how many workers train to the end; 0: one on each host.
-            redone: at most so many steps may have been committed in two generations: by one that was put out as it committed, and by those
-                that went on without it.
+            redone: at most so many steps may have been committed in two generations: by one that
+                was put out as it committed, and by those that went on without it.
         """
         alone = self._services.get("alone") or self.run_alone()
         self.release()
         ended = {launcher.output.stem: launcher.wait() for launcher in self.launchers}
-        expected = {launcher.output.stem: (statuses or {}).get(launcher, 0) for launcher in self.launchers}
+        expected = {
+            launcher.output.stem: (statuses or {}).get(launcher, 0) for launcher in self.launchers
+        }
         assert ended == expected, self.told()
         assert alone.wait() == 0, alone.said()
         want = json.loads((self.directory / "alone" / "alone.json").read_text())
         results = self.results()
         assert len(results) == (to_the_end or len(self.hosts)), f"{results}\n{self.told()}"
         for result in results:
-            assert (result["steps"], result["digest"]) == (want["steps"], want["digest"]), f"{result}, without faults {want}\n{self.told()}"
+            assert (result["steps"], result["digest"]) == (want["steps"], want["digest"]), (
+                f"{result}, without faults {want}\n{self.told()}"
+            )
         places = [(result["generation"], result["rank"]) for result in results]
         assert len(set(places)) == len(places), f"two had the same rank: {results}"
         verdict = audit(self.records)
         assert verdict.epochs, "no epoch was recorded"
         assert all(epoch.exactly_once for epoch in verdict.epochs), f"{verdict}\n{self.told()}"
-        twice = {step: generations for step, generations in self.committed().items() if len(generations) > 1}
+        twice = {
+            step: generations
+            for step, generations in self.committed().items()
+            if len(generations) > 1
+        }
         assert len(twice) <= redone, f"steps that two generations committed: {twice}\n{self.told()}"
-        assert {host: self.machines.pids(host) for host in self.hosts} == {host: [] for host in self.hosts}, "processes were left behind"
+        assert {host: self.machines.pids(host) for host in self.hosts} == {
+            host: [] for host in self.hosts
+        }, "processes were left behind"
 
     def results(self) -> list[dict[str, Any]]:
         """What the workers that have come to the end say."""
-        return [json.loads(file.read_text()) for file in (self.directory / "results").glob("*.json")]
+        return [
+            json.loads(file.read_text()) for file in (self.directory / "results").glob("*.json")
+        ]
 
     def check_all_stayed(self) -> None:
         """No worker was started but the first ones, and no generation was needed but the first."""
         assert len(self.workers()) == len(self.hosts), f"workers were restarted\n{self.told()}"
-        assert {generation for generations in self.committed().values() for generation in generations} == {1}, self.told()
+        assert {
+            generation for generations in self.committed().values() for generation in generations
+        } == {1}, self.told()
 
     def close(self) -> None:
         """Ends whatever still runs."""

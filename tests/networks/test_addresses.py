@@ -1,4 +1,5 @@
-"""Machines that are not simple: several networks, IPv6 alone, names that mean nothing to others, NAT."""
+"""Machines that are not simple: several networks, IPv6 alone, names that mean nothing to others,
+NAT."""
 
 from __future__ import annotations
 
@@ -21,12 +22,18 @@ OUTSIDE = "10.77.0.100"
 
 @pytest.mark.soak
 @pytest.mark.parametrize("named", ["interface", "address"])
-def test_machines_that_one_of_two_networks_connects_train_by_the_one_that_is_named(network: Make, named: str) -> None:
+def test_machines_that_one_of_two_networks_connects_train_by_the_one_that_is_named(
+    network: Make, named: str
+) -> None:
     job = network(2, SHOAL_METRICS_LISTEN="0.0.0.0:0")
     job.machines.connect(*job.hosts)
     job.cut(["host-0"], ["host-1"])  # of the network of the coordinator: it does not connect them
     for host in job.hosts:
-        job.launch(host, "--local-addr", SECOND_INTERFACE if named == "interface" else job.machines.second_address(host))
+        job.launch(
+            host,
+            "--local-addr",
+            SECOND_INTERFACE if named == "interface" else job.machines.second_address(host),
+        )
     job.wait_all_train()
     assert job.targets() == {job.machines.second_address(host) for host in job.hosts}
     job.check_all_stayed()
@@ -34,19 +41,28 @@ def test_machines_that_one_of_two_networks_connects_train_by_the_one_that_is_nam
 
 
 @pytest.mark.soak
-def test_a_plain_script_on_such_machines_meets_and_sums_over_the_one_that_is_named(network: Make) -> None:
+def test_a_plain_script_on_such_machines_meets_and_sums_over_the_one_that_is_named(
+    network: Make,
+) -> None:
     job = network(2)
     job.machines.connect(*job.hosts)
     job.cut(["host-0"], ["host-1"])
-    launchers = [job.launch(host, "--local-addr", SECOND_INTERFACE, script="train_plain.py") for host in job.hosts]
+    launchers = [
+        job.launch(host, "--local-addr", SECOND_INTERFACE, script="train_plain.py")
+        for host in job.hosts
+    ]
     assert [launcher.wait() for launcher in launchers] == [0, 0], job.told()
     results = job.results()
     assert [result["total"] for result in results] == [2.0, 2.0]
-    assert {result["met_at"] for result in results} < {job.machines.second_address(host) for host in job.hosts}
+    assert {result["met_at"] for result in results} < {
+        job.machines.second_address(host) for host in job.hosts
+    }
 
 
 @pytest.mark.soak
-def test_workers_that_told_addresses_of_a_network_that_does_not_connect_them_say_whose_and_which_flag_changes_it(network: Make) -> None:
+def test_unreachable_addresses_are_reported_with_their_owner_and_the_flag_that_changes_them(
+    network: Make,
+) -> None:
     job = network(2)
     job.machines.connect(*job.hosts)
     job.cut(["host-0"], ["host-1"])
@@ -54,7 +70,10 @@ def test_workers_that_told_addresses_of_a_network_that_does_not_connect_them_say
         job.launch(host)
     pattern = re.compile(r"cannot reach rank \d \(host-\d\) at 10\.77\.0\.\d:\d+.*")
     line = job.eventually(lambda: pattern.search(job.said()), "a word on who cannot be reached")[0]
-    assert "start its launcher with --local-addr (SHOAL_LOCAL_ADDR); this machine's own is 10.77.0." in line
+    assert (
+        "start its launcher with --local-addr (SHOAL_LOCAL_ADDR); this machine's own is 10.77.0."
+        in line
+    )
 
 
 @pytest.mark.soak
@@ -70,7 +89,9 @@ def test_machines_with_both_families_train_by_the_one_that_is_named(network: Mak
     """The coordinator is reached by IPv4."""
     job = network(2)
     for number, host in enumerate(job.hosts):
-        job.machines.configure(host, "ip", "address", "add", f"fd78::{number + 1}/64", "nodad", "dev", INTERFACE)
+        job.machines.configure(
+            host, "ip", "address", "add", f"fd78::{number + 1}/64", "nodad", "dev", INTERFACE
+        )
         job.launch(host, "--local-addr", f"fd78::{number + 1}")
     job.cut(["host-0"], ["host-1"])  # of IPv4
     job.wait_all_train()
@@ -80,8 +101,11 @@ def test_machines_with_both_families_train_by_the_one_that_is_named(network: Mak
 
 @pytest.mark.soak
 @pytest.mark.parametrize("ipv6", [False, True])
-def test_a_parameter_server_whose_name_means_nothing_to_others_is_reached_by_workers(network: Make, ipv6: bool) -> None:
-    """With IPv4 the machine's name is 127.0.1.1 there, as Debian has it; with IPv6 it does not resolve."""
+def test_a_parameter_server_whose_name_means_nothing_to_others_is_reached_by_workers(
+    network: Make, ipv6: bool
+) -> None:
+    """With IPv4 the machine's name is 127.0.1.1 there, as Debian has it; with IPv6 it does not
+    resolve."""
     job = network(2, ipv6=ipv6, EPOCHS="3")
     if not ipv6:
         hosts = job.directory / "hosts"
@@ -93,7 +117,12 @@ def test_a_parameter_server_whose_name_means_nothing_to_others_is_reached_by_wor
 
 def _trains_with_servers(job: Network, *flags_of_first: str) -> None:
     flags = {"host-0": flags_of_first}
-    launchers = [job.launch(host, "--servers", "1", *flags.get(host, ()), nnodes="2", script="train_async.py") for host in job.hosts[:2]]
+    launchers = [
+        job.launch(
+            host, "--servers", "1", *flags.get(host, ()), nnodes="2", script="train_async.py"
+        )
+        for host in job.hosts[:2]
+    ]
     assert [launcher.wait() for launcher in launchers] == [0, 0], job.told()
     results = job.results()
     assert len(results) == 2, job.told()
@@ -101,19 +130,24 @@ def _trains_with_servers(job: Network, *flags_of_first: str) -> None:
 
 
 def _put_behind_nat(job: Network, *, inside: str, router: str) -> None:
-    """`inside` has the router alone for a neighbour; others reach it at OUTSIDE, an address of the router's."""
+    """`inside` has the router alone for a neighbour; others reach it at OUTSIDE, an address of the
+    router's."""
     if shutil.which("nft") is None:
         pytest.skip("NAT needs the program nft (Debian: nftables)")
     machines = job.machines
     machines.connect(inside, router)
     machines.configure(inside, "ip", "link", "set", INTERFACE, "down")
-    machines.configure(inside, "ip", "route", "add", "default", "via", machines.second_address(router))
+    machines.configure(
+        inside, "ip", "route", "add", "default", "via", machines.second_address(router)
+    )
     machines.configure(router, "ip", "address", "add", f"{OUTSIDE}/24", "dev", INTERFACE)
     machines.configure(router, "sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_forward")
     rules = (
         "table ip nat {\n"
-        f"chain in {{ type nat hook prerouting priority -100; ip daddr {OUTSIDE} dnat to {machines.second_address(inside)}; }}\n"
-        f"chain out {{ type nat hook postrouting priority 100; ip saddr {machines.second_address(inside)} snat to {OUTSIDE}; }}\n"
+        f"chain in {{ type nat hook prerouting priority -100; ip daddr {OUTSIDE} dnat to "
+        f"{machines.second_address(inside)}; }}\n"
+        f"chain out {{ type nat hook postrouting priority 100; ip saddr "
+        f"{machines.second_address(inside)} snat to {OUTSIDE}; }}\n"
         "}\n"
     )
     file = Path(job.directory) / "nat.nft"
@@ -125,7 +159,9 @@ def _put_behind_nat(job: Network, *, inside: str, router: str) -> None:
 
 
 @pytest.mark.soak
-def test_a_machine_behind_nat_and_its_parameter_server_are_reached_at_what_is_told(network: Make) -> None:
+def test_a_machine_behind_nat_and_its_parameter_server_are_reached_at_what_is_told(
+    network: Make,
+) -> None:
     job = network(3, EPOCHS="3")
     _put_behind_nat(job, inside="host-0", router="host-2")
     job.start_parameter_server("host-0", "--server-id", "s", "--advertise", OUTSIDE)
@@ -133,10 +169,14 @@ def test_a_machine_behind_nat_and_its_parameter_server_are_reached_at_what_is_to
 
 
 @pytest.mark.soak
-def test_ranks_behind_nat_that_need_a_group_are_told_that_gloo_cannot_be_reached_there(network: Make) -> None:
+def test_ranks_behind_nat_that_need_a_group_are_told_that_gloo_cannot_be_reached_there(
+    network: Make,
+) -> None:
     job = network(3)
     _put_behind_nat(job, inside="host-0", router="host-2")
-    behind = job.launch("host-0", "--local-addr", OUTSIDE, "--listen-addr", SECOND_INTERFACE, nnodes="2")
+    behind = job.launch(
+        "host-0", "--local-addr", OUTSIDE, "--listen-addr", SECOND_INTERFACE, nnodes="2"
+    )
     job.launch("host-1", nnodes="2")
     assert behind.wait() == 1
     assert f"hostname='{OUTSIDE}'" in behind.said()
@@ -147,5 +187,8 @@ def test_an_address_that_the_machine_does_not_have_is_refused_at_the_start(netwo
     job = network(1)
     launcher = job.launch("host-0", "--local-addr", OUTSIDE)
     assert launcher.wait() == 2, launcher.said()
-    told = f"--local-addr (SHOAL_LOCAL_ADDR) '{OUTSIDE}' is no address of this machine, which has lo 127.0.0.1, ::1; eth0 10.77.0.3"
+    told = (
+        f"--local-addr (SHOAL_LOCAL_ADDR) '{OUTSIDE}' is no address of this machine, which has "
+        "lo 127.0.0.1, ::1; eth0 10.77.0.3"
+    )
     assert told in launcher.said()

@@ -1,4 +1,5 @@
-"""The coordinator or Redis out of reach, of all or of one: not knowing is not the same as nobody. Nobody is restarted, training goes on."""
+"""The coordinator or Redis out of reach, of all or of one: not knowing is not the same as nobody.
+Nobody is restarted, training goes on."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def test_training_goes_on_while_the_coordinator_is_out_of_reach_for_a_moment(net
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [10, 25, 60])
-def test_a_coordinator_out_of_reach_restarts_nobody_and_no_step_is_redone(network: Make, seconds: int) -> None:
+def test_a_coordinator_out_of_reach_restarts_nobody_and_no_step_is_redone(
+    network: Make, seconds: int
+) -> None:
     job = network(4)
     job.launch_all()
     with job.parted([COORDINATOR], job.hosts):
@@ -40,7 +43,9 @@ def test_a_coordinator_out_of_reach_restarts_nobody_and_no_step_is_redone(networ
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [2, 25, 60])
 @pytest.mark.parametrize("lost", ["to the hosts", "from the hosts"])
-def test_a_coordinator_that_is_heard_but_does_not_hear_or_the_reverse_restarts_nobody(network: Make, lost: str, seconds: int) -> None:
+def test_a_coordinator_that_is_heard_but_does_not_hear_or_the_reverse_restarts_nobody(
+    network: Make, lost: str, seconds: int
+) -> None:
     job = network(3)
     job.launch_all()
     ways = ([COORDINATOR], job.hosts)
@@ -53,7 +58,9 @@ def test_a_coordinator_that_is_heard_but_does_not_hear_or_the_reverse_restarts_n
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [10, 60])
-def test_a_machine_whose_way_to_the_coordinator_alone_is_cut_trains_on_with_the_others(network: Make, seconds: int) -> None:
+def test_a_machine_whose_way_to_the_coordinator_alone_is_cut_trains_on_with_the_others(
+    network: Make, seconds: int
+) -> None:
     job = network(3)
     job.launch_all(nnodes="2:3")
     with job.parted([COORDINATOR], ["host-1"]):
@@ -89,7 +96,9 @@ def test_a_coordinator_that_stands_still_restarts_nobody(network: Make, seconds:
 
 
 @pytest.mark.soak
-def test_a_coordinator_that_is_started_anew_behind_a_cut_finds_all_as_they_were(network: Make) -> None:
+def test_a_coordinator_that_is_started_anew_behind_a_cut_finds_all_as_they_were(
+    network: Make,
+) -> None:
     job = network(3)
     job.launch_all()
     with job.parted([COORDINATOR], job.hosts):
@@ -103,7 +112,9 @@ def test_a_coordinator_that_is_started_anew_behind_a_cut_finds_all_as_they_were(
 
 
 @pytest.mark.soak
-def test_a_worker_that_dies_while_the_coordinator_is_out_of_reach_is_replaced_when_it_is_back(network: Make) -> None:
+def test_a_worker_that_dies_while_the_coordinator_is_out_of_reach_is_replaced_when_it_is_back(
+    network: Make,
+) -> None:
     job = network(3)
     job.launch_all(nnodes="2:3")
     with job.parted([COORDINATOR], job.hosts):

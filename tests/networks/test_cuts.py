@@ -1,4 +1,5 @@
-"""Cuts among the machines of a run: who reach each other go on, who was cut off comes back, and nothing is done twice or not at all."""
+"""Cuts among the machines of a run: who reach each other go on, who was cut off comes back, and
+nothing is done twice or not at all."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ def test_a_machine_that_is_cut_off_for_a_moment_keeps_its_place(network: Make) -
 @pytest.mark.soak
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 @pytest.mark.parametrize("seconds", [10, 60])
-def test_the_others_go_on_without_a_machine_that_is_cut_off_and_it_comes_back(network: Make, seconds: int, strategy: str) -> None:
+def test_the_others_go_on_without_a_machine_that_is_cut_off_and_it_comes_back(
+    network: Make, seconds: int, strategy: str
+) -> None:
     job = network(4, STRATEGY=strategy)
     job.launch_all(nnodes="2:4")
     with job.parted(["host-1"], job.others("host-1")):
@@ -38,7 +41,9 @@ def test_the_others_go_on_without_a_machine_that_is_cut_off_and_it_comes_back(ne
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [10, 60])
-def test_a_run_that_is_to_have_all_its_workers_waits_for_the_one_that_is_cut_off(network: Make, seconds: int) -> None:
+def test_a_run_that_is_to_have_all_its_workers_waits_for_the_one_that_is_cut_off(
+    network: Make, seconds: int
+) -> None:
     job = network(3)
     job.launch_all("--min-workers", "3")
     with job.parted(["host-1"], job.others("host-1")):
@@ -51,7 +56,9 @@ def test_a_run_that_is_to_have_all_its_workers_waits_for_the_one_that_is_cut_off
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [2, 10, 60])
-def test_the_half_with_the_coordinator_goes_on_and_the_other_half_comes_back(network: Make, seconds: int) -> None:
+def test_the_half_with_the_coordinator_goes_on_and_the_other_half_comes_back(
+    network: Make, seconds: int
+) -> None:
     job = network(4)
     job.launch_all(nnodes="2:4")
     with job.parted(["host-2", "host-3"], [COORDINATOR, REDIS, "host-0", "host-1"]):
@@ -76,7 +83,9 @@ def test_halves_of_which_neither_is_enough_wait_for_each_other(network: Make, se
 @pytest.mark.soak
 @pytest.mark.parametrize("direction", ["sends", "receives"])
 @pytest.mark.parametrize("seconds", [2, 10, 60])
-def test_a_machine_that_is_cut_off_in_one_direction_only_comes_back(network: Make, seconds: int, direction: str) -> None:
+def test_a_machine_that_is_cut_off_in_one_direction_only_comes_back(
+    network: Make, seconds: int, direction: str
+) -> None:
     job = network(3)
     job.launch_all(nnodes="2:3")
     ways = (["host-1"], job.others("host-1"))
@@ -90,7 +99,9 @@ def test_a_machine_that_is_cut_off_in_one_direction_only_comes_back(network: Mak
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seconds", [2, 10])
-def test_a_cut_between_two_workers_that_heals_soon_costs_nobody_a_place(network: Make, seconds: int) -> None:
+def test_a_cut_between_two_workers_that_heals_soon_costs_nobody_a_place(
+    network: Make, seconds: int
+) -> None:
     job = network(3)
     job.launch_all()
     with job.parted(["host-1"], ["host-2"]):
@@ -102,7 +113,9 @@ def test_a_cut_between_two_workers_that_heals_soon_costs_nobody_a_place(network:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("one_way", [False, True])
-def test_a_cut_between_two_workers_is_explained_and_the_others_go_on_without_one_of_them(network: Make, one_way: bool) -> None:
+def test_a_cut_between_two_workers_is_explained_and_the_others_go_on_without_one_of_them(
+    network: Make, one_way: bool
+) -> None:
     job = network(3)
     job.launch_all(nnodes="2:3")
     with job.parted(["host-1"], ["host-2"], one_way=one_way):
@@ -115,14 +128,19 @@ def test_a_cut_between_two_workers_is_explained_and_the_others_go_on_without_one
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("between", ["evaluate", "save", "epoch"])
-def test_a_rank_that_was_cut_off_from_another_between_two_steps_is_replaced_when_it_returns(network: Make, between: str) -> None:
+def test_a_rank_that_was_cut_off_from_another_between_two_steps_is_replaced_when_it_returns(
+    network: Make, between: str
+) -> None:
     """In an evaluation, while a checkpoint is saved, or at the end of an epoch."""
     job = network(3, BETWEEN=between, EPOCHS="200" if between == "epoch" else "20")
     job.launch_all(nnodes="2:3")
     with job.parted(["host-1"], ["host-2"]):
         job.wait_explained(r"not reach rank \d \(host-[12]\)")
         job.wait_acted_on()
-    job.eventually(lambda: "its peers took steps without it" in job.said(), "the one that was kept out to return")
+    job.eventually(
+        lambda: "its peers took steps without it" in job.said(),
+        "the one that was kept out to return",
+    )
     job.wait_all_train()
     job.finish(redone=1)
     assert len(job.workers()) == 4, "one worker was to be replaced"
@@ -133,7 +151,10 @@ def test_a_cut_as_the_workers_start_delays_them(network: Make) -> None:
     job = network(3)
     for host in job.hosts:
         job.launch(host)
-    job.eventually(lambda: "job created job_id=default " in job.coordinator.said().replace("\n", " "), "the first launcher")
+    job.eventually(
+        lambda: "job created job_id=default " in job.coordinator.said().replace("\n", " "),
+        "the first launcher",
+    )
     with job.parted(["host-1"], job.others("host-1")):
         job.lasts(10)
     job.wait_all_train()

@@ -19,7 +19,10 @@ def test_a_launcher_that_dies_as_the_run_starts_is_made_up_for_by_another(networ
     job = network(3)
     lost = job.launch("host-0")
     job.launch("host-1")
-    job.eventually(lambda: "job_id=default.nodes" in job.coordinator.said(), "launchers that wait for the third")
+    job.eventually(
+        lambda: "job_id=default.nodes" in job.coordinator.said(),
+        "launchers that wait for the third",
+    )
     lost.send(signal.SIGKILL)
     lost.wait()
     job.launch("host-0")
@@ -30,7 +33,9 @@ def test_a_launcher_that_dies_as_the_run_starts_is_made_up_for_by_another(networ
 
 @pytest.mark.soak
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_launchers_that_go_and_come_while_it_runs_leave_the_others_as_they_are(network: Make, how: signal.Signals) -> None:
+def test_launchers_that_go_and_come_while_it_runs_leave_the_others_as_they_are(
+    network: Make, how: signal.Signals
+) -> None:
     job = network(3)
     first, second, third = job.launch_all(nnodes="1:3")
     third.send(how)

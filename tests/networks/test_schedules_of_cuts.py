@@ -1,5 +1,5 @@
-"""Seeded schedules of faults of the network over one run: whatever is cut, and for how long, it ends as if nothing had been.
-NETWORK_SEEDS=1,2,3 chooses the schedules; a failure names its seed."""
+"""Seeded schedules of faults of the network over one run: whatever is cut, and for how long, it
+ends as if nothing had been. NETWORK_SEEDS=1,2,3 chooses the schedules; a failure names its seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ SEEDS = [int(seed) for seed in os.environ.get("NETWORK_SEEDS", "1,2,3").split(",
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_under_a_schedule_of_cuts_ends_as_if_there_had_been_none(network: Make, seed: int) -> None:
+def test_a_run_under_a_schedule_of_cuts_ends_as_if_there_had_been_none(
+    network: Make, seed: int
+) -> None:
     schedule = random.Random(seed)
     job = network(4, EPOCHS="20")
     job.launch_all(nnodes="2:4")
@@ -33,7 +35,8 @@ def test_a_run_under_a_schedule_of_cuts_ends_as_if_there_had_been_none(network: 
 
 
 def strike(job: Network, schedule: random.Random) -> None:
-    """A cut, healed after up to 20 s; perhaps a worker dies meanwhile, or the coordinator after it."""
+    """A cut, healed after up to 20 s; perhaps a worker dies meanwhile, or the coordinator after
+    it."""
     host, *more = schedule.sample(job.hosts, 3)
     some, others = schedule.choice(
         [

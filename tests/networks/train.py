@@ -1,5 +1,6 @@
-"""The training script of these tests: deterministic, so that runs of any size and with any faults end with the same parameters, bit for
-bit. It says what it ends with in a JSON file in OUTPUT. Steps are slow while OUTPUT/hold exists."""
+"""The training script of these tests: deterministic, so that runs of any size and with any faults
+end with the same parameters, bit for bit. It says what it ends with in a JSON file in OUTPUT. Steps
+are slow while OUTPUT/hold exists."""
 
 import hashlib
 import json
@@ -18,16 +19,30 @@ from tests.integration.worker_elastic.pacing import pace
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     torch.set_num_threads(1)
-    output, epochs, width = Path(os.environ["OUTPUT"]), int(os.environ["EPOCHS"]), int(os.environ["WIDTH"])
+    output, epochs, width = (
+        Path(os.environ["OUTPUT"]),
+        int(os.environ["EPOCHS"]),
+        int(os.environ["WIDTH"]),
+    )
     shoal.init()
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(10, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2))
+    net = nn.Sequential(
+        nn.Linear(10, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 2)
+    )
     optimizer = torch.optim.SGD(net.parameters(), 0.05, momentum=0.9)
-    model, optimizer = shoal.as_distributed(net, optimizer, strategy=os.environ["STRATEGY"], deterministic=True)
+    model, optimizer = shoal.as_distributed(
+        net, optimizer, strategy=os.environ["STRATEGY"], deterministic=True
+    )
     between, samples = os.environ["BETWEEN"], 48 if os.environ["BETWEEN"] == "epoch" else 480
     x = torch.randn(samples, 10, generator=torch.Generator().manual_seed(1))
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()), global_batch_size=48, micro_batch_size=8)
-    evaluated = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x), global_batch_size=48, train=False)
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()),
+        global_batch_size=48,
+        micro_batch_size=8,
+    )
+    evaluated = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(x), global_batch_size=48, train=False
+    )
     for _ in loader.epochs(epochs):
         for step in loader.steps():
             for inputs, labels in step:
@@ -37,15 +52,24 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             if between == "evaluate":
-                shoal.evaluate(model, evaluated, lambda model, batch: evaluate(model, batch, output))
+                shoal.evaluate(
+                    model, evaluated, lambda model, batch: evaluate(model, batch, output)
+                )
             elif between == "save":
                 shoal.save_checkpoint(output / "checkpoints", keep=2)
                 come_late(output)
                 shoal.save_checkpoint(output / "checkpoints", keep=2)
             elif between == "epoch":
                 come_late(output)
-    digest = hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in model.full_state_dict().values())).hexdigest()
-    result = {"rank": shoal.rank(), "generation": shoal.generation(), "steps": loader.global_step, "digest": digest}
+    digest = hashlib.sha256(
+        b"".join(tensor.numpy().tobytes() for tensor in model.full_state_dict().values())
+    ).hexdigest()
+    result = {
+        "rank": shoal.rank(),
+        "generation": shoal.generation(),
+        "steps": loader.global_step,
+        "digest": digest,
+    }
     (output / f"{os.environ.get('SHOAL_MEMBER_ID', 'alone')}.json").write_text(json.dumps(result))
 
 
@@ -57,7 +81,8 @@ def evaluate(model: nn.Module, batch: tuple[torch.Tensor], output: Path) -> dict
 
 
 def come_late(output: Path) -> None:
-    """Lets the other ranks wait for rank 0, as long as steps are slow: most of the time they are in what comes next."""
+    """Lets the other ranks wait for rank 0, as long as steps are slow: most of the time they are in
+    what comes next."""
     if (output / "hold").exists() and shoal.rank() == 0:
         time.sleep(0.3)
 

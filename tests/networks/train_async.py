@@ -1,4 +1,5 @@
-"""The training script of tests that need parameter servers: says in a JSON file in OUTPUT how much the loss has fallen."""
+"""The training script of tests that need parameter servers: says in a JSON file in OUTPUT how much
+the loss has fallen."""
 
 import json
 import os
@@ -14,7 +15,9 @@ def main() -> None:
     shoal.init()
     torch.manual_seed(0)
     net = nn.Linear(10, 1)
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.05), strategy="async_sgd")
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.05), strategy="async_sgd"
+    )
     x = torch.randn(480, 10, generator=torch.Generator().manual_seed(1))
     y = x.sum(1, keepdim=True)
     loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x, y), batch_size=16)
@@ -26,7 +29,9 @@ def main() -> None:
     with torch.no_grad():
         loss = nn.functional.mse_loss(model(x), y).item()
     result = {"rank": shoal.rank(), "loss": loss, "without": y.square().mean().item()}
-    (Path(os.environ["OUTPUT"]) / f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(result))
+    (Path(os.environ["OUTPUT"]) / f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(
+        json.dumps(result)
+    )
 
 
 if __name__ == "__main__":

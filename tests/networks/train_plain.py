@@ -1,4 +1,5 @@
-"""A script of torch's alone, without Shoal: says in a JSON file in OUTPUT where its ranks met and what they summed."""
+"""A script of torch's alone, without Shoal: says in a JSON file in OUTPUT where its ranks met and
+what they summed."""
 
 import json
 import os

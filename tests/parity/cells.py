@@ -1,7 +1,9 @@
-"""The parity matrix as data: strategies x backends x models x optimizers x worlds x what is compared.
+"""The parity matrix as data: strategies x backends x models x optimizers x worlds x what is
+compared.
 
-There is no hole: a combination either trains as one process does, or `refusal` says with what one error it is refused. The table in
-docs/parity.md is made from this (table.py), and the tests from the same cells (test_parity.py).
+There is no hole: a combination either trains as one process does, or `refusal` says with what one
+error it is refused. The table in docs/parity.md is made from this (table.py), and the tests from
+the same cells (test_parity.py).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ BACKENDS: Final = ("inmemory", "gloo", "mpi")
 CHECKS: Final = {
     "float64": "in float64 the parameters are those of one process, to 1e-10",
     "float32": "in float32 they are, to 1e-5",
-    "bitwise": "with `deterministic=True` parameters and buffers in float32 are bitwise those of a world of one",
+    "bitwise": "with `deterministic=True` parameters and buffers in float32 are bitwise those of a "
+    "world of one",
 }
 
 
@@ -42,7 +45,8 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Compressed:
-    """One compressor, and what is asked of a training of 30 steps with it, in comparison to one process without: one of the two."""
+    """One compressor, and what is asked of a training of 30 steps with it, in comparison to one
+    process without: one of the two."""
 
     says: str
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -58,14 +62,32 @@ ROWS: Final[Mapping[str, Row]] = {
     "zero2": Row(strategy="zero2"),
     "zero3": Row(strategy="zero3"),
     "fsdp": Row(strategy="fsdp"),
-    "hsdp": Row(strategy="hsdp", says="2 ranks a replica, of 3 one", options={"shard_size": 2}, by_world={3: {"shard_size": 1}}),
+    "hsdp": Row(
+        strategy="hsdp",
+        says="2 ranks a replica, of 3 one",
+        options={"shard_size": 2},
+        by_world={3: {"shard_size": 1}},
+    ),
     "tensor": Row(strategy="tensor", divided=True),
-    "tensor_data": Row(strategy="tensor", says="2 x 2 replicas", options={"tensor_parallel_size": 2}, worlds=(4,), divided=True),
-    "pipeline": Row(strategy="pipeline", options={"micro_batches": 4}, pipelined=True, divided=True),
+    "tensor_data": Row(
+        strategy="tensor",
+        says="2 x 2 replicas",
+        options={"tensor_parallel_size": 2},
+        worlds=(4,),
+        divided=True,
+    ),
+    "pipeline": Row(
+        strategy="pipeline", options={"micro_batches": 4}, pipelined=True, divided=True
+    ),
     "pipeline_data": Row(
         strategy="pipeline",
         says="2 x 2 replicas, zero-bubble",
-        options={"pipeline_parallel_size": 2, "micro_batches": 2, "schedule": "zero_bubble", "stages_per_rank": 1},
+        options={
+            "pipeline_parallel_size": 2,
+            "micro_batches": 2,
+            "schedule": "zero_bubble",
+            "stages_per_rank": 1,
+        },
         worlds=(4,),
         pipelined=True,
         divided=True,
@@ -115,12 +137,24 @@ ASYNC: Final = "async_sgd"
 SERVERS: Final = "servers"
 """What stands in the place of its backend."""
 
-_IN_ORDER = 'deterministic=True with strategy="async_sgd": pushes are applied in the order in which they come'
-_APART = "with local_sgd the result depends on how many ranks train apart; use ddp, zero1, zero2 or zero3"
-_DIVIDED = "how a model is split changes the order of its own sums, so results cannot be bitwise those of another number of ranks"
+_IN_ORDER = (
+    'deterministic=True with strategy="async_sgd": pushes are applied in the order in '
+    "which they come"
+)
+_APART = (
+    "with local_sgd the result depends on how many ranks train apart; use ddp, zero1, zero2 "
+    "or zero3"
+)
+_DIVIDED = (
+    "how a model is split changes the order of its own sums, so results cannot be bitwise "
+    "those of another number of ranks"
+)
 _COME_AND_GO = "its workers and servers are processes that come and go; start them with `shoal run`"
 _TWO_BLOCKS = "Bag has 2 blocks (bag, head); expected from 1 stage to one for each block"
-_SCALED = "a GradScaler with a pipeline: train_step takes losses through their backward passes itself, so nothing can scale them"
+_SCALED = (
+    "a GradScaler with a pipeline: train_step takes losses through their backward passes "
+    "itself, so nothing can scale them"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +177,11 @@ class Cell:
             return _COME_AND_GO if self.backend != SERVERS else None
         if self.check == "bitwise" and (self.row == "local_sgd" or ROWS[self.row].divided):
             return _APART if self.row == "local_sgd" else _DIVIDED
-        return _TWO_BLOCKS if (self.row, self.model) == ("pipeline", "bag") and self.world > 2 else None
+        return (
+            _TWO_BLOCKS
+            if (self.row, self.model) == ("pipeline", "bag") and self.world > 2
+            else None
+        )
 
     @property
     def strategy(self) -> str:
@@ -154,7 +192,11 @@ class Cell:
     def options(self) -> dict[str, Any]:
         """Of `as_distributed`."""
         row = ROWS.get(self.row, Row(strategy=self.row))
-        return {**row.options, **row.by_world.get(self.world, {}), **({"deterministic": True} if self.check == "bitwise" else {})}
+        return {
+            **row.options,
+            **row.by_world.get(self.world, {}),
+            **({"deterministic": True} if self.check == "bitwise" else {}),
+        }
 
     def __str__(self) -> str:
         return "-".join(map(str, asdict(self).values()))
@@ -163,7 +205,11 @@ class Cell:
 def cells() -> list[Cell]:
     """All of them. What is refused is tried with one optimizer."""
     product = [
-        *((row, *rest) for row in ROWS for rest in itertools.product(BACKENDS, MODELS, OPTIMIZERS, ROWS[row].worlds, CHECKS)),
+        *(
+            (row, *rest)
+            for row in ROWS
+            for rest in itertools.product(BACKENDS, MODELS, OPTIMIZERS, ROWS[row].worlds, CHECKS)
+        ),
         *itertools.product([ASYNC], [SERVERS], MODELS, OPTIMIZERS, [1], CHECKS),
         *itertools.product([ASYNC], BACKENDS, MODELS[:1], OPTIMIZERS[:1], WORLDS[:1], CHECKS),
     ]
@@ -173,53 +219,109 @@ def cells() -> list[Cell]:
 
 
 def part() -> set[Cell]:
-    """A part that has every row, on threads and on processes, and every column; and with every model the rows that do not take long."""
+    """A part that has every row, on threads and on processes, and every column; and with every
+    model the rows that do not take long."""
     known, chosen = set(cells()), set()
 
     def choose(row: str, backend: str, model: str, turn: int, check: str) -> None:
         worlds = ROWS[row].worlds
         optimizer, world = OPTIMIZERS[turn // len(worlds) % 2], worlds[turn % len(worlds)]
-        cell = Cell(row=row, backend=backend, model=model, optimizer=optimizer, world=world, check=check)
+        cell = Cell(
+            row=row, backend=backend, model=model, optimizer=optimizer, world=world, check=check
+        )
         if cell not in known:
-            cell = Cell(row=row, backend=backend, model=model, optimizer=OPTIMIZERS[0], world=world, check=check)
+            cell = Cell(
+                row=row,
+                backend=backend,
+                model=model,
+                optimizer=OPTIMIZERS[0],
+                world=world,
+                check=check,
+            )
         chosen.add(cell)
 
     for (index, row), (column, model) in itertools.product(enumerate(ROWS), enumerate(MODELS)):
         if not ROWS[row].divided:
-            choose(row, "inmemory", model, index + column, list(CHECKS)[(index + column) % len(CHECKS)])
+            choose(
+                row, "inmemory", model, index + column, list(CHECKS)[(index + column) % len(CHECKS)]
+            )
         elif column == index % len(MODELS):
             choose(row, "inmemory", model, index, "float64")
     for index, row in enumerate(ROWS):
         check = "float64" if ROWS[row].divided else list(CHECKS)[index // 2 % 2 * 2]
         choose(row, BACKENDS[1 + index % 2], MODELS[index % len(MODELS)], index, check)
-    chosen.update(cell for cell in known if cell.row == ASYNC and cell.backend in BACKENDS and cell.check == "float64")
+    chosen.update(
+        cell
+        for cell in known
+        if cell.row == ASYNC and cell.backend in BACKENDS and cell.check == "float64"
+    )
     for column, model in enumerate(MODELS):
         check = list(CHECKS)[column % len(CHECKS)]
-        chosen.add(Cell(row=ASYNC, backend=SERVERS, model=model, optimizer=OPTIMIZERS[column // 2], world=1, check=check))
+        chosen.add(
+            Cell(
+                row=ASYNC,
+                backend=SERVERS,
+                model=model,
+                optimizer=OPTIMIZERS[column // 2],
+                world=1,
+                check=check,
+            )
+        )
     return chosen & known
 
 
 _NOT_IN_PARTS = "take zero1, zero2, zero3, fsdp or hsdp, whose optimizer state is in shards"
-_FLAT = "parameters are cut into flat pieces, and Adafactor is not known to treat each element by itself"
-_WHOLE_BATCHES = "deterministic=True needs micro-batches, whose results do not depend on the number of ranks"
+_FLAT = (
+    "parameters are cut into flat pieces, and Adafactor is not known to treat each element by "
+    "itself"
+)
+_WHOLE_BATCHES = (
+    "deterministic=True needs micro-batches, whose results do not depend on the number of ranks"
+)
 _SPLIT = ("tensor", "tensor_data", "hybrid", "hybrid_zero1", "hybrid_fsdp")
 _IN_SHARDS = ("zero1", "zero2", "zero3", "fsdp", "hsdp")
 REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
-    **{(name, "sparse"): "EmbeddingBag with sparse=True needs the whole table on one rank" for name in _SPLIT},
+    **{
+        (name, "sparse"): "EmbeddingBag with sparse=True needs the whole table on one rank"
+        for name in _SPLIT
+    },
     **{(name, "whole_matrices"): _FLAT for name in (*_SPLIT, "hybrid_zero2")},
     **{(name, "offload"): _NOT_IN_PARTS for name in ROWS if name not in _IN_SHARDS},
-    **{(name, "param_dtype"): "compute within torch.autocast, or take zero1" for name in ROWS if name not in _IN_SHARDS},
-    **{(name, "reduce_dtype"): 'use gradient_compression="bf16", or take zero1' for name in ROWS if name not in _IN_SHARDS},
     **{
-        (name, "shard_modules"): "take zero3, fsdp, hsdp or hybrid, which gather parameters by modules, or leave it out"
+        (name, "param_dtype"): "compute within torch.autocast, or take zero1"
+        for name in ROWS
+        if name not in _IN_SHARDS
+    },
+    **{
+        (name, "reduce_dtype"): 'use gradient_compression="bf16", or take zero1'
+        for name in ROWS
+        if name not in _IN_SHARDS
+    },
+    **{
+        (
+            name,
+            "shard_modules",
+        ): "take zero3, fsdp, hsdp or hybrid, which gather parameters by modules, or leave it out"
         for name, row in ROWS.items()
         if row.strategy not in ("zero3", "fsdp", "hsdp", "hybrid")
     },
-    **{(name, "shard_modules"): "gathers parameters by modules; leave it out" for name in ("hybrid", "hybrid_zero1", "hybrid_zero2")},
-    **{(name, "whole_batches"): _DIVIDED if row.divided else _WHOLE_BATCHES for name, row in ROWS.items()},
+    **{
+        (name, "shard_modules"): "gathers parameters by modules; leave it out"
+        for name in ("hybrid", "hybrid_zero1", "hybrid_zero2")
+    },
+    **{
+        (name, "whole_batches"): _DIVIDED if row.divided else _WHOLE_BATCHES
+        for name, row in ROWS.items()
+    },
     ("local_sgd", "whole_batches"): _APART,
-    ("local_sgd", "sum"): 'loss_reduction="sum": local_sgd averages parameters, not gradients; let the loss be a mean',
-    ("local_sgd", "by_hand"): "auto_sync_gradients=False: local_sgd never synchronizes gradients; leave it out",
+    (
+        "local_sgd",
+        "sum",
+    ): 'loss_reduction="sum": local_sgd averages parameters, not gradients; let the loss be a mean',
+    (
+        "local_sgd",
+        "by_hand",
+    ): "auto_sync_gradients=False: local_sgd never synchronizes gradients; leave it out",
     **{(name, "scaler"): _SCALED for name, row in ROWS.items() if row.pipelined},
 }
 """By row and variation (variations.py): what the ConfigurationError says."""
@@ -240,7 +342,13 @@ def refused_compression(row: str, compressor: str) -> str | None:
     """What the ConfigurationError says; None: it compresses."""
     strategy = ROWS[row].strategy
     if strategy not in ("ddp", "zero1", "zero2", "zero3", "fsdp"):
-        return "which does not compress: take ddp, zero1, zero2, zero3, fsdp or async_sgd, or leave it out"
+        return (
+            "which does not compress: take ddp, zero1, zero2, zero3, fsdp or async_sgd, or "
+            "leave it out"
+        )
     if compressor == "powersgd" and strategy != "ddp":
-        return "it needs whole matrices on every rank, and gradients are cut here; take topk, int8 or another, or ddp"
+        return (
+            "it needs whole matrices on every rank, and gradients are cut here; take topk, int8 "
+            "or another, or ddp"
+        )
     return None

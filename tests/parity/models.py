@@ -1,7 +1,8 @@
-"""The models of the parity matrix, each with its data: small, and each with something that sharding gets wrong easily.
+"""The models of the parity matrix, each with its data: small, and each with something that sharding
+gets wrong easily.
 
-No parameter has a gradient that is zero in exact arithmetic (a bias before a BatchNorm, a key's bias in attention): AdamW would make
-steps of full length from its rounding errors.
+No parameter has a gradient that is zero in exact arithmetic (a bias before a BatchNorm, a key's
+bias in attention): AdamW would make steps of full length from its rounding errors.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class Mlp(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, CLASSES))
+        self.layers = nn.Sequential(
+            nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, CLASSES)
+        )
         self.layers[2].bias.requires_grad_(False)
 
     def pipeline_blocks(self) -> list[nn.Module]:
@@ -66,11 +69,19 @@ class Attention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.width = nn.LayerNorm(width), width
-        self.packed, self.projection = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width)
+        self.packed, self.projection = (
+            nn.Linear(width, 3 * width, bias=False),
+            nn.Linear(width, width),
+        )
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (2, self.width // 2)).transpose(1, 2) for part in self.packed(self.norm(h)).chunk(3, dim=-1))
-        return h + self.projection(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            part.unflatten(-1, (2, self.width // 2)).transpose(1, 2)
+            for part in self.packed(self.norm(h)).chunk(3, dim=-1)
+        )
+        return h + self.projection(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Feedforward(nn.Module):
@@ -79,7 +90,9 @@ class Feedforward(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.mlp: nn.Module = nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width))
+        self.mlp: nn.Module = nn.Sequential(
+            nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
+        )
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
         return h + self.mlp(self.norm(h))
@@ -103,7 +116,11 @@ class Gpt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         width = 12
-        self.embedded, self.attention, self.feedforward = Embedded(width), Attention(width), Feedforward(width)
+        self.embedded, self.attention, self.feedforward = (
+            Embedded(width),
+            Attention(width),
+            Feedforward(width),
+        )
         self.head = Head(width, self.embedded.tokens)
 
     def pipeline_blocks(self) -> list[nn.Module]:
@@ -147,4 +164,6 @@ def make_data(name: str, dtype: torch.dtype) -> TensorDataset:
     if name == "bag":
         return TensorDataset(torch.randint(41, (SAMPLES, 4), generator=generator), classes)
     shape = (7,) if name == "mlp" else (1, 6, 6)
-    return TensorDataset(torch.randn(SAMPLES, *shape, generator=generator, dtype=torch.float64).to(dtype), classes)
+    return TensorDataset(
+        torch.randn(SAMPLES, *shape, generator=generator, dtype=torch.float64).to(dtype), classes
+    )

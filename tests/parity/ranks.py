@@ -1,6 +1,8 @@
-"""Where a cell's ranks run: threads of a launch, or processes (tests/ranks) that Gloo or MPI connects.
+"""Where a cell's ranks run: threads of a launch, or processes (tests/ranks) that Gloo or MPI
+connects.
 
-What a rank does and gives back is the same everywhere; processes are told it in JSON, and leave what they end with in files.
+What a rank does and gives back is the same everywhere; processes are told it in JSON, and leave
+what they end with in files.
 """
 
 from __future__ import annotations
@@ -58,15 +60,25 @@ class Places:
         refused = refusals.pop()
         if refused is not None:
             raise ConfigurationError(refused)
-        return [torch.load(self.directory / str(number), weights_only=False) for number in range(cell.world)]
+        return [
+            torch.load(self.directory / str(number), weights_only=False)
+            for number in range(cell.world)
+        ]
 
 
 def be_rank(cell: Mapping[str, Any], rank: int, directory: str) -> str | None:
-    """What a process does. Returns why it was refused; None: it leaves its outcome in `directory`."""
+    """What a process does. Returns why it was refused; None: it leaves its outcome in
+    `directory`."""
     what = Cell(**cell)
     store = FileStore(str(Path(directory) / "store"), what.world)
     if what.backend == "gloo":
-        seat = Seat(rank=rank, world_size=what.world, store=PrefixStore("group", store), timeout=_TIMEOUT, backend="gloo")
+        seat = Seat(
+            rank=rank,
+            world_size=what.world,
+            store=PrefixStore("group", store),
+            timeout=_TIMEOUT,
+            backend="gloo",
+        )
     else:
         seat = own_seat(_TIMEOUT)
     session = open_fixed(seat)
@@ -76,7 +88,8 @@ def be_rank(cell: Mapping[str, Any], rank: int, directory: str) -> str | None:
     except ConfigurationError as error:
         refusal = "".join(traceback.format_exception_only(error))
     finally:
-        _wait_for_all(store, what.world)  # a rank that leaves ends the group for those who are still at its last collective
+        # a rank that leaves ends the group for those who are still at its last collective
+        _wait_for_all(store, what.world)
         if find_session() is session:
             session.close()
             set_session(None)

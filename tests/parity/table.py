@@ -1,4 +1,5 @@
-"""docs/parity.md: the matrix as a table, from the same cells that the tests run. Written by `python -m tests.parity PATH`, after them."""
+"""docs/parity.md: the matrix as a table, from the same cells that the tests run. Written by
+`python -m tests.parity PATH`, after them."""
 
 from __future__ import annotations
 
@@ -35,9 +36,10 @@ _MODELS = {
 
 _TEXT = """# The parity matrix
 
-What this says is what the tests check: each combination below trains for a few steps and is compared with one process in plain torch.
-`make test` runs a part that has every row and every column ({part} of {all}), `make parity` the others. The tests are in `tests/parity`,
-and write this page from the list of cells that they run.
+What this says is what the tests check: each combination below trains for a few steps and is
+compared with one process in plain torch. `make test` runs a part that has every row and every
+column ({part} of {all}), `make parity` the others. The tests are in `tests/parity`, and write this
+page from the list of cells that they run.
 
 Each entry stands for two optimizers: SGD with momentum and weight decay, and AdamW. Its letters:
 
@@ -45,29 +47,31 @@ Each entry stands for two optimizers: SGD with momentum and weight decay, and Ad
 
 A number is a note: there the combination is refused, with that error.
 
-One process trains on the whole batch. Where a BatchNorm makes the loss depend on how samples are grouped, it accumulates the same
-micro-batches. Gradients are clipped by their global norm, but in the bitwise cells. For `local_sgd` the one process trains a replica for
-each rank, on the samples that this rank was given, and averages their parameters every {every} steps. For `async_sgd` one worker trains
-with its servers: several are not to give what one does. Pipelines cut the whole batch themselves, into micro-batches as the one process
-does; where nothing stands, the number of ranks does not fit the layout.
+One process trains on the whole batch. Where a BatchNorm makes the loss depend on how samples are
+grouped, it accumulates the same micro-batches. Gradients are clipped by their global norm, but in
+the bitwise cells. For `local_sgd` the one process trains a replica for each rank, on the samples
+that this rank was given, and averages their parameters every {every} steps. For `async_sgd` one
+worker trains with its servers: several are not to give what one does. Pipelines cut the whole batch
+themselves, into micro-batches as the one process does; where nothing stands, the number of ranks
+does not fit the layout.
 
 {table}
 
 {asynchronous}
 
-What else a loop does, on in-memory ranks, compared with one process that does the same, random numbers included
-(`tensor`, and `hybrid` without stages, with `dropout="as_one_process"`). `r`: to 1e-3 or 2e-3, because ranks round to
-bfloat16 what each has summed. `o`: pipeline stages draw
+What else a loop does, on in-memory ranks, compared with one process that does the same, random
+numbers included (`tensor`, and `hybrid` without stages, with `dropout="as_one_process"`). `r`: to
+1e-3 or 2e-3, because ranks round to bfloat16 what each has summed. `o`: pipeline stages draw
 numbers of their own; all ranks end with the same parameters, and so does a second run, bitwise.
 
 {variations}
 
-`gradient_compression=`, on in-memory ranks, after 30 steps of plain SGD, all ranks ending alike. `<`: parameters are off by no more than
-the compressor rounds, of how far they have moved; `%`: of what one process learns without compression, at least so much is learned.
+`gradient_compression=`, on in-memory ranks, after 30 steps of plain SGD, all ranks ending alike.
+`<`: parameters are off by no more than the compressor rounds, of how far they have moved; `%`: of
+what one process learns without compression, at least so much is learned.
 
-{compressors}
-{notes}
-nccl is not here, since it needs a GPU: `tests/unit/worker_backends/test_nccl.py` has what is checked of it.
+{compressors} {notes} nccl is not here, since it needs a GPU:
+`tests/unit/worker_backends/test_nccl.py` has what is checked of it.
 """
 
 
@@ -78,21 +82,43 @@ def page() -> str:
     known = cells()
 
     def entry(row: str, model: str, backend: str, world: int) -> str:
-        return _entry([cell for cell in known if (cell.row, cell.model, cell.backend, cell.world) == (row, model, backend, world)], notes)
+        return _entry(
+            [
+                cell
+                for cell in known
+                if (cell.row, cell.model, cell.backend, cell.world) == (row, model, backend, world)
+            ],
+            notes,
+        )
 
     table = [
-        (_row(row), _MODELS[model], *(entry(row, model, *place) for place in places)) for row, model in itertools.product(ROWS, MODELS)
+        (_row(row), _MODELS[model], *(entry(row, model, *place) for place in places))
+        for row, model in itertools.product(ROWS, MODELS)
     ]
     asynchronous = [
-        (ASYNC, _MODELS[model], entry(ASYNC, model, SERVERS, 1), *(entry(ASYNC, MODELS[0], backend, WORLDS[0]) for backend in BACKENDS))
+        (
+            ASYNC,
+            _MODELS[model],
+            entry(ASYNC, model, SERVERS, 1),
+            *(entry(ASYNC, MODELS[0], backend, WORLDS[0]) for backend in BACKENDS),
+        )
         for model in MODELS
     ]
     variations = [
-        (VARIATIONS[name].says, *(_said(REFUSED_VARIATIONS.get((row, name)), _letter(row, name), notes) for row in ROWS))
+        (
+            VARIATIONS[name].says,
+            *(
+                _said(REFUSED_VARIATIONS.get((row, name)), _letter(row, name), notes)
+                for row in ROWS
+            ),
+        )
         for name in VARIATIONS
     ]
     compressors = [
-        (f"{name}: {asked.says}", *(_said(refused_compression(row, name), _bound(asked), notes) for row in ROWS))
+        (
+            f"{name}: {asked.says}",
+            *(_said(refused_compression(row, name), _bound(asked), notes) for row in ROWS),
+        )
         for name, asked in COMPRESSORS.items()
     ]
     return _TEXT.format(
@@ -104,7 +130,10 @@ def page() -> str:
         asynchronous=_markdown(["", "", "on its servers", *BACKENDS], asynchronous),
         compressors=_markdown(["", *map(_row, ROWS)], compressors),
         variations=_markdown(["", *map(_row, ROWS)], variations),
-        notes="".join(f"\n{number}. `ConfigurationError`: ... {text} ...\n" for number, text in enumerate(notes, 1)),
+        notes="".join(
+            f"\n{number}. `ConfigurationError`: ... {text} ...\n"
+            for number, text in enumerate(notes, 1)
+        ),
     )
 
 

@@ -1,6 +1,8 @@
-"""Every compressor with every strategy, on in-memory ranks: it trains within its bounds (cells.py), on all ranks alike, or is refused.
+"""Every compressor with every strategy, on in-memory ranks: it trains within its bounds (cells.py),
+on all ranks alike, or is refused.
 
-The bounds of one sum, and what error feedback is for, are in tests/unit/compression. `make test` runs a few.
+The bounds of one sum, and what error feedback is for, are in tests/unit/compression. `make test`
+runs a few.
 """
 
 from __future__ import annotations
@@ -21,7 +23,12 @@ from tests.parity.models import SAMPLES, make_data, make_model
 from tests.parity.training import State, Training, alone, train
 from tests.parity.variations import Variation
 
-_HOW = Variation(optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.5), clips=False, epochs=10, tolerance=1e-5)
+_HOW = Variation(
+    optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.5),
+    clips=False,
+    epochs=10,
+    tolerance=1e-5,
+)
 
 
 def _loss(state: State) -> float:
@@ -48,14 +55,24 @@ def _parameters() -> list[object]:
     parameters = []
     for (index, row), (column, name) in itertools.product(enumerate(ROWS), enumerate(COMPRESSORS)):
         worlds = ROWS[row].worlds
-        here = (row, name) in (("ddp", "powersgd"), ("zero2", "int8"), ("fsdp", "topk"), ("zero3", "powersgd"), ("hsdp", "bf16"))
+        here = (row, name) in (
+            ("ddp", "powersgd"),
+            ("zero2", "int8"),
+            ("fsdp", "topk"),
+            ("zero3", "powersgd"),
+            ("hsdp", "bf16"),
+        )
         marks = () if here else pytest.mark.matrix
-        parameters.append(pytest.param(row, name, worlds[(index + column) % len(worlds)], marks=marks))
+        parameters.append(
+            pytest.param(row, name, worlds[(index + column) % len(worlds)], marks=marks)
+        )
     return parameters
 
 
 @pytest.mark.parametrize(("row", "compressor", "world"), _parameters())
-def test_ranks_train_within_the_compressors_bounds_or_are_refused(row: str, compressor: str, world: int) -> None:
+def test_ranks_train_within_the_compressors_bounds_or_are_refused(
+    row: str, compressor: str, world: int
+) -> None:
     cell = Cell(row=row, backend="inmemory", model=_HOW.model, optimizer="", world=world, check="")
     asked = COMPRESSORS[compressor]
     options = {**cell.options, "gradient_compression": {"name": compressor, **asked.settings}}
@@ -68,10 +85,14 @@ def test_ranks_train_within_the_compressors_bounds_or_are_refused(row: str, comp
     states = [outcome.state for outcome in shoal.launch(lambda: train(what), world_size=world)]
     assert all(torch.equal(_vector(state), _vector(states[0])) for state in states)
     if asked.deviation is not None:
-        off = (_vector(states[0]) - _vector(_alone())).norm() / (_vector(_alone()) - _vector(_start())).norm()
+        off = (_vector(states[0]) - _vector(_alone())).norm() / (
+            _vector(_alone()) - _vector(_start())
+        ).norm()
         assert off <= asked.deviation
     if asked.learned is not None:
-        assert (_loss(_start()) - _loss(states[0])) / (_loss(_start()) - _loss(_alone())) >= asked.learned
+        assert (_loss(_start()) - _loss(states[0])) / (
+            _loss(_start()) - _loss(_alone())
+        ) >= asked.learned
 
 
 def test_no_compressor_is_left_out() -> None:

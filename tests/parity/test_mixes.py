@@ -1,7 +1,9 @@
-"""Mixes in which torch's own parts compute wrong gradients without a word: here each gives those of one process.
+"""Mixes in which torch's own parts compute wrong gradients without a word: here each gives those of
+one process.
 
-Split backward passes beside data parallelism, accumulation in a pipeline, norms over parameters of different kinds and meshes. The rows
-`tensor_data`, `pipeline_data` and `hybrid` of the matrix are such mixes too; every schedule is tried here.
+Split backward passes beside data parallelism, accumulation in a pipeline, norms over parameters of
+different kinds and meshes. The rows `tensor_data`, `pipeline_data` and `hybrid` of the matrix are
+such mixes too; every schedule is tried here.
 """
 
 from __future__ import annotations
@@ -20,10 +22,18 @@ from tests.parity.variations import Variation, adamw
 @pytest.mark.matrix
 @pytest.mark.parametrize("accumulates", [False, True], ids=["whole", "accumulated"])
 @pytest.mark.parametrize("schedule", schedule_names())
-def test_every_schedule_beside_data_parallelism_trains_as_one_process_does(schedule: str, accumulates: bool) -> None:
+def test_every_schedule_beside_data_parallelism_trains_as_one_process_does(
+    schedule: str, accumulates: bool
+) -> None:
     how = Variation(model="gpt", optimizer=adamw, micro=accumulates, train_step=True)
-    options = {"pipeline_parallel_size": 2, "schedule": schedule, "micro_batches": 4 if not accumulates else 2}
-    outcomes = shoal.launch(lambda: train(Training(variation=how, strategy="pipeline", options=options)), world_size=4)
+    options = {
+        "pipeline_parallel_size": 2,
+        "schedule": schedule,
+        "micro_batches": 4 if not accumulates else 2,
+    }
+    outcomes = shoal.launch(
+        lambda: train(Training(variation=how, strategy="pipeline", options=options)), world_size=4
+    )
     expected = alone(replace(how, train_step=False))
     for outcome in outcomes:
         check_close(expected, outcome.state, how.tolerance)

@@ -1,4 +1,5 @@
-"""Every cell of the matrix (cells.py): trained on its ranks, it is compared with one process, or refused with its one error.
+"""Every cell of the matrix (cells.py): trained on its ranks, it is compared with one process, or
+refused with its one error.
 
 `make test` runs a part that has every row and every column; `make parity` runs all.
 """
@@ -28,22 +29,30 @@ from tests.parity.variations import OPTIMIZERS
 @pytest.fixture
 def places(request: pytest.FixtureRequest, tmp_path: Path) -> Places:
     return Places(
-        processes=lambda count: request.getfixturevalue("take_ranks")(count),  # noqa: PLW0108 - only for cells that need it
-        mpi_world=lambda size: request.getfixturevalue("mpi_ranks")(size),  # noqa: PLW0108 - so, too
+        # only for cells that need it
+        processes=lambda count: request.getfixturevalue("take_ranks")(count),  # noqa: PLW0108
+        # so, too
+        mpi_world=lambda size: request.getfixturevalue("mpi_ranks")(size),  # noqa: PLW0108
         directory=tmp_path,
     )
 
 
 def _parameters() -> list[object]:
     chosen = part()
-    here = [cell for cell in cells() if cell.backend != SERVERS]  # the others: tests/integration/worker_async/test_async_parity.py
-    return [pytest.param(cell, id=str(cell), marks=() if cell in chosen else pytest.mark.matrix) for cell in here]
+    # the others: tests/integration/worker_async/test_async_parity.py
+    here = [cell for cell in cells() if cell.backend != SERVERS]
+    return [
+        pytest.param(cell, id=str(cell), marks=() if cell in chosen else pytest.mark.matrix)
+        for cell in here
+    ]
 
 
 @functools.cache
 def one_rank(model: str, optimizer: str) -> State:
     """Parameters and buffers of a world of one, in float32."""
-    cell = Cell(row="ddp", backend="inmemory", model=model, optimizer=optimizer, world=1, check="bitwise")
+    cell = Cell(
+        row="ddp", backend="inmemory", model=model, optimizer=optimizer, world=1, check="bitwise"
+    )
     return shoal.launch(lambda: train(training(cell)), world_size=1)[0].state
 
 
@@ -73,7 +82,9 @@ def _expected(cell: Cell, outcomes: list[Outcome]) -> State:
 def _check_bitwise(expected: State, outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         assert outcome.state.keys() == expected.keys()
-        assert [name for name in expected if not torch.equal(outcome.state[name], expected[name])] == []
+        assert [
+            name for name in expected if not torch.equal(outcome.state[name], expected[name])
+        ] == []
 
 
 @pytest.mark.parametrize(
@@ -86,12 +97,18 @@ def _check_bitwise(expected: State, outcomes: list[Outcome]) -> None:
     ],
     ids=["strategies", "backends", "models", "optimizers"],
 )
-def test_the_matrix_has_all_that_there_are(have: Callable[[], set[str]], should: Callable[[], set[str]]) -> None:
+def test_the_matrix_has_all_that_there_are(
+    have: Callable[[], set[str]], should: Callable[[], set[str]]
+) -> None:
     assert have() == should()
 
 
 def test_make_test_runs_every_row_and_every_column() -> None:
     chosen = part()
     for axis in ("row", "backend", "model", "optimizer", "world", "check"):
-        assert {getattr(cell, axis) for cell in chosen} == {getattr(cell, axis) for cell in cells()}, axis
-    assert {cell.row for cell in chosen if cell.backend == "inmemory"} == {cell.row for cell in chosen if cell.backend in BACKENDS[1:]}
+        assert {getattr(cell, axis) for cell in chosen} == {
+            getattr(cell, axis) for cell in cells()
+        }, axis
+    assert {cell.row for cell in chosen if cell.backend == "inmemory"} == {
+        cell.row for cell in chosen if cell.backend in BACKENDS[1:]
+    }

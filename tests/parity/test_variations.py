@@ -1,4 +1,5 @@
-"""Every variation of the training loop with every strategy (variations.py), on in-memory ranks, against one process.
+"""Every variation of the training loop with every strategy (variations.py), on in-memory ranks,
+against one process.
 
 `make test` runs each variation with some strategies; `make parity` runs all.
 """
@@ -24,7 +25,8 @@ def _parameters() -> list[object]:
     for (index, row), (column, name) in itertools.product(enumerate(ROWS), enumerate(VARIATIONS)):
         worlds = ROWS[row].worlds
         here = index == column % len(ROWS) and name != "compiled" and not ROWS[row].divided
-        here = here or (name == "unused" and row in ("tensor", "pipeline", "hybrid"))  # where parameters' gradients are hidden
+        # where parameters' gradients are hidden
+        here = here or (name == "unused" and row in ("tensor", "pipeline", "hybrid"))
         marks = () if here else pytest.mark.matrix
         world = worlds[-1] if row == "hybrid" else worlds[(index + column) % len(worlds)]
         if name == "sparse" and row == "pipeline":
@@ -33,10 +35,20 @@ def _parameters() -> list[object]:
     return parameters
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # torch.compile's, of zero3's views
+# torch.compile's, of zero3's views
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(("row", "variation", "world"), _parameters())
-def test_ranks_train_as_one_process_does_or_are_refused(row: str, variation: str, world: int) -> None:
-    cell = Cell(row=row, backend="inmemory", model=VARIATIONS[variation].model, optimizer="", world=world, check="")
+def test_ranks_train_as_one_process_does_or_are_refused(
+    row: str, variation: str, world: int
+) -> None:
+    cell = Cell(
+        row=row,
+        backend="inmemory",
+        model=VARIATIONS[variation].model,
+        optimizer="",
+        world=world,
+        check="",
+    )
     how = VARIATIONS[variation]
     options = cell.options
     if how.draws and ROWS[row].divided and not ROWS[row].pipelined:
@@ -53,8 +65,12 @@ def test_ranks_train_as_one_process_does_or_are_refused(row: str, variation: str
         return
     outcomes = shoal.launch(lambda: train(what), world_size=world)
     if row == "local_sgd":
-        expected, tolerance = apart(how, [outcome.seen for outcome in outcomes], **options), how.tolerance
-    elif ROWS[row].pipelined and how.draws:  # stages draw numbers of their own: the same ones in each run, and for all ranks
+        expected, tolerance = (
+            apart(how, [outcome.seen for outcome in outcomes], **options),
+            how.tolerance,
+        )
+    elif ROWS[row].pipelined and how.draws:
+        # stages draw numbers of their own: the same ones in each run, and for all ranks
         expected, tolerance = shoal.launch(lambda: train(what), world_size=world)[0].state, 0.0
     else:
         expected = alone(how)

@@ -1,4 +1,5 @@
-"""What a cell's ranks do, and what one process does in plain torch: the same training, of the same model on the same samples."""
+"""What a cell's ranks do, and what one process does in plain torch: the same training, of the same
+model on the same samples."""
 
 from __future__ import annotations
 
@@ -76,13 +77,26 @@ def train(what: Training) -> Outcome:
     how = what.variation
     net = how.prepare(make_model(how.model, how.dtype))
     model, optimizer = shoal.as_distributed(
-        net, how.optimizer(net), strategy=what.strategy, minimum_parameter_group_size=64, **what.options, **how.options
+        net,
+        how.optimizer(net),
+        strategy=what.strategy,
+        minimum_parameter_group_size=64,
+        **what.options,
+        **how.options,
     )
     scheduler = how.scheduler(optimizer) if how.scheduler is not None else None
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0) if how.scaler else None
-    shoal.register_state(**{name: one for name, one in (("scheduler", scheduler), ("scaler", scaler)) if one is not None})
+    shoal.register_state(
+        **{
+            name: one
+            for name, one in (("scheduler", scheduler), ("scaler", scaler))
+            if one is not None
+        }
+    )
     data = _Numbered(make_data(how.model, how.dtype), how.samples)
-    loader = shoal.ElasticDataLoader(data, global_batch_size=BATCH, micro_batch_size=MICRO if how.micro else None, shuffle=False)
+    loader = shoal.ElasticDataLoader(
+        data, global_batch_size=BATCH, micro_batch_size=MICRO if how.micro else None, shuffle=False
+    )
     seen: Seen = []
     for _ in loader.epochs(how.epochs):
         for step in loader.steps() if how.micro else ([batch] for batch in loader):
@@ -105,7 +119,13 @@ def train(what: Training) -> Outcome:
     return Outcome(model.full_state_dict(), seen)
 
 
-def _pass(how: Variation, model: Any, x: torch.Tensor, y: torch.Tensor, scaler: torch.amp.GradScaler | None) -> None:
+def _pass(
+    how: Variation,
+    model: Any,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    scaler: torch.amp.GradScaler | None,
+) -> None:
     def loss_of(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(output, target, reduction="sum" if how.sums else "mean")
 
@@ -131,7 +151,8 @@ class Alone:
         self._scheduler = how.scheduler(self._optimizer) if how.scheduler is not None else None
 
     def step(self, epoch: int, number: int, parts: list[list[int]]) -> None:
-        """Step `number` of an epoch, on the samples of its micro-batches. Losses weigh by their samples."""
+        """Step `number` of an epoch, on the samples of its micro-batches. Losses weigh by their
+        samples."""
         total = sum(len(samples) for samples in parts)
         for samples in parts:
             if self._how.micro:
@@ -166,7 +187,11 @@ def alone(how: Variation) -> State:
     process = Alone(how)
     for epoch, number, samples in _steps(how):
         size = MICRO if how.micro else BATCH
-        process.step(epoch, number, [list(samples[begin : begin + size]) for begin in range(0, len(samples), size)])
+        process.step(
+            epoch,
+            number,
+            [list(samples[begin : begin + size]) for begin in range(0, len(samples), size)],
+        )
     return process.state
 
 
@@ -177,15 +202,17 @@ def alone_plainly(model: str, optimizer: str, check: str, *, grouped: bool) -> S
 
 
 def apart(how: Variation, seen: list[Seen], *, sync_every: int) -> State:
-    """The parameters after local SGD in plain torch: a replica for each rank, trained on what that rank has seen (`seen`: by rank), and
-    averaged after each round, by the samples that each has had in it."""
+    """The parameters after local SGD in plain torch: a replica for each rank, trained on what that
+    rank has seen (`seen`: by rank), and averaged after each round, by the samples that each has had
+    in it."""
     processes = [Alone(how) for _ in seen]
     had = [0] * len(seen)
     steps = list(_steps(how))
     for index, (epoch, number, _) in enumerate(steps):
         given: set[int] = set()
         for rank, process in enumerate(processes):
-            parts = [part for part in seen[rank][index] if given.isdisjoint(part)]  # else it stands in for samples that there are not
+            # else it stands in for samples that there are not
+            parts = [part for part in seen[rank][index] if given.isdisjoint(part)]
             given.update(*parts)
             had[rank] += sum(len(samples) for samples in parts)
             process.step(epoch, number, parts)

@@ -1,7 +1,8 @@
-"""What else a training loop does, beside a forward and a backward pass and a step: each is tried with every strategy.
+"""What else a training loop does, beside a forward and a backward pass and a step: each is tried
+with every strategy.
 
-A variation says how model, optimizer and loop differ; ranks and the one process that they are compared with are made from the same one
-(training.py).
+A variation says how model, optimizer and loop differ; ranks and the one process that they are
+compared with are made from the same one (training.py).
 """
 
 from __future__ import annotations
@@ -78,7 +79,13 @@ class Variation:
 def _groups(net: nn.Module) -> torch.optim.Optimizer:
     weights = [p for p in net.parameters() if p.dim() > 1]
     others = [p for p in net.parameters() if p.dim() <= 1]
-    return torch.optim.AdamW([{"params": weights, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 0.03}], lr=0.01)
+    return torch.optim.AdamW(
+        [
+            {"params": weights, "weight_decay": 0.1},
+            {"params": others, "weight_decay": 0.0, "lr": 0.03},
+        ],
+        lr=0.01,
+    )
 
 
 def _sparse(net: nn.Module) -> nn.Module:
@@ -139,29 +146,74 @@ VARIATIONS: Final[dict[str, Variation]] = {
     "groups": Variation(says="several parameter groups", model="gpt", optimizer=_groups),
     "frozen": Variation(says="frozen layers, tied weights", model="gpt", prepare=_freeze),
     "scheduler": Variation(
-        says="a scheduler", optimizer=adamw, scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=6)
+        says="a scheduler",
+        optimizer=adamw,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.05, total_steps=6
+        ),
     ),
     "scaler": Variation(says="GradScaler", scaler=True),
-    "autocast": Variation(says="bfloat16 autocast", model="gpt", autocast=True, micro=True, tolerance=1e-5, divided_tolerance=1e-3),
+    "autocast": Variation(
+        says="bfloat16 autocast",
+        model="gpt",
+        autocast=True,
+        micro=True,
+        tolerance=1e-5,
+        divided_tolerance=1e-3,
+    ),
     "recomputed": Variation(says="activation checkpointing", model="gpt", prepare=_recompute),
-    "dropout": Variation(says="dropout, in what is computed again", model="gpt", prepare=_drop, micro=True, draws=True),
+    "dropout": Variation(
+        says="dropout, in what is computed again",
+        model="gpt",
+        prepare=_drop,
+        micro=True,
+        draws=True,
+    ),
     "unused": Variation(says="layers used now and then, or never", prepare=_skip, micro=True),
     "uneven": Variation(says="a last step with fewer samples than ranks", samples=17),
     "train_step": Variation(says="`train_step`", train_step=True),
-    "accumulated": Variation(says="`train_step` in micro-batches", model="gpt", train_step=True, micro=True),
+    "accumulated": Variation(
+        says="`train_step` in micro-batches", model="gpt", train_step=True, micro=True
+    ),
     "sum": Variation(says='`loss_reduction="sum"`', sums=True, options={"loss_reduction": "sum"}),
-    "by_hand": Variation(says="`auto_sync_gradients=False`", by_hand=True, options={"auto_sync_gradients": False}),
+    "by_hand": Variation(
+        says="`auto_sync_gradients=False`", by_hand=True, options={"auto_sync_gradients": False}
+    ),
     "sparse": Variation(
-        says="sparse embeddings", model="bag", prepare=_sparse, optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.1), clips=False
+        says="sparse embeddings",
+        model="bag",
+        prepare=_sparse,
+        optimizer=lambda net: torch.optim.SGD(net.parameters(), lr=0.1),
+        clips=False,
     ),
     "whole_matrices": Variation(
-        says="an optimizer that wants whole matrices (Adafactor)", optimizer=lambda net: torch.optim.Adafactor(net.parameters(), lr=0.01)
+        says="an optimizer that wants whole matrices (Adafactor)",
+        optimizer=lambda net: torch.optim.Adafactor(net.parameters(), lr=0.01),
     ),
-    "checkpointed": Variation(says="`activation_checkpointing=True`", model="gpt", options={"activation_checkpointing": True}),
+    "checkpointed": Variation(
+        says="`activation_checkpointing=True`",
+        model="gpt",
+        options={"activation_checkpointing": True},
+    ),
     "offload": Variation(says='`offload="cpu"`', optimizer=adamw, options={"offload": "cpu"}),
     "shard_modules": Variation(says="`shard_modules=`", options={"shard_modules": [nn.Linear]}),
-    "param_dtype": Variation(says="`param_dtype=torch.bfloat16`", micro=True, options={"param_dtype": torch.bfloat16}, tolerance=2e-3),
-    "reduce_dtype": Variation(says="`reduce_dtype=torch.bfloat16`", options={"reduce_dtype": torch.bfloat16}, tolerance=2e-3),
-    "whole_batches": Variation(says="`deterministic=True` without micro-batches", options={"deterministic": True}),
-    "compiled": Variation(says="`torch.compile`", prepare=lambda net: torch.compile(net, backend="aot_eager"), clips=False),
+    "param_dtype": Variation(
+        says="`param_dtype=torch.bfloat16`",
+        micro=True,
+        options={"param_dtype": torch.bfloat16},
+        tolerance=2e-3,
+    ),
+    "reduce_dtype": Variation(
+        says="`reduce_dtype=torch.bfloat16`",
+        options={"reduce_dtype": torch.bfloat16},
+        tolerance=2e-3,
+    ),
+    "whole_batches": Variation(
+        says="`deterministic=True` without micro-batches", options={"deterministic": True}
+    ),
+    "compiled": Variation(
+        says="`torch.compile`",
+        prepare=lambda net: torch.compile(net, backend="aot_eager"),
+        clips=False,
+    ),
 }

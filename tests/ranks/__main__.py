@@ -1,4 +1,5 @@
-"""The nursery: a process that has imported torch and Shoal, which takes seconds, and forks a rank for each connection to its socket.
+"""The nursery: a process that has imported torch and Shoal, which takes seconds, and forks a rank
+for each connection to its socket.
 
 It has no threads, and no channels to fork. Ends when it is killed, and its ranks with it.
 """
@@ -27,7 +28,8 @@ from tests.ranks.tasks import run_tasks
 def serve(path: str) -> None:
     """Until it is killed."""
     torch.set_num_threads(1)
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # the first optimizer imports a second's worth of torch
+    # the first optimizer imports a second's worth of torch
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     gc.collect()
     gc.freeze()  # else each rank looks through all of it, and copies it on the way
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
@@ -40,7 +42,8 @@ def serve(path: str) -> None:
             with connection:
                 if os.fork() == 0:
                     nursery.close()
-                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: ends with the nursery
+                    # PR_SET_PDEATHSIG: ends with the nursery
+                    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     run_tasks(connection)
                     os._exit(0)

@@ -1,6 +1,8 @@
-"""What mpiexec starts: hands its place in MPI's world to a process of the nursery, which has imported torch already.
+"""What mpiexec starts: hands its place in MPI's world to a process of the nursery, which has
+imported torch already.
 
-A process is a rank by a socket that mpiexec left open for it, and by some variables that name it. Needs nothing but the standard library.
+A process is a rank by a socket that mpiexec left open for it, and by some variables that name it.
+Needs nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from pathlib import Path
 
 def main(nursery: str) -> int:
     """The exit status: 0 if the process did what it was told."""
-    environment = {name: value for name, value in os.environ.items() if name.startswith(("PMI_", "MPI_"))}
+    environment = {
+        name: value for name, value in os.environ.items() if name.startswith(("PMI_", "MPI_"))
+    }
     with (
         tempfile.TemporaryDirectory() as directory,
         socket.socket(socket.AF_UNIX) as rank,
@@ -25,7 +29,10 @@ def main(nursery: str) -> int:
         handover.bind(path)
         handover.listen()
         rank.connect(nursery)
-        command = {"task": "tests.ranks.mpi:take_place", "arguments": {"handover": path, "environment": environment, "tasks": sys.argv[2]}}
+        command = {
+            "task": "tests.ranks.mpi:take_place",
+            "arguments": {"handover": path, "environment": environment, "tasks": sys.argv[2]},
+        }
         rank.sendall((json.dumps(command) + "\n").encode())
         taker, _ = handover.accept()
         with taker:

@@ -1,4 +1,5 @@
-"""Ranks as real processes, for tests: forked from a nursery (__main__.py), some of them with a place in MPI's world."""
+"""Ranks as real processes, for tests: forked from a nursery (__main__.py), some of them with a
+place in MPI's world."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ class Rank:
     def start(self, task: str, **arguments: Any) -> None:
         """Begins a task, "module:function"; its result is to be asked for before the next."""
         self.busy = True
-        self._connection.sendall((json.dumps({"task": task, "arguments": arguments}) + "\n").encode())
+        self._connection.sendall(
+            (json.dumps({"task": task, "arguments": arguments}) + "\n").encode()
+        )
 
     def event(self, name: str) -> dict[str, Any]:
         """Waits for the task to say `name`; what it said with it."""
@@ -84,8 +87,11 @@ class Rank:
         self._said.put({"error": "the process ended"})
 
 
-def run_task(ranks: Sequence[Rank], task: str, *, dying: Collection[int] = (), **arguments: Any) -> dict[int, Any]:
-    """Has all ranks do a task, which is told its `rank` besides `arguments`; what those return that are not to die in it, by rank."""
+def run_task(
+    ranks: Sequence[Rank], task: str, *, dying: Collection[int] = (), **arguments: Any
+) -> dict[int, Any]:
+    """Has all ranks do a task, which is told its `rank` besides `arguments`; what those return that
+    are not to die in it, by rank."""
     for number, rank in enumerate(ranks):
         rank.start(task, rank=number, **arguments)
     return {number: rank.result() for number, rank in enumerate(ranks) if number not in dying}
@@ -127,7 +133,8 @@ class RankPool:
 
 @contextmanager
 def mpi_world(nursery: str, size: int, directory: Path) -> Iterator[list[Rank]]:
-    """Processes that are MPI's world of `size`, started by one mpiexec, in the order of their ranks."""
+    """Processes that are MPI's world of `size`, started by one mpiexec, in the order of their
+    ranks."""
     path = str(directory / "mpi.socket")
     with socket.socket(socket.AF_UNIX) as door, (directory / "mpiexec.log").open("wb") as log:
         door.bind(path)
@@ -135,7 +142,9 @@ def mpi_world(nursery: str, size: int, directory: Path) -> Iterator[list[Rank]]:
         door.settimeout(_PATIENCE_S)
         mpiexec = Path(sys.executable).with_name("mpiexec")
         command = [str(mpiexec), "-n", str(size), sys.executable, "-S", str(_STUB), nursery, path]
-        process = subprocess.Popen(tied_to_parent(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            tied_to_parent(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
         ranks: list[Rank] = []
         try:
             ranks.extend(Rank(door.accept()[0]) for _ in range(size))
@@ -189,8 +198,11 @@ def take_ranks(rank_pool: RankPool) -> Iterator[Callable[[int], list[Rank]]]:
 
 
 @pytest.fixture(scope="session")
-def mpi_ranks(nursery: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], list[Rank]]]:
-    """Gives the ranks of an MPI world of that size. One world for all tests; a new one when a rank of it is not well."""
+def mpi_ranks(
+    nursery: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[int], list[Rank]]]:
+    """Gives the ranks of an MPI world of that size. One world for all tests; a new one when a rank
+    of it is not well."""
     open_worlds: dict[int, tuple[AbstractContextManager[list[Rank]], list[Rank]]] = {}
 
     def take(size: int) -> list[Rank]:

@@ -1,4 +1,5 @@
-"""What a rank that is a process does: the tasks it is told, one after the other, over JSON lines. The other side is `processes.Rank`."""
+"""What a rank that is a process does: the tasks it is told, one after the other, over JSON lines.
+The other side is `processes.Rank`."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import traceback
 from typing import Any
 
 _connections: list[socket.socket] = []
-"""To whoever tells tasks; the last one counts: an MPI rank serves its stub first, and its test then."""
+"""To whoever tells tasks; the last one counts: an MPI rank serves its stub first, and its test
+then."""
 
 
 def say(**message: Any) -> None:
@@ -26,7 +28,11 @@ def run_tasks(connection: socket.socket) -> None:
             command = json.loads(line)
             module, _, function = command["task"].partition(":")
             try:
-                said = {"result": getattr(importlib.import_module(module), function)(**command["arguments"])}
+                said = {
+                    "result": getattr(importlib.import_module(module), function)(
+                        **command["arguments"]
+                    )
+                }
             except Exception:  # the test shows it, whatever it is
                 said = {"error": traceback.format_exc()}
             say(**said)

@@ -12,7 +12,8 @@ Bodies = Sequence[Callable[[], Any]]
 
 
 def run_threads(bodies: Bodies, *, when_one_fails: Callable[[], None] = lambda: None) -> list[Any]:
-    """Runs each body on a thread of its own; their results, in order. Raises what the first one to fail has raised.
+    """Runs each body on a thread of its own; their results, in order. Raises what the first one to
+    fail has raised.
 
     `when_one_fails` is called after each failure: it frees those that wait for the one that failed.
     """
@@ -25,10 +26,16 @@ def run_threads(bodies: Bodies, *, when_one_fails: Callable[[], None] = lambda: 
 def errors_of_threads(bodies: Bodies) -> dict[int, BaseException]:
     """The same, of bodies that are expected to fail: what each that failed has raised."""
     _, futures = _run(bodies, lambda: None)
-    return {rank: error for rank, future in enumerate(futures) if (error := future.exception()) is not None}
+    return {
+        rank: error
+        for rank, future in enumerate(futures)
+        if (error := future.exception()) is not None
+    }
 
 
-def _run(bodies: Bodies, when_one_fails: Callable[[], None]) -> tuple[list[BaseException], list[Future[Any]]]:
+def _run(
+    bodies: Bodies, when_one_fails: Callable[[], None]
+) -> tuple[list[BaseException], list[Future[Any]]]:
     failures: list[BaseException] = []
 
     def ended(future: Future[Any]) -> None:
@@ -42,5 +49,7 @@ def _run(bodies: Bodies, when_one_fails: Callable[[], None]) -> tuple[list[BaseE
         future.add_done_callback(ended)
     _, hanging = wait(futures, _PATIENCE_S)
     pool.shutdown(wait=not hanging)
-    assert not hanging, f"ranks {[rank for rank, future in enumerate(futures) if future in hanging]} hang"
+    assert not hanging, (
+        f"ranks {[rank for rank, future in enumerate(futures) if future in hanging]} hang"
+    )
     return failures, futures

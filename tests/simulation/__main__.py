@@ -6,7 +6,8 @@
     python -m tests.simulation --exhaustive
     python -m tests.simulation --partitions
 
-Ends with 1 if a run was wrong. Each that was is printed; of each kind the first that a process finds is shrunk.
+Ends with 1 if a run was wrong. Each that was is printed; of each kind the first that a process
+finds is shrunk.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from tests.simulation.shrinking import shrink
 _AT_ONCE = 50
 """Seeds that a process runs before it says how they went."""
 _PIECES_A_PROCESS, _CELLS_A_PROCESS = 20, 3
-"""A process keeps some 4 MB of each schedule: after so many pieces of work another takes its place. A cell has up to 1300 schedules."""
+"""A process keeps some 4 MB of each schedule: after so many pieces of work another takes its place.
+A cell has up to 1300 schedules."""
 
 
 def main() -> int:
@@ -42,43 +44,69 @@ def main() -> int:
         return _show(scenario_of(options.seed), options)
     began, wrong, runs = time.monotonic(), Counter[str](), 0
     pieces = _CELLS_A_PROCESS if options.exhaustive or options.partitions else _PIECES_A_PROCESS
-    with multiprocessing.get_context("spawn").Pool(options.processes, maxtasksperchild=pieces) as pool:
+    with multiprocessing.get_context("spawn").Pool(
+        options.processes, maxtasksperchild=pieces
+    ) as pool:
         for work, done, failures in pool.imap_unordered(work_off, _works(options)):
             runs += done
-            print(f"{' '.join(map(str, work))}: {done} schedules, {len(failures)} wrong", flush=True)
+            print(
+                f"{' '.join(map(str, work))}: {done} schedules, {len(failures)} wrong", flush=True
+            )
             for text, kinds in failures:
                 wrong.update(kinds)
                 print(f"\n--- {' '.join(sorted(kinds))}\n{text}", flush=True)
     minutes = (time.monotonic() - began) / 60
     each = runs / minutes / options.processes
-    print(f"\n{runs} schedules in {minutes:.1f} min, {each:.0f} a minute in each of {options.processes} processes")
+    print(
+        f"\n{runs} schedules in {minutes:.1f} min, {each:.0f} a minute in each of "
+        f"{options.processes} processes"
+    )
     print(f"wrong: {sum(wrong.values()) and dict(wrong)}")
     return int(bool(wrong))
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.simulation",
+        description=__doc__,
+        formatter_class=argparse.RawTextHelpFormatter,
+    )
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--seed", type=int, help="show one")
     what.add_argument("--scenario", help="show the one in this file")
     what.add_argument("--seeds", type=int, help="run so many")
     what.add_argument("--exhaustive", action="store_true", help="run every tear of a step")
-    what.add_argument("--partitions", action="store_true", help="run a partition at every point of some steps")
+    what.add_argument(
+        "--partitions", action="store_true", help="run a partition at every point of some steps"
+    )
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--strategies", default=",".join(ALL_STRATEGIES))
     parser.add_argument("--loops", default=",".join(ALL_LOOPS))
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--shrink", action="store_true", help="with --seed or --scenario: print the smallest that fails alike")
+    parser.add_argument(
+        "--shrink",
+        action="store_true",
+        help="with --seed or --scenario: print the smallest that fails alike",
+    )
     return parser.parse_args()
 
 
 def _works(options: argparse.Namespace) -> Iterable[Work]:
     if options.exhaustive or options.partitions:
         strategies, loops = options.strategies.split(","), options.loops.split(",")
-        kind, all_cells = ("tears", cells()) if options.exhaustive else ("partitions", parted_cells())
-        return [(kind, strategy, loop) for strategy, loop in all_cells if strategy in strategies and loop in loops]
+        kind, all_cells = (
+            ("tears", cells()) if options.exhaustive else ("partitions", parted_cells())
+        )
+        return [
+            (kind, strategy, loop)
+            for strategy, loop in all_cells
+            if strategy in strategies and loop in loops
+        ]
     end = options.first + options.seeds
-    return [("seeds", first, min(_AT_ONCE, end - first)) for first in range(options.first, end, _AT_ONCE)]
+    return [
+        ("seeds", first, min(_AT_ONCE, end - first))
+        for first in range(options.first, end, _AT_ONCE)
+    ]
 
 
 def _show(scenario: Scenario, options: argparse.Namespace) -> int:
@@ -86,10 +114,17 @@ def _show(scenario: Scenario, options: argparse.Namespace) -> int:
     world = verdict.world
     print(scenario, *world.notes, *world.tracebacks, sep="\n")
     for process in world.processes:
-        print(f"{process.name}: exit {process.exit_code}, {process.points} points, outcomes {process.diary.statuses}")
+        print(
+            f"{process.name}: exit {process.exit_code}, {process.points} points, outcomes "
+            f"{process.diary.statuses}"
+        )
     print(verdict)
     if options.shrink and not verdict.ok:
-        print("\nshrunk to", shrink(scenario, lambda other: bool(verdict.kinds & oracle.run(other).kinds)), sep="\n")
+        print(
+            "\nshrunk to",
+            shrink(scenario, lambda other: bool(verdict.kinds & oracle.run(other).kinds)),
+            sep="\n",
+        )
     return int(not verdict.ok)
 
 

@@ -1,4 +1,5 @@
-"""Many schedules, in a process of its own: runs them, and shrinks the first of each kind that is wrong."""
+"""Many schedules, in a process of its own: runs them, and shrinks the first of each kind that is
+wrong."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ Work = tuple[str, int, int] | tuple[str, str, str]
 
 
 def work_off(work: Work) -> tuple[Work, int, list[tuple[str, frozenset[str]]]]:
-    """Runs the schedules of one piece of work. Returns it, how many they were, and of each that was wrong its text and kinds; the first of
-    each kind is shrunk."""
+    """Runs the schedules of one piece of work. Returns it, how many they were, and of each that was
+    wrong its text and kinds; the first of each kind is shrunk."""
     failures: list[tuple[str, frozenset[str]]] = []
     shrunk: set[frozenset[str]] = set()
     runs = 0
@@ -35,14 +36,19 @@ def work_off(work: Work) -> tuple[Work, int, list[tuple[str, frozenset[str]]]]:
         text = f"{name}{scenario}\n{verdict}"
         if verdict.kinds not in shrunk:
             shrunk.add(verdict.kinds)
-            smallest = shrink(scenario, lambda other, kinds=verdict.kinds: bool(kinds & oracle.run(other).kinds), most_runs=40)
+            smallest = shrink(
+                scenario,
+                lambda other, kinds=verdict.kinds: bool(kinds & oracle.run(other).kinds),
+                most_runs=40,
+            )
             text += f"\n  shrunk to\n{smallest}\n{oracle.run(smallest)}"
         failures.append((text, verdict.kinds))
     return work, runs, failures
 
 
 def _collect() -> None:
-    """Collects garbage. What is there after the first schedule is torch's, nine tenths of all, and is not looked through again."""
+    """Collects garbage. What is there after the first schedule is torch's, nine tenths of all, and
+    is not looked through again."""
     gc.collect()
     if gc.isenabled():
         gc.disable()

@@ -1,8 +1,9 @@
 """The coordinator of simulated members: its pure core in a shell that takes virtual time.
 
-What `service/job_loop.py` and `service/member_sessions.py` do over gRPC and Redis is done here by timers: events gather while a commit is
-under way, are folded through the core, and their effects travel as the same messages as over a stream. A stream keeps its order, breaks
-when its process dies or the coordinator goes away, and is opened again by the member's own link.
+What `service/job_loop.py` and `service/member_sessions.py` do over gRPC and Redis is done here by
+timers: events gather while a commit is under way, are folded through the core, and their effects
+travel as the same messages as over a stream. A stream keeps its order, breaks when its process dies
+or the coordinator goes away, and is opened again by the member's own link.
 """
 
 from __future__ import annotations
@@ -23,13 +24,33 @@ from shoal_coordinator.membership.effects import (
     SendStandby,
     SendStop,
 )
-from shoal_coordinator.membership.events import Ending, Event, LeaseEnded, MemberJoined, MemberLost, MemberReady, StreamBroken
+from shoal_coordinator.membership.events import (
+    Ending,
+    Event,
+    LeaseEnded,
+    MemberJoined,
+    MemberLost,
+    MemberReady,
+    StreamBroken,
+)
 from shoal_coordinator.membership.joining import Joined
 from shoal_coordinator.membership.pulse import Pulse, Pulses, attached, beaten, detached, expired
 from shoal_coordinator.membership.spec import JobSpec, Policy
 from shoal_coordinator.membership.state import Generation, MemberPhase, Now, RunId
-from shoal_coordinator.membership.transition import Outcome, Transition, job_created, next_wake_ms, transition
-from shoal_coordinator.service.requests import parse_collective_failure, parse_heartbeat, parse_join, parse_leave, parse_ranks
+from shoal_coordinator.membership.transition import (
+    Outcome,
+    Transition,
+    job_created,
+    next_wake_ms,
+    transition,
+)
+from shoal_coordinator.service.requests import (
+    parse_collective_failure,
+    parse_heartbeat,
+    parse_join,
+    parse_leave,
+    parse_ranks,
+)
 from shoal_coordinator.service.responses import announcement, job_message, ranks_message
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -61,7 +82,9 @@ class Stream:
     def down(self, deliver: Callable[[], None]) -> None:
         """Something travels to the member, behind what travels already."""
         scheduler = self._world.scheduler
-        self._down_at = max(self._down_at, scheduler.now + self._world.delay(_FASTEST_S, _SLOWEST_S))
+        self._down_at = max(
+            self._down_at, scheduler.now + self._world.delay(_FASTEST_S, _SLOWEST_S)
+        )
         scheduler.after(self._down_at - scheduler.now, deliver)
 
     def up(self, deliver: Callable[[], None]) -> None:
@@ -95,12 +118,13 @@ class Coordinator:
         self._stepping = False
         self._incarnation = 0
         self.members_of: dict[int, list[tuple[str, str]]] = {}
-        """Member and host of each rank of every generation, for the simulator itself: it asks nobody."""
+        """Member and host of each rank of every generation, for the simulator itself: it asks
+        nobody."""
         self._nonces = 0
         self._folded_ms = 0
         world.scheduler.after(_SCAN_S, self._scan)
 
-    # ---------------------------------------------------------------------------------------------------------- from outside
+    # --------------------------------------------------------------------------------- from outside
 
     def submit(self, event: Event, done: Callable[[Outcome], None] | None = None) -> None:
         """Queues an event; while the coordinator is away nobody hears it."""
@@ -122,11 +146,21 @@ class Coordinator:
         self._queue.clear()
 
     def come_back(self) -> None:
-        """Starts it again: what the coordinator had in memory alone is lost, and every lease begins anew before any is judged."""
+        """Starts it again: what the coordinator had in memory alone is lost, and every lease begins
+        anew before any is judged."""
         self.away = False
         now_ms = self._now().ms
-        self._pulses = {member_id: detached(attached(None, now_ms), now_ms) for member_id in self.state.members}
-        self.state = replace(self.state, grace_until_ms=None, incident=None, formed_ms=None, broken_streams={}, fresh_failures=0)
+        self._pulses = {
+            member_id: detached(attached(None, now_ms), now_ms) for member_id in self.state.members
+        }
+        self.state = replace(
+            self.state,
+            grace_until_ms=None,
+            incident=None,
+            formed_ms=None,
+            broken_streams={},
+            fresh_failures=0,
+        )
         self._wake()
 
     def broken(self, stream: Stream) -> None:
@@ -139,7 +173,9 @@ class Coordinator:
     def lookup(self, *, member_id: str, below_step: int) -> Any:
         """The answer to GetJob."""
         self._check_there()
-        return job_message(self.state, Pulses(members=self._pulses), 0, member_id=member_id, below_step=below_step)
+        return job_message(
+            self.state, Pulses(members=self._pulses), 0, member_id=member_id, below_step=below_step
+        )
 
     def ranks(self, request: pb.GetRanksRequest) -> pb.GetRanksResponse:
         """The answer to GetRanks."""
@@ -151,7 +187,7 @@ class Coordinator:
         if self.away:
             raise UnavailableError("the coordinator is away")
 
-    # --------------------------------------------------------------------------------------------------------------- streams
+    # -------------------------------------------------------------------------------------- streams
 
     def open(self, stream: Stream, first: pb.MemberMessage) -> None:
         """A member opens a session."""
@@ -169,7 +205,11 @@ class Coordinator:
             return
         assert isinstance(outcome, Joined)
         member_id = event.identity.member_id
-        welcome = pb.Welcome(heartbeat_interval_ms=self.state.spec.heartbeat_interval_ms, joining=outcome.replays, store_url="redis://none")
+        welcome = pb.Welcome(
+            heartbeat_interval_ms=self.state.spec.heartbeat_interval_ms,
+            joining=outcome.replays,
+            store_url="redis://none",
+        )
         older = self._streams.get(member_id)
         if older is not None:
             older.end(None)
@@ -193,7 +233,9 @@ class Coordinator:
         elif kind == "ready":
             self._submit_for(stream, MemberReady(member_id=member_id))
         elif kind == "collective_failure":
-            self._submit_for(stream, parse_collective_failure(member_id, message.collective_failure))
+            self._submit_for(
+                stream, parse_collective_failure(member_id, message.collective_failure)
+            )
         elif kind == "leave":
             stream.process.left_at = self.world.scheduler.now
             self._submit_for(stream, parse_leave(member_id, message.leave))
@@ -212,7 +254,13 @@ class Coordinator:
             self._note_end(stream, error)
             self._detach(member_id, stream)
             self.submit(StreamBroken(member_id=member_id))
-            self.submit(MemberLost(member_id=member_id, ending=Ending.STREAM_BROKEN, detail=f"its session was ended: {error}"))
+            self.submit(
+                MemberLost(
+                    member_id=member_id,
+                    ending=Ending.STREAM_BROKEN,
+                    detail=f"its session was ended: {error}",
+                )
+            )
 
     def _beat(self, stream: Stream, message: pb.Heartbeat) -> None:
         member_id = stream.process.name
@@ -221,7 +269,12 @@ class Coordinator:
             return
         generation, progress = parse_heartbeat(message)
         if generation > self.state.number:
-            self._refuse(stream, InvalidRequestError(f"heartbeat.generation={generation}: the newest is {self.state.number}"))
+            self._refuse(
+                stream,
+                InvalidRequestError(
+                    f"heartbeat.generation={generation}: the newest is {self.state.number}"
+                ),
+            )
             return
         self._pulses[member_id] = beaten(before, self._now().ms, generation, progress)
         if generation > before.generation:
@@ -245,10 +298,12 @@ class Coordinator:
 
     @staticmethod
     def _note_end(stream: Stream, error: ShoalError | None) -> None:
-        stream.process.put_out |= isinstance(error, PreconditionError) and error.reason != "RUN_ENDED"
+        stream.process.put_out |= (
+            isinstance(error, PreconditionError) and error.reason != "RUN_ENDED"
+        )
         stream.end(error)
 
-    # -------------------------------------------------------------------------------------------------------------- the loop
+    # ------------------------------------------------------------------------------------- the loop
 
     def _now(self) -> Now:
         ms = int(self.world.scheduler.now * 1000)
@@ -258,7 +313,9 @@ class Coordinator:
         if not self._stepping and not self.away:
             self._stepping = True
             incarnation = self._incarnation
-            self.world.scheduler.after(self.world.delay(_FASTEST_S, _SLOWEST_S), lambda: self._step(incarnation))
+            self.world.scheduler.after(
+                self.world.delay(_FASTEST_S, _SLOWEST_S), lambda: self._step(incarnation)
+            )
 
     def _scan(self) -> None:
         """Looks at leases, and at what is due."""
@@ -303,23 +360,39 @@ class Coordinator:
         for effect in decided.effects:
             match effect:
                 case AnnounceGeneration(generation=generation):
-                    self.members_of[generation.number] = [(rank.member_id, rank.host) for rank in generation.ranks]
+                    self.members_of[generation.number] = [
+                        (rank.member_id, rank.host) for rank in generation.ranks
+                    ]
                     for rank in generation.ranks:
                         self._tell(rank.member_id, _announced(generation, rank.member_id))
                 case SendGeneration(generation=generation):
                     self._tell(effect.member_id, _announced(generation, effect.member_id))
                 case SendStandby():
-                    self._tell(effect.member_id, pb.MemberDirective(standby=pb.Standby(reason=effect.reason, apart_from=effect.apart_from)))
+                    self._tell(
+                        effect.member_id,
+                        pb.MemberDirective(
+                            standby=pb.Standby(reason=effect.reason, apart_from=effect.apart_from)
+                        ),
+                    )
                 case SendNotice(generation=generation):
                     for rank in generation.ranks:
-                        self._tell(rank.member_id, pb.MemberDirective(notice=pb.Notice(text=effect.text)))
+                        self._tell(
+                            rank.member_id, pb.MemberDirective(notice=pb.Notice(text=effect.text))
+                        )
                 case SendDrain():
-                    self._tell(effect.member_id, pb.MemberDirective(drain=pb.Drain(reason=effect.reason)))
+                    self._tell(
+                        effect.member_id, pb.MemberDirective(drain=pb.Drain(reason=effect.reason))
+                    )
                 case SendStop():
                     self._tell(
                         effect.member_id,
                         pb.MemberDirective(
-                            stop=pb.Stop(reason=effect.reason, now=effect.now, behind=effect.behind, finished_steps=effect.finished_steps)
+                            stop=pb.Stop(
+                                reason=effect.reason,
+                                now=effect.now,
+                                behind=effect.behind,
+                                finished_steps=effect.finished_steps,
+                            )
                         ),
                     )
                 case EndSession():
@@ -331,7 +404,8 @@ class Coordinator:
 
 
 def _announced(generation: Generation, member_id: str) -> pb.MemberDirective:
-    """Every other generation as to a large world: its table is what has changed, or is asked for."""
+    """Every other generation as to a large world: its table is what has changed, or is asked
+    for."""
     told = announcement(generation, most_whole=0 if generation.number % 2 else MOST_TOLD_WHOLE)
     return pb.MemberDirective.FromString(told(generation.rank_of[member_id]))
 
@@ -352,9 +426,13 @@ class SimulatedClient:
         stream = process.stream = Stream(process.world, process)
         first = next(messages)
         stream.up(lambda: coordinator.open(stream, first))
-        scheduler.spawn(process, "what it tells the coordinator", lambda: self._draw(stream, messages))
+        scheduler.spawn(
+            process, "what it tells the coordinator", lambda: self._draw(stream, messages)
+        )
         while True:
-            scheduler.wait(lambda: bool(stream.inbox) or stream.ended, None, "for what the coordinator says")
+            scheduler.wait(
+                lambda: bool(stream.inbox) or stream.ended, None, "for what the coordinator says"
+            )
             if stream.inbox:
                 yield stream.inbox.popleft()
             elif stream.error is not None:
@@ -373,10 +451,14 @@ class SimulatedClient:
         self._to_and_fro()
         return self._coordinator.lookup(member_id=member_id, below_step=below_step)
 
-    def get_ranks(self, _: str, *, generation: int, nonce: str, ranks: Sequence[int] = ()) -> pb.GetRanksResponse:
+    def get_ranks(
+        self, _: str, *, generation: int, nonce: str, ranks: Sequence[int] = ()
+    ) -> pb.GetRanksResponse:
         """See `CoordinatorClient`."""
         self._to_and_fro()
-        return self._coordinator.ranks(pb.GetRanksRequest(job_id="job", generation=generation, nonce=nonce, ranks=ranks))
+        return self._coordinator.ranks(
+            pb.GetRanksRequest(job_id="job", generation=generation, nonce=nonce, ranks=ranks)
+        )
 
     def _to_and_fro(self) -> None:
         if current_actor() is not None:

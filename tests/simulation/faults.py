@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING
 
 from shoal_coordinator.membership.events import StopRequested
 
-from tests.simulation.scenario import CoordinatorAway, Dies, Drains, Fault, JobStops, Joins, Parted, SlowWrites, Stops, Torn
+from tests.simulation.scenario import (
+    CoordinatorAway,
+    Dies,
+    Drains,
+    Fault,
+    JobStops,
+    Joins,
+    Parted,
+    SlowWrites,
+    Stops,
+    Torn,
+)
 from tests.simulation.scheduler import Killed
 
 if TYPE_CHECKING:
@@ -16,7 +27,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _NOTICED_LATE_S = 0.05
-"""Virtual time until a rank notices a fault of its device: longer than the messages of a step take."""
+"""Virtual time until a rank notices a fault of its device: longer than the messages of a step
+take."""
 
 
 class Faults:
@@ -36,7 +48,7 @@ class Faults:
             else:
                 self._at.setdefault((fault.who, fault.point), []).append(fault)
 
-    # ----------------------------------------------------------------------------------------------------------------- points
+    # --------------------------------------------------------------------------------------- points
 
     def at_point(self, process: Process) -> None:
         """`process` has come to its next point. Raises Killed in one that dies."""
@@ -55,15 +67,20 @@ class Faults:
                 world.stand_still(process, fault.seconds)
             case Drains():
                 process.drain()
-            case Joins() if world.scheduler.over is None:  # else all have just ended, and with them the run
+            case Joins() if world.scheduler.over is None:
+                # else all have just ended, and with them the run
                 world.start_process()
             case JobStops():
                 world.note("the job is stopped")
                 if not world.coordinator.away:
-                    world.stopped_at = world.stopped_at if world.stopped_at is not None else world.scheduler.now
+                    world.stopped_at = (
+                        world.stopped_at if world.stopped_at is not None else world.scheduler.now
+                    )
                 world.coordinator.submit(StopRequested(reason="a person stopped it"))
             case Parted():
-                world.note(f"{fault.one} is cut off from {' '.join(fault.others)} for {fault.seconds} s")
+                world.note(
+                    f"{fault.one} is cut off from {' '.join(fault.others)} for {fault.seconds} s"
+                )
                 world.network.cut(fault.one, fault.others, fault.seconds)
             case CoordinatorAway() if not world.coordinator.away:
                 world.note(f"the coordinator is away for {fault.seconds} s")
@@ -75,7 +92,7 @@ class Faults:
         """How long what `process` writes takes."""
         return self._slow.get(process.name, 0)
 
-    # ------------------------------------------------------------------------------------------------------------ collectives
+    # ---------------------------------------------------------------------------------- collectives
 
     def meeting(self, room: Room, meeting: Meeting) -> Meeting:
         """A collective begins."""
@@ -106,8 +123,11 @@ class Faults:
                 side.process.die(f"in collective {meeting.number} of {room.name}")
         for side in sides:
             if side.process.name not in (*torn.got, torn.dies):
-                if world.scenario.devices and torn.dies is None:  # a kernel notices nothing, and hosts only later
+                if world.scenario.devices and torn.dies is None:
+                    # a kernel notices nothing, and hosts only later
                     meeting.works[side.rank].spins = True
-                    world.scheduler.after(_NOTICED_LATE_S, lambda side=side: side.notice("connection reset by peer"))
+                    world.scheduler.after(
+                        _NOTICED_LATE_S, lambda side=side: side.notice("connection reset by peer")
+                    )
                 else:
                     side.notice("connection reset by peer")

@@ -1,8 +1,10 @@
-"""Who held which part of the state, by arithmetic from the ranks alone: what the product believes of it is not asked.
+"""Who held which part of the state, by arithmetic from the ranks alone: what the product believes
+of it is not asked.
 
-A generation is *whole* once each of its ranks was seen with a group that stands and has no joiner left to feed: from then on the state is
-cut, and mirrored, for these ranks. So it is once a rank has become a spare in it, since it has given up what it held. A part is lost when
-all that held it in the newest whole generation are gone.
+A generation is *whole* once each of its ranks was seen with a group that stands and has no joiner
+left to feed: from then on the state is cut, and mirrored, for these ranks. So it is once a rank has
+become a spare in it, since it has given up what it held. A part is lost when all that held it in
+the newest whole generation are gone.
 """
 
 from __future__ import annotations
@@ -25,16 +27,20 @@ Part = tuple[int, int, int]
 """On the pipeline axis, on the tensor axis, and of what is there the shard."""
 
 _LEAVES_AFTER_S = 20.0
-"""Who is asked to leave waits so long beside a death for a coordinator that is away (docs/elastic.md)."""
+"""Who is asked to leave waits so long beside a death for a coordinator that is away
+(docs/elastic.md)."""
 
 
 def replica_size(options: dict[str, object]) -> int:
-    """How many ranks hold one replica of the model between them, at least, by the options of a strategy."""
+    """How many ranks hold one replica of the model between them, at least, by the options of a
+    strategy."""
     axes = _axes(options, 0)
     return axes.replica_size
 
 
-def parts_by_rank(strategy: str, options: dict[str, object], hosts: Sequence[str]) -> list[frozenset[Part]]:
+def parts_by_rank(
+    strategy: str, options: dict[str, object], hosts: Sequence[str]
+) -> list[frozenset[Part]]:
     """What each rank holds, its own and what it mirrors. Nothing: it is a spare."""
     if strategy in ("ddp", "local_sgd"):
         return [frozenset({(0, 0, 0)})] * len(hosts)
@@ -42,7 +48,9 @@ def parts_by_rank(strategy: str, options: dict[str, object], hosts: Sequence[str
         shard_size = options.get("shard_size")
         size, topology = shard_size if isinstance(shard_size, int) else None, topology_of(hosts)
         division = in_replicas(topology, size) if strategy == "hsdp" else among_all(topology)
-        return [frozenset((0, 0, shard) for shard in division.held(rank)) for rank in range(len(hosts))]
+        return [
+            frozenset((0, 0, shard) for shard in division.held(rank)) for rank in range(len(hosts))
+        ]
     axes = _axes(options, len(hosts))
     cut = options.get("data_parallel_strategy", "ddp") != "ddp"
     parts = []
@@ -58,7 +66,9 @@ def parts_by_rank(strategy: str, options: dict[str, object], hosts: Sequence[str
 
 
 def _axes(options: dict[str, object], ranks: int) -> Axes:
-    pipeline, tensor = (int(str(options.get(f"{axis}_parallel_size", 1))) for axis in ("pipeline", "tensor"))
+    pipeline, tensor = (
+        int(str(options.get(f"{axis}_parallel_size", 1))) for axis in ("pipeline", "tensor")
+    )
     return Axes(pipeline=pipeline, tensor=tensor, data=ranks // (pipeline * tensor))
 
 
@@ -73,7 +83,9 @@ class Whole:
 
     def lacks(self, gone: set[str]) -> bool:
         """All that held some part are gone."""
-        held = {part for member, parts in self.parts.items() if member not in gone for part in parts}
+        held = {
+            part for member, parts in self.parts.items() if member not in gone for part in parts
+        }
         return any(parts - held for parts in self.parts.values())
 
 
@@ -96,8 +108,11 @@ class Holdings:
         peers = self._world.coordinator.members_of[number]
         if self.whole and self.whole[-1].number >= number:
             return
-        parts = parts_by_rank(self._world.scenario.strategy, self._options, [host for _, host in peers])
-        gave_up = process.is_spare and not parts[group.rank] and self._world.steps > 0  # in the first step the others have all of it still
+        parts = parts_by_rank(
+            self._world.scenario.strategy, self._options, [host for _, host in peers]
+        )
+        # in the first step the others have all of it still
+        gave_up = process.is_spare and not parts[group.rank] and self._world.steps > 0
         seen = self._seen.setdefault(number, set())
         if formation.healthy:
             seen.add(process.name)
@@ -106,16 +121,19 @@ class Holdings:
             self.whole.append(Whole(since=self._world.scheduler.now, number=number, parts=named))
 
     def newest(self, until: float, *, of: str | None = None) -> Whole | None:
-        """The newest that was whole at a moment. `of`: one that this member was in, if there is any."""
+        """The newest that was whole at a moment. `of`: one that this member was in, if there is
+        any."""
         found = [whole for whole in self.whole if whole.since <= until]
         found = [whole for whole in found if of in whole.parts] or found
         return max(found, key=lambda whole: whole.number, default=None)
 
     def lost(self, until: float, *, to: str | None = None) -> bool:
-        """All that held some part were gone by then. `to`: in the newest generation of this member; others may have gone on as it ended.
+        """All that held some part were gone by then. `to`: in the newest generation of this member;
+        others may have gone on as it ended.
 
-        Who leaves sees to it that two others hold what it held, so that one death beside any number of departures loses nothing. But
-        beside a death nobody waits longer than 20 s for a coordinator that is away.
+        Who leaves sees to it that two others hold what it held, so that one death beside any number
+        of departures loses nothing. But beside a death nobody waits longer than 20 s for a
+        coordinator that is away.
         """
         whole = self.newest(until, of=to)
         if whole is None:
@@ -123,7 +141,11 @@ class Holdings:
         deaths = {one.name for one, at in self._world.losses if at <= until} & whole.parts.keys()
         departures = {one.name: at for one, at in self._world.departures if at <= until}
         if len(deaths) < 2:
-            departures = {name: at for name, at in departures.items() if deaths and self._world.away_since(at, _LEAVES_AFTER_S)}
+            departures = {
+                name: at
+                for name, at in departures.items()
+                if deaths and self._world.away_since(at, _LEAVES_AFTER_S)
+            }
         return whole.lacks(deaths | departures.keys())
 
     def ever_lost(self) -> bool:

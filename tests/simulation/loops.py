@@ -1,7 +1,9 @@
-"""What simulated processes train: a small model on a few samples, by each of the loops that users write.
+"""What simulated processes train: a small model on a few samples, by each of the loops that users
+write.
 
-Everything that a loop advances beside the parameters (a count, a moving average, a schedule) stands behind `if optimizer.step():`, as the
-documentation says. It is registered where members may come later, or steps may be undone; else it need not be.
+Everything that a loop advances beside the parameters (a count, a moving average, a schedule) stands
+behind `if optimizer.step():`, as the documentation says. It is registered where members may come
+later, or steps may be undone; else it need not be.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ EPOCHS = 2
 BREAKS_IN = 2
 """The step of the second epoch in which a loop breaks off, from 1."""
 _STEP_S = 3.0
-"""How long a step takes where a partition is to end before the run does. Elsewhere it takes no more than its messages."""
+"""How long a step takes where a partition is to end before the run does. Elsewhere it takes no more
+than its messages."""
 _KEPT = 0.8
 """What a step leaves of the averaged weights of the loop EMA."""
 _WHOLE = ("ddp", "zero1", "zero2", "local_sgd")
@@ -102,7 +105,11 @@ def options_of(scenario: Scenario) -> dict[str, Any]:
     if scenario.strategy == "hsdp":
         options["shard_size"] = 1 if scenario.ranks % 2 else 2
     if scenario.strategy == "hybrid":
-        options |= {"data_parallel_strategy": "zero2"} if scenario.ranks % 2 else {"tensor_parallel_size": 2, "elementwise_optimizer": True}
+        options |= (
+            {"data_parallel_strategy": "zero2"}
+            if scenario.ranks % 2
+            else {"tensor_parallel_size": 2, "elementwise_optimizer": True}
+        )
     if scenario.strategy == "pipeline":
         options |= {"pipeline_parallel_size": 3 if scenario.ranks % 2 else 2}
     if scenario.strategy == "local_sgd":
@@ -133,20 +140,45 @@ class Training:
             if scenario.strategy == "local_sgd"
             else torch.optim.Adam(self.net.parameters(), lr=0.02)
         )
-        self.model, self.optimizer = shoal.as_distributed(self.net, optimizer, strategy=scenario.strategy, **options_of(scenario))
+        self.model, self.optimizer = shoal.as_distributed(
+            self.net, optimizer, strategy=scenario.strategy, **options_of(scenario)
+        )
         self.samples = Samples(BATCH * scenario.steps, dtype)
         micro = MICRO if scenario.loop == "micro-batches" else None
-        self.plain = DataLoader(self.samples, batch_size=BATCH // 3, sampler=_InOrder(self.samples)) if scenario.loop == "plain" else None
-        self.loader = shoal.ElasticDataLoader(self.samples, global_batch_size=BATCH, micro_batch_size=micro, seed=3)
+        self.plain = (
+            DataLoader(self.samples, batch_size=BATCH // 3, sampler=_InOrder(self.samples))
+            if scenario.loop == "plain"
+            else None
+        )
+        self.loader = shoal.ElasticDataLoader(
+            self.samples, global_batch_size=BATCH, micro_batch_size=micro, seed=3
+        )
         self.evaluated = shoal.ElasticDataLoader(self.samples, global_batch_size=20, train=False)
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step) if scenario.loop == "scheduler" else None
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3) if scenario.loop == "scaler" else None
+        self.scheduler = (
+            torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
+            if scenario.loop == "scheduler"
+            else None
+        )
+        self.scaler = (
+            torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=3)
+            if scenario.loop == "scaler"
+            else None
+        )
         # A copy of the whole model, made on every rank. It registers itself.
-        self.averaged = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(_KEPT)) if scenario.loop == "EMA" else None
+        self.averaged = (
+            AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(_KEPT))
+            if scenario.loop == "EMA"
+            else None
+        )
         self.average = Average()
-        # Steps may be undone after others have counted them: with a checkpoint, and in a round of local_sgd.
+        # Steps may be undone after others have counted them: with a checkpoint, and in a round of
+        # local_sgd.
         undone = scenario.loop in SAVING or scenario.strategy == "local_sgd"
-        others = scenario.replaced or undone or any(isinstance(fault, Joins) for fault in scenario.faults)
+        others = (
+            scenario.replaced
+            or undone
+            or any(isinstance(fault, Joins) for fault in scenario.faults)
+        )
         if self.scaler is not None:
             shoal.register_state(scaler=self.scaler)
         if others:
@@ -175,7 +207,9 @@ class Training:
     def _run_dealt(self) -> None:
         last = self.scenario.steps + BREAKS_IN if self.scenario.loop == "break" else -1
         for _ in self.loader.epochs(EPOCHS):
-            for index, batch in enumerate(self.loader.steps() if self.scenario.loop == "micro-batches" else self.loader):
+            for index, batch in enumerate(
+                self.loader.steps() if self.scenario.loop == "micro-batches" else self.loader
+            ):
                 if self.scenario.loop == "micro-batches":
                     for x, y in batch:
                         self._pass(x, y)
@@ -193,13 +227,19 @@ class Training:
             self.model.train_step(x, y, lambda output, target: ((output - target) ** 2).mean())
             return
         output = self.model(x)
-        # Under local_sgd gradients do not depend on the parameters, so that the mean of the ranks' steps is the step of all samples.
-        loss = (output * y).mean() if self.scenario.strategy == "local_sgd" else ((output - y) ** 2).mean()
+        # Under local_sgd gradients do not depend on the parameters, so that the mean of the ranks'
+        # steps is the step of all samples.
+        loss = (
+            (output * y).mean()
+            if self.scenario.strategy == "local_sgd"
+            else ((output - y) ** 2).mean()
+        )
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def _step(self) -> None:
         if self.scenario.loop == "clip":
-            # Under local_sgd each rank clips its own gradients, by which the result depends on who has which samples.
+            # Under local_sgd each rank clips its own gradients, by which the result depends on who
+            # has which samples.
             self.model.clip_grad_norm_(0.25 if self.scenario.strategy != "local_sgd" else 1e6)
             with torch.no_grad():
                 self.model(self.samples[0][0][None])
@@ -225,11 +265,14 @@ class Training:
             diary.values[session.steps] = flattened(self.net)
 
     def _average(self, averaged: AveragedModel) -> None:
-        """Updates the average of the weights as the documentation says: by torch's `update_parameters` where this rank has all
-        parameters, else from `gather_full_parameters`. Within a round of local_sgd it does nothing, since ranks differ there."""
+        """Updates the average of the weights as the documentation says: by torch's
+        `update_parameters` where this rank has all parameters, else from `gather_full_parameters`.
+        Within a round of local_sgd it does nothing, since ranks differ there."""
         if self.scenario.strategy not in _WHOLE:
             with torch.no_grad():
-                for kept, new in zip(averaged.parameters(), self.model.gather_full_parameters().values(), strict=True):
+                for kept, new in zip(
+                    averaged.parameters(), self.model.gather_full_parameters().values(), strict=True
+                ):
                     kept.lerp_(new, 1 - _KEPT)
         elif not getattr(self.model, "steps_in_round", 0):
             averaged.update_parameters(self.model)
@@ -267,7 +310,8 @@ class Training:
         self.process.diary.told.append((current_session().steps, sums["loss"]))
 
     def _end(self) -> None:
-        """What every rank does after its loop. Who breaks off has no more to do with the others, where it has the whole model."""
+        """What every rank does after its loop. Who breaks off has no more to do with the others,
+        where it has the whole model."""
         if self.scenario.loop == "break" and self.scenario.strategy in _WHOLE:
             state = self.net.state_dict()
         else:
@@ -277,8 +321,12 @@ class Training:
             state = self.model.full_state_dict()
         self.process.diary.ended_with = {
             "state": {name: value.clone() for name, value in sorted(state.items())},
-            "optimizer": {} if self.scenario.strategy == "local_sgd" or self.scenario.loop == "break" else self.optimizer.state_dict(),
-            "averaged": {} if self.averaged is None else {name: value.clone() for name, value in self.averaged.state_dict().items()},
+            "optimizer": {}
+            if self.scenario.strategy == "local_sgd" or self.scenario.loop == "break"
+            else self.optimizer.state_dict(),
+            "averaged": {}
+            if self.averaged is None
+            else {name: value.clone() for name, value in self.averaged.state_dict().items()},
             "steps": current_session().steps,
             "count": self.average.count,
             "average": self.average.value,
@@ -289,7 +337,12 @@ class Training:
 
 def flattened(net: nn.Module) -> torch.Tensor:
     """Its parameters and buffers in one vector."""
-    return torch.cat([value.detach().to(torch.float64).reshape(-1) for _, value in sorted(net.state_dict().items())])
+    return torch.cat(
+        [
+            value.detach().to(torch.float64).reshape(-1)
+            for _, value in sorted(net.state_dict().items())
+        ]
+    )
 
 
 def _sums(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
@@ -298,11 +351,20 @@ def _sums(model: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, flo
 
 
 def _make_net(scenario: Scenario, dtype: torch.dtype) -> nn.Module:
-    statistics = scenario.loop == "micro-batches" and scenario.strategy not in (*DIVIDED, "local_sgd")
+    statistics = scenario.loop == "micro-batches" and scenario.strategy not in (
+        *DIVIDED,
+        "local_sgd",
+    )
     blocks = [Block(5, 6, statistics=statistics), Block(6, 4, statistics=statistics)]
-    net = nn.Linear(5, 3) if scenario.strategy == "local_sgd" else nn.Sequential(*blocks, nn.Linear(4, 3))
+    net = (
+        nn.Linear(5, 3)
+        if scenario.strategy == "local_sgd"
+        else nn.Sequential(*blocks, nn.Linear(4, 3))
+    )
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in net.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+            parameter.copy_(
+                torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2
+            )
     return net.to(dtype)

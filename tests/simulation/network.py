@@ -1,6 +1,8 @@
-"""The network between simulated processes: who reaches whom. What cannot be delivered waits, as in TCP's buffers, until it can.
+"""The network between simulated processes: who reaches whom. What cannot be delivered waits, as in
+TCP's buffers, until it can.
 
-A partition is between some processes alone: the coordinator and the store, on machines of their own, are reached by all.
+A partition is between some processes alone: the coordinator and the store, on machines of their
+own, are reached by all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What must hold at the end of a run, whatever went wrong in it.
 
-The words: a *survivor* was there from the beginning to its script's end; a *finisher* came to its script's end.
+The words: a *survivor* was there from the beginning to its script's end; a *finisher* came to its
+script's end.
 """
 
 from __future__ import annotations
@@ -17,14 +18,24 @@ from shoal_worker.data.record import audit
 from tests.simulation import loops, seams
 from tests.simulation.holdings import parts_by_rank, replica_size
 from tests.simulation.processes import Process
-from tests.simulation.scenario import DIVIDED, SAVING, Drains, Fault, JobStops, Scenario, SlowWrites, Torn
+from tests.simulation.scenario import (
+    DIVIDED,
+    SAVING,
+    Drains,
+    Fault,
+    JobStops,
+    Scenario,
+    SlowWrites,
+    Torn,
+)
 from tests.simulation.transfers import tensors_of
 from tests.simulation.world import World
 
 _STATES = ("state", "optimizer", "averaged")
 """What a script holds at its end beside what it has counted."""
 _LONG_S = 15
-"""Who stands still, or writes, for so long is waited for until the end of a timeout, beside what the others have to do."""
+"""Who stands still, or writes, for so long is waited for until the end of a timeout, beside what
+the others have to do."""
 _HEARD_AFTER_S = 0.1
 """Longest until the coordinator hears of a death."""
 _TOLD_APART = "scripts went different ways"
@@ -64,17 +75,22 @@ class Verdict:
 
 def run(scenario: Scenario, *, keeps_trails: bool = False) -> Verdict:
     """Runs a scenario and judges it."""
-    resolved = dataclasses.replace(scenario, faults=tuple(_resolved(scenario, fault) for fault in scenario.faults))
+    resolved = dataclasses.replace(
+        scenario, faults=tuple(_resolved(scenario, fault) for fault in scenario.faults)
+    )
     with seams.installed():
         world = World(resolved, loops.train, loops.options_of(resolved), keeps_trails=keeps_trails)
         audits: list[Any] = []
-        world.at_end = lambda: audits.append(audit(world.records) if world.records.is_dir() else None)
+        world.at_end = lambda: audits.append(
+            audit(world.records) if world.records.is_dir() else None
+        )
         world.run()
     verdict = Verdict(scenario, world)
     if _lacks_ranks(world):
         verdict.violations = [(kind, text) for kind, text in verdict.violations if kind != "hang"]
     if _is_refused(world):
-        verdict.violations.clear()  # one in an operation, others in a step: their collectives do not match
+        # one in an operation, others in a step: their collectives do not match
+        verdict.violations.clear()
     elif not any(kind == "hang" for kind, _ in verdict.violations):
         _judge(verdict, audits[0])
     return verdict
@@ -87,7 +103,10 @@ def reference(scenario: Scenario) -> World:
         world = World(scenario, loops.train, loops.options_of(scenario), keeps_trails=True)
         world.run()
     if world.violations or any(process.exit_code for process in world.processes):
-        raise AssertionError(f"the run without faults fails:\n{scenario}\n{world.violations}\n{''.join(world.tracebacks)}")
+        raise AssertionError(
+            "the run without faults "
+            f"fails:\n{scenario}\n{world.violations}\n{''.join(world.tracebacks)}"
+        )
     world.forget()
     return world
 
@@ -99,7 +118,9 @@ def _resolved(scenario: Scenario, fault: Fault) -> Fault:
     firsts = reference(scenario.without_faults()).first_collectives
     begin, end = firsts.get(fault.step - 1, 1), firsts[fault.step]
     return dataclasses.replace(
-        fault, step=None, collective=begin + fault.collective - 1 if fault.collective > 0 else end + fault.collective
+        fault,
+        step=None,
+        collective=begin + fault.collective - 1 if fault.collective > 0 else end + fault.collective,
     )
 
 
@@ -138,27 +159,46 @@ def _judge(verdict: Verdict, audited: Any) -> None:
     if audited is not None:
         for epoch in audited.epochs:
             if epoch.repeated or (epoch.lost and not unfinished):
-                wrong("samples", f"epoch {epoch.epoch}: {epoch.lost} samples lost, {epoch.repeated} repeated")
+                wrong(
+                    "samples",
+                    f"epoch {epoch.epoch}: {epoch.lost} samples lost, {epoch.repeated} repeated",
+                )
 
 
 def _is_refused(world: World) -> bool:
-    """A joiner's `enumerate(loader)` counts from zero. The ranks were told so by name, all that were left; nobody failed otherwise."""
-    if world.scenario.loop != "enumerate" or any(kind != "unmatched" for kind, _ in world.violations):
+    """A joiner's `enumerate(loader)` counts from zero. The ranks were told so by name, all that
+    were left; nobody failed otherwise."""
+    if world.scenario.loop != "enumerate" or any(
+        kind != "unmatched" for kind, _ in world.violations
+    ):
         return False
     ended = [process for process in world.processes if not process.dead and process.exit_code]
-    told = [process for process in ended if process.failure and _TOLD_APART in process.failure and "enumerate(loader)" in process.failure]
-    joined = any(process.late and (process in told or process.diary.statuses) for process in world.processes)
+    told = [
+        process
+        for process in ended
+        if process.failure
+        and _TOLD_APART in process.failure
+        and "enumerate(loader)" in process.failure
+    ]
+    joined = any(
+        process.late and (process in told or process.diary.statuses) for process in world.processes
+    )
     others = [process for process in ended if process not in told]
     return joined and len(told) > 0 and all(_is_excused(world, process) for process in others)
 
 
 def _lacks_ranks(world: World) -> bool:
-    """Who is left waits for more: too few to hold a replica of the model between them. Nobody has come to the script's end, unless all that
-    held the model left before the last step, because one of them was asked to."""
+    """Who is left waits for more: too few to hold a replica of the model between them. Nobody has
+    come to the script's end, unless all that held the model left before the last step, because one
+    of them was asked to."""
     scenario = world.scenario
     left = [process for process in world.processes if not process.gone]
     drained = any(process.asked_at is not None for process in world.processes)
-    ends = [process.diary.ended_with["steps"] for process in world.processes if process.diary.ended_with is not None]
+    ends = [
+        process.diary.ended_with["steps"]
+        for process in world.processes
+        if process.diary.ended_with is not None
+    ]
     finished = bool(ends) and (max(ends) >= _last_step(world) or not drained)
     size = replica_size(loops.options_of(scenario))
     waiting = all(process.is_spare or process.lacks_ranks for process in left)
@@ -168,14 +208,21 @@ def _lacks_ranks(world: World) -> bool:
 def _is_late(process: Process) -> bool:
     """It came later, or was a spare at first."""
     most = max(len(other.diary.statuses) for other in process.world.processes)
-    return process.late or (process.world.scenario.strategy in DIVIDED and len(process.diary.statuses) < most)
+    return process.late or (
+        process.world.scenario.strategy in DIVIDED and len(process.diary.statuses) < most
+    )
 
 
 def _finishers(world: World) -> list[Process]:
-    """Who came to the script's end, but for those that were asked to leave on the way, after which others went on from what they saved."""
+    """Who came to the script's end, but for those that were asked to leave on the way, after which
+    others went on from what they saved."""
     ended = [process for process in world.processes if process.diary.ended_with is not None]
     most = max((process.diary.ended_with["steps"] for process in ended), default=0)
-    return [process for process in ended if process.asked_at is None or process.diary.ended_with["steps"] == most]
+    return [
+        process
+        for process in ended
+        if process.asked_at is None or process.diary.ended_with["steps"] == most
+    ]
 
 
 def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
@@ -183,8 +230,12 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
     stopped = world.stopped_at is not None
     never_began = stopped and world.steps == 0
     plain = scenario.loop == "plain"
-    # Without a loader of Shoal's there is nothing that could end the loop; and where the last replica is to lose a rank all stop.
-    stops = stopped or (scenario.strategy in DIVIDED and any(process.asked_at is not None for process in world.processes))
+    # Without a loader of Shoal's there is nothing that could end the loop; and where the last
+    # replica is to lose a rank all stop.
+    stops = stopped or (
+        scenario.strategy in DIVIDED
+        and any(process.asked_at is not None for process in world.processes)
+    )
     for process in world.processes:
         if process.dead:
             continue
@@ -195,13 +246,21 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
         elif process.exit_code == 0 and process.diary.ended_with is None:
             over = stopped or any(_ended_before(other, process) for other in finishers)
             asked = process.asked_at is not None
-            if not (asked or ((process.late or process.spare) and over) or (plain and stops) or never_began):
+            if not (
+                asked
+                or ((process.late or process.spare) and over)
+                or (plain and stops)
+                or never_began
+            ):
                 wrong("left early", f"{process.name} ended with 0 before its script's end")
     left = [process for process in world.processes if not process.dead]
     if not left or finishers or plain or never_began or any(process.exit_code for process in left):
         return  # who failed is judged above
     if not all(process.asked_at is not None for process in left):
-        only_joiners = stopped and all(process.late and not process.diary.statuses for process in left)  # the others die in the stop
+        # the others die in the stop
+        only_joiners = stopped and all(
+            process.late and not process.diary.statuses for process in left
+        )
         if not only_joiners and not _lacks_ranks(world):
             wrong("unfinished", "nobody came to the script's end")
     elif all(process.asked_at is not None for process in world.processes) and not _unheard(world):
@@ -209,27 +268,39 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
 
 
 def _ended_before(one: Process, other: Process) -> bool:
-    """Whether `one` said goodbye before `other` ended: from a finisher's goodbye on the run may be over for joiners and spares."""
+    """Whether `one` said goodbye before `other` ended: from a finisher's goodbye on the run may be
+    over for joiners and spares."""
     at = one.left_at if one.left_at is not None else one.ended_at
     return at is not None and other.ended_at is not None and at <= other.ended_at
 
 
 def _unheard(world: World) -> bool:
     """Nobody told of a death: the coordinator was away."""
-    return any(begin - _HEARD_AFTER_S <= at <= end for _, at in world.losses for begin, end in world.absences)
+    return any(
+        begin - _HEARD_AFTER_S <= at <= end
+        for _, at in world.losses
+        for begin, end in world.absences
+    )
 
 
 def _judge_beginnings(world: World, wrong: Any) -> None:
     """Who comes later goes on with what the others have reached."""
     for process in world.processes:
         begins = process.diary.statuses[0][0] if process.diary.statuses else process.steps_before
-        went_back = world.scenario.loop in SAVING and (world.holdings.ever_lost() or not process.peers_before)
+        went_back = world.scenario.loop in SAVING and (
+            world.holdings.ever_lost() or not process.peers_before
+        )
         if process.late and begins < process.steps_before and not went_back:
-            wrong("restarted", f"{process.name} began with step {begins} when {process.steps_before} had been committed")
+            wrong(
+                "restarted",
+                f"{process.name} began with step {begins} when {process.steps_before} had been "
+                "committed",
+            )
 
 
 def _is_excused(world: World, process: Process) -> bool:
-    """Whether `process` failed in a way that docs/elastic.md lists as not survived, after the faults that are listed there."""
+    """Whether `process` failed in a way that docs/elastic.md lists as not survived, after the
+    faults that are listed there."""
     if process.exit_code == PUT_OUT:
         nobody = process.spare and _finds_nobody(world, process)
         return _was_missed(world, process) or _is_left_over(world, process) or nobody
@@ -239,7 +310,10 @@ def _is_excused(world: World, process: Process) -> bool:
         checkpoint = world.scenario.loop in SAVING and process.newest_checkpoint is not None
         return not fed and not checkpoint and _finds_nobody(world, process)
     if _GIVEN_UP in failure:  # who was to write a part of the last checkpoint was lost as it did
-        return any(one.diary.statuses and one.diary.statuses[-1][0] >= process.steps for one, _ in world.losses)
+        return any(
+            one.diary.statuses and one.diary.statuses[-1][0] >= process.steps
+            for one, _ in world.losses
+        )
     return any(text in failure for text in _STATE_LOST) and _may_be_lost(world, process)
 
 
@@ -252,7 +326,9 @@ def _is_left_over(world: World, process: Process) -> bool:
     """Among the ranks of its last group it is one with which no whole replica could be made."""
     if world.scenario.strategy not in DIVIDED or not process.spare or not process.hosts:
         return False
-    return not parts_by_rank(world.scenario.strategy, loops.options_of(world.scenario), process.hosts)[process.rank]
+    return not parts_by_rank(
+        world.scenario.strategy, loops.options_of(world.scenario), process.hosts
+    )[process.rank]
 
 
 def _finds_nobody(world: World, process: Process) -> bool:
@@ -262,29 +338,40 @@ def _finds_nobody(world: World, process: Process) -> bool:
     drained = any(other.asked_at is not None for other in world.processes)
     for other in world.processes:
         held_nothing = other.spare or other.is_spare or _ALL_GONE in (other.failure or "")
-        if other is process or held_nothing or any(one is other and when <= at for one, when in world.losses):
+        if (
+            other is process
+            or held_nothing
+            or any(one is other and when <= at for one, when in world.losses)
+        ):
             continue
         if other.ended_at is None or other.ended_at > at:
             return False
         # The last replica of hybrid was to lose a rank, and all stopped.
-        asked = other.asked_at is not None or (drained and world.scenario.strategy in DIVIDED and other.steps < _last_step(world))
+        asked = other.asked_at is not None or (
+            drained and world.scenario.strategy in DIVIDED and other.steps < _last_step(world)
+        )
         if other.exit_code == 0 and not asked:
             return False
     return True
 
 
 def _judge_returns(world: World, survivors: list[Process], wrong: Any) -> None:
-    """Who goes back to a checkpoint has lost what only that can replace. Rounds of local_sgd are undone whenever one of them is torn."""
+    """Who goes back to a checkpoint has lost what only that can replace. Rounds of local_sgd are
+    undone whenever one of them is torn."""
     if world.scenario.strategy == "local_sgd" or world.holdings.ever_lost():
         return
     for process in survivors:
         reached = [steps for steps, _ in process.diary.statuses]
         if any(later < earlier for earlier, later in itertools.pairwise(reached)):
-            wrong("went back", f"{process.name} went back to an older state, and no part of the newest was lost")
+            wrong(
+                "went back",
+                f"{process.name} went back to an older state, and no part of the newest was lost",
+            )
 
 
 def _may_be_lost(world: World, process: Process) -> bool:
-    """All that held a part of the state are gone, before what they held was mirrored again, and no checkpoint can take its place."""
+    """All that held a part of the state are gone, before what they held was mirrored again, and no
+    checkpoint can take its place."""
     scenario, failure, at = world.scenario, process.failure or "", process.ended_at
     assert at is not None
     if "are fewer than the" in failure:
@@ -298,7 +385,8 @@ def _may_be_lost(world: World, process: Process) -> bool:
 
 
 def _has_checkpoint(process: Process) -> bool:
-    """Whether there was a checkpoint of the epoch that the script of `process` was in when it ended."""
+    """Whether there was a checkpoint of the epoch that the script of `process` was in when it
+    ended."""
     newest, steps = process.newest_checkpoint, process.world.scenario.steps
     if newest is None or process.steps >= _all_steps(process.world):
         return newest == process.steps
@@ -307,7 +395,11 @@ def _has_checkpoint(process: Process) -> bool:
 
 def _last_step(world: World) -> int:
     """Number of committed steps with which the script leaves its loop."""
-    return world.scenario.steps + loops.BREAKS_IN if world.scenario.loop == "break" else _all_steps(world)
+    return (
+        world.scenario.steps + loops.BREAKS_IN
+        if world.scenario.loop == "break"
+        else _all_steps(world)
+    )
 
 
 def _all_steps(world: World) -> int:
@@ -326,15 +418,26 @@ def _judge_statuses(world: World, wrong: Any) -> None:
             continue
         if _is_late(process):
             mine = mine[1:]  # the step before its first live batch may be one of a dry run
-        if mine != longest[len(longest) - len(mine) :] or (not _is_late(process) and len(mine) != len(longest)):
-            at = next((i for i, (a, b) in enumerate(zip(mine, longest, strict=False)) if a != b), min(len(mine), len(longest)))
-            wrong("outcomes", f"{process.name}'s outcomes differ from {at} on: {mine[at : at + 3]} and {longest[at : at + 3]}")
+        if mine != longest[len(longest) - len(mine) :] or (
+            not _is_late(process) and len(mine) != len(longest)
+        ):
+            at = next(
+                (i for i, (a, b) in enumerate(zip(mine, longest, strict=False)) if a != b),
+                min(len(mine), len(longest)),
+            )
+            wrong(
+                "outcomes",
+                f"{process.name}'s outcomes differ from {at} on: {mine[at : at + 3]} and "
+                f"{longest[at : at + 3]}",
+            )
 
 
 def _left_out(mine: list[Any], longest: list[Any]) -> bool:
     """A spare for a while: the beginning of the outcomes and their end."""
     return any(
-        mine[:begun] == longest[:begun] and mine[begun:] == longest[len(longest) - len(mine) + begun :] for begun in range(len(mine))
+        mine[:begun] == longest[:begun]
+        and mine[begun:] == longest[len(longest) - len(mine) + begun :]
+        for begun in range(len(mine))
     )
 
 
@@ -345,11 +448,19 @@ def _judge_steps(world: World, wrong: Any) -> None:
     for process in finished:
         for step, value in process.diary.values.items():
             if not value.isfinite().all():
-                wrong("parameters", f"after step {step} those of {process.name} are no numbers: what a failed collective left")
+                wrong(
+                    "parameters",
+                    f"after step {step} those of {process.name} are no numbers: what a failed "
+                    "collective left",
+                )
                 return
             first = held.setdefault(step, (process.name, value))
             if not torch.equal(first[1], value):
-                wrong("parameters", f"after step {step} {first[0]} and {process.name} differ by {_distance(first[1], value):.3g}")
+                wrong(
+                    "parameters",
+                    f"after step {step} {first[0]} and {process.name} differ by "
+                    f"{_distance(first[1], value):.3g}",
+                )
                 return
 
 
@@ -359,7 +470,9 @@ def _compare_ends(first: Process, other: Process, wrong: Any) -> None:
     assert theirs is not None
     for name in ("steps", "count", "average", "rate", "scale"):
         if mine[name] != theirs[name]:
-            wrong("counters", f"{name}: {mine[name]} on {first.name}, {theirs[name]} on {other.name}")
+            wrong(
+                "counters", f"{name}: {mine[name]} on {first.name}, {theirs[name]} on {other.name}"
+            )
     for name in _STATES:
         apart = _different(tensors_of(mine[name]), tensors_of(theirs[name]))
         if apart:
@@ -380,28 +493,48 @@ def _judge_state(world: World, process: Process, wrong: Any) -> None:
                 wrong("result", f"{name} is not that of the run without faults: {apart}")
         return
     if not any(isinstance(fault, (JobStops, Drains)) for fault in scenario.faults):
-        wrong("result", f"{process.name} ended after {ended['steps']} steps, the run without faults after {expected['steps']}")
+        wrong(
+            "result",
+            f"{process.name} ended after {ended['steps']} steps, the run without faults after "
+            f"{expected['steps']}",
+        )
 
 
 def _judge_saved(world: World, finishers: list[Process], wrong: Any) -> None:
-    """Judges whether the checkpoint that scripts save after their loop is the newest one when all have ended."""
+    """Judges whether the checkpoint that scripts save after their loop is the newest one when all
+    have ended."""
     last = max(finishers, key=lambda process: process.ended_at or 0.0)
     assert last.diary.ended_with is not None
     steps = last.diary.ended_with["steps"]
     if world.scenario.loop in SAVING and last.exit_code == 0 and last.newest_checkpoint != steps:
-        wrong("saved", f"{last.name} ended after {steps} steps, and the newest checkpoint is of {last.newest_checkpoint}")
+        wrong(
+            "saved",
+            f"{last.name} ended after {steps} steps, and the newest checkpoint is of "
+            f"{last.newest_checkpoint}",
+        )
 
 
-def _judge_plain(world: World, finishers: list[Process], survivors: list[Process], wrong: Any) -> None:
-    """Over a DataLoader of torch's each survivor has had every batch once, and what a lost step was to learn from is nowhere else."""
+def _judge_plain(
+    world: World, finishers: list[Process], survivors: list[Process], wrong: Any
+) -> None:
+    """Over a DataLoader of torch's each survivor has had every batch once, and what a lost step was
+    to learn from is nowhere else."""
     expected = reference(world.scenario.without_faults()).processes[0]
-    stopped = world.stopped_at is not None or any(process.asked_at is not None for process in world.processes)
+    stopped = world.stopped_at is not None or any(
+        process.asked_at is not None for process in world.processes
+    )
     for process in survivors:
         _judge_counters(process, wrong)
         had = len(process.diary.statuses)
         if not stopped and had != len(expected.diary.statuses):
-            wrong("batches", f"{process.name} has taken {had} batches, without faults {len(expected.diary.statuses)}")
-    lost = any(status != "committed" for process in finishers for _, status in process.diary.statuses)
+            wrong(
+                "batches",
+                f"{process.name} has taken {had} batches, without faults "
+                f"{len(expected.diary.statuses)}",
+            )
+    lost = any(
+        status != "committed" for process in finishers for _, status in process.diary.statuses
+    )
     if not lost and len(survivors) == len(finishers):
         _judge_state(world, finishers[0], wrong)
         for process in finishers:
@@ -421,15 +554,25 @@ def _judge_answers(world: World, process: Process, wrong: Any) -> None:
     expected = dict(reference(world.scenario.without_faults()).processes[0].diary.told)
     for step, answer in dict(process.diary.told).items():
         if step in expected and abs(answer - expected[step]) > 1e-6 * abs(expected[step]):
-            wrong("answers", f"{process.name}'s evaluation after step {step} is {answer}, without faults {expected[step]}")
+            wrong(
+                "answers",
+                f"{process.name}'s evaluation after step {step} is {answer}, without faults "
+                f"{expected[step]}",
+            )
             return
 
 
-def _different(expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor], tolerance: float = 0.0) -> str:
+def _different(
+    expected: dict[str, torch.Tensor], got: dict[str, torch.Tensor], tolerance: float = 0.0
+) -> str:
     if expected.keys() != got.keys():
         return f"other entries: {sorted(expected.keys() ^ got.keys())[:3]}"
     for name, value in expected.items():
-        same = torch.equal(value, got[name]) if tolerance == 0.0 else _distance(value, got[name]) <= tolerance
+        same = (
+            torch.equal(value, got[name])
+            if tolerance == 0.0
+            else _distance(value, got[name]) <= tolerance
+        )
         if not same:
             return f"{name} by {_distance(value, got[name]):.3g}"
     return ""

@@ -1,7 +1,8 @@
-"""Simulated worker processes: each is the product's own session, membership, link, loaders and strategy, in threads that take turns.
+"""Simulated worker processes: each is the product's own session, membership, link, loaders and
+strategy, in threads that take turns.
 
-A process dies at once, wherever it is: its connections close, its threads end where they would wait next, and nothing that they still run
-on their way out is heard by anybody.
+A process dies at once, wherever it is: its connections close, its threads end where they would wait
+next, and nothing that they still run on their way out is heard by anybody.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Diary:
     statuses: list[tuple[int, str]] = dataclasses.field(default_factory=list)
     """For each call of `optimizer.step()`: committed steps before it, and its answer."""
     values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """After so many committed steps: the parameters and buffers, where this rank holds them whole."""
+    """After so many committed steps: the parameters and buffers, where this rank holds them
+    whole."""
     told: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
     """Committed steps, and what an operation of all ranks answered then."""
     ended_with: dict[str, Any] | None = None
@@ -72,7 +74,9 @@ class Process:
         self.diary = Diary()
         self.late = world.scheduler.now > 0
         """It was not there from the beginning."""
-        self.peers_before = [one.name for one in world.processes if not one.gone and one.exit_code is None]
+        self.peers_before = [
+            one.name for one in world.processes if not one.gone and one.exit_code is None
+        ]
         """Who was there when it started."""
         self.steps_before = world.steps
         """What the others had committed when it started."""
@@ -97,7 +101,8 @@ class Process:
         """The coordinator has told it so, or is about to."""
 
     def record_samples(self) -> SampleRecord:
-        """A record of the samples that this process deals, in a file that is closed when the run ends."""
+        """A record of the samples that this process deals, in a file that is closed when the run
+        ends."""
         record = SampleRecord(self.world.records, self.name)
         self.files.append(record)
         return record
@@ -118,8 +123,13 @@ class Process:
 
     @property
     def lacks_ranks(self) -> bool:
-        """This process has all of the state, and waits for more ranks, with which it could hold a replica."""
-        return self.session is not None and self.session._held.has_engine and self.session._held.engine.lacks_ranks
+        """This process has all of the state, and waits for more ranks, with which it could hold a
+        replica."""
+        return (
+            self.session is not None
+            and self.session._held.has_engine
+            and self.session._held.engine.lacks_ranks
+        )
 
     @property
     def has_finished(self) -> bool:
@@ -130,10 +140,11 @@ class Process:
     def _member_file(self) -> Path:
         return self.world.directory / f"member-{self.name}"
 
-    # ----------------------------------------------------------------------------------------------------------------- faults
+    # --------------------------------------------------------------------------------------- faults
 
     def comes_to(self, what: str) -> None:
-        """Its main thread is about to wait, or passes a failpoint: here it may die, hang, or be told something."""
+        """Its main thread is about to wait, or passes a failpoint: here it may die, hang, or be
+        told something."""
         self.points += 1
         self.world.holdings.look(self)
         if self.world.keeps_trails:
@@ -158,10 +169,20 @@ class Process:
     def _vanish(self, exit_code: int) -> None:
         self.exit_code = exit_code
         self.ended_at = self.world.scheduler.now
-        self.newest_checkpoint = max((int(one.name.split("-")[1]) for one in self.world.checkpoints.glob("step-*")), default=None)
+        self.newest_checkpoint = max(
+            (int(one.name.split("-")[1]) for one in self.world.checkpoints.glob("step-*")),
+            default=None,
+        )
         lingered_s = self.world.scheduler.now - self.left_at if self.left_at is not None else 0.0
-        if self.ended and lingered_s > LONGEST_AFTER_GOODBYE_S and not self.world.faults.seconds_of_write(self) and not self.still_until:
-            self.world.violated("lingers", f"{self.name} has ended {lingered_s:.0f} s after it said goodbye")
+        if (
+            self.ended
+            and lingered_s > LONGEST_AFTER_GOODBYE_S
+            and not self.world.faults.seconds_of_write(self)
+            and not self.still_until
+        ):
+            self.world.violated(
+                "lingers", f"{self.name} has ended {lingered_s:.0f} s after it said goodbye"
+            )
         for side in self.sides:
             side.end(f"{self.name} is gone")
         if self.stream is not None:
@@ -169,7 +190,7 @@ class Process:
             stream.up(lambda: self.world.coordinator.broken(stream))
         self.world.process_ended(self)
 
-    # ------------------------------------------------------------------------------------------------------------------- life
+    # ----------------------------------------------------------------------------------------- life
 
     def _main(self, script: Callable[[Process], None]) -> None:
         with worlds.entered(None):
@@ -178,7 +199,9 @@ class Process:
             except Killed:
                 raise
             except SystemExit as end:
-                self.exit_code = end.code if isinstance(end.code, int) else int(end.code is not None)
+                self.exit_code = (
+                    end.code if isinstance(end.code, int) else int(end.code is not None)
+                )
             except Exception as error:
                 self.exit_code, self.failure = 1, f"{type(error).__name__}: {error}"
                 self.world.error_of(self, error)
@@ -189,10 +212,15 @@ class Process:
                 if self.session.group is not None:
                     generation = self.session.group.generation
                     self.rank = generation.rank
-                    self.hosts = [host for _, host in self.world.coordinator.members_of[generation.number]]
+                    self.hosts = [
+                        host for _, host in self.world.coordinator.members_of[generation.number]
+                    ]
             self._leave()
         self.ended = True
-        self.world.note(f"{self.name} ends with {self.exit_code}" + (f" ({self.failure})" if self.failure else ""))
+        self.world.note(
+            f"{self.name} ends with {self.exit_code}"
+            + (f" ({self.failure})" if self.failure else "")
+        )
         self._vanish(self.exit_code)
 
     def _live(self, script: Callable[[Process], None]) -> None:
@@ -209,7 +237,12 @@ class Process:
         )
         donor = world.make_donor(self)
         identity = MemberIdentity(
-            job_id="job", member_id=self.name, host=world.host_of(self), pid=1, launcher_id="launcher", donor_address=donor.address
+            job_id="job",
+            member_id=self.name,
+            host=world.host_of(self),
+            pid=1,
+            launcher_id="launcher",
+            donor_address=donor.address,
         )
         self.membership = Membership(world.make_client(self), identity, settings, host="127.0.0.1")
         self.session = Session(settings, self.membership, donor, _METRICS)
@@ -226,12 +259,22 @@ class Process:
         failed = self.failure or (f"exit status {self.exit_code}" if self.exit_code else None)
         link = membership.link
         try:
-            session.close(failed=str(link.put_out) if link.put_out else None if link.stopped is not None else failed)
+            session.close(
+                failed=str(link.put_out)
+                if link.put_out
+                else None
+                if link.stopped is not None
+                else failed
+            )
         except SystemExit:
             pass  # it is about to end
-        except Exception as error:  # at the end of a real process it is printed, and the process ends
+        except Exception as error:
+            # at the end of a real process it is printed, and the process ends
             self.world.error_of(self, error)
-            self.failure, self.exit_code = self.failure or f"while leaving: {type(error).__name__}: {error}", self.exit_code or 1
+            self.failure, self.exit_code = (
+                self.failure or f"while leaving: {type(error).__name__}: {error}",
+                self.exit_code or 1,
+            )
         else:
             if link.put_out is not None:
                 self.failure, self.exit_code = str(link.put_out), PUT_OUT

@@ -1,11 +1,15 @@
-"""Process groups of simulated ranks: who gets a collective's result, and who learns when that its group is over.
+"""Process groups of simulated ranks: who gets a collective's result, and who learns when that its
+group is over.
 
-A collective has a result once those have given their part whose part it needs. It reaches each rank in its own time, and a rank whose group
-ends before has none: so of one collective some ranks may have the result and others not, as with a process group over sockets. A rank that
-dies, or ends its group, closes its connections, which each of the others notices in its own time; from then on nothing reaches them.
+A collective has a result once those have given their part whose part it needs. It reaches each rank
+in its own time, and a rank whose group ends before has none: so of one collective some ranks may
+have the result and others not, as with a process group over sockets. A rank that dies, or ends its
+group, closes its connections, which each of the others notices in its own time; from then on
+nothing reaches them.
 
-What a failed collective leaves in its tensors is what has come by then. Of sums that is garbage: NaN is written there, so that whoever uses
-it is found out. Of what is only copied it is the beginning of what was sent.
+What a failed collective leaves in its tensors is what has come by then. Of sums that is garbage:
+NaN is written there, so that whoever uses it is found out. Of what is only copied it is the
+beginning of what was sent.
 """
 
 from __future__ import annotations
@@ -50,7 +54,8 @@ class Meeting:
         self.results: list[Collective] | None = None
         self.torn = False
         self.held_back: dict[int, bool] = {}
-        """Whether a partition keeps the result from a rank that it does not separate from anyone."""
+        """Whether a partition keeps the result from a rank that it does not separate from
+        anyone."""
 
 
 class Room:
@@ -66,16 +71,23 @@ class Room:
         """When the last message from one rank to another comes."""
 
     def is_open_to(self, process: Process) -> bool:
-        """All ranks have come, and none has gone again: who comes later finds its door closed. `process` reaches all of them."""
-        full = len(self.sides) == self.size and all(side.ended is None for side in self.sides.values())
-        return full and process.name not in self.world.network.separated(side.process.name for side in self.sides.values())
+        """All ranks have come, and none has gone again: who comes later finds its door closed.
+        `process` reaches all of them."""
+        full = len(self.sides) == self.size and all(
+            side.ended is None for side in self.sides.values()
+        )
+        return full and process.name not in self.world.network.separated(
+            side.process.name for side in self.sides.values()
+        )
 
     def issue(self, rank: int, call: Collective) -> CollectiveWork:
         """`rank`'s part in its next collective."""
         self._counts[rank] += 1
         number = self._counts[rank]
         if number not in self._meetings:
-            self._meetings[number] = self.world.faults.meeting(self, Meeting(self.world.count_collective(self.name), call.kind))
+            self._meetings[number] = self.world.faults.meeting(
+                self, Meeting(self.world.count_collective(self.name), call.kind)
+            )
         meeting = self._meetings[number]
         side = self.sides[rank]
         self.world.faults.before_giving(self, meeting, side.process)
@@ -83,7 +95,10 @@ class Room:
         first = next(iter(meeting.works.values()), None)
         meeting.works[rank] = work
         if first is not None and first.call.signature != call.signature:
-            text = f"collective {meeting.number} of {self.name} is {first.call} on {first.side.process.name}, {call} on {side.process.name}"
+            text = (
+                f"collective {meeting.number} of {self.name} is {first.call} on "
+                f"{first.side.process.name}, {call} on {side.process.name}"
+            )
             self.world.violated("unmatched", text)
             side.end(text)
             return work
@@ -98,11 +113,18 @@ class Room:
             self.world.faults.tear(self, meeting)
             return
         for rank, work in meeting.works.items():
-            if not work.coming and not meeting.torn and self._has_all_it_needs(meeting, rank, complete):
+            if (
+                not work.coming
+                and not meeting.torn
+                and self._has_all_it_needs(meeting, rank, complete)
+            ):
                 work.coming = True
                 if complete and meeting.results is None:
                     self._snapshot(meeting)
-                self.world.scheduler.after(self.world.delay(_FASTEST_S, _SLOWEST_S), lambda rank=rank: self.deliver(meeting, rank))
+                self.world.scheduler.after(
+                    self.world.delay(_FASTEST_S, _SLOWEST_S),
+                    lambda rank=rank: self.deliver(meeting, rank),
+                )
 
     def _has_all_it_needs(self, meeting: Meeting, rank: int, complete: bool) -> bool:
         root = meeting.works[rank].call.root
@@ -125,21 +147,32 @@ class Room:
             self.world.network.when_healed(lambda: self.deliver(meeting, rank))
             return
         if not all(map(_is_there, work.call.outputs)):
-            self.world.violated("memory", f"{work.side.process.name} freed what collective {meeting.number} of {self.name} writes to")
+            self.world.violated(
+                "memory",
+                f"{work.side.process.name} freed what collective {meeting.number} of {self.name} "
+                "writes to",
+            )
             return
         with torch.no_grad():
             if meeting.results is not None:
-                for output, result in zip(work.call.outputs, meeting.results[rank].outputs, strict=True):
+                for output, result in zip(
+                    work.call.outputs, meeting.results[rank].outputs, strict=True
+                ):
                     _write(output, result)
             elif meeting.kind in _FROM_ROOT and rank != work.call.root:
                 given = meeting.works[work.call.root or 0].given
-                for output, result in zip(work.call.outputs, given if meeting.kind is Kind.BROADCAST else [given[rank]], strict=True):
+                for output, result in zip(
+                    work.call.outputs,
+                    given if meeting.kind is Kind.BROADCAST else [given[rank]],
+                    strict=True,
+                ):
                     _write(output, result)
         work.done = True
         work.side.pending.remove(work)
 
     def _is_held_back(self, meeting: Meeting, rank: int) -> bool:
-        """A rank that is cut off from another gets nothing. The others may need what passes between those, as in a ring, or not."""
+        """A rank that is cut off from another gets nothing. The others may need what passes between
+        those, as in a ring, or not."""
         separated = self.world.network.separated(side.process.name for side in self.sides.values())
         if not separated or (meeting.kind in _FROM_ROOT and rank == meeting.works[rank].call.root):
             return False
@@ -150,12 +183,26 @@ class Room:
         return meeting.held_back[rank]
 
     def send(self, rank: int, peer: int, tag: int, tensor: torch.Tensor) -> None:
-        """A message that is on its way whatever becomes of the sender, behind those that were sent before."""
-        box, message, scheduler = self._mail.setdefault((rank, peer, tag), []), tensor.detach().clone(), self.world.scheduler
-        comes_at = max(self._mailed.get((rank, peer), 0.0), scheduler.now + self.world.delay(_FASTEST_S, _SLOWEST_S)) + 1e-6
+        """A message that is on its way whatever becomes of the sender, behind those that were sent
+        before."""
+        box, message, scheduler = (
+            self._mail.setdefault((rank, peer, tag), []),
+            tensor.detach().clone(),
+            self.world.scheduler,
+        )
+        comes_at = (
+            max(
+                self._mailed.get((rank, peer), 0.0),
+                scheduler.now + self.world.delay(_FASTEST_S, _SLOWEST_S),
+            )
+            + 1e-6
+        )
         self._mailed[rank, peer] = comes_at
         sender, receiver = self.sides[rank].process, self.sides[peer].process
-        scheduler.after(comes_at - scheduler.now, lambda: self.world.network.between(sender, receiver, lambda: box.append(message)))
+        scheduler.after(
+            comes_at - scheduler.now,
+            lambda: self.world.network.between(sender, receiver, lambda: box.append(message)),
+        )
 
     def mail(self, source: int, rank: int, tag: int) -> list[torch.Tensor]:
         """What has come from `source`."""
@@ -173,7 +220,8 @@ class Side:
         process.sides.append(self)
 
     def end(self, reason: str) -> None:
-        """This rank's connections are closed: what is pending here fails, and the others will notice."""
+        """This rank's connections are closed: what is pending here fails, and the others will
+        notice."""
         if self.ended is not None:
             return
         self.ended = reason
@@ -188,7 +236,8 @@ class Side:
                 world.scheduler.after(world.delay(_FASTEST_S, _LONGEST_NOTICE_S), tell)
 
     def _notify(self, other: Side, reason: str) -> None:
-        """The network brings the other rank the end of this one's connection, unless the two are cut off from each other."""
+        """The network brings the other rank the end of this one's connection, unless the two are
+        cut off from each other."""
         self.room.world.network.between(self.process, other.process, lambda: other.notice(reason))
 
     def notice(self, reason: str) -> None:
@@ -212,11 +261,18 @@ class CollectiveWork(Work):
     def copy(self) -> Collective:
         """To compute with, beside the rank's own memory."""
         call = self.call
-        outputs = self.given if call.inputs is call.outputs else [torch.empty_like(one) for one in call.outputs]
-        return Collective(kind=call.kind, inputs=self.given, outputs=outputs, op=call.op, root=call.root)
+        outputs = (
+            self.given
+            if call.inputs is call.outputs
+            else [torch.empty_like(one) for one in call.outputs]
+        )
+        return Collective(
+            kind=call.kind, inputs=self.given, outputs=outputs, op=call.op, root=call.root
+        )
 
     def fail(self) -> None:
-        """It has no result: of what was only to be copied a part may have come, sums are half done."""
+        """It has no result: of what was only to be copied a part may have come, sums are half
+        done."""
         for index, output in enumerate(self.call.outputs):
             if not _is_there(output) or output.is_sparse:
                 continue
@@ -234,16 +290,27 @@ class CollectiveWork(Work):
         return self.done
 
     def leave_garbage(self) -> None:
-        """What a collective that failed on a device leaves: NaN in its outputs, but for what this rank gave."""
+        """What a collective that failed on a device leaves: NaN in its outputs, but for what this
+        rank gave."""
         own = {one.untyped_storage().data_ptr() for one in self.call.inputs}
         for output in self.call.outputs:
-            if output.is_floating_point() and _is_there(output) and output.untyped_storage().data_ptr() not in own:
+            if (
+                output.is_floating_point()
+                and _is_there(output)
+                and output.untyped_storage().data_ptr() not in own
+            ):
                 output.data.fill_(float("nan"))
 
     def _sent_for(self, index: int) -> torch.Tensor | None:
-        """What another rank has given for an output; None: nothing yet, or it is this rank's own."""
+        """What another rank has given for an output; None: nothing yet, or it is this rank's
+        own."""
         rank, size = self.side.rank, self.side.room.size
-        works = {r: work for r, work in self.meeting.works.items() if work.call.signature == self.call.signature}  # others gave nothing
+        # others gave nothing
+        works = {
+            r: work
+            for r, work in self.meeting.works.items()
+            if work.call.signature == self.call.signature
+        }
         if self.meeting.kind is Kind.BROADCAST:
             sender, which = self.call.root or 0, index
         elif self.meeting.kind is Kind.ALL_GATHER:
@@ -266,7 +333,11 @@ class CollectiveWork(Work):
         with side.backend.noted_wait(what):
             came = own_scheduler().wait(condition, limit, what)
         if not came:
-            missing = [other.process.name for rank, other in room.sides.items() if rank not in self.meeting.works]
+            missing = [
+                other.process.name
+                for rank, other in room.sides.items()
+                if rank not in self.meeting.works
+            ]
             room.world.timed_out(f"{side.process.name} {what}: {', '.join(missing)} did not come")
             side.backend.abort(f"timed out after {limit:g} s {what}")
 
@@ -391,29 +462,42 @@ class SimulatedBackend(CommunicationBackend):
         self._side: Side | None = None
         self._unsettled: list[CollectiveWork | _ReceiveWork] = []
 
-    def _connect(self, store: Any, timeout: timedelta, connect_timeout: timedelta, hostname: str | None) -> dist.ProcessGroup:
+    def _connect(
+        self, store: Any, timeout: timedelta, connect_timeout: timedelta, hostname: str | None
+    ) -> dist.ProcessGroup:
         self.timeout = timeout
         room = self._process.world.room(store.name, self.world_size)
         side = self._side = Side(room, self.rank, self._process, self)
         if self._reason is not None:
             side.end(self._reason)
         came = own_scheduler().wait(
-            lambda: room.is_open_to(self._process) or side.ended is not None, connect_timeout.total_seconds(), f"for {room.name} to come"
+            lambda: room.is_open_to(self._process) or side.ended is not None,
+            connect_timeout.total_seconds(),
+            f"for {room.name} to come",
         )
         if side.ended is not None:
             raise GroupEndedError(side.ended)
         if not came:
             side.end("not all came")
-            raise DeadlineError(f"connecting {room.name} took longer than {connect_timeout.total_seconds():g} s", reason="CONNECT_TIMEOUT")
+            raise DeadlineError(
+                f"connecting {room.name} took longer than {connect_timeout.total_seconds():g} s",
+                reason="CONNECT_TIMEOUT",
+            )
         return SimulatedGroup(side)
 
     def noted_wait(self, what: str) -> contextlib.AbstractContextManager[object]:
-        """While open, this rank waits in `what`, as its stall watch looks for where some ranks are cut off from others."""
-        return self.waits.of(what) if self._process.world.scenario.parted else contextlib.nullcontext()
+        """While open, this rank waits in `what`, as its stall watch looks for where some ranks are
+        cut off from others."""
+        return (
+            self.waits.of(what) if self._process.world.scenario.parted else contextlib.nullcontext()
+        )
 
     def order(self, work: dist.Work) -> None:
-        """See `CommunicationBackend`. On devices what a lost collective leaves is garbage, and nobody is told before `settle`."""
-        if not self._process.world.scenario.devices or not isinstance(work, CollectiveWork | _ReceiveWork):
+        """See `CommunicationBackend`. On devices what a lost collective leaves is garbage, and
+        nobody is told before `settle`."""
+        if not self._process.world.scenario.devices or not isinstance(
+            work, CollectiveWork | _ReceiveWork
+        ):
             work.wait()
             return
         self._unsettled.append(work)
@@ -449,7 +533,10 @@ def _is_there(tensor: torch.Tensor) -> bool:
     """Its memory has not been given back."""
     if tensor.is_sparse:
         return True
-    return tensor.untyped_storage().nbytes() >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    return (
+        tensor.untyped_storage().nbytes()
+        >= (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    )
 
 
 def _write(output: torch.Tensor, value: torch.Tensor) -> None:

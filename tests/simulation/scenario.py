@@ -1,4 +1,5 @@
-"""A scenario: what is trained, by how many ranks, and everything that goes wrong. As text it can be read, sent, kept and run again.
+"""A scenario: what is trained, by how many ranks, and everything that goes wrong. As text it can be
+read, sent, kept and run again.
 
     zero3, loop clip, 3 ranks, schedule 17
     b dies at point 31
@@ -6,10 +7,11 @@
     collective 23 of generation 1: c dies, a got it
     collective -1 of step 4: connections break, a b got it
 
-Members are a, b, c, ... in the order in which they start; those that come later, and replacements, go on in that order. A *point* of a
-member is a place where its script waits, or passes a failpoint; they are counted from 1. Collectives are counted over all groups of one
-generation, in the order in which they begin; or over those of one step of the first generation, -1 being its last. `schedule` is the seed
-of every choice that nothing else says: who runs next, and how long messages take.
+Members are a, b, c, ... in the order in which they start; those that come later, and replacements,
+go on in that order. A *point* of a member is a place where its script waits, or passes a failpoint;
+they are counted from 1. Collectives are counted over all groups of one generation, in the order in
+which they begin; or over those of one step of the first generation, -1 being its last. `schedule`
+is the seed of every choice that nothing else says: who runs next, and how long messages take.
 """
 
 from __future__ import annotations
@@ -34,12 +36,15 @@ class Dies:
 
 @dataclass(frozen=True, kw_only=True)
 class Stops:
-    """A process stands still (SIGSTOP): all its threads. For good, if `seconds` is more than its lease."""
+    """A process stands still (SIGSTOP): all its threads. For good, if `seconds` is more than its
+    lease."""
 
     who: str
     point: int
     seconds: int
-    pattern: ClassVar[str] = r"(?P<who>\w+) stands still at point (?P<point>\d+) for (?P<seconds>\d+) s"
+    pattern: ClassVar[str] = (
+        r"(?P<who>\w+) stands still at point (?P<point>\d+) for (?P<seconds>\d+) s"
+    )
 
     def __str__(self) -> str:
         return f"{self.who} stands still at point {self.point} for {self.seconds} s"
@@ -88,7 +93,9 @@ class CoordinatorAway:
     who: str
     point: int
     seconds: int
-    pattern: ClassVar[str] = r"at point (?P<point>\d+) of (?P<who>\w+): the coordinator is away for (?P<seconds>\d+) s"
+    pattern: ClassVar[str] = (
+        r"at point (?P<point>\d+) of (?P<who>\w+): the coordinator is away for (?P<seconds>\d+) s"
+    )
 
     def __str__(self) -> str:
         return f"at point {self.point} of {self.who}: the coordinator is away for {self.seconds} s"
@@ -96,7 +103,8 @@ class CoordinatorAway:
 
 @dataclass(frozen=True, kw_only=True)
 class Parted:
-    """Nothing passes between one process and some others for a while. The coordinator and the store reach all of them."""
+    """Nothing passes between one process and some others for a while. The coordinator and the store
+    reach all of them."""
 
     who: str
     point: int
@@ -104,11 +112,15 @@ class Parted:
     others: tuple[str, ...]
     seconds: int
     pattern: ClassVar[str] = (
-        r"at point (?P<point>\d+) of (?P<who>\w+): (?P<one>\w+) is cut off from (?P<others>[\w ]+) for (?P<seconds>\d+) s"
+        r"at point (?P<point>\d+) of (?P<who>\w+): (?P<one>\w+) is cut off from (?P<others>[\w ]+) "
+        r"for (?P<seconds>\d+) s"
     )
 
     def __str__(self) -> str:
-        return f"at point {self.point} of {self.who}: {self.one} is cut off from {' '.join(self.others)} for {self.seconds} s"
+        return (
+            f"at point {self.point} of {self.who}: {self.one} is cut off from "
+            f"{' '.join(self.others)} for {self.seconds} s"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +142,8 @@ class Torn:
 
     generation: int = 1
     step: int | None = None
-    """None: of the generation; else `collective` is counted within this step of the run without faults, -1 being its last."""
+    """None: of the generation; else `collective` is counted within this step of the run without
+    faults, -1 being its last."""
     collective: int
     dies: str | None
     """None: nobody does, connections break."""
@@ -143,20 +156,51 @@ class Torn:
     )
 
     def __str__(self) -> str:
-        end = "connections break" if self.dies is None else f"{self.dies} dies" + ("" if self.entered else " before it")
+        end = (
+            "connections break"
+            if self.dies is None
+            else f"{self.dies} dies" + ("" if self.entered else " before it")
+        )
         where = f"generation {self.generation}" if self.step is None else f"step {self.step}"
-        return f"collective {self.collective} of {where}: {end}, {' '.join(self.got) or 'nobody'} got it"
+        return (
+            f"collective {self.collective} of {where}: {end}, {' '.join(self.got) or 'nobody'} "
+            "got it"
+        )
 
 
-Fault: TypeAlias = Dies | Stops | Drains | Joins | JobStops | CoordinatorAway | Parted | SlowWrites | Torn
-_KINDS: tuple[type[Fault], ...] = (Dies, Stops, Drains, Joins, JobStops, CoordinatorAway, Parted, SlowWrites)
+Fault: TypeAlias = (
+    Dies | Stops | Drains | Joins | JobStops | CoordinatorAway | Parted | SlowWrites | Torn
+)
+_KINDS: tuple[type[Fault], ...] = (
+    Dies,
+    Stops,
+    Drains,
+    Joins,
+    JobStops,
+    CoordinatorAway,
+    Parted,
+    SlowWrites,
+)
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "hybrid", "local_sgd")
-"""Strategies that numbered schedules draw from. A number means another schedule when this list changes."""
+"""Strategies that numbered schedules draw from. A number means another schedule when this list
+changes."""
 ALL_STRATEGIES = (*STRATEGIES, "pipeline")
 DIVIDED = ("hybrid", "pipeline")
 """Several ranks hold a replica of the model between them, where their number is even."""
-LOOPS = ("flat", "micro-batches", "clip", "scaler", "scheduler", "EMA", "evaluate", "save", "break", "enumerate", "plain")
+LOOPS = (
+    "flat",
+    "micro-batches",
+    "clip",
+    "scaler",
+    "scheduler",
+    "EMA",
+    "evaluate",
+    "save",
+    "break",
+    "enumerate",
+    "plain",
+)
 SAVING = ("save", "operations")
 """Loops that save checkpoints."""
 ALL_LOOPS = (*LOOPS, "operations")
@@ -173,7 +217,8 @@ class Scenario:
     replaced: bool = False
     """The launcher starts another process for one that dies."""
     devices: bool = False
-    """Within a step what ranks compute waits for collectives, and the ranks themselves do not, as where tensors lie on devices."""
+    """Within a step what ranks compute waits for collectives, and the ranks themselves do not, as
+    where tensors lie on devices."""
     steps: int = 5
     """Of an epoch; there are two."""
     schedule: int = 0
@@ -197,10 +242,16 @@ class Scenario:
 
 
 def parse(text: str) -> Scenario:
-    """Reads what `str` of a scenario gives. Lines that begin with # are comments. Raises ValueError."""
-    head, *rest = [line.strip() for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    """Reads what `str` of a scenario gives. Lines that begin with # are comments. Raises
+    ValueError."""
+    head, *rest = [
+        line.strip()
+        for line in text.splitlines()
+        if line.strip() and not line.strip().startswith("#")
+    ]
     found = re.fullmatch(
-        r"(?P<strategy>\w+), loop (?P<loop>[\w-]+), (?P<ranks>\d+) ranks(, (?P<steps>\d+) steps)?(?P<replaced>, replaced)?"
+        r"(?P<strategy>\w+), loop (?P<loop>[\w-]+), (?P<ranks>\d+) ranks(, (?P<steps>\d+) "
+        r"steps)?(?P<replaced>, replaced)?"
         r"(?P<devices>, on devices)?, schedule (?P<schedule>\d+)",
         head,
     )

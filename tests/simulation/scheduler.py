@@ -1,11 +1,14 @@
-"""Virtual time, and the one thread that runs: threads of simulated processes take turns, and a seeded choice says whose turn it is.
+"""Virtual time, and the one thread that runs: threads of simulated processes take turns, and a
+seeded choice says whose turn it is.
 
-A thread runs until it waits, and says on what: a condition that others make true, or a time. Then one of those that can go on is chosen
-by the seed. When nobody can go on, time jumps to the next timer, or to when somebody's patience ends. So a run depends on its seed alone,
-costs no waiting, and a wait that nothing will end is known at once.
+A thread runs until it waits, and says on what: a condition that others make true, or a time. Then
+one of those that can go on is chosen by the seed. When nobody can go on, time jumps to the next
+timer, or to when somebody's patience ends. So a run depends on its seed alone, costs no waiting,
+and a wait that nothing will end is known at once.
 
-Threads: an `Actor` runs only while it has the turn, so nothing here, nor in what is simulated, needs a lock. Timers' callbacks run on the
-thread that is about to wait, and must not wait themselves.
+Threads: an `Actor` runs only while it has the turn, so nothing here, nor in what is simulated,
+needs a lock. Timers' callbacks run on the thread that is about to wait, and must not wait
+themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from typing import Any, Final, Protocol
 _current = threading.local()
 
 LONGEST_REAL_S: Final = 60.0
-"""How long one turn may take before the run is given up: a thread that waits by other means than the scheduler's."""
+"""How long one turn may take before the run is given up: a thread that waits by other means than
+the scheduler's."""
 
 
 class Killed(BaseException):
@@ -57,7 +61,9 @@ class Actor:
         """It waits for nothing any more."""
         if self.host.dead:
             return True
-        return now >= self.host.still_until and ((self.deadline is not None and now >= self.deadline) or self.ready())
+        return now >= self.host.still_until and (
+            (self.deadline is not None and now >= self.deadline) or self.ready()
+        )
 
     @property
     def due(self) -> float | None:
@@ -85,10 +91,11 @@ class Scheduler:
         self._end.acquire()
         self._unwinding = False
 
-    # ------------------------------------------------------------------------------------------------------------- for actors
+    # ----------------------------------------------------------------------------------- for actors
 
     def wait(self, ready: Callable[[], bool], timeout: float | None, what: str) -> bool:
-        """Until `ready()`; False: `timeout` virtual seconds have passed. Others have their turns meanwhile."""
+        """Until `ready()`; False: `timeout` virtual seconds have passed. Others have their turns
+        meanwhile."""
         actor = current_actor()
         assert actor is not None
         self._check(actor)
@@ -125,16 +132,21 @@ class Scheduler:
         """Starts a thread of `host`; it has its first turn later."""
         actor = Actor(self, host, name, main=main)
         self._waiting.append(actor)
-        threading.Thread(target=self._be, args=(actor, run), name=f"simulated {host.name} {name}", daemon=True).start()
+        threading.Thread(
+            target=self._be, args=(actor, run), name=f"simulated {host.name} {name}", daemon=True
+        ).start()
         return actor
 
-    # -------------------------------------------------------------------------------------------------------- for who runs it
+    # ------------------------------------------------------------------------------ for who runs it
 
     def run(self) -> None:
-        """Runs until `finish`, or until nothing can happen any more. Then all threads are unwound."""
+        """Runs until `finish`, or until nothing can happen any more. Then all threads are
+        unwound."""
         self._choose(None)
         if not self._end.acquire(timeout=20 * LONGEST_REAL_S):
-            raise RuntimeError("a simulated thread waits for something that the scheduler does not know")
+            raise RuntimeError(
+                "a simulated thread waits for something that the scheduler does not know"
+            )
         self._unwinding = True
         while self._waiting:
             actor = self._waiting.pop(0)
@@ -146,9 +158,13 @@ class Scheduler:
         """The run is over: no more turns."""
         if self.over is None:
             self.over = why
-            self.stuck = [f"{actor.host.name} ({actor.name}) waits {actor.waits_for}" for actor in self._waiting if not actor.host.dead]
+            self.stuck = [
+                f"{actor.host.name} ({actor.name}) waits {actor.waits_for}"
+                for actor in self._waiting
+                if not actor.host.dead
+            ]
 
-    # ----------------------------------------------------------------------------------------------------------------- inside
+    # --------------------------------------------------------------------------------------- inside
 
     def _check(self, actor: Actor) -> None:
         if actor.host.dead or self._unwinding:
@@ -200,7 +216,8 @@ class Scheduler:
             self.now = max(self.now, at)
             try:
                 callback()
-            except Exception as error:  # else the thread that happens to wait ends, and nobody has the turn
+            except Exception as error:
+                # else the thread that happens to wait ends, and nobody has the turn
                 self.finish(f"{type(error).__name__} in a timer: {error}")
         elif due is not None:
             self.now = due

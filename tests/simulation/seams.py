@@ -1,4 +1,5 @@
-"""Where simulated parts take the place of real ones in the product's modules. Everything else is the product's own code.
+"""Where simulated parts take the place of real ones in the product's modules. Everything else is
+the product's own code.
 
 time.monotonic, time.sleep      virtual, in threads of simulated processes; real in all others
 ProgressMeter                   has the virtual clock
@@ -98,7 +99,11 @@ class _Random:
     def uniform(low: float, high: float) -> float:
         """Draws a number between `low` and `high`, as random.uniform does."""
         actor = current_actor()
-        return random.uniform(low, high) if actor is None else actor.scheduler.random.uniform(low, high)
+        return (
+            random.uniform(low, high)
+            if actor is None
+            else actor.scheduler.random.uniform(low, high)
+        )
 
 
 class _NoWatch:
@@ -125,11 +130,16 @@ def _unreachable(peers: Mapping[int, str], **_: object) -> list[int]:
     """In the place of `stall_watch.unreachable`."""
     process = own_process()
     donors = process.world.donors
-    return sorted(rank for rank, address in peers.items() if not process.world.network.reaches(process.name, donors[address].name))
+    return sorted(
+        rank
+        for rank, address in peers.items()
+        if not process.world.network.reaches(process.name, donors[address].name)
+    )
 
 
 _NO_POINTS = {"reduction.under_way"}
-"""Failpoints between two of a rank's waits at which nothing else happens than at the next wait; recorded scenarios count without them."""
+"""Failpoints between two of a rank's waits at which nothing else happens than at the next wait;
+recorded scenarios count without them."""
 
 
 class _Failpoints:

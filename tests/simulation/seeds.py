@@ -37,10 +37,16 @@ _WEIGHTS = {
 _ON_DEVICES = 0.25
 
 
-def scenario_of(seed: int, *, strategies: Sequence[str] = STRATEGIES, loops: Sequence[str] = LOOPS) -> Scenario:
+def scenario_of(
+    seed: int, *, strategies: Sequence[str] = STRATEGIES, loops: Sequence[str] = LOOPS
+) -> Scenario:
     """The scenario of that number."""
     chance = random.Random(seed)
-    plain = Scenario(strategy=chance.choice(strategies), loop=chance.choice(loops), ranks=chance.choice((2, 3, 3, 3, 4)))
+    plain = Scenario(
+        strategy=chance.choice(strategies),
+        loop=chance.choice(loops),
+        ranks=chance.choice((2, 3, 3, 3, 4)),
+    )
     undisturbed = reference(plain)
     members = [process.name for process in undisturbed.processes]
     later = "abcdefghij"[plain.ranks : plain.ranks + 2]
@@ -55,13 +61,20 @@ def scenario_of(seed: int, *, strategies: Sequence[str] = STRATEGIES, loops: Seq
         point = chance.randrange(4, points + (points // 2 if faults else 0))
         match kind:
             case "torn":
-                faults.append(_tear(chance, members, undisturbed.collectives[1], later=bool(faults)))
+                faults.append(
+                    _tear(chance, members, undisturbed.collectives[1], later=bool(faults))
+                )
             case "dies":
                 faults.append(Dies(who=who, point=point))
             case "two die":  # of whom one may hold the mirror of the other's shard
                 first = chance.randrange(len(members))
                 faults.append(Dies(who=members[first], point=point))
-                faults.append(Dies(who=members[(first + 1) % len(members)], point=point + chance.choice((0, 1, 2, 5, 10))))
+                faults.append(
+                    Dies(
+                        who=members[(first + 1) % len(members)],
+                        point=point + chance.choice((0, 1, 2, 5, 10)),
+                    )
+                )
             case "joins" if not alone:
                 faults.append(Joins(who=who, point=point))
             case "drains":
@@ -71,11 +84,15 @@ def scenario_of(seed: int, *, strategies: Sequence[str] = STRATEGIES, loops: Seq
             case "job stops":
                 faults.append(JobStops(who=who, point=point))
             case "coordinator away":
-                faults.append(CoordinatorAway(who=who, point=point, seconds=chance.choice((1, 15, 40))))
+                faults.append(
+                    CoordinatorAway(who=who, point=point, seconds=chance.choice((1, 15, 40)))
+                )
             case "slow writes":
                 faults.append(SlowWrites(who=who, seconds=chance.choice((1, 30))))
     devices = chance.random() < _ON_DEVICES  # last: all else is what it is without
-    return dataclasses.replace(plain, replaced=replaced, devices=devices, schedule=seed, faults=tuple(faults))
+    return dataclasses.replace(
+        plain, replaced=replaced, devices=devices, schedule=seed, faults=tuple(faults)
+    )
 
 
 def _tear(chance: random.Random, members: Sequence[str], collectives: int, *, later: bool) -> Torn:
@@ -86,4 +103,10 @@ def _tear(chance: random.Random, members: Sequence[str], collectives: int, *, la
     got = tuple(one for one in others if entered and chance.random() < 0.5)
     if dies is None and len(got) == len(others):
         got = got[1:]
-    return Torn(generation=generation, collective=chance.randrange(1, collectives + 1), dies=dies, entered=entered, got=got)
+    return Torn(
+        generation=generation,
+        collective=chance.randrange(1, collectives + 1),
+        dies=dies,
+        entered=entered,
+        got=got,
+    )

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from tests.simulation.scenario import ALL_LOOPS, Scenario, Torn
 
 
-def shrink(scenario: Scenario, fails: Callable[[Scenario], bool], *, most_runs: int = 150) -> Scenario:
+def shrink(
+    scenario: Scenario, fails: Callable[[Scenario], bool], *, most_runs: int = 150
+) -> Scenario:
     """The smallest scenario found for which `fails` says yes, as it does for `scenario`."""
     runs = 0
     found = True
@@ -44,4 +46,7 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, schedule=0)
     for index, fault in enumerate(faults):
         if isinstance(fault, Torn) and fault.got and fault.dies is None:
-            yield replace(scenario, faults=(*faults[:index], replace(fault, got=fault.got[:1]), *faults[index + 1 :]))
+            yield replace(
+                scenario,
+                faults=(*faults[:index], replace(fault, got=fault.got[:1]), *faults[index + 1 :]),
+            )

@@ -1,4 +1,5 @@
-"""Ranks go back to a checkpoint while others wait to come in, come, or are left over. What the oracle excuses in general, these do not."""
+"""Ranks go back to a checkpoint while others wait to come in, come, or are left over. What the
+oracle excuses in general, these do not."""
 
 from __future__ import annotations
 
@@ -39,29 +40,43 @@ def check_finished(processes: dict[str, Process], names: str) -> None:
         assert ended["steps"] == ALL
 
 
-def test_ranks_go_back_while_workers_are_on_standby_of_whom_some_get_a_place_and_one_does_not() -> None:
+def test_ranks_go_back_while_workers_are_on_standby_of_whom_some_get_a_place_and_one_does_not() -> (
+    None
+):
     joins = ["at point 20 of a: one more joins"] * 3
-    processes = run("zero2, loop save, 8 ranks, schedule 1", *joins, "c dies at point 192", "e dies at point 192")
+    processes = run(
+        "zero2, loop save, 8 ranks, schedule 1",
+        *joins,
+        "c dies at point 192",
+        "e dies at point 192",
+    )
     assert all(went_back(processes[name]) for name in "abdfgh")
     check_finished(processes, "a b d f g h")
     late = [processes[name] for name in "ijk"]
     assert [process.exit_code for process in late] == [0, 0, 0]
     placed = [committed(process) for process in late if committed(process)]
     again = committed(processes["a"])
-    assert placed == [again[ALL - 2 :]] * 2  # all steps since the checkpoint, which the others take for the second time
+    # all steps since the checkpoint, which the others take for the second time
+    assert placed == [again[ALL - 2 :]] * 2
 
 
 def test_a_replacement_that_comes_while_a_rank_goes_back_goes_on_from_its_checkpoint() -> None:
     deaths = ["b dies at point 180", "c dies at point 180"]
-    processes = run("zero2, loop save, 3 ranks, schedule 2", *deaths, "at point 176 of a: one more joins")
+    processes = run(
+        "zero2, loop save, 3 ranks, schedule 2", *deaths, "at point 176 of a: one more joins"
+    )
     assert went_back(processes["a"])
     check_finished(processes, "a d")
     assert committed(processes["d"]) == [7, 8, 9, 10]
 
 
 def test_a_spare_goes_back_with_the_rank_that_holds_the_rest_of_its_replica() -> None:
-    """c is left over when d dies; with a the only other copy of a part of the model goes, and c takes its place."""
-    processes = run("hybrid, loop save, 4 ranks, schedule 1", "d dies at point 70", "a dies at point 136")
+    """c is left over when d dies; with a the only other copy of a part of the model goes, and c
+    takes its place."""
+    processes = run(
+        "hybrid, loop save, 4 ranks, schedule 1", "d dies at point 70", "a dies at point 136"
+    )
     assert went_back(processes["b"])
     check_finished(processes, "b c")
-    assert len(committed(processes["c"])) < len(committed(processes["b"]))  # it was left over for a while
+    # it was left over for a while
+    assert len(committed(processes["c"])) < len(committed(processes["b"]))

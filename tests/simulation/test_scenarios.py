@@ -19,7 +19,9 @@ def test_scenario(file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", [file for file in _FILES if file.stem.startswith("a_torn_step_that_carries_the_stop")], ids=lambda file: file.stem
+    "file",
+    [file for file in _FILES if file.stem.startswith("a_torn_step_that_carries_the_stop")],
+    ids=lambda file: file.stem,
 )
 def test_the_step_that_is_torn_is_the_last_of_a_stopped_job(file: Path) -> None:
     world = oracle.run(parse(file.read_text())).world
@@ -28,4 +30,8 @@ def test_the_step_that_is_torn_is_the_last_of_a_stopped_job(file: Path) -> None:
     assert world.stopped_at < world.losses[0][1], "the stop comes before the tear"
     ends = [process.diary.ended_with for process in world.processes if not process.dead]
     assert [end and end["steps"] for end in ends] == [torn.step] * 2
-    assert all(("lost" not in dict(process.diary.statuses).values()) for process in world.processes if not process.dead)
+    assert all(
+        ("lost" not in dict(process.diary.statuses).values())
+        for process in world.processes
+        if not process.dead
+    )

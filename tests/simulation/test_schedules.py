@@ -1,4 +1,5 @@
-"""A fixed slice of the schedules that `make chaos` runs: numbered ones, and tears of a step of each strategy."""
+"""A fixed slice of the schedules that `make chaos` runs: numbered ones, and tears of a step of each
+strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ _TEARS = 8
     [
         *range(_FIRST, _FIRST + _SEEDS, _AT_ONCE),
         *(pytest.param(first, marks=pytest.mark.slow) for first in range(_SLOW, _MATRIX, _AT_ONCE)),
-        *(pytest.param(first, marks=pytest.mark.matrix) for first in range(_MATRIX, _MATRIX + _MATRIX_SEEDS, _AT_ONCE)),
+        *(
+            pytest.param(first, marks=pytest.mark.matrix)
+            for first in range(_MATRIX, _MATRIX + _MATRIX_SEEDS, _AT_ONCE)
+        ),
     ],
 )
 def test_numbered_schedules_end_as_the_run_without_faults(first: int) -> None:
@@ -39,7 +43,8 @@ _LONG = {"hybrid", "zero3", "hsdp", "zero2"}
 
 
 @pytest.mark.parametrize(
-    ("strategy", "loop"), [pytest.param(*each, marks=pytest.mark.slow) if each[0] in _LONG else each for each in _TORN]
+    ("strategy", "loop"),
+    [pytest.param(*each, marks=pytest.mark.slow) if each[0] in _LONG else each for each in _TORN],
 )
 def test_a_step_may_be_torn_anywhere(strategy: str, loop: str) -> None:
     every = list(tears(strategy, loop))
@@ -88,7 +93,8 @@ def test_a_step_on_devices_may_be_torn_anywhere(strategy: str, loop: str, every:
     ],
 )
 def test_ranks_may_be_cut_off_from_others_anywhere(strategy: str, loop: str) -> None:
-    """In a step, at an epoch's end and in each operation; who returns to peers that have gone on is replaced."""
+    """In a step, at an epoch's end and in each operation; who returns to peers that have gone on is
+    replaced."""
     for scenario in itertools.islice(partitions(strategy, loop, every=1), 3, None, 47):
         _check(scenario)
 

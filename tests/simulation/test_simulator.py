@@ -1,4 +1,5 @@
-"""The simulator itself: it repeats itself, says what it runs as text, finds what is wrong, and makes it small."""
+"""The simulator itself: it repeats itself, says what it runs as text, finds what is wrong, and
+makes it small."""
 
 from __future__ import annotations
 
@@ -19,14 +20,27 @@ from shoal_worker.sharding.sharded_state import ShardedState
 from tests.simulation import oracle
 from tests.simulation.loops import Training
 from tests.simulation.processes import Process, own_process
-from tests.simulation.scenario import CoordinatorAway, Dies, Drains, JobStops, Joins, Scenario, SlowWrites, Stops, Torn, parse
+from tests.simulation.scenario import (
+    CoordinatorAway,
+    Dies,
+    Drains,
+    JobStops,
+    Joins,
+    Scenario,
+    SlowWrites,
+    Stops,
+    Torn,
+    parse,
+)
 from tests.simulation.seeds import scenario_of
 from tests.simulation.shrinking import shrink
 
 _DEATH = Scenario(faults=(Dies(who="b", point=40),))
 
 
-@pytest.mark.parametrize("scenario", [_DEATH, scenario_of(15)], ids=["a death", "the coordinator away"])
+@pytest.mark.parametrize(
+    "scenario", [_DEATH, scenario_of(15)], ids=["a death", "the coordinator away"]
+)
 def test_a_schedule_repeats_itself(scenario: Scenario) -> None:
     first, second = oracle.run(scenario), oracle.run(scenario)
     assert first.world.notes == second.world.notes
@@ -119,19 +133,28 @@ def test_what_a_failed_collective_leaves_is_no_number() -> None:
 
 def test_a_failing_scenario_is_made_small() -> None:
     guilty = Torn(generation=1, collective=7, dies="b")
-    scenario = Scenario(strategy="zero2", loop="save", replaced=True, faults=(Dies(who="a", point=30), guilty, Drains(who="c", point=50)))
+    scenario = Scenario(
+        strategy="zero2",
+        loop="save",
+        replaced=True,
+        faults=(Dies(who="a", point=30), guilty, Drains(who="c", point=50)),
+    )
     smallest = shrink(scenario, lambda one: guilty in one.faults)
     assert smallest == Scenario(strategy="ddp", loop="flat", ranks=2, faults=(guilty,))
 
 
 def test_nobody_joins_a_run_that_has_just_ended() -> None:
-    scenario = Scenario(ranks=2, faults=(Dies(who="a", point=40), Dies(who="b", point=45), Joins(who="b", point=45)))
+    scenario = Scenario(
+        ranks=2, faults=(Dies(who="a", point=40), Dies(who="b", point=45), Joins(who="b", point=45))
+    )
     verdict = oracle.run(scenario)
     assert [process.name for process in verdict.world.processes] == ["a", "b"]
     assert not verdict.kinds
 
 
-def _raises(monkeypatch: pytest.MonkeyPatch, scenario: Scenario, who: Any, error: BaseException) -> frozenset[str]:
+def _raises(
+    monkeypatch: pytest.MonkeyPatch, scenario: Scenario, who: Any, error: BaseException
+) -> frozenset[str]:
     """What is found where processes of which `who` says yes end a step in this way."""
     step = Training._step
 
@@ -146,7 +169,9 @@ def _raises(monkeypatch: pytest.MonkeyPatch, scenario: Scenario, who: Any, error
 
 
 @pytest.mark.parametrize(("loop", "kind"), [("flat", "failed"), ("save", "went back")])
-def test_a_state_that_is_given_up_after_one_death_is_found(monkeypatch: pytest.MonkeyPatch, loop: str, kind: str) -> None:
+def test_a_state_that_is_given_up_after_one_death_is_found(
+    monkeypatch: pytest.MonkeyPatch, loop: str, kind: str
+) -> None:
     scenario = Scenario(strategy="zero1", loop=loop, faults=(Dies(who="b", point=100),))
     oracle.reference(scenario.without_faults())
     regroup, gave_up = ShardedState.regroup, set[int]()
@@ -163,26 +188,42 @@ def test_a_state_that_is_given_up_after_one_death_is_found(monkeypatch: pytest.M
 
 def test_a_survivor_that_fails_is_no_departure(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(strategy="zero1", faults=(Dies(who="b", point=100),))
-    seen = _raises(monkeypatch, scenario, lambda process: bool(process.world.losses), ShardsLostError(lost=1, shards=3))
+    seen = _raises(
+        monkeypatch,
+        scenario,
+        lambda process: bool(process.world.losses),
+        ShardsLostError(lost=1, shards=3),
+    )
     assert "failed" in seen
 
 
 def test_all_survivors_that_end_as_spares_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(strategy="hybrid", ranks=4, faults=(Dies(who="d", point=100),))
-    assert "failed" in _raises(monkeypatch, scenario, lambda process: process.points > 150, SystemExit(PUT_OUT))
+    assert "failed" in _raises(
+        monkeypatch, scenario, lambda process: process.points > 150, SystemExit(PUT_OUT)
+    )
 
 
-def test_progress_that_is_given_up_beside_a_checkpoint_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario = Scenario(loop="save", ranks=2, faults=(Joins(who="a", point=100), Dies(who="a", point=101), Dies(who="b", point=101)))
+def test_progress_that_is_given_up_beside_a_checkpoint_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenario = Scenario(
+        loop="save",
+        ranks=2,
+        faults=(Joins(who="a", point=100), Dies(who="a", point=101), Dies(who="b", point=101)),
+    )
     error = PreconditionError(
-        "every process that held the state of the run is gone, and no checkpoint was taken up", reason="PROGRESS_LOST"
+        "every process that held the state of the run is gone, and no checkpoint was taken up",
+        reason="PROGRESS_LOST",
     )
     assert "failed" in _raises(monkeypatch, scenario, lambda process: process.late, error)
 
 
 def test_who_stood_still_may_only_end_as_put_out(monkeypatch: pytest.MonkeyPatch) -> None:
     scenario = Scenario(faults=(Stops(who="b", point=60, seconds=40),))
-    assert "failed" in _raises(monkeypatch, scenario, lambda process: process.name == "b", RuntimeError("a bug"))
+    assert "failed" in _raises(
+        monkeypatch, scenario, lambda process: process.name == "b", RuntimeError("a bug")
+    )
 
 
 def test_a_joiner_that_leaves_a_run_that_goes_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,8 +232,12 @@ def test_a_joiner_that_leaves_a_run_that_goes_on_is_found(monkeypatch: pytest.Mo
     assert {"left early", "failed"} & seen
 
 
-def test_a_wait_of_a_whole_timeout_beside_a_short_stop_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    scenario = Scenario(faults=(Stops(who="a", point=30, seconds=1), SlowWrites(who="a", seconds=1)))
+def test_a_wait_of_a_whole_timeout_beside_a_short_stop_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scenario = Scenario(
+        faults=(Stops(who="a", point=30, seconds=1), SlowWrites(who="a", seconds=1))
+    )
     step, dreamt = Training._step, set[str]()
 
     def dreaming(training: Training) -> None:
@@ -219,20 +264,27 @@ def _violates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 _LEFT_OVER = Scenario(
-    strategy="hybrid", loop="save", ranks=2, faults=(Joins(who="a", point=5), Dies(who="a", point=150), Dies(who="b", point=150))
+    strategy="hybrid",
+    loop="save",
+    ranks=2,
+    faults=(Joins(who="a", point=5), Dies(who="a", point=150), Dies(who="b", point=150)),
 )
 _REFUSED = Scenario(loop="enumerate", faults=(Joins(who="a", point=5), Dies(who="b", point=34)))
 
 
 @pytest.mark.parametrize("scenario", [_LEFT_OVER, _REFUSED])
-def test_a_run_that_may_end_badly_is_judged_in_all_else(monkeypatch: pytest.MonkeyPatch, scenario: Scenario) -> None:
+def test_a_run_that_may_end_badly_is_judged_in_all_else(
+    monkeypatch: pytest.MonkeyPatch, scenario: Scenario
+) -> None:
     assert oracle.run(scenario).ok
     _violates(monkeypatch)
     assert "donors" in oracle.run(scenario).kinds
 
 
 @pytest.mark.parametrize("who", ["ab", "abc"])
-def test_a_plain_loop_that_learns_something_else_is_found(monkeypatch: pytest.MonkeyPatch, who: str) -> None:
+def test_a_plain_loop_that_learns_something_else_is_found(
+    monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
     scenario = Scenario(loop="plain", schedule=1)
     step = Training._step
 
@@ -266,14 +318,21 @@ def test_a_stopped_job_that_saves_nothing_is_found(monkeypatch: pytest.MonkeyPat
     scenario = Scenario(strategy="zero2", loop="save", faults=(JobStops(who="c", point=40),))
     assert oracle.run(scenario).ok
     save = shoal.save_checkpoint
-    monkeypatch.setattr(shoal, "save_checkpoint", lambda directory: None if own_process().world.stopped_at is not None else save(directory))
+    monkeypatch.setattr(
+        shoal,
+        "save_checkpoint",
+        lambda directory: None if own_process().world.stopped_at is not None else save(directory),
+    )
     assert "saved" in oracle.run(scenario).kinds
 
 
-def test_ranks_that_do_not_ask_what_became_of_their_collectives_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_do_not_ask_what_became_of_their_collectives_are_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The fault is in a gathering before the closing, and their hosts hear of it behind that."""
     scenario = parse(
-        "zero3, loop flat, 3 ranks, 3 steps, on devices, schedule 0\ncollective 34 of generation 1: connections break, c got it"
+        "zero3, loop flat, 3 ranks, 3 steps, on devices, schedule 0\ncollective 34 of generation "
+        "1: connections break, c got it"
     )
     assert oracle.run(scenario).ok
     monkeypatch.setattr(Group, "settle", lambda _: None)

@@ -1,4 +1,5 @@
-"""Joiners whose script has a loop of its own before the one that its peers are in. The simulator's other loops have one loader."""
+"""Joiners whose script has a loop of its own before the one that its peers are in. The simulator's
+other loops have one loader."""
 
 from __future__ import annotations
 
@@ -14,12 +15,15 @@ from tests.simulation.scenario import parse
 
 @pytest.fixture(autouse=True)
 def loop_before_the_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Scripts take two steps with a first loader, and then those of the scenario. So do the runs without faults."""
+    """Scripts take two steps with a first loader, and then those of the scenario. So do the runs
+    without faults."""
     oracle.reference.cache_clear()
     train = loops.Training._run_dealt
 
     def train_twice(training: loops.Training) -> None:
-        first = shoal.ElasticDataLoader(training.samples, global_batch_size=30, seed=5, name="first")
+        first = shoal.ElasticDataLoader(
+            training.samples, global_batch_size=30, seed=5, name="first"
+        )
         for _ in first.epochs(1):
             for batch in first:
                 training._pass(*batch)
@@ -38,12 +42,18 @@ def run(*lines: str) -> dict[str, Process]:
     return {process.name: process for process in verdict.world.processes}
 
 
-@pytest.mark.parametrize("more", [[], ["a dies at point 205"]], ids=["its donor lives", "its donor dies"])
+@pytest.mark.parametrize(
+    "more", [[], ["a dies at point 205"]], ids=["its donor lives", "its donor dies"]
+)
 def test_a_joiner_that_waits_for_more_ranks_is_where_its_peers_are(more: list[str]) -> None:
     scenario = "pipeline, loop save, 3 ranks, replaced, schedule 0"
-    processes = run(scenario, "collective -1 of step 7: b dies, nobody got it", "c dies at point 178", *more)
+    processes = run(
+        scenario, "collective -1 of step 7: b dies, nobody got it", "c dies at point 178", *more
+    )
     alive = [process for process in processes.values() if not process.dead]
-    assert [process.exit_code for process in alive] == [0] * len(alive), [process.failure for process in alive]
+    assert [process.exit_code for process in alive] == [0] * len(alive), [
+        process.failure for process in alive
+    ]
     ends = [process.diary.ended_with for process in alive]
     assert all(end is not None for end in ends)
     assert len({end["steps"] for end in ends if end is not None}) == 1

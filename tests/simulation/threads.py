@@ -1,4 +1,5 @@
-"""What stands in the place of `threading` and of executors in modules whose threads are simulated ones."""
+"""What stands in the place of `threading` and of executors in modules whose threads are simulated
+ones."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from tests.simulation.scheduler import Actor, current_actor, own_scheduler
 
 
 class SimulatedCondition:
-    """Needs no lock, since only one thread runs. Notifying is not needed either: who waits is looked after at every turn."""
+    """Needs no lock, since only one thread runs. Notifying is not needed either: who waits is
+    looked after at every turn."""
 
     def __init__(self) -> None:
         self._notified = 0
@@ -28,7 +30,9 @@ class SimulatedCondition:
     def wait(self, timeout: float | None = None) -> bool:
         """Until somebody notifies."""
         before = self._notified
-        return own_scheduler().wait(lambda: self._notified != before, timeout, "to be told of something")
+        return own_scheduler().wait(
+            lambda: self._notified != before, timeout, "to be told of something"
+        )
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         """Until `predicate()`."""
@@ -38,7 +42,14 @@ class SimulatedCondition:
 class SimulatedThread:
     """A further thread of the simulated process that starts it."""
 
-    def __init__(self, *, target: Callable[..., Any], args: Sequence[Any] = (), name: str = "thread", daemon: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        target: Callable[..., Any],
+        args: Sequence[Any] = (),
+        name: str = "thread",
+        daemon: bool = False,
+    ) -> None:
         self.name, self.daemon = name, daemon
         self._target, self._arguments = target, args
         self._actor: Actor | None = None
@@ -47,7 +58,9 @@ class SimulatedThread:
         """It has its first turn later."""
         starter = current_actor()
         assert starter is not None
-        self._actor = starter.scheduler.spawn(starter.host, self.name, lambda: self._target(*self._arguments))
+        self._actor = starter.scheduler.spawn(
+            starter.host, self.name, lambda: self._target(*self._arguments)
+        )
 
     def is_alive(self) -> bool:
         """It has not ended."""
@@ -78,7 +91,8 @@ class SimulatedEvent:
 
 
 class SimulatedThreading:
-    """Of the module `threading`, what the link, the stall watch and the writer of checkpoints use."""
+    """Of the module `threading`, what the link, the stall watch and the writer of checkpoints
+    use."""
 
     Condition = SimulatedCondition
     Event = SimulatedEvent

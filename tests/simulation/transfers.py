@@ -1,7 +1,9 @@
-"""State that travels between simulated ranks, and the store over which they meet: the parts of real sockets and of Redis.
+"""State that travels between simulated ranks, and the store over which they meet: the parts of real
+sockets and of Redis.
 
-A transfer takes virtual time, ends when either side does, and what arrives went through the same serialization as over a socket. Donors
-that offer different states under one name are found out here: they must not differ.
+A transfer takes virtual time, ends when either side does, and what arrives went through the same
+serialization as over a socket. Donors that offer different states under one name are found out
+here: they must not differ.
 """
 
 from __future__ import annotations
@@ -111,24 +113,40 @@ def take_state(
         return connection.shut or any(donor.gone or donor.refuses(nonce) for donor in donors)
 
     def offered_here() -> bool:
-        return all(donor.offers(nonce) and world.network.reaches(own_process().name, donor.name) for donor in donors)
+        return all(
+            donor.offers(nonce) and world.network.reaches(own_process().name, donor.name)
+            for donor in donors
+        )
 
     patience = min(timeout.total_seconds(), _BLOCK_TIMEOUT_S)
-    scheduler.wait(lambda: broken() or offered_here(), patience, f"for the state of {', '.join(addresses)}")
+    scheduler.wait(
+        lambda: broken() or offered_here(), patience, f"for the state of {', '.join(addresses)}"
+    )
     if broken() or not offered_here():
-        raise UnavailableError(f"donors {addresses} went away before they sent their state", reason="DONOR_LOST")
+        raise UnavailableError(
+            f"donors {addresses} went away before they sent their state", reason="DONOR_LOST"
+        )
     for donor in donors:
         donor.serve(connection)
-    scheduler.wait(broken, world.delay(0.001, 0.02), f"until the state of {', '.join(addresses)} is here")
+    scheduler.wait(
+        broken, world.delay(0.001, 0.02), f"until the state of {', '.join(addresses)} is here"
+    )
     if broken():
-        raise UnavailableError(f"donors {addresses} went away while they sent their state", reason="DONOR_LOST")
+        raise UnavailableError(
+            f"donors {addresses} went away while they sent their state", reason="DONOR_LOST"
+        )
     offered = [donor.offers(nonce) for donor in donors]
-    digests = {digest(structure, {name: t.detach().contiguous() for name, t in tensors.items()}) for structure, tensors in offered}
+    digests = {
+        digest(structure, {name: t.detach().contiguous() for name, t in tensors.items()})
+        for structure, tensors in offered
+    }
     if len(digests) > 1:
         world.violated("donors", f"{', '.join(addresses)} offer different states under one name")
     structure, tensors = offered[0]
     staged = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    return unflatten(json.loads(json.dumps(structure)), staged), sum(t.nbytes for t in staged.values())
+    return unflatten(json.loads(json.dumps(structure)), staged), sum(
+        t.nbytes for t in staged.values()
+    )
 
 
 class SimulatedStore(Store):

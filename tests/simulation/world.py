@@ -1,4 +1,5 @@
-"""One run: the scheduler, the coordinator, the processes and what lies between them; and what was seen to be wrong on the way."""
+"""One run: the scheduler, the coordinator, the processes and what lies between them; and what was
+seen to be wrong on the way."""
 
 from __future__ import annotations
 
@@ -35,9 +36,15 @@ class World:
     """All of one run."""
 
     def __init__(
-        self, scenario: Scenario, script: Callable[[Process], None], options: dict[str, Any], *, keeps_trails: bool = False
+        self,
+        scenario: Scenario,
+        script: Callable[[Process], None],
+        options: dict[str, Any],
+        *,
+        keeps_trails: bool = False,
     ) -> None:
-        """`options`: what the script gives to its strategy, by which the state lies on the ranks."""
+        """`options`: what the script gives to its strategy, by which the state lies on the
+        ranks."""
         self.scenario = scenario
         self.scheduler = Scheduler(scenario.schedule)
         self.keeps_trails = keeps_trails
@@ -61,9 +68,11 @@ class World:
         self.collectives: Counter[int] = Counter()
         """How many each generation has had."""
         self.first_collectives: dict[int, int] = {}
-        """For each number of committed steps: the first collective after the step, where no fault is."""
+        """For each number of committed steps: the first collective after the step, where no fault
+        is."""
         self.first_points: dict[int, int] = {}
-        """For each number of committed steps: the first point of the first process after the step."""
+        """For each number of committed steps: the first point of the first process after the
+        step."""
         self.at_end: Callable[[], None] = lambda: None
         """Called before the files of the run are removed."""
         self.steps = 0
@@ -80,7 +89,9 @@ class World:
         self._script = script
         self._rooms: dict[str, Room] = {}
         self._moved_at = 0.0
-        self.coordinator = Coordinator(self, JobSpec(job_id="job", min_workers=1, max_workers=8, join_grace_ms=500))
+        self.coordinator = Coordinator(
+            self, JobSpec(job_id="job", min_workers=1, max_workers=8, join_grace_ms=500)
+        )
 
     def run(self) -> None:
         """To its end."""
@@ -90,7 +101,9 @@ class World:
             self.scheduler.after(_LOOK_S, self._look)
             self.scheduler.run()
             if self.scheduler.over != "all have ended":
-                self.violations.append(("hang", "; ".join([self.scheduler.over or "", *self.scheduler.stuck])))
+                self.violations.append(
+                    ("hang", "; ".join([self.scheduler.over or "", *self.scheduler.stuck]))
+                )
             self.at_end()
         finally:
             for process in self.processes:
@@ -106,7 +119,7 @@ class World:
             process.session = process.membership = process.stream = None
             process.sides.clear()
 
-    # -------------------------------------------------------------------------------------------------------------- processes
+    # ------------------------------------------------------------------------------------ processes
 
     def start_process(self, *, in_place_of: Process | None = None) -> Process:
         """One more worker."""
@@ -124,17 +137,32 @@ class World:
         others = [one for one in self.processes if not one.gone]
         if process.dead:
             self.lost(process)
-        elif process.asked_at is not None and process.exit_code == 0 and process.diary.ended_with is None and others:
+        elif (
+            process.asked_at is not None
+            and process.exit_code == 0
+            and process.diary.ended_with is None
+            and others
+        ):
             self.departures.append((process, self.scheduler.now))
         code = process.exit_code or 0
-        status = {"exit_code": 0, "signal": code - 128} if code > 128 else {"exit_code": code, "signal": 0}
+        status = (
+            {"exit_code": 0, "signal": code - 128}
+            if code > 128
+            else {"exit_code": code, "signal": 0}
+        )
         report = ExitReported(member_id=process.name, finished=process.has_finished, **status)
         self.scheduler.after(self.delay(0.002, 0.02), lambda: self._report(report))
         started_again = process.exit_code == PUT_OUT  # by its launcher, also if it was the last
-        replaced = self.scenario.replaced and (process.dead or started_again) and len(self.processes) < 2 * self.scenario.ranks
+        replaced = (
+            self.scenario.replaced
+            and (process.dead or started_again)
+            and len(self.processes) < 2 * self.scenario.ranks
+        )
         if replaced and (started_again or others):
             self._due += 1
-            self.scheduler.after(_REPLACED_AFTER_S, lambda: self._replace(process, even_alone=started_again))
+            self.scheduler.after(
+                _REPLACED_AFTER_S, lambda: self._replace(process, even_alone=started_again)
+            )
         elif not others and not self._due:
             self.scheduler.finish("all have ended")
 
@@ -148,7 +176,8 @@ class World:
         return any(begin + seconds <= at <= end for begin, end in self.absences)
 
     def left_out(self, member_id: str) -> None:
-        """The coordinator has no such member any more: one that stands still is lost to its peers."""
+        """The coordinator has no such member any more: one that stands still is lost to its
+        peers."""
         for process in self.processes:
             if process.name == member_id and (process.still_until > self.scheduler.now):
                 self.lost(process)
@@ -192,7 +221,7 @@ class World:
         """Two processes a host. One that takes the place of another runs where that did."""
         return f"host-{self.processes.index(self._in_place_of.get(process, process)) // 2}"
 
-    # ---------------------------------------------------------------------------------------------------------------- network
+    # -------------------------------------------------------------------------------------- network
 
     def room(self, name: str, size: int) -> Room:
         """Where the ranks meet that connect over the store `name`."""
@@ -217,7 +246,7 @@ class World:
         """How long something takes, in seconds."""
         return shortest + (longest - shortest) * self.scheduler.random.random()
 
-    # ------------------------------------------------------------------------------------------------------------ what is seen
+    # --------------------------------------------------------------------------------- what is seen
 
     def moved(self) -> None:
         """A step was taken, or a process ended: the run does not hang."""
@@ -226,9 +255,17 @@ class World:
     def step_ended(self, process: Process, steps: int) -> None:
         """A process has committed so many steps."""
         self.moved()
-        ended = [one for one in self.processes if one.diary.ended_with is not None and one.diary.ended_with["steps"] > steps]
+        ended = [
+            one
+            for one in self.processes
+            if one.diary.ended_with is not None and one.diary.ended_with["steps"] > steps
+        ]
         if process.late and ended:
-            self.violated("restarted", f"{process.name} takes step {steps}, after which {ended[0].name} has come to its end")
+            self.violated(
+                "restarted",
+                f"{process.name} takes step {steps}, after which {ended[0].name} has come to its "
+                "end",
+            )
         self.steps = max(self.steps, steps)
         self.first_collectives.setdefault(steps, self.collectives[1] + 1)
         if process is self.processes[0]:

@@ -1,11 +1,15 @@
-"""Forks services and workers from a process that has imported all they need: importing torch takes seconds, a fork milliseconds.
+"""Forks services and workers from a process that has imported all they need: importing torch takes
+seconds, a fork milliseconds.
 
-Each child is a process like any other: its own pid, environment, signals and exit. Nothing of grpc is in use when it is forked. Run as a
-module; commands come on standard input, one JSON object a line, and what is said goes to standard output.
+Each child is a process like any other: its own pid, environment, signals and exit. Nothing of grpc
+is in use when it is forked. Run as a module; commands come on standard input, one JSON object a
+line, and what is said goes to standard output.
 
-    {"start": 7, "program": one of PROGRAMS, "arguments": [...], "environment": {...}, "output": path}
-                                                                                          ->  {"started": 7, "pid": ...}
-    a child's end                                                                         ->  {"ended": 7, "status": ...}  as Popen says it
+    {"start": 7, "program": one of PROGRAMS, "arguments": [...], "environment": {...},
+     "output": path}
+        ->  {"started": 7, "pid": ...}
+    a child's end
+        ->  {"ended": 7, "status": ...}  as Popen says it
 
 The environment is added to this process's own. With "command", a command line of python, the child
 is as that process would be: "environment" is all of it, "error" is the path of its standard error,
@@ -60,18 +64,26 @@ LATER = (
     "grpc._channel",
     "shoal_worker.asynchronous.persistence",
     "shoal_worker.compression.powersgd",
-    *(f"shoal_worker.strategies.{module.name}" for module in pkgutil.iter_modules(shoal_worker.strategies.__path__)),
+    *(
+        f"shoal_worker.strategies.{module.name}"
+        for module in pkgutil.iter_modules(shoal_worker.strategies.__path__)
+    ),
 )
 """Modules that are imported when they are first needed, which would be in each child."""
 for name in LATER:
     importlib.import_module(name)
-ADDED = {name: value for name, value in os.environ.items() if f"\0{name}=" not in f"\0{Path('/proc/self/environ').read_text()}"}
+ADDED = {
+    name: value
+    for name, value in os.environ.items()
+    if f"\0{name}=" not in f"\0{Path('/proc/self/environ').read_text()}"
+}
 """Variables that imports have set."""
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])  # the first optimizer imports a second's worth of torch
+    # the first optimizer imports a second's worth of torch
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     gc.collect()
     gc.freeze()  # else each child looks through all of it, and copies it on the way, when it ends
     woken, wakes = os.pipe2(os.O_NONBLOCK)
@@ -117,7 +129,8 @@ def become(command: dict[str, Any]) -> NoReturn:
 
 
 def become_command(command: dict[str, Any]) -> None:
-    """Makes the child what a fresh process of the command line would be; replaces it by one if it cannot be the same."""
+    """Makes the child what a fresh process of the command line would be; replaces it by one if it
+    cannot be the same."""
     faulthandler.disable()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -1,4 +1,5 @@
-"""Processes for tests, forked from a zygote (__main__.py): real ones, with their own pid, environment, signals and exit."""
+"""Processes for tests, forked from a zygote (__main__.py): real ones, with their own pid,
+environment, signals and exit."""
 
 from __future__ import annotations
 
@@ -20,15 +21,19 @@ from shoal_common.processes import tied_to_parent
 PATIENCE_S = 200.0
 
 
-def eventually(condition: Callable[[], Any], what: str | Callable[[], str], *, within_s: float = PATIENCE_S) -> Any:
-    """The condition's first true value. `what` is waited for, and how it stands when the time is over: a text, or what gives one."""
+def eventually(
+    condition: Callable[[], Any], what: str | Callable[[], str], *, within_s: float = PATIENCE_S
+) -> Any:
+    """The condition's first true value. `what` is waited for, and how it stands when the time is
+    over: a text, or what gives one."""
     deadline = time.monotonic() + within_s
     pause_s = 0.01
     while not (value := condition()):
         if time.monotonic() > deadline:
             pytest.fail(f"waited {within_s:g} s for {what if isinstance(what, str) else what()}")
         time.sleep(pause_s)
-        pause_s = min(pause_s * 1.05, 0.04)  # what is asked, a coordinator most often, works for each answer
+        # what is asked, a coordinator most often, works for each answer
+        pause_s = min(pause_s * 1.05, 0.04)
     return value
 
 
@@ -44,14 +49,22 @@ class Child:
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         if not self.ended.is_set():
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and the zygote has not said so yet
+            with contextlib.suppress(ProcessLookupError):
+                # it has ended, and the zygote has not said so yet
                 os.kill(self.pid, number)
 
     def kill_beside(self, number: signal.Signals) -> None:
-        """Sends the signal so that it does not wake the main thread, as one that comes just before that thread begins to wait."""
+        """Sends the signal so that it does not wake the main thread, as one that comes just before
+        that thread begins to wait."""
         threads = sorted(int(task.name) for task in Path(f"/proc/{self.pid}/task").iterdir())
-        open_to_it = [thread for thread in threads if thread != self.pid and not _blocks(self.pid, thread, number)]
-        assert open_to_it, f"process {self.pid} has no thread but its main one that takes {number.name}"
+        open_to_it = [
+            thread
+            for thread in threads
+            if thread != self.pid and not _blocks(self.pid, thread, number)
+        ]
+        assert open_to_it, (
+            f"process {self.pid} has no thread but its main one that takes {number.name}"
+        )
         os.kill(open_to_it[0], number)  # Linux: to the process, and to this thread first
 
     def wait(self) -> int:
@@ -69,7 +82,8 @@ class Child:
 
 
 class ForkedProcess:
-    """A command that the zygote has forked, with the methods of `subprocess.Popen` that tests use."""
+    """A command that the zygote has forked, with the methods of `subprocess.Popen` that tests
+    use."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
@@ -101,21 +115,30 @@ def _blocks(pid: int, thread: int, number: signal.Signals) -> bool:
 
 
 class Zygote:
-    """Starts processes quickly; see __main__.py. One thread reads what it says; `Child` objects are set by it."""
+    """Starts processes quickly; see __main__.py. One thread reads what it says; `Child` objects are
+    set by it."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.zygote"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         root = Path(__file__).parents[2]
         self._process = subprocess.Popen(
-            tied_to_parent(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True, cwd=root
+            tied_to_parent(command),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            text=True,
+            cwd=root,
         )
         self._children: dict[int, Child] = {}
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
-    def start(self, program: str, arguments: Sequence[str], *, output: Path, **environment: str) -> Child:
-        """A process of `program` (__main__.PROGRAMS), in this one's environment and `environment`."""
+    def start(
+        self, program: str, arguments: Sequence[str], *, output: Path, **environment: str
+    ) -> Child:
+        """A process of `program` (__main__.PROGRAMS), in this one's environment and
+        `environment`."""
         how = {"arguments": list(arguments), "environment": environment, "output": str(output)}
         return self._start({"program": program, **how}, Child(output))
 
@@ -129,7 +152,8 @@ class Zygote:
         output: Path,
         error: Path,
     ) -> ForkedProcess:
-        """A process of `python -m PROGRAM ARGUMENTS`, forked; `environment` is all of its environment."""
+        """A process of `python -m PROGRAM ARGUMENTS`, forked; `environment` is all of its
+        environment."""
         how = {
             "command": list(command),
             "arguments": list(command[3:]),

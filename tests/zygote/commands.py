@@ -1,4 +1,5 @@
-"""The command `shoal` in a forked process, which forks what it would start in Python: its services, its warm process, elastic workers.
+"""The command `shoal` in a forked process, which forks what it would start in Python: its services,
+its warm process, elastic workers.
 
 Two helpers are forked while the process has one thread. One serves requests for processes as the
 product's warm process does (`shoal.warm`); the other becomes the warm process of a run. Whatever
@@ -36,9 +37,14 @@ _PATIENCE_S = 60.0
 
 
 def can_be_forked(command: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether a process of the command is the same forked from this one, which has this one's environment."""
-    differing = {name for name, _ in environment.items() ^ os.environ.items() if not is_own_of_worker(name)} - warm._OF_WORKERS
-    return command[0] == sys.executable and not any(name in _FOLLOWED or name.startswith(_READ_BY_IMPORTS) for name in differing)
+    """Whether a process of the command is the same forked from this one, which has this one's
+    environment."""
+    differing = {
+        name for name, _ in environment.items() ^ os.environ.items() if not is_own_of_worker(name)
+    } - warm._OF_WORKERS
+    return command[0] == sys.executable and not any(
+        name in _FOLLOWED or name.startswith(_READ_BY_IMPORTS) for name in differing
+    )
 
 
 def shoal(arguments: Sequence[str]) -> None:
@@ -50,7 +56,8 @@ def shoal(arguments: Sequence[str]) -> None:
 
 
 def end(status: object) -> NoReturn:
-    """Ends the process as the interpreter does, but for the taking apart of all that was imported, which takes a second."""
+    """Ends the process as the interpreter does, but for the taking apart of all that was imported,
+    which takes a second."""
     with contextlib.suppress(BaseException):
         threading._shutdown()
     atexit._run_exitfuncs()
@@ -79,17 +86,23 @@ def run_to_its_end(program: Callable[[], Any]) -> NoReturn:
 
 def _fork_what_is_started() -> None:
     launcher = os.getpid()
-    services = _Helper(lambda connection: run_to_its_end(serve(connection.detach(), launcher=launcher).run))
+    services = _Helper(
+        lambda connection: run_to_its_end(serve(connection.detach(), launcher=launcher).run)
+    )
     next_warm = [_Helper(lambda connection: _become_warm(connection, launcher=launcher))]
     receive(services.connection)  # it is ready
     start_fresh = Child.__init__
 
-    def start(child: Child, command: Sequence[str], *, environment: Mapping[str, str], **how: Any) -> None:
+    def start(
+        child: Child, command: Sequence[str], *, environment: Mapping[str, str], **how: Any
+    ) -> None:
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         if blocked or how.get("directory") is not None or not can_be_forked(command, environment):
             start_fresh(child, command, environment=environment, **how)
         elif warm._PROGRAM in command and next_warm:
-            next_warm.pop().become(child, command, environment, int(command[command.index(warm._PROGRAM) + 1]))
+            next_warm.pop().become(
+                child, command, environment, int(command[command.index(warm._PROGRAM) + 1])
+            )
         elif (command[1] == "-P" and command[3] in _SERVICES) or Path(command[2]).name == _WORKER:
             services.fork(child, command, environment, how["stdout"], how["stderr"])
         else:
@@ -114,29 +127,63 @@ class _Helper:
         self.connection.settimeout(_PATIENCE_S)
 
     def fork(
-        self, child: Child, command: Sequence[str], environment: Mapping[str, str], stdout: int | IO[bytes], stderr: int | IO[bytes]
+        self,
+        child: Child,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        stdout: int | IO[bytes],
+        stderr: int | IO[bytes],
     ) -> None:
         """Makes `child` a process of the command."""
         with contextlib.ExitStack() as given:
             their_gate, gate = warm._pipe(given, given)
-            ends = [(None, each) if not isinstance(each, int) else warm._pipe(contextlib.ExitStack(), given) for each in (stdout, stderr)]
-            request = {"command": list(command), "environment": dict(environment), "folder": folder_of(command)}
+            ends = [
+                (None, each)
+                if not isinstance(each, int)
+                else warm._pipe(contextlib.ExitStack(), given)
+                for each in (stdout, stderr)
+            ]
+            request = {
+                "command": list(command),
+                "environment": dict(environment),
+                "folder": folder_of(command),
+            }
             with warm._adopting():
-                send(self.connection, request, (ends[0][1].fileno(), ends[1][1].fileno(), their_gate.fileno()))
+                send(
+                    self.connection,
+                    request,
+                    (ends[0][1].fileno(), ends[1][1].fileno(), their_gate.fileno()),
+                )
                 answer, _ = receive(self.connection)
             pid = answer["pid"]
-            child._own(pid, command, ends[0][0], ends[1][0], lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+            child._own(
+                pid,
+                command,
+                ends[0][0],
+                ends[1][0],
+                lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]),
+            )
             with contextlib.suppress(BrokenPipeError):  # it has been killed
                 os.write(gate.fileno(), b"+")
 
-    def become(self, child: Child, command: Sequence[str], environment: Mapping[str, str], descriptor: int) -> None:
+    def become(
+        self, child: Child, command: Sequence[str], environment: Mapping[str, str], descriptor: int
+    ) -> None:
         """Makes `child` this helper, which runs the command and serves the socket `descriptor`."""
         with contextlib.ExitStack() as given:
-            (out, theirs_out), (error, theirs_error) = (warm._pipe(contextlib.ExitStack(), given) for _ in range(2))
+            (out, theirs_out), (error, theirs_error) = (
+                warm._pipe(contextlib.ExitStack(), given) for _ in range(2)
+            )
             message = {"command": list(command), "environment": dict(environment)}
             send(self.connection, message, (descriptor, theirs_out.fileno(), theirs_error.fileno()))
         self.connection.close()
-        child._own(self._pid, command, out, error, lambda: os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]))
+        child._own(
+            self._pid,
+            command,
+            out,
+            error,
+            lambda: os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1]),
+        )
 
 
 def _become_warm(connection: socket.socket, *, launcher: int) -> None:

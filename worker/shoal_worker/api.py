@@ -1,4 +1,5 @@
-"""The public API, as functions over the session of this process. `import shoal` gives these under `shoal.`."""
+"""The public API, as functions over the session of this process. `import shoal` gives these under
+`shoal.`."""
 
 from __future__ import annotations
 
@@ -78,14 +79,16 @@ _CONFIG_FIELDS = frozenset(f.name for f in dataclasses.fields(ShardingConfigurat
 
 
 def init() -> None:
-    """Joins the cluster that `shoal run` started; alone, this process is a world of one. Calling it again does nothing. In `shoal.launch` a
-    rank takes its place, and so does a process of `mpiexec`, where there is no coordinator (decision 140).
+    """Joins the cluster that `shoal run` started; alone, this process is a world of one. Calling it
+    again does nothing. In `shoal.launch` a rank takes its place, and so does a process of
+    `mpiexec`, where there is no coordinator (decision 140).
 
     In a fresh job it blocks until this member has a rank.
 
     Raises:
         ConfigurationError: the environment contradicts itself.
-        DeadlineError: no coordinator, or fewer than the job's minimum of workers, within SHOAL_RENDEZVOUS_TIMEOUT_S.
+        DeadlineError: no coordinator, or fewer than the job's minimum of workers, within
+            SHOAL_RENDEZVOUS_TIMEOUT_S.
     """
     if find_session() is None:
         open_session()
@@ -100,26 +103,30 @@ def as_distributed(
     config: ShardingConfiguration | None = None,
     **options: Any,
 ) -> Any:
-    """Distributes a model and its optimizer over the ranks of the job: a pair in, a pair out; a model alone in, a model out.
+    """Distributes a model and its optimizer over the ranks of the job: a pair in, a pair out; a
+    model alone in, a model out.
 
-    Rank 0's weights win; other ranks may pass a model on the `meta` device. The model is moved to `shoal.device()`.
+    Rank 0's weights win; other ranks may pass a model on the `meta` device. The model is moved to
+    `shoal.device()`.
 
-    Several models in one loop (a generator and a discriminator) are given together, with an optimizer each: tuples in, tuples out. For a
-    batch each optimizer steps at most once, in any order, and all that they did counts, or is undone, as one step of the run. `step()` says
-    PENDING until the last of them has stepped.
+    Several models in one loop (a generator and a discriminator) are given together, with an
+    optimizer each: tuples in, tuples out. For a batch each optimizer steps at most once, in any
+    order, and all that they did counts, or is undone, as one step of the run. `step()` says PENDING
+    until the last of them has stepped.
 
     Args:
         model: the user's module, whole; or several.
-        optimizer: made from `model.parameters()`, for several models one for each; with `GradientCompressionOptimizer(optimizer,
-            compressor)` gradients travel compressed.
+        optimizer: made from `model.parameters()`, for several models one for each; with
+            `GradientCompressionOptimizer(optimizer, compressor)` gradients travel compressed.
         strategy: how to share the work; see the strategies' pages.
-        backend: "gloo" or "nccl"; None: nccl where there is CUDA, else gloo. In `shoal.launch` "inmemory", under
-            `mpiexec` "mpi", and so with None.
+        backend: "gloo" or "nccl"; None: nccl where there is CUDA, else gloo. In `shoal.launch`
+            "inmemory", under `mpiexec` "mpi", and so with None.
         config: settings common to all strategies.
         **options: fields of `ShardingConfiguration`, or options of the strategy.
 
     Raises:
-        ConfigurationError: an unknown strategy, backend or option, or values that cannot work together.
+        ConfigurationError: an unknown strategy, backend or option, or values that cannot work
+            together.
         PreconditionError: called a second time in this process.
     """
     several = isinstance(model, tuple | list)
@@ -143,9 +150,13 @@ def as_distributed(
             one.to(session.device)
     if not session.strategy:  # else it is the second call, which is refused
         parameters = (parameter for one in models for parameter in one.parameters())
-        session.registered.made_from(parameters, *(its_optimizer for its_optimizer, _ in taken_apart))
+        session.registered.made_from(
+            parameters, *(its_optimizer for its_optimizer, _ in taken_apart)
+        )
     peers: list[ModelSession] = []
-    among = [ModelSession(session, peers, SeveralEngines) if len(models) > 1 else None for _ in models]
+    among = [
+        ModelSession(session, peers, SeveralEngines) if len(models) > 1 else None for _ in models
+    ]
     distributed = [
         registry.build(
             model_class,
@@ -158,7 +169,9 @@ def as_distributed(
             options=its_options,
             among=own,
         )
-        for one, (its_optimizer, compressor), own, its_options in zip(models, taken_apart, among, of_each, strict=True)
+        for one, (its_optimizer, compressor), own, its_options in zip(
+            models, taken_apart, among, of_each, strict=True
+        )
     ]
     whole_batches.prepare(session, registry.why_no_whole_batch(model_class.declaration, config))
     if several:
@@ -168,14 +181,17 @@ def as_distributed(
 
 
 def _in_pairs(model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
-    """Models, and the optimizer of each. Raises ConfigurationError for several models without an optimizer each."""
+    """Models, and the optimizer of each. Raises ConfigurationError for several models without an
+    optimizer each."""
     if not isinstance(model, tuple | list):
         return [model], [optimizer]
     optimizers = list(optimizer) if isinstance(optimizer, tuple | list) else []
     if not model or len(optimizers) != len(model) or any(each is None for each in optimizers):
         raise ConfigurationError(
-            f"as_distributed: {len(model)} models and {len(optimizers)} optimizers; expected an optimizer for each of several models, in "
-            "the same order: as_distributed((one, other), (its_optimizer, the_others)). A model that is not trained stays as it is, outside"
+            f"as_distributed: {len(model)} models and {len(optimizers)} optimizers; expected an "
+            "optimizer for each of several models, in the same order: as_distributed((one, "
+            "other), (its_optimizer, the_others)). A model that is not trained stays as it is, "
+            "outside"
         )
     return list(model), optimizers
 
@@ -184,46 +200,72 @@ def _check_kinds(model: object, optimizer: object, config: object) -> None:
     """Raises ConfigurationError for what is no module, optimizer or configuration."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
-            f"as_distributed: model is of {type(model).__name__}; expected as_distributed(model, optimizer), an nn.Module first"
+            f"as_distributed: model is of {type(model).__name__}; expected as_distributed(model, "
+            "optimizer), an nn.Module first"
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ConfigurationError("as_distributed: the model is in a DistributedDataParallel, which would synchronize too; pass its .module")
+        raise ConfigurationError(
+            "as_distributed: the model is in a DistributedDataParallel, which would synchronize "
+            "too; pass its .module"
+        )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigurationError(f"as_distributed: optimizer={optimizer!r}; expected an optimizer made from model.parameters(), or None")
+        raise ConfigurationError(
+            f"as_distributed: optimizer={optimizer!r}; expected an optimizer made from "
+            "model.parameters(), or None"
+        )
     if config is not None and not isinstance(config, ShardingConfiguration):
-        raise ConfigurationError(f"as_distributed: config={config!r}; expected a ShardingConfiguration, or its fields as keyword arguments")
+        raise ConfigurationError(
+            f"as_distributed: config={config!r}; expected a ShardingConfiguration, or its fields "
+            "as keyword arguments"
+        )
 
 
-def as_distributed_for_high_bandwidth(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
-    """`as_distributed` with `ShardingConfiguration.for_high_bandwidth()`: buckets of 100 MiB, nothing compressed.
+def as_distributed_for_high_bandwidth(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
+) -> Any:
+    """`as_distributed` with `ShardingConfiguration.for_high_bandwidth()`: buckets of 100 MiB,
+    nothing compressed.
 
     `options` as for `as_distributed`, and over these. Measured in T9 and docs/decisions/0127.
     """
-    return as_distributed(model, optimizer, config=ShardingConfiguration.for_high_bandwidth(), **options)
+    return as_distributed(
+        model, optimizer, config=ShardingConfiguration.for_high_bandwidth(), **options
+    )
 
 
 def as_distributed_for_low_bandwidth(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *, strategy: str = "ddp", **options: Any
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strategy: str = "ddp",
+    **options: Any,
 ) -> Any:
-    """`as_distributed` with `ShardingConfiguration.for_low_bandwidth()`, and the compressor that suits the strategy.
+    """`as_distributed` with `ShardingConfiguration.for_low_bandwidth()`, and the compressor that
+    suits the strategy.
 
-    `gradient_compression` is "powersgd" (rank 4) with ddp; "topk" (1 %) where gradients are cut or pushed (zero1, zero2, zero3, fsdp,
-    async_sgd); with other strategies, which do not compress, nothing. An optimizer that names a compressor (`GradientCompressionOptimizer`)
-    keeps it. `options` as for `as_distributed`, and over these. Measured in T9 and docs/decisions/0127.
+    `gradient_compression` is "powersgd" (rank 4) with ddp; "topk" (1 %) where gradients are cut or
+    pushed (zero1, zero2, zero3, fsdp, async_sgd); with other strategies, which do not compress,
+    nothing. An optimizer that names a compressor (`GradientCompressionOptimizer`) keeps it.
+    `options` as for `as_distributed`, and over these. Measured in T9 and docs/decisions/0127.
     """
-    chosen = None if isinstance(optimizer, GradientCompressionOptimizer) else registry.compressor_for(strategy)
+    chosen = (
+        None
+        if isinstance(optimizer, GradientCompressionOptimizer)
+        else registry.compressor_for(strategy)
+    )
     config = ShardingConfiguration.for_low_bandwidth(gradient_compression=chosen)
     return as_distributed(model, optimizer, strategy=strategy, config=config, **options)
 
 
 def register_state(**objects: Any) -> None:
-    """Makes objects with state_dict/load_state_dict a part of the run's state: sent to joiners, put back on a redo, saved in checkpoints.
+    """Makes objects with state_dict/load_state_dict a part of the run's state: sent to joiners, put
+    back on a redo, saved in checkpoints.
 
     After a lost step an object is what it was when the script got that step's batch, whatever the
-    script did to it until the batch comes again. In a loop without a loader of Shoal's it is what it
-    was when the step began, and what the script does to it behind `optimizer.step()` stays. For that
-    `state_dict()` is called in every step of a job; objects with more than 64 MiB of tensors, or
-    256 KiB of other values, are left as they are, with a warning. The `step` of registered
+    script did to it until the batch comes again. In a loop without a loader of Shoal's it is what
+    it was when the step began, and what the script does to it behind `optimizer.step()` stays. For
+    that `state_dict()` is called in every step of a job; objects with more than 64 MiB of tensors,
+    or 256 KiB of other values, are left as they are, with a warning. The `step` of registered
     schedulers and the `update` of registered gradient scalers do nothing after a lost step.
 
     Raises:
@@ -236,58 +278,93 @@ def register_state(**objects: Any) -> None:
 
 @overload
 def evaluate(
-    model: nn.Module, loader: Any, fn: Callable[[nn.Module, Any], Mapping[str, Any]], *, every_steps: None = None
+    model: nn.Module,
+    loader: Any,
+    fn: Callable[[nn.Module, Any], Mapping[str, Any]],
+    *,
+    every_steps: None = None,
 ) -> dict[str, float]: ...
 @overload
 def evaluate(
-    model: nn.Module, loader: Any, fn: Callable[[nn.Module, Any], Mapping[str, Any]], *, every_steps: int
+    model: nn.Module,
+    loader: Any,
+    fn: Callable[[nn.Module, Any], Mapping[str, Any]],
+    *,
+    every_steps: int,
 ) -> dict[str, float] | None: ...
 def evaluate(
-    model: nn.Module, loader: Any, fn: Callable[[nn.Module, Any], Mapping[str, Any]], *, every_steps: int | None = None
+    model: nn.Module,
+    loader: Any,
+    fn: Callable[[nn.Module, Any], Mapping[str, Any]],
+    *,
+    every_steps: int | None = None,
 ) -> dict[str, float] | None:
-    """Evaluates on all ranks together: the sums of what `fn(model, batch)` gives, over every batch of `loader` once.
+    """Evaluates on all ranks together: the sums of what `fn(model, batch)` gives, over every batch
+    of `loader` once.
 
-    `fn` returns sums (correct answers, samples, summed loss), not means. The model is in evaluation mode, without gradients. Call it on
-    every rank, between steps; every rank gets the answer. The batches of a rank that dies meanwhile are dealt again. Global random
-    generators are seeded for each batch by its number, so that noise or dropout in `fn` does not depend on the number of ranks.
+    `fn` returns sums (correct answers, samples, summed loss), not means. The model is in evaluation
+    mode, without gradients. Call it on every rank, between steps; every rank gets the answer. The
+    batches of a rank that dies meanwhile are dealt again. Global random generators are seeded for
+    each batch by its number, so that noise or dropout in `fn` does not depend on the number of
+    ranks.
 
     Args:
         model: from `as_distributed`, or any module that is equal on all ranks.
-        loader: an `ElasticDataLoader(train=False)`, or any loader with a length that gives the same batches on every rank.
+        loader: an `ElasticDataLoader(train=False)`, or any loader with a length that gives the same
+            batches on every rank.
         fn: called with the model and one batch.
-        every_steps: evaluate only behind a committed step whose number in the run is a multiple of this, else return None: for a call in
-            every iteration, behind `optimizer.step()`. All ranks decide alike, joiners too, and never twice for one step.
+        every_steps: evaluate only behind a committed step whose number in the run is a multiple of
+            this, else return None: for a call in every iteration, behind `optimizer.step()`. All
+            ranks decide alike, joiners too, and never twice for one step.
 
     Raises:
-        ConfigurationError: a loader whose batches cannot be dealt, or not to all ranks alike; an `fn` that gives no sums.
-        PreconditionError: the ranks' loaders differ (RANKS_DIVERGED), or `every_steps` inside a step (STEP_NOT_FINISHED).
+        ConfigurationError: a loader whose batches cannot be dealt, or not to all ranks alike; an
+            `fn` that gives no sums.
+        PreconditionError: the ranks' loaders differ (RANKS_DIVERGED), or `every_steps` inside a
+            step (STEP_NOT_FINISHED).
     """
     if every_steps is not None and not is_due(current_session(), every_steps, "evaluate"):
         return None
-    batches = loader.evaluation_batches() if isinstance(loader, ElasticDataLoader) else IteratedBatches(loader)
+    batches = (
+        loader.evaluation_batches()
+        if isinstance(loader, ElasticDataLoader)
+        else IteratedBatches(loader)
+    )
     return _evaluate(current_session(), model, batches, fn)
 
 
-def save_checkpoint(directory: str | Path, *, keep: int = 3, sharded: bool | None = None, every_steps: int | None = None) -> None:
-    """Saves model, optimizer, registered state and cursors, asynchronously and atomically. Call it on every rank, between steps.
+def save_checkpoint(
+    directory: str | Path,
+    *,
+    keep: int = 3,
+    sharded: bool | None = None,
+    every_steps: int | None = None,
+) -> None:
+    """Saves model, optimizer, registered state and cursors, asynchronously and atomically. Call it
+    on every rank, between steps.
 
-    The state is copied before this returns; `directory/step-<n>` is written in the background, and renamed into place when it is whole. An
-    error of an earlier save is raised here. Joiners save nothing. A rank that dies before its shard is written takes this checkpoint with
-    it: the one before stays the newest. Rows of sparse tables are read from the servers: under ddp before this returns, by all ranks.
+    The state is copied before this returns; `directory/step-<n>` is written in the background, and
+    renamed into place when it is whole. An error of an earlier save is raised here. Joiners save
+    nothing. A rank that dies before its shard is written takes this checkpoint with it: the one
+    before stays the newest. Rows of sparse tables are read from the servers: under ddp before this
+    returns, by all ranks.
 
     Args:
         directory: shared by all ranks, or local to the first rank's machine.
         keep: how many checkpoints to keep; >= 1.
-        sharded: each rank writes what it holds, and nothing is gathered. None: where the state is in shards (zero1, zero2, zero3, fsdp,
-            hsdp) and all ranks see the directory. False: the first rank gathers all and writes it. True: as None, but a directory that not
-            all ranks see is an error.
-        every_steps: save only behind a committed step whose number in the run is a multiple of this: for a call in every iteration, behind
-            `optimizer.step()`. All ranks decide alike, joiners too, and never twice for one step.
+        sharded: each rank writes what it holds, and nothing is gathered. None: where the state is
+            in shards (zero1, zero2, zero3, fsdp, hsdp) and all ranks see the directory. False: the
+            first rank gathers all and writes it. True: as None, but a directory that not all ranks
+            see is an error.
+        every_steps: save only behind a committed step whose number in the run is a multiple of
+            this: for a call in every iteration, behind `optimizer.step()`. All ranks decide alike,
+            joiners too, and never twice for one step.
 
     Raises:
         PreconditionError (STEP_NOT_FINISHED): `every_steps` inside a step.
         ConfigurationError: `keep` below 1, or a directory that cannot be written, or is not shared.
-        UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save failed; or this one, of the rows of sparse tables under ddp.
+        UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save failed; or this one, of the rows
+            of sparse tables under ddp.
         DeadlineError (SERVER_AWAY): a server with rows of sparse tables was away for too long.
     """
     if keep < 1:
@@ -299,37 +376,45 @@ def save_checkpoint(directory: str | Path, *, keep: int = 3, sharded: bool | Non
 
 
 def resume(directory: str | Path) -> bool:
-    """Goes on from the newest checkpoint in `directory`, if there is one; True if there was. Call it on every rank, before the loop.
+    """Goes on from the newest checkpoint in `directory`, if there is one; True if there was. Call
+    it on every rank, before the loop.
 
-    The first rank reads it, whole or in shards, saved under any strategy on any number of ranks, and sends it to the others. In a joiner it
-    does nothing: the peers' state is newer. The parameter servers get the rows of sparse tables: under ddp always, under async_sgd those
-    that nobody has trained there.
+    The first rank reads it, whole or in shards, saved under any strategy on any number of ranks,
+    and sends it to the others. In a joiner it does nothing: the peers' state is newer. The
+    parameter servers get the rows of sparse tables: under ddp always, under async_sgd those that
+    nobody has trained there.
 
     Raises:
-        CorruptDataError: the newest checkpoint is damaged, of another model or of a newer release; nothing is changed.
+        CorruptDataError: the newest checkpoint is damaged, of another model or of a newer release;
+            nothing is changed.
         ConfigurationError: `directory` is itself one checkpoint, or a file.
     """
     return load_newest(current_session(), Path(directory))
 
 
 def load_full_state(path: str | Path, *, model: int | None = None) -> dict[str, torch.Tensor]:
-    """The model's state of a checkpoint, under the original module's names, for `module.load_state_dict`. Needs no session and no ranks.
+    """The model's state of a checkpoint, under the original module's names, for
+    `module.load_state_dict`. Needs no session and no ranks.
 
     Args:
-        path: a directory given to `save_checkpoint`, of which the newest checkpoint is read, or one `step-<n>` in it.
+        path: a directory given to `save_checkpoint`, of which the newest checkpoint is read, or one
+            `step-<n>` in it.
         model: which one of a run that trained several, from 0, in the order of `as_distributed`.
 
     Raises:
-        ConfigurationError: there is no checkpoint; or it has several models and `model` names none of them.
+        ConfigurationError: there is no checkpoint; or it has several models and `model` names none
+            of them.
         CorruptDataError: it is damaged, foreign or of a newer release.
     """
     return read_model(Path(path), model)
 
 
 def report(*, loss: float | torch.Tensor) -> None:
-    """Tells `shoal status`, `shoal top` and the metrics this rank's loss. `train_step` does so by itself.
+    """Tells `shoal status`, `shoal top` and the metrics this rank's loss. `train_step` does so by
+    itself.
 
-    Cheap enough for every step: a loss on a GPU is copied when the GPU has come to it, and the loop does not wait for it.
+    Cheap enough for every step: a loss on a GPU is copied when the GPU has come to it, and the loop
+    does not wait for it.
 
     Raises:
         ConfigurationError: it is not one number.
@@ -338,16 +423,19 @@ def report(*, loss: float | torch.Tensor) -> None:
 
 
 def all_reduce(value: Any, op: str = "sum") -> Any:
-    """The sum of all ranks' values; with another `op` their "mean", "max" or "min". Every rank calls it, between steps.
+    """The sum of all ranks' values; with another `op` their "mean", "max" or "min". Every rank
+    calls it, between steps.
 
-    Numbers, tensors of one shape, and lists, tuples and dictionaries of them, alike on all ranks; all get the same, to the last bit. It
-    survives faults, as `evaluate` does: when a rank dies it is the sum over those who are left. In a joiner that replays its script
-    (`is_joining`) it is the joiner's own value. It is made for metrics and decisions, and gathers the values on every rank: gradients and
-    other large tensors go through the strategy.
+    Numbers, tensors of one shape, and lists, tuples and dictionaries of them, alike on all ranks;
+    all get the same, to the last bit. It survives faults, as `evaluate` does: when a rank dies it
+    is the sum over those who are left. In a joiner that replays its script (`is_joining`) it is the
+    joiner's own value. It is made for metrics and decisions, and gathers the values on every rank:
+    gradients and other large tensors go through the strategy.
 
     Raises:
         ConfigurationError: another `op`, or a value that cannot be added up.
-        PreconditionError: inside a step (STEP_NOT_FINISHED); ranks gave values of different shapes; async_sgd, whose workers do not meet.
+        PreconditionError: inside a step (STEP_NOT_FINISHED); ranks gave values of different shapes;
+            async_sgd, whose workers do not meet.
     """
     return collectives.all_reduce(current_session(), value, op)
 
@@ -355,8 +443,9 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
 def gather(value: Any) -> list[Any]:
     """All ranks' values, in rank order, on every rank. Every rank calls it, between steps.
 
-    Tensors (on the CPU, of any shape each), numbers, strings, None, and lists, tuples and dictionaries of them. It survives faults: the
-    list is as long as there are ranks at the end. In a joiner that replays its script it has the joiner's value alone.
+    Tensors (on the CPU, of any shape each), numbers, strings, None, and lists, tuples and
+    dictionaries of them. It survives faults: the list is as long as there are ranks at the end. In
+    a joiner that replays its script it has the joiner's value alone.
 
     Raises:
         ConfigurationError: a value of another kind.
@@ -366,36 +455,43 @@ def gather(value: Any) -> list[Any]:
 
 
 def broadcast(value: Any = None, *, from_rank: int = 0) -> Any:
-    """The value of one rank, on every rank; the others' are not looked at. Every rank calls it, between steps.
+    """The value of one rank, on every rank; the others' are not looked at. Every rank calls it,
+    between steps.
 
-    Kinds of values and errors as of `gather`. In a joiner that replays its script it is the joiner's own value: what must be the same there
-    belongs into `register_state`.
+    Kinds of values and errors as of `gather`. In a joiner that replays its script it is the
+    joiner's own value: what must be the same there belongs into `register_state`.
     """
     return collectives.broadcast(current_session(), value, from_rank)
 
 
 def barrier() -> None:
-    """Returns when all ranks have called it, or have died. Between steps; errors as of `all_reduce`.
+    """Returns when all ranks have called it, or have died. Between steps; errors as of
+    `all_reduce`.
 
-    For work that one rank does before the others, `main_first` waits without being taken for a hang.
+    For work that one rank does before the others, `main_first` waits without being taken for a
+    hang.
     """
     collectives.barrier(current_session())
 
 
 def process_group() -> ProcessGroup:
-    """A process group of torch's that survives faults: `torch.distributed.all_reduce(x, group=shoal.process_group())`, between steps.
+    """A process group of torch's that survives faults: `torch.distributed.all_reduce(x,
+    group=shoal.process_group())`, between steps.
 
-    All collectives of torch.distributed work with it, of objects too, with SUM, AVG, MAX, MIN and PRODUCT. After a fault a call is done
-    again by those who are left, if no rank has asked for `get_rank(group)` or `get_world_size(group)` and the call needs neither. Else
-    the first call after a change of ranks raises MembershipChanged (RANKS_CHANGED) on all ranks alike, and writes nothing: ask again,
-    and repeat.
+    All collectives of torch.distributed work with it, of objects too, with SUM, AVG, MAX, MIN and
+    PRODUCT. After a fault a call is done again by those who are left, if no rank has asked for
+    `get_rank(group)` or `get_world_size(group)` and the call needs neither. Else the first call
+    after a change of ranks raises MembershipChanged (RANKS_CHANGED) on all ranks alike, and writes
+    nothing: ask again, and repeat.
 
-    It becomes torch's default group, so that `torch.distributed.is_initialized()` is true from then on. Without a job, and in a joiner that
-    replays its script, it is a world of one; the joiner's `get_rank` is -1, so that it is not taken for rank 0.
+    It becomes torch's default group, so that `torch.distributed.is_initialized()` is true from then
+    on. Without a job, and in a joiner that replays its script, it is a world of one; the joiner's
+    `get_rank` is -1, so that it is not taken for rank 0.
 
     Raises:
-        PreconditionError: the script has called `torch.distributed.init_process_group` (DEFAULT_GROUP_EXISTS). Its calls raise it inside a
-            step (STEP_NOT_FINISHED), under async_sgd, and for messages between two ranks.
+        PreconditionError: the script has called `torch.distributed.init_process_group`
+            (DEFAULT_GROUP_EXISTS). Its calls raise it inside a step (STEP_NOT_FINISHED), under
+            async_sgd, and for messages between two ranks.
     """
     return torch_calls.process_group(current_session())
 
@@ -405,40 +501,48 @@ def whole_batch(tensor: torch.Tensor, /) -> torch.Tensor: ...
 @overload
 def whole_batch(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]: ...
 def whole_batch(*tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """In a step, the rows of all ranks' samples, in the order of the global batch: for losses that compare samples, as contrastive ones.
+    """In a step, the rows of all ranks' samples, in the order of the global batch: for losses that
+    compare samples, as contrastive ones.
 
-    Each rank computes the loss of the whole batch from them, and the step is then that of one process, to rounding, whatever the ranks'
-    shares. Gradients go to each rank's own rows. Every rank calls it, in the same order, as often as the others; what is computed behind it
-    must be the same on all ranks (no dropout there). Without other ranks, and outside of steps, as in evaluation, it gives the rank's own.
+    Each rank computes the loss of the whole batch from them, and the step is then that of one
+    process, to rounding, whatever the ranks' shares. Gradients go to each rank's own rows. Every
+    rank calls it, in the same order, as often as the others; what is computed behind it must be the
+    same on all ranks (no dropout there). Without other ranks, and outside of steps, as in
+    evaluation, it gives the rank's own.
 
     Args:
-        tensors: one, or several with the same number of rows, of shapes (rows, ...): features, labels. Ranks may have different numbers of
-            rows.
+        tensors: one, or several with the same number of rows, of shapes (rows, ...): features,
+            labels. Ranks may have different numbers of rows.
 
     Returns:
         A tensor of shape (all rows, ...), or a tuple of them for several.
 
     Raises:
-        ConfigurationError: tensors without rows, or with different numbers of them; loaders with micro_batch_size=; loss_reduction="sum";
-            tensor, pipeline, hybrid, local_sgd and async_sgd, whose ranks do not meet in passes with samples of their own.
-        PreconditionError: before `as_distributed`; or ranks gave tensors of different kinds (RANKS_DIVERGED).
+        ConfigurationError: tensors without rows, or with different numbers of them; loaders with
+            micro_batch_size=; loss_reduction="sum"; tensor, pipeline, hybrid, local_sgd and
+            async_sgd, whose ranks do not meet in passes with samples of their own.
+        PreconditionError: before `as_distributed`; or ranks gave tensors of different kinds
+            (RANKS_DIVERGED).
     """
     whole = whole_batches.whole_batch(current_session(), tensors)
     return whole[0] if len(whole) == 1 else tuple(whole)
 
 
 def print_once(*values: Any, **options: Any) -> None:
-    """`print`, on one rank alone: the first one that has the run's state. No rank waits for another."""
+    """`print`, on one rank alone: the first one that has the run's state. No rank waits for
+    another."""
     if current_session().is_first:
         print(*values, **options)  # noqa: T201 - what it is for
 
 
 def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextManager[bool]:
-    """Put around what one process of each machine is to do before the others: a download, filling a cache, compiling an extension.
+    """Put around what one process of each machine is to do before the others: a download, filling a
+    cache, compiling an extension.
 
-    The first process to come runs it alone and gets True; the others run it after that, get False, and find the work done. If the first
-    one dies within the block, another one is first. Under `shoal run` a process that replaces a dead one later gets False as well: the work
-    is done once on each machine and in each run. May be used anywhere, also before `init()`.
+    The first process to come runs it alone and gets True; the others run it after that, get False,
+    and find the work done. If the first one dies within the block, another one is first. Under
+    `shoal run` a process that replaces a dead one later gets False as well: the work is done once
+    on each machine and in each run. May be used anywhere, also before `init()`.
 
     Raises:
         DeadlineError: the first one took longer than `timeout`.
@@ -450,13 +554,16 @@ def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextMan
 
 
 def track(*sinks: Sink, every_steps: int = 10) -> None:
-    """Writes loss, speed, ranks and faults to `sinks`, every so many steps: `shoal.TensorBoard("runs/digits")`, `shoal.MLflow("digits")`.
+    """Writes loss, speed, ranks and faults to `sinks`, every so many steps:
+    `shoal.TensorBoard("runs/digits")`, `shoal.MLflow("digits")`.
 
-    Called once, before the loop, on every rank: the first rank writes, and when it dies the next one goes on, in the same run. After a
-    resume, steps that are done again appear once. The loss is the writing rank's own (`shoal.report`), or that of `train_step`.
+    Called once, before the loop, on every rank: the first rank writes, and when it dies the next
+    one goes on, in the same run. After a resume, steps that are done again appear once. The loss is
+    the writing rank's own (`shoal.report`), or that of `train_step`.
 
     Raises:
-        ConfigurationError: `every_steps` below 1. What a sink cannot write, later, is an error in the log, and training goes on.
+        ConfigurationError: `every_steps` below 1. What a sink cannot write, later, is an error in
+            the log, and training goes on.
     """
     Tracker(current_session(), sinks, every_steps=every_steps)
 
@@ -469,7 +576,8 @@ def is_joining() -> bool:
 def rank() -> int:
     """This process's rank in the newest generation it is in. Changes when members come and go.
 
-    -1 in a joiner that replays its script (`is_joining`): it has no rank yet, and must do nothing that rank 0 does for all.
+    -1 in a joiner that replays its script (`is_joining`): it has no rank yet, and must do nothing
+    that rank 0 does for all.
     """
     return current_session().place_told[0]
 
@@ -490,7 +598,8 @@ def device() -> torch.device:
 
 
 def shutdown(*, timeout: timedelta = timedelta(seconds=60)) -> None:
-    """Waits for checkpoints that are being written and leaves the job. Happens by itself when the process ends.
+    """Waits for checkpoints that are being written and leaves the job. Happens by itself when the
+    process ends.
 
     Raises:
         DeadlineError: a checkpoint was not written within `timeout`.

@@ -19,7 +19,8 @@ _LONGEST: Final = 107
 """Bytes of a Unix socket's path, at most."""
 _SOCKET: Final = len("/pymp-12345678/listener-12345678")
 """Characters that multiprocessing appends to the temporary directory."""
-_SHORT: Final = "/tmp"  # noqa: S108  # multiprocessing makes a directory of its own in it, with mode 0700
+# multiprocessing makes a directory of its own in it, with mode 0700
+_SHORT: Final = "/tmp"  # noqa: S108
 
 
 def keep_socket_paths_short() -> None:
@@ -46,8 +47,9 @@ def keep_socket_paths_short() -> None:
 
 def _too_long(chosen: str, why: str) -> ConfigurationError:
     return ConfigurationError(
-        f"TMPDIR={chosen!r} has {len(os.fsencode(chosen))} bytes: data workers (num_workers=) pass batches through sockets there, whose "
-        f"paths have at most {_LONGEST}, and {why}; set TMPDIR to a directory of at most {_LONGEST - _SOCKET} bytes"
+        f"TMPDIR={chosen!r} has {len(os.fsencode(chosen))} bytes: data workers (num_workers=) pass "
+        f"batches through sockets there, whose paths have at most {_LONGEST}, and {why}; set "
+        f"TMPDIR to a directory of at most {_LONGEST - _SOCKET} bytes"
     )
 
 
@@ -57,14 +59,28 @@ def end_if_a_batch_is_lost() -> None:
 
     def end(error: BaseException, _batch: Any) -> None:
         traceback.print_exception(error)
-        print("shoal: a data worker could not send its batch, and ends", file=sys.stderr, flush=True)  # noqa: T201 - for the rank's log
+        # for the rank's log
+        print(  # noqa: T201
+            "shoal: a data worker could not send its batch, and ends", file=sys.stderr, flush=True
+        )
         os._exit(1)
 
-    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end)  # type: ignore[attr-defined]  # a hook, for concurrent.futures
+    # a hook, for concurrent.futures
+    multiprocessing.queues.Queue._on_queue_feeder_error = staticmethod(end)  # type: ignore[attr-defined]
 
 
 _AWAITED: Final = frozenset(
-    f"shoal-{name}" for name in ("link", "donor", "watch", "desync-detector", "leases", "store-wakeups", "gloo-watch", "mpi-progress")
+    f"shoal-{name}"
+    for name in (
+        "link",
+        "donor",
+        "watch",
+        "desync-detector",
+        "leases",
+        "store-wakeups",
+        "gloo-watch",
+        "mpi-progress",
+    )
 )
 """Threads that live as long as the process takes part, and that the training thread, or its peers,
 wait for."""
@@ -79,6 +95,9 @@ def report_dead_threads(report: Callable[[str], object]) -> None:
         before(arguments)
         thread = arguments.thread
         if thread is not None and thread.name in _AWAITED and not sys.is_finalizing():
-            report(f"its thread {thread.name} ended with {arguments.exc_type.__name__}: {arguments.exc_value}")
+            report(
+                f"its thread {thread.name} ended with {arguments.exc_type.__name__}: "
+                f"{arguments.exc_value}"
+            )
 
     threading.excepthook = note

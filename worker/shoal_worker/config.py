@@ -1,5 +1,5 @@
-"""How a model is sharded: the settings that are common to all strategies. Strategy-specific options are keyword arguments of
-`as_distributed`."""
+"""How a model is sharded: the settings that are common to all strategies. Strategy-specific options
+are keyword arguments of `as_distributed`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ class ShardingConfiguration:
     """
 
     auto_sync_gradients: bool = True
-    """Reduce gradients during the backward pass. False: the loop calls `model.synchronize_gradients()` before `optimizer.step()`."""
+    """Reduce gradients during the backward pass. False: the loop calls
+    `model.synchronize_gradients()` before `optimizer.step()`."""
     bucket_cap_mb: int = 25
     """MiB of gradients that travel in one all-reduce; >= 1."""
     minimum_parameter_group_size: int = 1024
-    """Elements that travel together at least: what is left over goes along with the bucket before it; >= 1."""
+    """Elements that travel together at least: what is left over goes along with the bucket before
+    it; >= 1."""
     gradient_compression: str | Mapping[str, Any] | GradientCompressor | None = None
-    """How gradients travel: None as they are; else a compressor's name ("bf16", "topk", ...), a name with settings
-    ({"name": "topk", "ratio": 0.001}), or a `GradientCompressor`, which the field holds afterwards. See docs/strategies/compression.md."""
+    """How gradients travel: None as they are; else a compressor's name ("bf16", "topk", ...), a
+    name with settings ({"name": "topk", "ratio": 0.001}), or a `GradientCompressor`, which the
+    field holds afterwards. See docs/strategies/compression.md."""
     loss_reduction: str = "mean"
     """What the loop's loss does over a batch: "mean", or "sum"."""
     deterministic: bool = False
-    """Sum micro-batch gradients in float64, so that the result is bitwise the same for any world size. Needs `micro_batch_size` on the
-    loader."""
+    """Sum micro-batch gradients in float64, so that the result is bitwise the same for any world
+    size. Needs `micro_batch_size` on the loader."""
 
     consistency_check_every: int = 100
     """After how many steps ranks compare digests of what they hold in common (replicas, mirrored
@@ -45,88 +48,132 @@ class ShardingConfiguration:
     last step's state is compared as ranks leave. A comparison reads all of a rank's state once."""
 
     param_dtype: torch.dtype | None = None
-    """What parameters and inputs are computed with, and parameters fetched in (torch.bfloat16, say); each rank updates its shards in the
-    parameters' own dtype. None: that. Not for ddp, which has `torch.autocast`."""
+    """What parameters and inputs are computed with, and parameters fetched in (torch.bfloat16,
+    say); each rank updates its shards in the parameters' own dtype. None: that. Not for ddp, which
+    has `torch.autocast`."""
     reduce_dtype: torch.dtype | None = None
-    """What gradients travel in; each is summed in float32 at least, and rounded once. None: the dtype of the sum. For ddp:
-    `gradient_compression="bf16"`."""
+    """What gradients travel in; each is summed in float32 at least, and rounded once. None: the
+    dtype of the sum. For ddp: `gradient_compression="bf16"`."""
     shard_modules: Sequence[type[nn.Module] | str] | None = None
-    """What zero3, fsdp and hsdp gather at once: classes of modules, or names of submodules. None: the children of containers that repeat a
-    class (the layers of a transformer) and have `minimum_parameter_group_size` elements."""
+    """What zero3, fsdp and hsdp gather at once: classes of modules, or names of submodules. None:
+    the children of containers that repeat a class (the layers of a transformer) and have
+    `minimum_parameter_group_size` elements."""
     prefetch_blocks: int | None = None
-    """How many blocks zero3, fsdp and hsdp gather ahead of the one that computes, each whole in memory meanwhile; 0: none. None: 1. More
-    hides slower links, or blocks that are computed faster than the next is fetched. The same on all ranks."""
+    """How many blocks zero3, fsdp and hsdp gather ahead of the one that computes, each whole in
+    memory meanwhile; 0: none. None: 1. More hides slower links, or blocks that are computed faster
+    than the next is fetched. The same on all ranks."""
     activation_checkpointing: bool | Sequence[type[nn.Module]] | Callable[[nn.Module], bool] = False
-    """Modules whose activations are computed again in the backward pass instead of being kept: of the given classes, or where a function
-    says so; True: the children of containers that repeat a class. (Chen et al., "Sublinear Memory Cost", 2016.)"""
+    """Modules whose activations are computed again in the backward pass instead of being kept: of
+    the given classes, or where a function says so; True: the children of containers that repeat a
+    class. (Chen et al., "Sublinear Memory Cost", 2016.)"""
     offload: Literal["cpu"] | Path | None = None
-    """Where shards and optimizer state are kept, and updated: "cpu": in the host's memory (without a GPU they are there anyway); a
-    directory: in files there, which the system maps into memory as far as it has room. None: beside the parameters. For strategies whose
-    state is cut."""
+    """Where shards and optimizer state are kept, and updated: "cpu": in the host's memory (without
+    a GPU they are there anyway); a directory: in files there, which the system maps into memory as
+    far as it has room. None: beside the parameters. For strategies whose state is cut."""
 
     mirrors: Literal["device", "host"] | None = None
-    """Where zero1, zero2, zero3 and fsdp keep mirrors of other ranks' shards, and the optimizer's state of them, between two updates:
-    "device": on the device; "host": in the host's pinned memory, from which they come to the device for each update. None: on the device,
-    until more than 80 % of its memory has been in use at once. Results are the same, to the bit. Without a GPU it changes nothing."""
+    """Where zero1, zero2, zero3 and fsdp keep mirrors of other ranks' shards, and the optimizer's
+    state of them, between two updates: "device": on the device; "host": in the host's pinned
+    memory, from which they come to the device for each update. None: on the device, until more than
+    80 % of its memory has been in use at once. Results are the same, to the bit. Without a GPU it
+    changes nothing."""
 
     def __post_init__(self) -> None:
         for field, unit in (("bucket_cap_mb", "MiB"), ("minimum_parameter_group_size", "elements")):
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{field}={value!r}: expected a whole number of {unit}, at least 1")
+                raise ConfigurationError(
+                    f"{field}={value!r}: expected a whole number of {unit}, at least 1"
+                )
         every = self.consistency_check_every
         if not isinstance(every, int) or isinstance(every, bool) or every < 0:
-            raise ConfigurationError(f"consistency_check_every={every!r}: expected a whole number of steps, or 0 for never")
+            raise ConfigurationError(
+                f"consistency_check_every={every!r}: expected a whole number of steps, or 0 for "
+                "never"
+            )
         for field in ("auto_sync_gradients", "deterministic"):
             if not isinstance(getattr(self, field), bool):
-                raise ConfigurationError(f"{field}={getattr(self, field)!r}: expected True or False")
+                raise ConfigurationError(
+                    f"{field}={getattr(self, field)!r}: expected True or False"
+                )
         if self.loss_reduction not in ("mean", "sum"):
-            raise ConfigurationError(f'loss_reduction={self.loss_reduction!r}: expected "mean" or "sum"')
+            raise ConfigurationError(
+                f'loss_reduction={self.loss_reduction!r}: expected "mean" or "sum"'
+            )
         if isinstance(self.offload, Path):  # the script may change its directory
             object.__setattr__(self, "offload", self.offload.absolute())
         if not (self.offload in (None, "cpu") or isinstance(self.offload, Path)):
-            raise ConfigurationError(f'offload={self.offload!r}: expected "cpu", or a pathlib.Path of a directory for files')
+            raise ConfigurationError(
+                f'offload={self.offload!r}: expected "cpu", or a pathlib.Path of a directory for '
+                "files"
+            )
         if self.mirrors not in (None, "device", "host"):
-            raise ConfigurationError(f'mirrors={self.mirrors!r}: expected "device" or "host", or None for either, as memory allows')
+            raise ConfigurationError(
+                f'mirrors={self.mirrors!r}: expected "device" or "host", or None for either, as '
+                "memory allows"
+            )
         if self.mirrors == "host" and self.offload is not None:
             raise ConfigurationError(
-                f'mirrors="host" with offload={self.offload!r}: shards and mirrors are kept, and updated, where offload= says; leave '
+                f'mirrors="host" with offload={self.offload!r}: shards and mirrors are kept, and '
+                "updated, where offload= says; leave "
                 "mirrors out"
             )
         if isinstance(self.shard_modules, str | type):
-            raise ConfigurationError(f"shard_modules={self.shard_modules!r}: expected a list of classes or names of modules")
+            raise ConfigurationError(
+                f"shard_modules={self.shard_modules!r}: expected a list of classes or names of "
+                "modules"
+            )
         ahead = self.prefetch_blocks
-        if ahead is not None and (not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0):
-            raise ConfigurationError(f"prefetch_blocks={ahead!r}: expected a whole number of blocks, 0 for none, or None for 1")
-        object.__setattr__(self, "gradient_compression", parse_compression(self.gradient_compression))
+        if ahead is not None and (
+            not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0
+        ):
+            raise ConfigurationError(
+                f"prefetch_blocks={ahead!r}: expected a whole number of blocks, 0 for none, or "
+                "None for 1"
+            )
+        object.__setattr__(
+            self, "gradient_compression", parse_compression(self.gradient_compression)
+        )
         self._check_dtypes()
         if self.deterministic and self.compressor is not None:
             raise ConfigurationError(
-                f"deterministic=True with gradient_compression={self.compressor.name!r}: what a compressor leaves out depends on how many "
-                "ranks there are, so results cannot be bitwise the same for any world size; leave one of the two out"
+                f"deterministic=True with gradient_compression={self.compressor.name!r}: what a "
+                "compressor leaves out depends on how many ranks there are, so results cannot be "
+                "bitwise the same for any world size; leave one of the two out"
             )
 
     def _check_dtypes(self) -> None:
         for field in ("param_dtype", "reduce_dtype"):
             dtype = getattr(self, field)
-            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2):
-                raise ConfigurationError(f"{field}={dtype!r}: expected a floating-point torch.dtype of two bytes or more, or None")
+            if dtype is not None and not (
+                isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize >= 2
+            ):
+                raise ConfigurationError(
+                    f"{field}={dtype!r}: expected a floating-point torch.dtype of two bytes or "
+                    "more, or None"
+                )
         if self.deterministic and self.reduce_dtype is not None:
             raise ConfigurationError(
-                f"deterministic=True with reduce_dtype={self.reduce_dtype}: how a rank's sum is rounded depends on how many ranks there "
-                "are, so results cannot be bitwise the same for any world size; leave one of the two out"
+                f"deterministic=True with reduce_dtype={self.reduce_dtype}: how a rank's sum is "
+                "rounded depends on how many ranks there are, so results cannot be bitwise the "
+                "same for any world size; leave one of the two out"
             )
 
         if self.reduce_dtype is not None and self.compressor is not None:
             raise ConfigurationError(
-                f"reduce_dtype={self.reduce_dtype} with gradient_compression={self.compressor.name!r}: both say what gradients travel as; "
-                "leave one of the two out"
+                f"reduce_dtype={self.reduce_dtype} with "
+                f"gradient_compression={self.compressor.name!r}: both say what gradients travel "
+                "as; leave one of the two out"
             )
 
     @property
     def compressor(self) -> GradientCompressor | None:
         """`gradient_compression`, read."""
-        return self.gradient_compression if isinstance(self.gradient_compression, GradientCompressor) else None
+        return (
+            self.gradient_compression
+            if isinstance(self.gradient_compression, GradientCompressor)
+            else None
+        )
 
     @property
     def blocks_ahead(self) -> int:
@@ -135,18 +182,20 @@ class ShardingConfiguration:
 
     @classmethod
     def for_high_bandwidth(cls, **overrides: object) -> ShardingConfiguration:
-        """For fast links (10 Gbit/s and up, NVLink): buckets of 100 MiB (fewer, larger messages), nothing compressed."""
+        """For fast links (10 Gbit/s and up, NVLink): buckets of 100 MiB (fewer, larger messages),
+        nothing compressed."""
         return cls(**({"bucket_cap_mb": 100} | overrides))  # type: ignore[arg-type]
 
     @classmethod
     def for_low_bandwidth(cls, **overrides: object) -> ShardingConfiguration:
-        """For slow links (1 Gbit/s and below): `gradient_compression="powersgd"`, rank 4, which T9 shows to be among the quickest and to
-        need hardly more steps with any optimizer; buckets as they are by default, since what is sent is small. For ddp: strategies that cut
-        gradients need another compressor, which `as_distributed_for_low_bandwidth` chooses."""
+        """For slow links (1 Gbit/s and below): `gradient_compression="powersgd"`, rank 4, which T9
+        shows to be among the quickest and to need hardly more steps with any optimizer; buckets as
+        they are by default, since what is sent is small. For ddp: strategies that cut gradients
+        need another compressor, which `as_distributed_for_low_bandwidth` chooses."""
         return cls(**({"gradient_compression": "powersgd"} | overrides))  # type: ignore[arg-type]
 
     @classmethod
     def for_offload(cls, **overrides: object) -> ShardingConfiguration:
-        """For models whose shards and optimizer state do not fit on the device: they live in the host's memory. With `offload=Path(...)`:
-        in files."""
+        """For models whose shards and optimizer state do not fit on the device: they live in the
+        host's memory. With `offload=Path(...)`: in files."""
         return cls(**({"offload": "cpu"} | overrides))  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""`shoal.launch`: a function on several ranks, without a cluster: the ranks are threads of this process (backends/inmemory/backend.py)."""
+"""`shoal.launch`: a function on several ranks, without a cluster: the ranks are threads of this
+process (backends/inmemory/backend.py)."""
 
 from __future__ import annotations
 
@@ -28,17 +29,25 @@ _INTERRUPTED_COMPUTING: Final = timedelta(seconds=5)
 """How long it then waits for those that compute, which are interrupted."""
 
 
-def launch(fn: Callable[..., T], *arguments: Any, world_size: int, backend: str = "inmemory", timeout: timedelta = _TIMEOUT) -> list[T]:
+def launch(
+    fn: Callable[..., T],
+    *arguments: Any,
+    world_size: int,
+    backend: str = "inmemory",
+    timeout: timedelta = _TIMEOUT,
+) -> list[T]:
     """Runs `fn(*arguments)` on `world_size` ranks and returns their results, by rank.
 
-    Each rank is one of Shoal's: the public API works there as in a job, but that no rank comes or goes. It also finds torch.distributed
-    initialized (`dist.get_rank()` is its rank). It has random generators of its own, which start where the caller's stand; the caller's are
-    left as they were. Ranks take turns, so two runs do the same. Ranks share everything else in the process: `arguments` are the same
-    objects on all of them, so that each has to make, or copy, the model that it trains, and a change to a global is seen by all. Launches
-    that run side by side, in threads of the caller's, share the generators too.
+    Each rank is one of Shoal's: the public API works there as in a job, but that no rank comes or
+    goes. It also finds torch.distributed initialized (`dist.get_rank()` is its rank). It has random
+    generators of its own, which start where the caller's stand; the caller's are left as they were.
+    Ranks take turns, so two runs do the same. Ranks share everything else in the process:
+    `arguments` are the same objects on all of them, so that each has to make, or copy, the model
+    that it trains, and a change to a global is seen by all. Launches that run side by side, in
+    threads of the caller's, share the generators too.
 
-    A rank should wait for the others by collectives and transfers alone. While ranks run, the caller's own process groups are out of reach
-    of functional collectives.
+    A rank should wait for the others by collectives and transfers alone. While ranks run, the
+    caller's own process groups are out of reach of functional collectives.
 
     Args:
         fn: what each rank does.
@@ -48,12 +57,17 @@ def launch(fn: Callable[..., T], *arguments: Any, world_size: int, backend: str 
         timeout: of each wait for other ranks, and of the end of the others once one has failed.
 
     Raises:
-        ConfigurationError: a backend whose ranks are processes, a world size below 1, or a timeout that is not positive.
-        Exception: what the first rank to fail raised, with a note that names the rank. The others' collectives then fail, so that they end
-            too; one that has not ended after `timeout` is named in a second note and left to itself.
+        ConfigurationError: a backend whose ranks are processes, a world size below 1, or a timeout
+            that is not positive.
+        Exception: what the first rank to fail raised, with a note that names the rank. The others'
+            collectives then fail, so that they end too; one that has not ended after `timeout` is
+            named in a second note and left to itself.
     """
     if backend != "inmemory":
-        raise ConfigurationError(f"launch(backend={backend!r}): its ranks are processes; start those with `shoal run`, or use 'inmemory'")
+        raise ConfigurationError(
+            f"launch(backend={backend!r}): its ranks are processes; start those with `shoal run`, "
+            "or use 'inmemory'"
+        )
     if world_size < 1:
         raise ConfigurationError(f"launch(world_size={world_size}): expected at least 1")
     if timeout <= timedelta(0):
@@ -76,7 +90,10 @@ class _Ranks:
         """The first rank that failed by itself."""
         self._failing = threading.Event()
         self._ended = [threading.Event() for _ in range(size)]
-        self._threads = [threading.Thread(target=self._be, args=(rank,), name=f"shoal-rank-{rank}", daemon=True) for rank in range(size)]
+        self._threads = [
+            threading.Thread(target=self._be, args=(rank,), name=f"shoal-rank-{rank}", daemon=True)
+            for rank in range(size)
+        ]
 
     def run(self) -> list[Any]:
         with self._turns.generators_kept():
@@ -110,7 +127,8 @@ class _Ranks:
         for rank, ended in enumerate(self._ended):
             if self._threads[rank].ident is None:  # Ctrl-C came before it was started
                 continue
-            # A `join` that Ctrl-C interrupts takes its thread for ended, so there is none of a thread that may run for long.
+            # A `join` that Ctrl-C interrupts takes its thread for ended, so there is none of a
+            # thread that may run for long.
             if ended.wait(max(0.0, deadline - time.monotonic())):
                 self._threads[rank].join()
             else:
@@ -118,7 +136,8 @@ class _Ranks:
         return running
 
     def _interrupt(self, interruption: BaseException) -> None:
-        """Ends all ranks, also those that compute: one inside torch when the interpreter finalizes would end the process by SIGABRT."""
+        """Ends all ranks, also those that compute: one inside torch when the interpreter finalizes
+        would end the process by SIGABRT."""
         self._turns.end_all(f"the launch was interrupted: {type(interruption).__name__}")
         for rank in self._still_running(_INTERRUPTED):
             ident = ctypes.c_ulong(self._threads[rank].ident or 0)
@@ -135,12 +154,20 @@ class _Ranks:
             self._ended[rank].set()
 
     def _run(self, rank: int) -> None:
-        seat = worlds.Seat(rank=rank, world_size=self._size, store=self._store, timeout=self._timeout)
+        seat = worlds.Seat(
+            rank=rank, world_size=self._size, store=self._store, timeout=self._timeout
+        )
         try:
             with worlds.entered(seat):
                 try:
                     self._turns.begin(rank)
-                    dist.init_process_group(inmemory.NAME, store=self._store, rank=rank, world_size=self._size, timeout=self._timeout)
+                    dist.init_process_group(
+                        inmemory.NAME,
+                        store=self._store,
+                        rank=rank,
+                        world_size=self._size,
+                        timeout=self._timeout,
+                    )
                     self._results[rank] = self._fn()
                     if (session := find_session()) is not None:
                         shutdown(timeout=self._timeout)

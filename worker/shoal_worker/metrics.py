@@ -14,19 +14,40 @@ class WorkerMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.generation = Gauge("shoal_worker_generation", "Number of the generation this worker works in.", registry=self.registry)
+        self.generation = Gauge(
+            "shoal_worker_generation",
+            "Number of the generation this worker works in.",
+            registry=self.registry,
+        )
         self.rank = Gauge("shoal_worker_rank", "Rank in that generation.", registry=self.registry)
         self.info = Gauge(
             "shoal_worker_info",
-            "1, under the member id and the rank that this process has now: its other series stay the same when those change.",
+            "1, under the member id and the rank that this process has now: its other series stay "
+            "the same when those change.",
             ("member_id", "rank"),
             registry=self.registry,
         )
-        self.world_size = Gauge("shoal_worker_world_size", "Ranks in that generation.", registry=self.registry)
-        self.steps_committed = Counter("shoal_worker_steps_committed", "Steps applied on this worker.", registry=self.registry)
-        self.steps_lost = Counter("shoal_worker_steps_lost", "Steps that a fault made void on this worker.", registry=self.registry)
-        self.samples = Counter("shoal_worker_samples", "Samples of this worker that committed steps counted.", registry=self.registry)
-        self.loss = Gauge("shoal_worker_loss", "Loss that train_step or shoal.report told last; NaN: none.", registry=self.registry)
+        self.world_size = Gauge(
+            "shoal_worker_world_size", "Ranks in that generation.", registry=self.registry
+        )
+        self.steps_committed = Counter(
+            "shoal_worker_steps_committed", "Steps applied on this worker.", registry=self.registry
+        )
+        self.steps_lost = Counter(
+            "shoal_worker_steps_lost",
+            "Steps that a fault made void on this worker.",
+            registry=self.registry,
+        )
+        self.samples = Counter(
+            "shoal_worker_samples",
+            "Samples of this worker that committed steps counted.",
+            registry=self.registry,
+        )
+        self.loss = Gauge(
+            "shoal_worker_loss",
+            "Loss that train_step or shoal.report told last; NaN: none.",
+            registry=self.registry,
+        )
         self.step_seconds = Histogram(
             "shoal_worker_step_seconds",
             "Time from one commit to the next.",
@@ -35,7 +56,8 @@ class WorkerMetrics:
         )
         self.wait_seconds = Counter(
             "shoal_worker_wait_seconds",
-            "Time in which this worker waited for its peers in collectives. The one that waits least holds the others back.",
+            "Time in which this worker waited for its peers in collectives. The one that waits "
+            "least holds the others back.",
             registry=self.registry,
         )
         self.reform_seconds = Histogram(
@@ -56,8 +78,14 @@ class WorkerMetrics:
             buckets=_PAUSES,
             registry=self.registry,
         )
-        self.transfer_bytes = Counter("shoal_worker_state_received_bytes", "State received from peers.", registry=self.registry)
-        self.transfer_seconds = Counter("shoal_worker_state_receive_seconds", "Time spent receiving it.", registry=self.registry)
+        self.transfer_bytes = Counter(
+            "shoal_worker_state_received_bytes",
+            "State received from peers.",
+            registry=self.registry,
+        )
+        self.transfer_seconds = Counter(
+            "shoal_worker_state_receive_seconds", "Time spent receiving it.", registry=self.registry
+        )
         self.staleness = Histogram(
             "shoal_worker_staleness",
             "Versions that were applied between a pull and the push that followed it (async_sgd).",
@@ -67,12 +95,13 @@ class WorkerMetrics:
 
         self.checkpoints = Counter(
             "shoal_worker_checkpoints",
-            "Checkpoints, or this worker's parts of them, by what became of them: written, failed, or given_up (another worker went away "
-            "before it had written its part).",
+            "Checkpoints, or this worker's parts of them, by what became of them: written, "
+            "failed, or given_up (another worker went away before it had written its part).",
             ("outcome",),
             registry=self.registry,
         )
-        for outcome in ("written", "failed", "given_up"):  # from 0 on, so that the first failure is an increase
+        for outcome in ("written", "failed", "given_up"):
+            # from 0 on, so that the first failure is an increase
             self.checkpoints.labels(outcome)
         self.checkpoint_seconds = Histogram(
             "shoal_worker_checkpoint_seconds",
@@ -87,17 +116,21 @@ class WorkerMetrics:
         )
         self.transports_lost = Counter(
             "shoal_worker_transports_lost",
-            "Times that a transport to a parameter server (memory or tcp) could not be had and the next one took its place.",
+            "Times that a transport to a parameter server (memory or tcp) could not be had and the "
+            "next one took its place.",
             ("transport",),
             registry=self.registry,
         )
         self.pushes_lost = Counter(
             "shoal_worker_pushes_lost",
-            "Updates of this worker, by partition, that a server acknowledged and lost: it came back from an older snapshot.",
+            "Updates of this worker, by partition, that a server acknowledged and lost: it came "
+            "back from an older snapshot.",
             registry=self.registry,
         )
 
-    def generation_formed(self, *, number: int, member_id: str, rank: int, world_size: int, seconds: float) -> None:
+    def generation_formed(
+        self, *, number: int, member_id: str, rank: int, world_size: int, seconds: float
+    ) -> None:
         """Notes where this worker stands in a generation, and how long that took to form."""
         self.entered(number=number, member_id=member_id, rank=rank, world_size=world_size)
         self.reform_seconds.observe(seconds)

@@ -1,5 +1,5 @@
-"""Training and evaluation mode, set through the modules' own methods: some do more in `train()` and `eval()` than to set `training`, as
-LoRA layers do that merge their weights."""
+"""Training and evaluation mode, set through the modules' own methods: some do more in `train()` and
+`eval()` than to set `training`, as LoRA layers do that merge their weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def modes_of(model: nn.Module) -> Modes:
 
 
 def set_modes(modes: Modes) -> None:
-    """Sets each module's mode by `train(mode)` of the outermost one, and then of each module that differs."""
+    """Sets each module's mode by `train(mode)` of the outermost one, and then of each module that
+    differs."""
     for number, (module, mode) in enumerate(modes):
         if number == 0 or module.training != mode:
             module.train(mode)
@@ -28,8 +29,9 @@ def set_modes(modes: Modes) -> None:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """`model` is in evaluation mode inside. Afterwards each of its modules has its own mode again: users freeze some, BatchNorms say, by
-    `.eval()` on them alone, and `model.train()` would undo that."""
+    """`model` is in evaluation mode inside. Afterwards each of its modules has its own mode again:
+    users freeze some, BatchNorms say, by `.eval()` on them alone, and `model.train()` would undo
+    that."""
     modes = modes_of(model)
     model.eval()
     try:

@@ -1,11 +1,13 @@
 """Random numbers that do not depend on how many ranks share a step.
 
-Each batch and micro-batch has a key, (seed, epoch, step, index), and the global generators of torch, NumPy and Python are seeded from it
-before it is handed out. A step that is done again therefore draws the same numbers, on whatever rank, and nothing needs to be put back.
-(EasyScale, OSDI 2022, section 3: "EasyScaleThread".)
+Each batch and micro-batch has a key, (seed, epoch, step, index), and the global generators of
+torch, NumPy and Python are seeded from it before it is handed out. A step that is done again
+therefore draws the same numbers, on whatever rank, and nothing needs to be put back. (EasyScale,
+OSDI 2022, section 3: "EasyScaleThread".)
 
-Generators that the script makes itself are its own: register those that are to be put back. So are the global ones in a loop without a
-loader of Shoal's, which has no keys; but where several ranks hold a model together, they must draw alike, and are seeded by the step.
+Generators that the script makes itself are its own: register those that are to be put back. So are
+the global ones in a loop without a loader of Shoal's, which has no keys; but where several ranks
+hold a model together, they must draw alike, and are seeded by the step.
 """
 
 from __future__ import annotations
@@ -27,10 +29,15 @@ def derive_seed(key: Sequence[int]) -> int:
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Puts the states of the generators that `seed_generators` seeds back afterwards. Takes 0.1 ms: NumPy's is slow to save."""
+    """Puts the states of the generators that `seed_generators` seeds back afterwards. Takes 0.1 ms:
+    NumPy's is slow to save."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     device_state = torch.cuda.default_generators[device].get_state() if device is not None else None
-    torch_state, numpy_state, python_state = torch.default_generator.get_state(), np.random.get_state(), random.getstate()
+    torch_state, numpy_state, python_state = (
+        torch.default_generator.get_state(),
+        np.random.get_state(),
+        random.getstate(),
+    )
     try:
         yield
     finally:
@@ -42,7 +49,8 @@ def generators_kept() -> Iterator[None]:
 
 
 def seed_generators(key: Sequence[int]) -> None:
-    """Seeds torch's CPU generator and, where CUDA is in use, the current device's; NumPy's; and Python's. About 12 us.
+    """Seeds torch's CPU generator and, where CUDA is in use, the current device's; NumPy's; and
+    Python's. About 12 us.
 
     Not `torch.manual_seed`, which visits every device type torch knows and takes 0.1 ms.
     """

@@ -1,8 +1,10 @@
 """Memory that collectives send from and receive into, kept from step to step.
 
-Fresh memory of this size costs a page fault for every 4 KiB, which takes longer than compressing into it.
+Fresh memory of this size costs a page fault for every 4 KiB, which takes longer than compressing
+into it.
 
-Which of two ways to take: the CPU has quicker ones than torch's general operations for some things, a device only has those.
+Which of two ways to take: the CPU has quicker ones than torch's general operations for some things,
+a device only has those.
 """
 
 from __future__ import annotations
@@ -29,10 +31,15 @@ class ScratchMemory:
         self._lock = threading.Lock()
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a tensor with any values in it, in the smallest free block that holds it, or in a new one."""
+        """Returns a tensor with any values in it, in the smallest free block that holds it, or in a
+        new one."""
         size = math.prod(shape) * dtype.itemsize
         with self._lock:
-            fitting = (index for index, one in enumerate(self._free) if one.nbytes >= size and one.device == device)
+            fitting = (
+                index
+                for index, one in enumerate(self._free)
+                if one.nbytes >= size and one.device == device
+            )
             index = next(fitting, None)  # they are sorted by size
             block = self._free.pop(index) if index is not None else None
         if block is None:
@@ -40,9 +47,13 @@ class ScratchMemory:
         return block[:size].view(dtype).view(shape)
 
     def give_back(self, *tensors: torch.Tensor) -> None:
-        """Takes back what `take` gave, when nothing reads or writes it any more: not after a collective that failed, whose transport may
-        still write into it. The smallest blocks are let go of when there are too many."""
-        blocks = [torch.empty(0, dtype=torch.uint8, device=one.device).set_(one.untyped_storage()) for one in tensors]
+        """Takes back what `take` gave, when nothing reads or writes it any more: not after a
+        collective that failed, whose transport may still write into it. The smallest blocks are let
+        go of when there are too many."""
+        blocks = [
+            torch.empty(0, dtype=torch.uint8, device=one.device).set_(one.untyped_storage())
+            for one in tensors
+        ]
         with self._lock:
             self._free = sorted([*self._free, *blocks], key=lambda one: one.nbytes)
             if self._most is not None:

@@ -1,8 +1,9 @@
 """Embeddings whose rows are not parameters of the module: sparse tables (docs/sparse-tables.md).
 
-A forward pass looks up the rows of its batch, each once, and keeps them only as long as autograd does. Their gradients gather here until
-the step takes them: under async_sgd `optimizer.step()` pushes them to the parameter servers, alone `apply_gradients` applies them. Where
-rows come from is a `RowSource`: this process's own until `as_distributed` puts the servers in its place.
+A forward pass looks up the rows of its batch, each once, and keeps them only as long as autograd
+does. Their gradients gather here until the step takes them: under async_sgd `optimizer.step()`
+pushes them to the parameter servers, alone `apply_gradients` applies them. Where rows come from is
+a `RowSource`: this process's own until `as_distributed` puts the servers in its place.
 
 Belongs to the training thread; gradients are collected by hooks of its backward pass.
 """
@@ -37,7 +38,8 @@ _FEWEST_ROWS: Final = 256
 _MODES: Final = ("sum", "mean", "max")
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Makes the optimizer of a list of parameters: `functools.partial(torch.optim.SparseAdam, lr=1e-3)`, say."""
+"""Makes the optimizer of a list of parameters: `functools.partial(torch.optim.SparseAdam,
+lr=1e-3)`, say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,8 @@ class LookedUp:
     values: Values
     """`[n, dim]`."""
     versions: Mapping[int, int] = field(default_factory=dict)
-    """Partition of the table -> the version that they are of; empty where the table is this process's own."""
+    """Partition of the table -> the version that they are of; empty where the table is this
+    process's own."""
 
 
 class RowSource(Protocol):
@@ -66,7 +69,9 @@ class OwnRows:
     def __init__(self, spec: TableSpec, dim: int, like: OwnRows | None = None) -> None:
         """`like`: has the same rows, and goes its own way."""
         # One bucket has all, so that it keeps all rows that the table may have.
-        self.rows: Rows = Rows(replace(spec, buckets=1), dim, None if like is None else like.rows.image())
+        self.rows: Rows = Rows(
+            replace(spec, buckets=1), dim, None if like is None else like.rows.image()
+        )
         self._steps: int = 0 if like is None else like._steps
 
     def look_up(self, ids: Ids) -> LookedUp:
@@ -94,11 +99,14 @@ class RowGradients:
 
 
 class SparseEmbedding(nn.Module):
-    """Looks up rows by id in a table that may be larger than this process's memory; used like `torch.nn.Embedding`.
+    """Looks up rows by id in a table that may be larger than this process's memory; used like
+    `torch.nn.Embedding`.
 
-    A row begins as `initializer` says, a function of `seed` and id that is the same in every process, and is stored from its first gradient
-    on. The rows are no parameters: neither `parameters()` nor `state_dict()` has them, and clipping passes them over. Train with
-    `strategy="async_sgd"`, where the parameter servers hold them; in a process alone, call `apply_gradients` beside `optimizer.step()`.
+    A row begins as `initializer` says, a function of `seed` and id that is the same in every
+    process, and is stored from its first gradient on. The rows are no parameters: neither
+    `parameters()` nor `state_dict()` has them, and clipping passes them over. Train with
+    `strategy="async_sgd"`, where the parameter servers hold them; in a process alone, call
+    `apply_gradients` beside `optimizer.step()`.
     """
 
     def __init__(
@@ -117,19 +125,24 @@ class SparseEmbedding(nn.Module):
     ) -> None:
         """
         Args:
-            num_embeddings: ids are 0 to `num_embeddings - 1`; None: any 64-bit number, a hash of something, say.
+            num_embeddings: ids are 0 to `num_embeddings - 1`; None: any 64-bit number, a hash of
+                something, say.
             embedding_dim: elements of a row, in float32; 1 to 16384.
             name: the table's, the same in all workers, and no parameter's.
-            optimizer: makes the optimizer of the rows: of torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam or
-                shoal.optim.RowWiseAdagrad, without momentum or weight decay.
+            optimizer: makes the optimizer of the rows: of torch.optim.SGD, torch.optim.Adagrad,
+                torch.optim.SparseAdam or shoal.optim.RowWiseAdagrad, without momentum or weight
+                decay.
             seed: 0 to 2**64 - 1.
-            initializer: "normal" of standard deviation `scale`, "uniform" in [-scale, scale), or "zeros".
+            initializer: "normal" of standard deviation `scale`, "uniform" in [-scale, scale), or
+                "zeros".
             scale: 0 to 1e6; None: 0.01, and 0 with "zeros", which takes no other.
-            max_rows: the table keeps so many rows at most, each bucket its share; those of it that were not pushed for the longest go
-                first, and are then as at the beginning. 0: all.
-            max_age: a row goes when it was not pushed for so many steps, up to a sixteenth later. 0: never.
-            buckets: over how many partitions the rows are spread, 1 to 1024, of at most 256 MiB each. None: 16; with `num_embeddings` so
-                many that none grows beyond 64 MiB, and at least 4; with `max_rows` so few that each keeps 256 rows or more.
+            max_rows: the table keeps so many rows at most, each bucket its share; those of it that
+                were not pushed for the longest go first, and are then as at the beginning. 0: all.
+            max_age: a row goes when it was not pushed for so many steps, up to a sixteenth later.
+                0: never.
+            buckets: over how many partitions the rows are spread, 1 to 1024, of at most 256 MiB
+                each. None: 16; with `num_embeddings` so many that none grows beyond 64 MiB, and at
+                least 4; with `max_rows` so few that each keeps 256 rows or more.
 
         Raises:
             ConfigurationError: a value that cannot work.
@@ -137,9 +150,13 @@ class SparseEmbedding(nn.Module):
         super().__init__()
         shape = (num_embeddings or 0, embedding_dim)
         if not 1 <= len(name) <= 512:
-            raise ConfigurationError(f"name={name!r}: expected 1 to 512 characters, the table's name in all workers")
+            raise ConfigurationError(
+                f"name={name!r}: expected 1 to 512 characters, the table's name in all workers"
+            )
         if num_embeddings is not None and not 1 <= num_embeddings <= 1 << 63:
-            raise ConfigurationError(f"num_embeddings={num_embeddings}: expected 1 to 2**63, or None for any 64-bit id")
+            raise ConfigurationError(
+                f"num_embeddings={num_embeddings}: expected 1 to 2**63, or None for any 64-bit id"
+            )
         if problem := wrong_shape(shape):
             raise ConfigurationError(f"table {name!r}: {problem}")
         chosen, hyperparameters = _read_optimizer(name, optimizer, embedding_dim)
@@ -165,7 +182,8 @@ class SparseEmbedding(nn.Module):
         self._trains = True
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows by id: `[*]` of integers in, `[*, embedding_dim]` of float32 out, on the same device.
+        """Rows by id: `[*]` of integers in, `[*, embedding_dim]` of float32 out, on the same
+        device.
 
         Raises:
             ConfigurationError: ids that are no integers, or not of this table.
@@ -175,24 +193,29 @@ class SparseEmbedding(nn.Module):
         return functional.embedding(places, rows)
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Begins to fetch the rows of a batch that is to come, in the background; returns at once. The first lookup of which all ids are
-        among these takes them. What was pushed since, also by this worker, is not in them: they are as old as the call."""
+        """Begins to fetch the rows of a batch that is to come, in the background; returns at once.
+        The first lookup of which all ids are among these takes them. What was pushed since, also by
+        this worker, is not in them: they are as old as the call."""
         self._source.prefetch(self._checked(ids).unique().cpu().numpy())
 
     def apply_gradients(self) -> None:
-        """Ends a step of a table of this process's own: applies the gradients of its lookups since the last one.
+        """Ends a step of a table of this process's own: applies the gradients of its lookups since
+        the last one.
 
         Raises:
             PreconditionError: the rows are on parameter servers, where `optimizer.step()` does it.
         """
         if self._own is None:
-            raise PreconditionError(f"table {self.name!r} is on the parameter servers: optimizer.step() pushes its gradients")
+            raise PreconditionError(
+                f"table {self.name!r} is on the parameter servers: optimizer.step() pushes its "
+                "gradients"
+            )
         gradients = self.gradients()
         if gradients is not None:
             self._own.apply(gradients.ids, gradients.values)
             self.drop_gradients()
 
-    # ------------------------------------------------------------------------------------------------------------ for the engine
+    # ------------------------------------------------------------------------------- for the engine
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -207,17 +230,21 @@ class SparseEmbedding(nn.Module):
         """
         if self._own is not None and len(self._own.rows):
             raise ConfigurationError(
-                f"table {self.name!r} has {len(self._own.rows)} rows that were trained in this process, which the parameter servers would "
-                "not have; call as_distributed before apply_gradients"
+                f"table {self.name!r} has {len(self._own.rows)} rows that were trained in this "
+                "process, which the parameter servers would not have; call as_distributed before "
+                "apply_gradients"
             )
         self._own, self._source = None, source
 
     def gradients(self) -> RowGradients | None:
-        """The step's gradients, added up by id; None: it has none. They stay until `drop_gradients`."""
+        """The step's gradients, added up by id; None: it has none. They stay until
+        `drop_gradients`."""
         if not self._gathered:
             return None
         ids = np.concatenate([ids.cpu().numpy() for ids, _, _ in self._gathered])
-        given = np.concatenate([gradient.detach().float().cpu().numpy() for _, gradient, _ in self._gathered])
+        given = np.concatenate(
+            [gradient.detach().float().cpu().numpy() for _, gradient, _ in self._gathered]
+        )
         unique, values = combined(ids, given)
         versions = [versions for _, _, versions in self._gathered]
         oldest = {partition: min(each[partition] for each in versions) for partition in versions[0]}
@@ -227,7 +254,7 @@ class SparseEmbedding(nn.Module):
         """The step's gradients were taken, or are of no use."""
         self._gathered.clear()
 
-    # ----------------------------------------------------------------------------------------------------------------- torch's
+    # -------------------------------------------------------------------------------------- torch's
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients of this step."""
@@ -235,13 +262,17 @@ class SparseEmbedding(nn.Module):
         self.drop_gradients()
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Whether lookups from now on train the rows. A module around the table does not pass this on: the rows are no parameters."""
+        """Whether lookups from now on train the rows. A module around the table does not pass this
+        on: the rows are no parameters."""
         self._trains = requires_grad
         return super().requires_grad_(requires_grad)
 
     def extra_repr(self) -> str:
         """For `repr`."""
-        return f"{self.num_embeddings}, {self.embedding_dim}, name={self.name!r}, optimizer={self.spec.optimizer}"
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, name={self.name!r}, "
+            f"optimizer={self.spec.optimizer}"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseEmbedding:
         """A module without gradients: with rows of its own, or of the same servers."""
@@ -261,10 +292,11 @@ class SparseEmbedding(nn.Module):
             PreconditionError: always.
         """
         raise PreconditionError(
-            f"a model with the sparse table {self.name!r} cannot be pickled: save model.state_dict(), which is without rows"
+            f"a model with the sparse table {self.name!r} cannot be pickled: save "
+            "model.state_dict(), which is without rows"
         )
 
-    # -------------------------------------------------------------------------------------------------------------------- lookups
+    # -------------------------------------------------------------------------------------- lookups
 
     @uncompiled
     def _look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -284,21 +316,27 @@ class SparseEmbedding(nn.Module):
 
     def _checked(self, ids: torch.Tensor) -> torch.Tensor:
         if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
-            raise ConfigurationError(f"table {self.name!r}: ids of {ids.dtype}; expected whole numbers, int64")
+            raise ConfigurationError(
+                f"table {self.name!r}: ids of {ids.dtype}; expected whole numbers, int64"
+            )
         ids = ids.long()
         if self.num_embeddings is not None and ids.numel():
             least, most = (int(each) for each in torch.aminmax(ids))
             if least < 0 or most >= self.num_embeddings:
                 raise ConfigurationError(
-                    f"table {self.name!r}: id {least if least < 0 else most}; expected 0 to {self.num_embeddings - 1} (num_embeddings)"
+                    f"table {self.name!r}: id {least if least < 0 else most}; expected 0 to "
+                    f"{self.num_embeddings - 1} (num_embeddings)"
                 )
         return ids
 
 
 class SparseEmbeddingBag(SparseEmbedding):
-    """Sums, means or maxima of rows, bag by bag, without the rows one by one; used like `torch.nn.EmbeddingBag`."""
+    """Sums, means or maxima of rows, bag by bag, without the rows one by one; used like
+    `torch.nn.EmbeddingBag`."""
 
-    def __init__(self, num_embeddings: int | None, embedding_dim: int, *, mode: str = "mean", **options: Any) -> None:
+    def __init__(
+        self, num_embeddings: int | None, embedding_dim: int, *, mode: str = "mean", **options: Any
+    ) -> None:
         """
         Args:
             num_embeddings, embedding_dim: as in `SparseEmbedding`.
@@ -314,7 +352,10 @@ class SparseEmbeddingBag(SparseEmbedding):
         self.mode = mode
 
     def forward(
-        self, ids: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+        self,
+        ids: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Bags of rows: `[bags, embedding_dim]` of float32.
 
@@ -327,7 +368,9 @@ class SparseEmbeddingBag(SparseEmbedding):
             ConfigurationError, DeadlineError: as in `SparseEmbedding`.
         """
         rows, places = self._look_up(ids)
-        return functional.embedding_bag(places, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights)
+        return functional.embedding_bag(
+            places, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights
+        )
 
 
 def tables_of(module: nn.Module) -> list[SparseEmbedding]:
@@ -340,7 +383,8 @@ def check_unscaled(*, scaled: bool) -> None:
     """Raises ConfigurationError where a GradScaler scales the losses of a model with tables."""
     if scaled:
         raise ConfigurationError(
-            "a GradScaler with sparse tables: it does not see the gradients of their rows; train in float32 or bfloat16, without it"
+            "a GradScaler with sparse tables: it does not see the gradients of their rows; train "
+            "in float32 or bfloat16, without it"
         )
 
 
@@ -351,14 +395,20 @@ def _read_optimizer(name: str, factory: OptimizerFactory, dim: int) -> tuple[str
         if declared.optimizer_class() is type(made):
             return declared.name, declared.read(made.param_groups[0])
     raise ConfigurationError(
-        f"table {name!r}: optimizer={type(made).__module__}.{type(made).__qualname__}; the rows of a table are trained by torch.optim.SGD, "
-        "torch.optim.Adagrad, torch.optim.SparseAdam or shoal.optim.RowWiseAdagrad: pass functools.partial(torch.optim.Adagrad, lr=1e-2)"
+        f"table {name!r}: optimizer={type(made).__module__}.{type(made).__qualname__}; the rows of "
+        "a table are trained by torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam or "
+        "shoal.optim.RowWiseAdagrad: pass functools.partial(torch.optim.Adagrad, lr=1e-2)"
     )
 
 
 def _enough_buckets(shape: tuple[int, int], optimizer: str, max_rows: int) -> int:
     rows, dim = shape
-    per_row = 4 * dim * (1 + TABLE_OPTIMIZERS[optimizer].state_tensors(TABLE_OPTIMIZERS[optimizer].defaults)) + 32
+    per_row = (
+        4
+        * dim
+        * (1 + TABLE_OPTIMIZERS[optimizer].state_tensors(TABLE_OPTIMIZERS[optimizer].defaults))
+        + 32
+    )
     buckets = _FEWEST_BUCKETS if rows else DEFAULT_BUCKETS
     while buckets < MOST_BUCKETS and rows * per_row > buckets * _FULL_BUCKET_BYTES:
         buckets *= 2

@@ -1,7 +1,8 @@
 """All names that Shoal's worker takes from modules of torch that are not public, in one place.
 
-torch may rename or drop them in any release. So this module is imported first by whoever needs one, and a torch without them is told by its
-version at once, not by an AttributeError in the middle of a step. `make test-torch VERSION=2.12.1` runs the tests with another torch.
+torch may rename or drop them in any release. So this module is imported first by whoever needs one,
+and a torch without them is told by its version at once, not by an AttributeError in the middle of a
+step. `make test-torch VERSION=2.12.1` runs the tests with another torch.
 """
 
 from __future__ import annotations
@@ -21,20 +22,27 @@ VERSION: Final = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def needs_torch(major: int, minor: int, what: str, instead: str) -> None:
-    """Raises ConfigurationError if this torch is older. `what` needs it, `instead` says what to do with this one."""
+    """Raises ConfigurationError if this torch is older. `what` needs it, `instead` says what to do
+    with this one."""
     if (major, minor) > VERSION:
         raise ConfigurationError(
-            f"{what} needs torch {major}.{minor} or newer, and {torch.__version__} is installed: update torch, or {instead}"
+            f"{what} needs torch {major}.{minor} or newer, and {torch.__version__} is installed: "
+            f"update torch, or {instead}"
         )
 
 
 def _unexpected(error: Exception) -> ImportError:
-    return ImportError(f"Shoal's worker needs a torch of versions {EXPECTED}; torch {torch.__version__} is installed: {error}")
+    return ImportError(
+        f"Shoal's worker needs a torch of versions {EXPECTED}; torch {torch.__version__} is "
+        f"installed: {error}"
+    )
 
 
 try:
     from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
-    from torch._C._distributed_c10d import (  # type: ignore[attr-defined]  # the stub lacks _set_thread_isolation_mode
+
+    # the stub lacks _set_thread_isolation_mode
+    from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
         AllgatherOptions,
         AllreduceOptions,
         AllToAllOptions,
@@ -79,7 +87,9 @@ try:
     """What torch's own groups call these collectives, whose names torch 2.13 gave them."""
     for _name in _NATIVE_NAMES.values():
         getattr(c10d.ProcessGroup, _name)
-    _queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+    _queue_callback: Callable[[Callable[[], None]], None] = (
+        torch.autograd.Variable._execution_engine.queue_callback
+    )
 except (ImportError, AttributeError) as error:
     raise _unexpected(error) from error
 
@@ -126,15 +136,18 @@ __all__ = [
 
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 uncompiled: Callable[[_FunctionT], _FunctionT] = torch.compiler.disable
-"""Decorates functions that torch.compile is to leave as they are. torch's own decorator has no types."""
+"""Decorates functions that torch.compile is to leave as they are. torch's own decorator has no
+types."""
 
 
 if VERSION < (2, 12):
-    # There the first entry into it sets up something for the whole process, which several ranks in threads would do at once: torch crashes.
+    # There the first entry into it sets up something for the whole process, which several ranks in
+    # threads would do at once: torch crashes.
     with FakeTensorMode():
         pass
 
-# torch.compile runs Shoal's own code as it is, and compiles what that calls: the user's modules, each between its hooks.
+# torch.compile runs Shoal's own code as it is, and compiles what that calls: the user's modules,
+# each between its hooks.
 trace_rules.add("shoal_worker")
 
 
@@ -156,22 +169,28 @@ def function_modes() -> list[TorchFunctionMode]:
 
 
 def in_backward() -> bool:
-    """This thread is in the middle of a backward pass: of a checkpointed block, a forward pass may run again within it."""
+    """This thread is in the middle of a backward pass: of a checkpointed block, a forward pass may
+    run again within it."""
     return _current_graph_task_id() >= 0
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Calls `callback` once, on this thread, when the backward pass that it is in the middle of has ended."""
+    """Calls `callback` once, on this thread, when the backward pass that it is in the middle of has
+    ended."""
     _queue_callback(callback)
 
 
 def stage_backwards() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """torch.distributed.pipelining's `stage_backward_input` and `stage_backward_weight`.
 
-    They are imported when a pipeline asks for them: with them come torch.export and the compiler, which take most of a second.
+    They are imported when a pipeline asks for them: with them come torch.export and the compiler,
+    which take most of a second.
     """
     try:
-        from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+        from torch.distributed.pipelining._backward import (
+            stage_backward_input,
+            stage_backward_weight,
+        )
     except ImportError as error:
         raise _unexpected(error) from error
     return stage_backward_input, stage_backward_weight
@@ -191,6 +210,7 @@ def iterates_undealt_dataloader(*, longer_than: int) -> bool:
 
 
 def scales(scaler: Any, optimizer: object) -> bool:
-    """Returns True if a GradScaler has looked at an optimizer's gradients since its last `update()`."""
+    """Returns True if a GradScaler has looked at an optimizer's gradients since its last
+    `update()`."""
     state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer))
     return bool(state and state.get("found_inf_per_device"))

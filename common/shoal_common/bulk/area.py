@@ -1,11 +1,14 @@
-"""Memory that a client and a server on one machine share: pieces that one side fills and the other empties, in turn.
+"""Memory that a client and a server on one machine share: pieces that one side fills and the other
+empties, in turn.
 
-The server makes it, has the kernel give it all of its pages, and seals its size, before a client sees it. So nothing that a client does can
-take pages away beneath the server (a SIGBUS), and the server maps nothing that a client has made. What a client puts into a piece the
-server copies out before it looks at it: a value that was checked cannot be changed after that.
+The server makes it, has the kernel give it all of its pages, and seals its size, before a client
+sees it. So nothing that a client does can take pages away beneath the server (a SIGBUS), and the
+server maps nothing that a client has made. What a client puts into a piece the server copies out
+before it looks at it: a value that was checked cannot be changed after that.
 
-The pages stay for as long as the connection does. Fresh memory for each partition, sealed against writing, would save the server's copy,
-and cost three times as much in page faults (docs/decisions/0196).
+The pages stay for as long as the connection does. Fresh memory for each partition, sealed against
+writing, would save the server's copy, and cost three times as much in page faults
+(docs/decisions/0196).
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from shoal_common.bulk.frames import DATA_BYTES
 from shoal_common.errors import CorruptDataError
 
 PIECES: Final = 3
-"""One is filled and one emptied at a time; the third keeps both sides from waiting. All together they fit into a processor's cache."""
+"""One is filled and one emptied at a time; the third keeps both sides from waiting. All together
+they fit into a processor's cache."""
 AREA_BYTES: Final = PIECES * DATA_BYTES
 
 _SIZE_SEALS: Final = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK and F_SEAL_GROW of fcntl(2)
@@ -37,13 +41,14 @@ class SharedArea:
 
     @classmethod
     def make(cls) -> tuple[Self, int]:
-        """Returns the area and the descriptor that the other side maps, which is the caller's to close. Raises OSError: no memory, or a
-        system without memfd."""
+        """Returns the area and the descriptor that the other side maps, which is the caller's to
+        close. Raises OSError: no memory, or a system without memfd."""
         if not is_supported():
             raise OSError("this system has no memory that can be sealed (memfd_create)")
         descriptor = os.memfd_create("shoal-bulk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            os.posix_fallocate(descriptor, 0, AREA_BYTES)  # an error here, where writing to a page that cannot be had would be a signal
+            # an error here, where writing to a page that cannot be had would be a signal
+            os.posix_fallocate(descriptor, 0, AREA_BYTES)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS)
             return cls(mmap.mmap(descriptor, AREA_BYTES)), descriptor
         except BaseException:
@@ -52,12 +57,14 @@ class SharedArea:
 
     @classmethod
     def received(cls, descriptor: int, nbytes: int) -> Self:
-        """Maps what the server has sent; takes the descriptor over. Raises CorruptDataError unless it is such an area, and OSError."""
+        """Maps what the server has sent; takes the descriptor over. Raises CorruptDataError unless
+        it is such an area, and OSError."""
         try:
             size, seals = os.fstat(descriptor).st_size, fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
             if size != nbytes or nbytes != AREA_BYTES or seals & _SIZE_SEALS != _SIZE_SEALS:
                 raise CorruptDataError(
-                    f"the server shares {size} bytes with the seals {seals:#x}, expected {AREA_BYTES} bytes with {_SIZE_SEALS:#x}",
+                    f"the server shares {size} bytes with the seals {seals:#x}, expected "
+                    f"{AREA_BYTES} bytes with {_SIZE_SEALS:#x}",
                     reason="STREAM_MALFORMED",
                 )
             return cls(mmap.mmap(descriptor, nbytes))
@@ -82,7 +89,8 @@ class SharedArea:
         self._filled += 1
 
     def next_filled(self, nbytes: int) -> memoryview:
-        """What the other side has put into the next piece: it may still change it. Copy it before `fill` or this is called again."""
+        """What the other side has put into the next piece: it may still change it. Copy it before
+        `fill` or this is called again."""
         start = self._filled % PIECES * DATA_BYTES
         self._filled += 1
         self._emptied += 1

@@ -1,22 +1,29 @@
-"""Framing of a bulk channel: which bytes go over it, in which order, and how large each may be. Pure; both ends use it.
+"""Framing of a bulk channel: which bytes go over it, in which order, and how large each may be.
+Pure; both ends use it.
 
-The client opens a connection with `greeting`: a magic number and the ticket that OpenData gave. From then on both sides send frames. A
-frame is a head of 8 bytes (its kind, three zeros, a length as a big-endian u32) and what its kind says:
+The client opens a connection with `greeting`: a magic number and the ticket that OpenData gave.
+From then on both sides send frames. A frame is a head of 8 bytes (its kind, three zeros, a length
+as a big-endian u32) and what its kind says:
 
-    READY      server   bytes of shared memory that this connection has; 0: none. With memory, its descriptor comes along (SCM_RIGHTS)
+    READY      server   bytes of shared memory that this connection has; 0: none. With memory, its
+               descriptor comes along (SCM_RIGHTS)
     INITIALIZE client   begins an upload of first values; length 0
     PUSH       client   begins an upload of gradients; length 0
     PULL       client   a PullRequest
-    PARTITION  both     a partition begins: a PushHeader or a PullHeader; its payload comes in frames of DATA
-    DATA       both     length bytes of payload: behind the head, or, with shared memory, at the beginning of the next piece of it
+    PARTITION  both     a partition begins: a PushHeader or a PullHeader; its payload comes in
+               frames of DATA
+    DATA       both     length bytes of payload: behind the head, or, with shared memory, at the
+               beginning of the next piece of it
     END        both     the upload, or the answer to a pull, is complete; length 0
     RESULT     server   a PushResponse, after END
-    ERROR      server   a google.rpc.Status, in the place of RESULT or of anything in the answer to a pull. After one in the middle of an
-                        upload the server reads on to END, and passes all over; the client sends END at the next frame
-    FREE       both     with shared memory: the oldest piece that holds data has been read, and may be written again; length 0
+    ERROR      server   a google.rpc.Status, in the place of RESULT or of anything in the answer to
+               a pull. After one in the middle of an upload the server reads on to END, and passes
+               all over; the client sends END at the next frame
+    FREE       both     with shared memory: the oldest piece that holds data has been read, and may
+               be written again; length 0
 
-One stream (an upload or a pull) goes over a connection at a time. Pieces of shared memory are used in turn, by whichever side sends.
-Whatever breaks these rules ends the connection.
+One stream (an upload or a pull) goes over a connection at a time. Pieces of shared memory are used
+in turn, by whichever side sends. Whatever breaks these rules ends the connection.
 """
 
 from __future__ import annotations
@@ -93,7 +100,8 @@ def head(kind: Kind, length: int = 0) -> bytes:
 
 
 def parse_head(data: bytes | bytearray | memoryview) -> Frame:
-    """Raises InvalidRequestError / STREAM_MALFORMED for what is no frame, and for a length over the limit of its kind."""
+    """Raises InvalidRequestError / STREAM_MALFORMED for what is no frame, and for a length over the
+    limit of its kind."""
     number, zeros, length = _HEAD.unpack(data)
     try:
         kind = Kind(number)
@@ -108,4 +116,7 @@ def parse_head(data: bytes | bytearray | memoryview) -> Frame:
 
 def malformed(what: str) -> InvalidRequestError:
     """The error for a peer that breaks the rules."""
-    return InvalidRequestError(f"bulk channel: {what}; the other side speaks another protocol, or is damaged", reason="STREAM_MALFORMED")
+    return InvalidRequestError(
+        f"bulk channel: {what}; the other side speaks another protocol, or is damaged",
+        reason="STREAM_MALFORMED",
+    )

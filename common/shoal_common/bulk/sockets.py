@@ -1,4 +1,5 @@
-"""How both ends of a bulk channel set up their sockets, and who may be at the other end of one on the same machine."""
+"""How both ends of a bulk channel set up their sockets, and who may be at the other end of one on
+the same machine."""
 
 from __future__ import annotations
 
@@ -8,16 +9,24 @@ import struct
 import time
 from typing import Final
 
-_KEEPALIVE: Final = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
-"""Peers that vanished without closing are found after about as long as gRPC's keepalive takes. Options that a system lacks are left out."""
+_KEEPALIVE: Final = {
+    "TCP_KEEPIDLE": 20,
+    "TCP_KEEPINTVL": 5,
+    "TCP_KEEPCNT": 3,
+    "TCP_USER_TIMEOUT": 30_000,
+}
+"""Peers that vanished without closing are found after about as long as gRPC's keepalive takes.
+Options that a system lacks are left out."""
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
 def connect(host: str, port: int, until: float) -> socket.socket:
-    """Makes a TCP connection to the first of a host's addresses that takes one, up to the moment `until` on the monotonic clock. Raises
-    OSError."""
+    """Makes a TCP connection to the first of a host's addresses that takes one, up to the moment
+    `until` on the monotonic clock. Raises OSError."""
     failure = OSError(f"{host} has no address")
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM
+    ):
         connected = socket.socket(family, kind, protocol)
         try:
             connected.settimeout(left_s(until))
@@ -33,7 +42,8 @@ def connect(host: str, port: int, until: float) -> socket.socket:
 
 
 def left_s(until: float) -> float:
-    """Seconds up to a moment on the monotonic clock, for what takes nought for no limit, or for not to wait."""
+    """Seconds up to a moment on the monotonic clock, for what takes nought for no limit, or for not
+    to wait."""
     return max(0.001, until - time.monotonic())
 
 
@@ -49,7 +59,10 @@ def configure(connected: socket.socket) -> None:
 
 
 def is_own_user(connected: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket is this process's user's: any user may listen on, or connect to, a name that
-    is not in a file system. That of root counts, who may do everything."""
-    _, user, _ = _CREDENTIALS.unpack(connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    """Whether the process at the other end of a Unix socket is this process's user's: any user may
+    listen on, or connect to, a name that is not in a file system. That of root counts, who may do
+    everything."""
+    _, user, _ = _CREDENTIALS.unpack(
+        connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
     return user in (os.geteuid(), 0)

@@ -1,8 +1,10 @@
-"""A client's end of the bulk channel: connections that were opened with tickets, and which of them, or gRPC, a push or pull takes.
+"""A client's end of the bulk channel: connections that were opened with tickets, and which of them,
+or gRPC, a push or pull takes.
 
-Sockets block, each call with what is left of the stream's deadline. Payloads are sent from the caller's buffers and received straight into
-them; over shared memory they are copied once on each side. A stream that ended well, or was refused by the server, leaves its connection
-for the next one; after anything else it is closed.
+Sockets block, each call with what is left of the stream's deadline. Payloads are sent from the
+caller's buffers and received straight into them; over shared memory they are copied once on each
+side. A stream that ended well, or was refused by the server, leaves its connection for the next
+one; after anything else it is closed.
 """
 
 from __future__ import annotations
@@ -23,11 +25,27 @@ from google.protobuf.message import DecodeError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_common.bulk.area import SharedArea
-from shoal_common.bulk.frames import DATA_BYTES, HEAD_BYTES, Frame, Kind, greeting, head, malformed, parse_head
+from shoal_common.bulk.frames import (
+    DATA_BYTES,
+    HEAD_BYTES,
+    Frame,
+    Kind,
+    greeting,
+    head,
+    malformed,
+    parse_head,
+)
 from shoal_common.bulk.sockets import configure, connect, is_own_user, left_s
 from shoal_common.bulk.transport import Transport
 from shoal_common.clients.pull import PullReceiver
-from shoal_common.errors import CorruptDataError, DeadlineError, InvalidRequestError, LimitError, ShoalError, UnavailableError
+from shoal_common.errors import (
+    CorruptDataError,
+    DeadlineError,
+    InvalidRequestError,
+    LimitError,
+    ShoalError,
+    UnavailableError,
+)
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.status import from_error_message
 from shoal_common.settings import parse_address
@@ -36,7 +54,8 @@ from shoal_common.wire import as_bytes
 _log = logging.getLogger(__name__)
 
 _CONNECT_S: Final = 3.0
-"""Longest for a connection, its TLS handshake and the server's word. A port that a firewall swallows costs so much, once in a while."""
+"""Longest for a connection, its TLS handshake and the server's word. A port that a firewall
+swallows costs so much, once in a while."""
 _AGAIN_AFTER_S: Final = 60.0
 """A transport that could not be had is tried again after so long."""
 _MORE: Final = getattr(socket, "MSG_MORE", 0)
@@ -64,24 +83,38 @@ class OpenedConnection:
 
     @classmethod
     def open(
-        cls, transport: Transport, opened: pb.OpenDataResponse, settings: ChannelSettings, member_id: str, *, until: float
+        cls,
+        transport: Transport,
+        opened: pb.OpenDataResponse,
+        settings: ChannelSettings,
+        member_id: str,
+        *,
+        until: float,
     ) -> OpenedConnection:
-        """Connects, shows the ticket and waits for the server's word, up to the moment `until` on the monotonic clock. Raises OSError, and
-        what the server refuses with."""
+        """Connects, shows the ticket and waits for the server's word, up to the moment `until` on
+        the monotonic clock. Raises OSError, and what the server refuses with."""
         until = min(until, time.monotonic() + _CONNECT_S)
         host = parse_address(settings.address).host
-        connected = socket.socket(socket.AF_UNIX) if transport is Transport.MEMORY else connect(host, opened.tcp_port, until)
+        connected = (
+            socket.socket(socket.AF_UNIX)
+            if transport is Transport.MEMORY
+            else connect(host, opened.tcp_port, until)
+        )
         try:
             if transport is Transport.MEMORY:
                 connected.settimeout(left_s(until))
                 connected.connect(f"\0{opened.memory_name}")
                 if not is_own_user(connected):
-                    raise ConnectionRefusedError("another user's process listens there: it is not given the ticket")
+                    raise ConnectionRefusedError(
+                        "another user's process listens there: it is not given the ticket"
+                    )
             configure(connected)
             if transport is Transport.TCP and settings.tls is not None:
                 context = settings.tls.client_context()
                 connected.settimeout(left_s(until))
-                connected = context.wrap_socket(connected, server_hostname=settings.server_name or host)
+                connected = context.wrap_socket(
+                    connected, server_hostname=settings.server_name or host
+                )
             connection = cls(connected, settings.address, member_id)
             connection._until = until
             connection._begin(opened.ticket, transport)
@@ -92,9 +125,12 @@ class OpenedConnection:
                 raise error.cause from None
             raise
 
-    def upload(self, kind: Kind, partitions: Iterable[tuple[pb.PushHeader, memoryview]], until: float) -> list[pb.PartitionResult]:
-        """Sends an upload of `kind`, INITIALIZE or PUSH; one result per partition. Raises what the server refuses with, UnavailableError,
-        DeadlineError, and what reading `partitions` raises."""
+    def upload(
+        self, kind: Kind, partitions: Iterable[tuple[pb.PushHeader, memoryview]], until: float
+    ) -> list[pb.PartitionResult]:
+        """Sends an upload of `kind`, INITIALIZE or PUSH; one result per partition. Raises what the
+        server refuses with, UnavailableError, DeadlineError, and what reading `partitions`
+        raises."""
         with self._stream(kind.name.title(), until):
             self._send(head(kind), more=True)
             refusal: bytes | None = None
@@ -108,7 +144,9 @@ class OpenedConnection:
                 raise from_error_message(refusal) from lost
             return list(_decoded(pb.PushResponse, self._answer(refusal)).results)
 
-    def pull(self, request: pb.PullRequest, receiver: PullReceiver, until: float) -> list[pb.PullHeader]:
+    def pull(
+        self, request: pb.PullRequest, receiver: PullReceiver, until: float
+    ) -> list[pb.PullHeader]:
         """Receives what `request` asks for. Raises as `upload`, and as `receiver` does."""
         with self._stream("Pull", until):
             message = request.SerializeToString()
@@ -148,11 +186,12 @@ class OpenedConnection:
         if self._area is not None:
             self._area.close()
 
-    # ---------------------------------------------------------------------------------------------------------------- streams
+    # -------------------------------------------------------------------------------------- streams
 
     @contextmanager
     def _stream(self, method: str, until: float) -> Iterator[None]:
-        """Leaves the connection usable when what is done within ends well, or is refused by the server."""
+        """Leaves the connection usable when what is done within ends well, or is refused by the
+        server."""
         self._until = until
         self.is_usable = False
         call = f"{method} at {self._address}"
@@ -174,7 +213,9 @@ class OpenedConnection:
     def _begin(self, ticket: bytes, transport: Transport) -> None:
         self._send(greeting(ticket))
         if transport is Transport.MEMORY:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, HEAD_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            data, descriptors, _, _ = socket.recv_fds(
+                self._socket, HEAD_BYTES, 1, socket.MSG_CMSG_CLOEXEC
+            )
             frame = parse_head(data) if len(data) == HEAD_BYTES else None
             if frame is not None and frame.kind is Kind.READY and descriptors:
                 self._area = SharedArea.received(descriptors[0], frame.length)
@@ -190,7 +231,9 @@ class OpenedConnection:
         if frame.kind is not Kind.READY or frame.length:
             raise malformed(f"{frame.kind.name} where READY was expected")
 
-    def _send_partitions(self, partitions: Iterable[tuple[pb.PushHeader, memoryview]]) -> bytes | None:
+    def _send_partitions(
+        self, partitions: Iterable[tuple[pb.PushHeader, memoryview]]
+    ) -> bytes | None:
         """The server's ERROR, if that came before the end: nothing more is sent then."""
         for header, payload in partitions:
             message = header.SerializeToString()
@@ -225,18 +268,21 @@ class OpenedConnection:
         return answer
 
     def _refusal_or_free(self, frame: Frame) -> bytes | None:
-        """What the server sends while it reads an upload: an ERROR's message; None: a piece of shared memory is free."""
+        """What the server sends while it reads an upload: an ERROR's message; None: a piece of
+        shared memory is free."""
         if frame.kind is Kind.ERROR:
             return self._message(frame)
         if frame.kind is not Kind.FREE or self._area is None or not self._area.freed():
             raise malformed(f"{frame.kind.name} during an upload")
         return None
 
-    # ------------------------------------------------------------------------------------------------------------------ bytes
+    # ---------------------------------------------------------------------------------------- bytes
 
     def _send_data(self, data: memoryview) -> bytes | None:
         """One frame of DATA. Returns the server's ERROR instead, if that has come."""
-        while (frame := self._frame_that_came()) is not None or (self._area is not None and self._area.is_full):
+        while (frame := self._frame_that_came()) is not None or (
+            self._area is not None and self._area.is_full
+        ):
             refusal = self._refusal_or_free(self._next_frame() if frame is None else frame)
             if refusal is not None:
                 return refusal
@@ -308,8 +354,8 @@ class OpenedConnection:
 
     @contextmanager
     def _allowed(self) -> Iterator[None]:
-        """One call of the socket, which may take what is left of the stream's time. Raises _Lost: errors of others, of who makes the
-        payloads say, may be OSErrors as well."""
+        """One call of the socket, which may take what is left of the stream's time. Raises _Lost:
+        errors of others, of who makes the payloads say, may be OSErrors as well."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise _Lost(TimeoutError())
@@ -331,13 +377,15 @@ class BulkChannel:
         transport: Transport,
         fell_back: Callable[[Transport], None],
     ) -> None:
-        """`fell_back`: told of a transport that should work and does not, when another takes its place."""
+        """`fell_back`: told of a transport that should work and does not, when another takes its
+        place."""
         self._settings = settings
         self._open_data = open_data
         self._transport = transport
         self._fell_back = fell_back
         self._not_before: dict[Transport, float] = {}
-        """Transports that could not be had, and when they are tried again, on the monotonic clock."""
+        """Transports that could not be had, and when they are tried again, on the monotonic
+        clock."""
         self._idle: list[OpenedConnection] = []
         self._used: set[OpenedConnection] = set()
         self._closed = False
@@ -345,11 +393,14 @@ class BulkChannel:
         """Guards all of the above but what is given to __init__."""
 
     @contextmanager
-    def connection(self, job_id: str, member_id: str, until: float) -> Iterator[OpenedConnection | None]:
+    def connection(
+        self, job_id: str, member_id: str, until: float
+    ) -> Iterator[OpenedConnection | None]:
         """A connection that may speak for `member_id` (empty: may pull as nobody); None: take gRPC.
 
-        Raises UnavailableError / CLIENT_CLOSED, what OpenData raises, DeadlineError at the moment `until` on the monotonic clock, and
-        UnavailableError / TRANSPORT_UNAVAILABLE when the one transport that may be used cannot be had.
+        Raises UnavailableError / CLIENT_CLOSED, what OpenData raises, DeadlineError at the moment
+        `until` on the monotonic clock, and UnavailableError / TRANSPORT_UNAVAILABLE when the one
+        transport that may be used cannot be had.
         """
         connection = self._take(member_id) or self._open(job_id, member_id, until)
         if connection is None:
@@ -398,7 +449,10 @@ class BulkChannel:
 
     def _open(self, job_id: str, member_id: str, until: float) -> OpenedConnection | None:
         for transport in (Transport.MEMORY, Transport.TCP):
-            if self._transport not in (Transport.AUTO, transport) or time.monotonic() < self._not_before.get(transport, 0.0):
+            if self._transport not in (
+                Transport.AUTO,
+                transport,
+            ) or time.monotonic() < self._not_before.get(transport, 0.0):
                 continue
             try:
                 return self._opened(transport, job_id, member_id, until)
@@ -407,13 +461,18 @@ class BulkChannel:
         if self._transport in (Transport.AUTO, Transport.GRPC):
             return None
         raise UnavailableError(
-            f"{self._settings.address} cannot be reached by transport={self._transport}, the only one that is allowed; the log says why",
+            f"{self._settings.address} cannot be reached by transport={self._transport}, the only "
+            "one that is allowed; the log says why",
             reason="TRANSPORT_UNAVAILABLE",
         )
 
-    def _opened(self, transport: Transport, job_id: str, member_id: str, until: float) -> OpenedConnection:
+    def _opened(
+        self, transport: Transport, job_id: str, member_id: str, until: float
+    ) -> OpenedConnection:
         try:
-            opened = self._open_data(job_id, member_id, min(timedelta(seconds=left_s(until)), self._settings.deadline))
+            opened = self._open_data(
+                job_id, member_id, min(timedelta(seconds=left_s(until)), self._settings.deadline)
+            )
         except LimitError as error:
             raise _Unsuitable(str(error), expected=False) from error
         except ShoalError as error:
@@ -423,10 +482,14 @@ class BulkChannel:
         if transport is Transport.MEMORY and not opened.memory_name:
             raise _Unsuitable("the server shares no memory", expected=True)
         try:
-            connection = OpenedConnection.open(transport, opened, self._settings, member_id, until=until)
+            connection = OpenedConnection.open(
+                transport, opened, self._settings, member_id, until=until
+            )
         except (OSError, ShoalError) as error:
             if time.monotonic() >= until:  # which says nothing of the transport
-                raise DeadlineError(f"bulk connection to {self._settings.address}: Deadline Exceeded") from error
+                raise DeadlineError(
+                    f"bulk connection to {self._settings.address}: Deadline Exceeded"
+                ) from error
             elsewhere = transport is Transport.MEMORY and isinstance(error, ConnectionRefusedError)
             raise _Unsuitable(str(error) or type(error).__name__, expected=elsewhere) from error
         with self._lock:
@@ -446,17 +509,21 @@ class BulkChannel:
             return
         _log.log(
             logging.WARNING if first else logging.DEBUG,
-            "no bulk channel by %s to the parameter server at %s: %s; tensors take the next transport",
+            "no bulk channel by %s to the parameter server at %s: %s; tensors take the next "
+            "transport",
             *(transport, address, error),
         )
         self._fell_back(transport)
 
     def _closed_error(self) -> UnavailableError:
-        return UnavailableError(f"the client of {self._settings.address} was closed", reason="CLIENT_CLOSED")
+        return UnavailableError(
+            f"the client of {self._settings.address} was closed", reason="CLIENT_CLOSED"
+        )
 
 
 class _Unsuitable(Exception):
-    """A transport cannot be had. `expected`: it was not to be expected to work, as with a server on another machine."""
+    """A transport cannot be had. `expected`: it was not to be expected to work, as with a server on
+    another machine."""
 
     def __init__(self, message: str, *, expected: bool) -> None:
         super().__init__(message)
@@ -485,6 +552,7 @@ def _decoded(message: type[MessageT], data: bytes) -> MessageT:
         return decoded
     except DecodeError as error:
         raise CorruptDataError(
-            f"{len(data)} bytes are not a {message.DESCRIPTOR.name}: {error}; they are truncated or of another type",
+            f"{len(data)} bytes are not a {message.DESCRIPTOR.name}: {error}; they are truncated "
+            "or of another type",
             reason="MESSAGE_MALFORMED",
         ) from error

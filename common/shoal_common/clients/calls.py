@@ -1,4 +1,5 @@
-"""What both clients share: a call with a deadline whose errors are ShoalErrors, and streams of answers likewise."""
+"""What both clients share: a call with a deadline whose errors are ShoalErrors, and streams of
+answers likewise."""
 
 from __future__ import annotations
 
@@ -24,13 +25,19 @@ _RENEW_EVERY_S: Final = 0.5
 
 
 class Caller:
-    """One channel to one server, and the stub on it. Any thread may call; `close()` cancels what is in progress.
+    """One channel to one server, and the stub on it. Any thread may call; `close()` cancels what is
+    in progress.
 
-    Where the server has a name (`is_name`), a call that could not reach it gives the next ones a fresh channel. Calls in progress stay with
-    theirs.
+    Where the server has a name (`is_name`), a call that could not reach it gives the next ones a
+    fresh channel. Calls in progress stay with theirs.
     """
 
-    def __init__(self, settings: ChannelSettings, interceptors: Sequence[Any], stub: Callable[[grpc.Channel], Any]) -> None:
+    def __init__(
+        self,
+        settings: ChannelSettings,
+        interceptors: Sequence[Any],
+        stub: Callable[[grpc.Channel], Any],
+    ) -> None:
         """`stub`: makes the methods that are called, on a channel."""
         self._interceptors = interceptors
         self._make_stub = stub
@@ -40,7 +47,8 @@ class Caller:
         self._channel = channel(settings, interceptors=interceptors)
         self._made_at = time.monotonic()
         self.stub = stub(self._channel)
-        """The methods of the service on the newest channel; who calls one takes it from here each time."""
+        """The methods of the service on the newest channel; who calls one takes it from here each
+        time."""
         self._streams: weakref.WeakSet[ResponseStream[Any]] = weakref.WeakSet()
         """Some may be on channels from before."""
         self._closed = False
@@ -54,15 +62,23 @@ class Caller:
         *,
         metadata: tuple[tuple[str, str], ...] = (),
     ) -> ResponseT:
-        """One answer, of type `response`. `metadata`: of this call alone. DeadlineError after `deadline` (None: the settings')."""
+        """One answer, of type `response`. `metadata`: of this call alone. DeadlineError after
+        `deadline` (None: the settings')."""
         with self.errors(method):
-            answer: ResponseT = getattr(self.stub, method)(request, timeout=self.seconds(deadline), metadata=metadata)
+            answer: ResponseT = getattr(self.stub, method)(
+                request, timeout=self.seconds(deadline), metadata=metadata
+            )
             return answer
 
-    def stream(self, method: str, request: Any, response: type[ResponseT], deadline: timedelta | None) -> ResponseStream[ResponseT]:
-        """Many answers; without a `deadline` the stream may stay open for ever, guarded by keepalive."""
+    def stream(
+        self, method: str, request: Any, response: type[ResponseT], deadline: timedelta | None
+    ) -> ResponseStream[ResponseT]:
+        """Many answers; without a `deadline` the stream may stay open for ever, guarded by
+        keepalive."""
         with self.errors(method):
-            call = getattr(self.stub, method)(request, timeout=None if deadline is None else deadline.total_seconds())
+            call = getattr(self.stub, method)(
+                request, timeout=None if deadline is None else deadline.total_seconds()
+            )
         stream: ResponseStream[ResponseT] = ResponseStream(call, self, method)
         with self._lock:
             self._streams.add(stream)
@@ -72,7 +88,8 @@ class Caller:
         return stream
 
     def find_obstacle(self) -> Obstacle | None:
-        """Returns what prevents a connection to the server, tried anew; None: nothing does. Blocks for a few seconds at most."""
+        """Returns what prevents a connection to the server, tried anew; None: nothing does. Blocks
+        for a few seconds at most."""
         return find_obstacle(self._settings)
 
     def seconds(self, deadline: timedelta | None) -> float:
@@ -85,9 +102,12 @@ class Caller:
         try:
             yield
         except (grpc.RpcError, ValueError) as error:
-            # gRPC raises ValueError for calls begun on a closed channel, and cancels those in progress.
+            # gRPC raises ValueError for calls begun on a closed channel, and cancels those in
+            # progress.
             if self._closed:
-                raise UnavailableError(f"{call}: this client was closed", reason="CLIENT_CLOSED") from error
+                raise UnavailableError(
+                    f"{call}: this client was closed", reason="CLIENT_CLOSED"
+                ) from error
             if isinstance(error, grpc.RpcError):
                 if is_unreachable(error):
                     self._renew()
@@ -96,7 +116,11 @@ class Caller:
 
     def _renew(self) -> None:
         with self._lock:
-            if self._renews and not self._closed and time.monotonic() - self._made_at >= _RENEW_EVERY_S:
+            if (
+                self._renews
+                and not self._closed
+                and time.monotonic() - self._made_at >= _RENEW_EVERY_S
+            ):
                 self._channel = channel(self._settings, interceptors=self._interceptors)
                 self._made_at = time.monotonic()
                 self.stub = self._make_stub(self._channel)
@@ -111,7 +135,8 @@ class Caller:
 
 
 class ResponseStream(Generic[ResponseT]):
-    """The server's side of a streaming call: iterate it on one thread; `cancel()` from any thread ends the iteration without an error."""
+    """The server's side of a streaming call: iterate it on one thread; `cancel()` from any thread
+    ends the iteration without an error."""
 
     def __init__(self, call: Any, caller: Caller, method: str) -> None:
         self._call = call

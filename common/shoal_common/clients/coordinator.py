@@ -1,8 +1,10 @@
-"""The coordinator's client: a method per RPC of shoal.v1.Coordinator, with the same names in snake_case.
+"""The coordinator's client: a method per RPC of shoal.v1.Coordinator, with the same names in
+snake_case.
 
-Synchronous and safe to share between threads; never use one in a forked child. Every method raises ShoalErrors: what the .proto says of
-each RPC, and UnavailableError or DeadlineError where the coordinator cannot be reached. `deadline` overrides ChannelSettings.deadline.
-Requests are built here and validated by the coordinator, not here.
+Synchronous and safe to share between threads; never use one in a forked child. Every method raises
+ShoalErrors: what the .proto says of each RPC, and UnavailableError or DeadlineError where the
+coordinator cannot be reached. `deadline` overrides ChannelSettings.deadline. Requests are built
+here and validated by the coordinator, not here.
 
 Who belongs to a run of a job sets `run`: all it asks is of that run then.
 """
@@ -31,13 +33,15 @@ class CoordinatorClient:
         self.address = settings.address
         """host:port of the coordinator."""
         self.run: pb.RunId | None = None
-        """The run that the caller belongs to, of whatever job it asks about; None: it belongs to none, and asks about the newest."""
+        """The run that the caller belongs to, of whatever job it asks about; None: it belongs to
+        none, and asks about the newest."""
 
     def find_obstacle(self) -> Obstacle | None:
-        """Returns what prevents a connection to the coordinator, tried anew; None: nothing does. To explain an UnavailableError."""
+        """Returns what prevents a connection to the coordinator, tried anew; None: nothing does. To
+        explain an UnavailableError."""
         return self._caller.find_obstacle()
 
-    # ------------------------------------------------------------------------------------------------------------- jobs
+    # ----------------------------------------------------------------------------------------- jobs
 
     def create_job(
         self,
@@ -48,16 +52,27 @@ class CoordinatorClient:
         follow: bool = False,
         deadline: timedelta | None = None,
     ) -> pb.CreateJobResponse:
-        """Creates the job, joins the run that goes on, or begins the next one. `number`: no other than that run. `resume`: one that failed
-        or was stopped goes on. `follow`: of launchers' own job, which has the runs of the other: `run`. UnavailableError with reason
-        RUN_ENDING: ask again until the members of the run before have left."""
+        """Creates the job, joins the run that goes on, or begins the next one. `number`: no other
+        than that run. `resume`: one that failed or was stopped goes on. `follow`: of launchers' own
+        job, which has the runs of the other: `run`. UnavailableError with reason RUN_ENDING: ask
+        again until the members of the run before have left."""
         run = pb.RunId(number=number) if number else self.run
         request = pb.CreateJobRequest(spec=spec, run=run, resume=resume, follow=follow)
         return self._caller.unary("CreateJob", request, pb.CreateJobResponse, deadline)
 
-    def get_job(self, job_id: str, *, member_id: str = "", below_step: int = 0, deadline: timedelta | None = None) -> pb.GetJobResponse:
-        """`member_id`, `below_step`: of the members this one alone, or those alone that are behind."""
-        request = pb.GetJobRequest(job_id=job_id, run=self.run, member_id=member_id, below_step=below_step)
+    def get_job(
+        self,
+        job_id: str,
+        *,
+        member_id: str = "",
+        below_step: int = 0,
+        deadline: timedelta | None = None,
+    ) -> pb.GetJobResponse:
+        """`member_id`, `below_step`: of the members this one alone, or those alone that are
+        behind."""
+        request = pb.GetJobRequest(
+            job_id=job_id, run=self.run, member_id=member_id, below_step=below_step
+        )
         return self._caller.unary("GetJob", request, pb.GetJobResponse, deadline)
 
     def list_jobs(self, *, deadline: timedelta | None = None) -> pb.ListJobsResponse:
@@ -75,13 +90,21 @@ class CoordinatorClient:
         finished: bool = False,
         deadline: timedelta | None = None,
     ) -> pb.ReportExitResponse:
-        """`key`: the member's, if it has one; an admin needs none. `failure`: not empty, the job ends with it. `finished`: it came to the
-        end of its script."""
+        """`key`: the member's, if it has one; an admin needs none. `failure`: not empty, the job
+        ends with it. `finished`: it came to the end of its script."""
         request = pb.ReportExitRequest(
-            job_id=job_id, member_id=member_id, exit_code=exit_code, signal=signal, failure=failure, finished=finished, run=self.run
+            job_id=job_id,
+            member_id=member_id,
+            exit_code=exit_code,
+            signal=signal,
+            failure=failure,
+            finished=finished,
+            run=self.run,
         )
         metadata = ((MEMBER_KEY, key),) if key else ()
-        return self._caller.unary("ReportExit", request, pb.ReportExitResponse, deadline, metadata=metadata)
+        return self._caller.unary(
+            "ReportExit", request, pb.ReportExitResponse, deadline, metadata=metadata
+        )
 
     def drain_member(
         self,
@@ -93,12 +116,19 @@ class CoordinatorClient:
         deadline: timedelta | None = None,
     ) -> pb.DrainMemberResponse:
         """Give `member_id` or `rank`."""
-        request = pb.DrainMemberRequest(job_id=job_id, member_id=member_id, rank=rank, reason=reason, run=self.run)
+        request = pb.DrainMemberRequest(
+            job_id=job_id, member_id=member_id, rank=rank, reason=reason, run=self.run
+        )
         return self._caller.unary("DrainMember", request, pb.DrainMemberResponse, deadline)
 
-    def drain_server(self, job_id: str, server_id: str, *, reason: str = "", deadline: timedelta | None = None) -> pb.DrainServerResponse:
-        """Returns at once; `ServerStatus.draining` is true until the server has given all away and has ended."""
-        request = pb.DrainServerRequest(job_id=job_id, server_id=server_id, reason=reason, run=self.run)
+    def drain_server(
+        self, job_id: str, server_id: str, *, reason: str = "", deadline: timedelta | None = None
+    ) -> pb.DrainServerResponse:
+        """Returns at once; `ServerStatus.draining` is true until the server has given all away and
+        has ended."""
+        request = pb.DrainServerRequest(
+            job_id=job_id, server_id=server_id, reason=reason, run=self.run
+        )
         return self._caller.unary("DrainServer", request, pb.DrainServerResponse, deadline)
 
     def stop_job(
@@ -113,34 +143,54 @@ class CoordinatorClient:
         request = pb.StopJobRequest(job_id=job_id, reason=reason, run=self.run, ending=ending)
         return self._caller.unary("StopJob", request, pb.StopJobResponse, deadline)
 
-    # --------------------------------------------------------------------------------------------------------- sessions
+    # ------------------------------------------------------------------------------------- sessions
 
-    def join_session(self, messages: Iterator[pb.MemberMessage]) -> ResponseStream[pb.MemberDirective]:
-        """A member's session. `messages` is read on a thread of gRPC's: it may block, and must end after the stream has."""
+    def join_session(
+        self, messages: Iterator[pb.MemberMessage]
+    ) -> ResponseStream[pb.MemberDirective]:
+        """A member's session. `messages` is read on a thread of gRPC's: it may block, and must end
+        after the stream has."""
         return self._caller.stream("JoinSession", messages, pb.MemberDirective, None)
 
     def get_ranks(
-        self, job_id: str, *, generation: int, nonce: str, ranks: Iterable[int] = (), deadline: timedelta | None = None
+        self,
+        job_id: str,
+        *,
+        generation: int,
+        nonce: str,
+        ranks: Iterable[int] = (),
+        deadline: timedelta | None = None,
     ) -> pb.GetRanksResponse:
-        """Ranks of the newest generation; none named: all. StaleGenerationError: it is not the newest any more."""
+        """Ranks of the newest generation; none named: all. StaleGenerationError: it is not the
+        newest any more."""
         request = pb.GetRanksRequest(job_id=job_id, generation=generation, nonce=nonce, ranks=ranks)
         return self._caller.unary("GetRanks", request, pb.GetRanksResponse, deadline)
 
-    def server_session(self, messages: Iterator[pb.ServerMessage]) -> ResponseStream[pb.ServerDirective]:
+    def server_session(
+        self, messages: Iterator[pb.ServerMessage]
+    ) -> ResponseStream[pb.ServerDirective]:
         """A parameter server's session, with the same rules."""
         return self._caller.stream("ServerSession", messages, pb.ServerDirective, None)
 
-    # ------------------------------------------------------------------------------------------------------------- data
+    # ----------------------------------------------------------------------------------------- data
 
     def declare_tensors(
         self, job_id: str, tensors: Iterable[pb.TensorSpec], *, deadline: timedelta | None = None
     ) -> pb.DeclareTensorsResponse:
-        """UnavailableError with reason NO_SERVERS: ask again until the job's parameter servers have registered."""
+        """UnavailableError with reason NO_SERVERS: ask again until the job's parameter servers have
+        registered."""
         request = pb.DeclareTensorsRequest(job_id=job_id, tensors=tensors, run=self.run)
         return self._caller.unary("DeclareTensors", request, pb.DeclareTensorsResponse, deadline)
 
-    def get_shard_map(self, job_id: str, *, deadline: timedelta | None = None) -> pb.GetShardMapResponse:
-        return self._caller.unary("GetShardMap", pb.GetShardMapRequest(job_id=job_id, run=self.run), pb.GetShardMapResponse, deadline)
+    def get_shard_map(
+        self, job_id: str, *, deadline: timedelta | None = None
+    ) -> pb.GetShardMapResponse:
+        return self._caller.unary(
+            "GetShardMap",
+            pb.GetShardMapRequest(job_id=job_id, run=self.run),
+            pb.GetShardMapResponse,
+            deadline,
+        )
 
     def lease_batches(
         self,
@@ -158,8 +208,8 @@ class CoordinatorClient:
         batch_ms: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.LeaseBatchesResponse:
-        """Not repeated by gRPC. After an UnavailableError repeat it with the same `sequence`; without one, leases may have been given that
-        nobody knows of."""
+        """Not repeated by gRPC. After an UnavailableError repeat it with the same `sequence`;
+        without one, leases may have been given that nobody knows of."""
         request = pb.LeaseBatchesRequest(
             job_id=job_id,
             member_id=member_id,
@@ -177,10 +227,17 @@ class CoordinatorClient:
         return self._caller.unary("LeaseBatches", request, pb.LeaseBatchesResponse, deadline)
 
     def watch_events(
-        self, job_id: str, *, after_event_id: str = "", follow: bool = False, deadline: timedelta | None = None
+        self,
+        job_id: str,
+        *,
+        after_event_id: str = "",
+        follow: bool = False,
+        deadline: timedelta | None = None,
     ) -> ResponseStream[pb.Event]:
         """Events, oldest first; with `follow` until cancelled. No deadline unless given."""
-        request = pb.WatchEventsRequest(job_id=job_id, after_event_id=after_event_id, follow=follow, run=self.run)
+        request = pb.WatchEventsRequest(
+            job_id=job_id, after_event_id=after_event_id, follow=follow, run=self.run
+        )
         return self._caller.stream("WatchEvents", request, pb.Event, deadline)
 
     def close(self) -> None:
@@ -190,5 +247,10 @@ class CoordinatorClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()

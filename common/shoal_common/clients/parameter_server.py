@@ -1,11 +1,14 @@
-"""One parameter server's client: a method per RPC of shoal.v1.ParameterServer, with the same names in snake_case.
+"""One parameter server's client: a method per RPC of shoal.v1.ParameterServer, with the same names
+in snake_case.
 
-Tensors travel over a bulk channel (shoal_common.clients.bulk) where one can be had, else over gRPC (shoal_common.wire): payloads are sent
-from the caller's buffers and pulled straight into them. Synchronous and safe to
-share between threads; never use one in a forked child. Every method raises ShoalErrors: what the .proto says of each RPC, and
-UnavailableError or DeadlineError where the server cannot be reached. `deadline` overrides ChannelSettings.deadline.
+Tensors travel over a bulk channel (shoal_common.clients.bulk) where one can be had, else over gRPC
+(shoal_common.wire): payloads are sent from the caller's buffers and pulled straight into them.
+Synchronous and safe to share between threads; never use one in a forked child. Every method raises
+ShoalErrors: what the .proto says of each RPC, and UnavailableError or DeadlineError where the
+server cannot be reached. `deadline` overrides ChannelSettings.deadline.
 
-Which partition is on which server is the caller's business, and so is repeating a push (its sequence numbers make that safe).
+Which partition is on which server is the caller's business, and so is repeating a push (its
+sequence numbers make that safe).
 """
 
 from __future__ import annotations
@@ -34,7 +37,13 @@ from shoal_common.clients.pull import PullReceiver
 from shoal_common.errors import CorruptDataError, ShoalError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.status import is_unreachable
-from shoal_common.wire import decode_pull_chunk, decode_rows_chunk, encode_push_chunk, encode_rows_chunk, framed
+from shoal_common.wire import (
+    decode_pull_chunk,
+    decode_rows_chunk,
+    encode_push_chunk,
+    encode_rows_chunk,
+    framed,
+)
 
 SERVICE: Final = "shoal.v1.ParameterServer"
 DEFAULT_STREAM_DEADLINE: Final = timedelta(seconds=60)
@@ -42,27 +51,40 @@ DEFAULT_STREAM_DEADLINE: Final = timedelta(seconds=60)
 ResponseT = TypeVar("ResponseT")
 
 Partitions = Iterable[tuple[pb.PushHeader, memoryview]]
-"""What is pushed: each partition's header (payload_bytes and checksum as the caller set them) and its encoded payload."""
+"""What is pushed: each partition's header (payload_bytes and checksum as the caller set them) and
+its encoded payload."""
 
 
 class _Stub:
-    """The methods of the service: the generated ones, and those that carry tensors, whose messages Shoal's own codec writes."""
+    """The methods of the service: the generated ones, and those that carry tensors, whose messages
+    Shoal's own codec writes."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._generated = ParameterServerStub(channel)
         self.health = health_pb2_grpc.HealthStub(channel)
         self.initialize = channel.stream_unary(
-            f"/{SERVICE}/Initialize", request_serializer=encode_push_chunk, response_deserializer=pb.PushResponse.FromString
+            f"/{SERVICE}/Initialize",
+            request_serializer=encode_push_chunk,
+            response_deserializer=pb.PushResponse.FromString,
         )
         self.push = channel.stream_unary(
-            f"/{SERVICE}/Push", request_serializer=encode_push_chunk, response_deserializer=pb.PushResponse.FromString
+            f"/{SERVICE}/Push",
+            request_serializer=encode_push_chunk,
+            response_deserializer=pb.PushResponse.FromString,
         )
         self.restore_rows = channel.stream_unary(
-            f"/{SERVICE}/RestoreRows", request_serializer=encode_rows_chunk, response_deserializer=pb.RestoreRowsResponse.FromString
+            f"/{SERVICE}/RestoreRows",
+            request_serializer=encode_rows_chunk,
+            response_deserializer=pb.RestoreRowsResponse.FromString,
         )
-        self.read_rows = channel.unary_stream(f"/{SERVICE}/ReadRows", request_serializer=pb.ReadRowsRequest.SerializeToString)
-        # Chunks are decoded by the reader, where a malformed one can be named: from a deserializer gRPC only says that it failed.
-        self.pull = channel.unary_stream(f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString)
+        self.read_rows = channel.unary_stream(
+            f"/{SERVICE}/ReadRows", request_serializer=pb.ReadRowsRequest.SerializeToString
+        )
+        # Chunks are decoded by the reader, where a malformed one can be named: from a deserializer
+        # gRPC only says that it failed.
+        self.pull = channel.unary_stream(
+            f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString
+        )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._generated, name)
@@ -83,10 +105,11 @@ class ParameterServerClient:
         member_id: str = "",
         fell_back: Callable[[Transport], None] = lambda transport: None,
     ) -> None:
-        """`transport`: what tensors travel by. With AUTO what cannot be had is passed over, logged once and tried again after a minute; any
-        other is the only one, and UnavailableError / TRANSPORT_UNAVAILABLE tells that it cannot be had. `member_id`: the member that this
-        client mostly speaks for; connections for others are opened when they are needed. `fell_back` is told of each transport that should
-        work and does not."""
+        """`transport`: what tensors travel by. With AUTO what cannot be had is passed over, logged
+        once and tried again after a minute; any other is the only one, and UnavailableError /
+        TRANSPORT_UNAVAILABLE tells that it cannot be had. `member_id`: the member that this client
+        mostly speaks for; connections for others are opened when they are needed. `fell_back` is
+        told of each transport that should work and does not."""
         keep_freed_memory()
         self._member_id = member_id
         self.address = settings.address
@@ -98,12 +121,14 @@ class ParameterServerClient:
         self._caller = Caller(settings, interceptors, _Stub)
         self._bulk = BulkChannel(
             settings,
-            lambda job_id, member_id, deadline: self.open_data(job_id, member_id, deadline=deadline),
+            lambda job_id, member_id, deadline: self.open_data(
+                job_id, member_id, deadline=deadline
+            ),
             transport=transport,
             fell_back=fell_back,
         )
 
-    # ---------------------------------------------------------------------------------------------------- the client itself
+    # ---------------------------------------------------------------------------- the client itself
 
     @property
     def is_closed(self) -> bool:
@@ -117,11 +142,17 @@ class ParameterServerClient:
             return time.monotonic() - min(self._calls.values()) if self._calls else 0.0
 
     def answers(self, deadline: timedelta) -> bool:
-        """Returns whether the server answers a health check in time, whatever it says. Does not count as a call in progress."""
+        """Returns whether the server answers a health check in time, whatever it says. Does not
+        count as a call in progress."""
         try:
-            self._caller.stub.health.Check(health_pb2.HealthCheckRequest(), timeout=deadline.total_seconds())
+            self._caller.stub.health.Check(
+                health_pb2.HealthCheckRequest(), timeout=deadline.total_seconds()
+            )
         except grpc.RpcError as error:
-            return not (is_unreachable(error) or error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED))
+            return not (
+                is_unreachable(error)
+                or error.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+            )
         except ValueError:  # the channel was closed
             return False
         return True
@@ -137,22 +168,30 @@ class ParameterServerClient:
             with self._lock:
                 del self._calls[call]
 
-    def _unary(self, method: str, request: Any, response: type[ResponseT], deadline: timedelta | None) -> ResponseT:
+    def _unary(
+        self, method: str, request: Any, response: type[ResponseT], deadline: timedelta | None
+    ) -> ResponseT:
         with self._in_progress():
             return self._caller.unary(method, request, response, deadline)
 
-    # ---------------------------------------------------------------------------------------------------------- tensors
+    # -------------------------------------------------------------------------------------- tensors
 
-    def initialize(self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE) -> list[pb.PartitionResult]:
-        """Offers first values; the first writer of each partition wins. One result per partition, in order."""
+    def initialize(
+        self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE
+    ) -> list[pb.PartitionResult]:
+        """Offers first values; the first writer of each partition wins. One result per partition,
+        in order."""
         with self._in_progress():
             return self._upload(Kind.INITIALIZE, self._caller.stub.initialize, partitions, deadline)
 
-    def push(self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE) -> list[pb.PartitionResult]:
+    def push(
+        self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE
+    ) -> list[pb.PartitionResult]:
         """Pushes gradients. One result per partition, in order.
 
-        After an error some partitions may have been applied: push them all again with the same sequence numbers; what was applied is
-        acknowledged and not applied twice. Buffers must not change until the call returns. `partitions` may be read on another thread.
+        After an error some partitions may have been applied: push them all again with the same
+        sequence numbers; what was applied is acknowledged and not applied twice. Buffers must not
+        change until the call returns. `partitions` may be read on another thread.
         """
         with self._in_progress():
             return self._upload(Kind.PUSH, self._caller.stub.push, partitions, deadline)
@@ -164,12 +203,14 @@ class ParameterServerClient:
         *,
         deadline: timedelta | None = None,
     ) -> list[pb.PullHeader]:
-        """Writes each partition straight into the buffer that `into` gives for its header; None: its payload is dropped.
+        """Writes each partition straight into the buffer that `into` gives for its header; None:
+        its payload is dropped.
 
-        `into` is not called for partitions that are `unchanged`. Buffers must be writable, C-contiguous and of exactly
-        `payload_bytes`. Returns every header, in the order sent. After an error buffers may hold part of a partition; the headers of
-        whole ones are not known then: pull again. Raises CorruptDataError for truncated or damaged payloads. `deadline` None: 60 s beyond
-        the request's own wait_ms.
+        `into` is not called for partitions that are `unchanged`. Buffers must be writable,
+        C-contiguous and of exactly `payload_bytes`. Returns every header, in the order sent. After
+        an error buffers may hold part of a partition; the headers of whole ones are not known then:
+        pull again. Raises CorruptDataError for truncated or damaged payloads. `deadline` None: 60 s
+        beyond the request's own wait_ms.
         """
         if deadline is None:
             deadline = DEFAULT_STREAM_DEADLINE + timedelta(milliseconds=request.wait_ms)
@@ -180,7 +221,9 @@ class ParameterServerClient:
         return receiver.finish()
 
     def _receive(self, request: pb.PullRequest, receiver: PullReceiver, until: float) -> None:
-        with self._bulk.connection(request.job_id, request.member_id or self._member_id, until) as connection:
+        with self._bulk.connection(
+            request.job_id, request.member_id or self._member_id, until
+        ) as connection:
             if connection is not None:
                 connection.pull(request, receiver, until)
                 return
@@ -199,7 +242,8 @@ class ParameterServerClient:
         *,
         deadline: timedelta = DEFAULT_STREAM_DEADLINE,
     ) -> pb.RowsHeader:
-        """Gives the file of one bucket to `write`, piece by piece; it is whole, and what its header says, when this returns.
+        """Gives the file of one bucket to `write`, piece by piece; it is whole, and what its header
+        says, when this returns.
 
         Raises CorruptDataError (PAYLOAD_TRUNCATED, CHECKSUM_MISMATCH) for one that is not.
         """
@@ -217,22 +261,38 @@ class ParameterServerClient:
             finally:
                 call.cancel()
         if header is None or came != header.payload_bytes:
-            raise CorruptDataError(f"{came} bytes of a bucket came, not all of it; read it again", reason="PAYLOAD_TRUNCATED")
+            raise CorruptDataError(
+                f"{came} bytes of a bucket came, not all of it; read it again",
+                reason="PAYLOAD_TRUNCATED",
+            )
         if digest.intdigest() != header.checksum:
-            raise CorruptDataError("a bucket is not what its header says; read it again", reason="CHECKSUM_MISMATCH")
+            raise CorruptDataError(
+                "a bucket is not what its header says; read it again", reason="CHECKSUM_MISMATCH"
+            )
         return header
 
     def restore_rows(
-        self, header: pb.RowsHeader, payload: Iterable[memoryview], *, deadline: timedelta = DEFAULT_STREAM_DEADLINE
+        self,
+        header: pb.RowsHeader,
+        payload: Iterable[memoryview],
+        *,
+        deadline: timedelta = DEFAULT_STREAM_DEADLINE,
     ) -> pb.RestoreRowsResponse:
-        """Puts the file of a bucket in its place. `payload`: its bytes, in pieces of at most 4 MiB."""
+        """Puts the file of a bucket in its place. `payload`: its bytes, in pieces of at most 4
+        MiB."""
         outgoing = chain([(header, memoryview(b""))], ((None, piece) for piece in payload))
         with self._in_progress(), self._caller.errors("RestoreRows"):
-            answer: pb.RestoreRowsResponse = self._caller.stub.restore_rows(outgoing, timeout=deadline.total_seconds())
+            answer: pb.RestoreRowsResponse = self._caller.stub.restore_rows(
+                outgoing, timeout=deadline.total_seconds()
+            )
             return answer
 
     def _upload(
-        self, kind: Kind, multi_callable: Callable[..., pb.PushResponse], partitions: Partitions, deadline: timedelta
+        self,
+        kind: Kind,
+        multi_callable: Callable[..., pb.PushResponse],
+        partitions: Partitions,
+        deadline: timedelta,
     ) -> list[pb.PartitionResult]:
         until = time.monotonic() + deadline.total_seconds()
         coming = iter(partitions)
@@ -244,18 +304,27 @@ class ParameterServerClient:
         outgoing = _Outgoing(coming)
         try:
             with self._caller.errors(kind.name.title()):
-                return list(multi_callable(iter(outgoing), timeout=until - time.monotonic()).results)
+                return list(
+                    multi_callable(iter(outgoing), timeout=until - time.monotonic()).results
+                )
         except ShoalError as error:
             if outgoing.failure is not None:
                 raise outgoing.failure from error
             raise
 
-    # -------------------------------------------------------------------------------------------------------- the rest
+    # ------------------------------------------------------------------------------------- the rest
 
     def configure_optimizer(
-        self, job_id: str, optimizer: pb.OptimizerSpec, consistency: pb.Consistency, *, deadline: timedelta | None = None
+        self,
+        job_id: str,
+        optimizer: pb.OptimizerSpec,
+        consistency: pb.Consistency,
+        *,
+        deadline: timedelta | None = None,
     ) -> pb.ConfigureOptimizerResponse:
-        request = pb.ConfigureOptimizerRequest(job_id=job_id, optimizer=optimizer, consistency=consistency)
+        request = pb.ConfigureOptimizerRequest(
+            job_id=job_id, optimizer=optimizer, consistency=consistency
+        )
         return self._unary("ConfigureOptimizer", request, pb.ConfigureOptimizerResponse, deadline)
 
     def set_hyperparameters(
@@ -267,10 +336,14 @@ class ParameterServerClient:
         groups: Iterable[pb.ParameterGroup] = (),
         deadline: timedelta | None = None,
     ) -> pb.SetHyperparametersResponse:
-        request = pb.SetHyperparametersRequest(job_id=job_id, revision=revision, hyperparameters=hyperparameters, groups=groups)
+        request = pb.SetHyperparametersRequest(
+            job_id=job_id, revision=revision, hyperparameters=hyperparameters, groups=groups
+        )
         return self._unary("SetHyperparameters", request, pb.SetHyperparametersResponse, deadline)
 
-    def open_data(self, job_id: str, member_id: str = "", *, deadline: timedelta | None = None) -> pb.OpenDataResponse:
+    def open_data(
+        self, job_id: str, member_id: str = "", *, deadline: timedelta | None = None
+    ) -> pb.OpenDataResponse:
         """Asks for a ticket. `push`, `initialize` and `pull` do it by themselves."""
         request = pb.OpenDataRequest(job_id=job_id, member_id=member_id)
         return self._unary("OpenData", request, pb.OpenDataResponse, deadline)
@@ -287,8 +360,9 @@ class ParameterServerClient:
         shard_map_epoch: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.AdvanceClockResponse:
-        """Tells that the member has finished iteration `clock`; with `has_read`, that it has read the values that this iteration ended with
-        (bsp). `place`, `generation`, `shard_map_epoch`: as in AdvanceClockRequest."""
+        """Tells that the member has finished iteration `clock`; with `has_read`, that it has read
+        the values that this iteration ended with (bsp). `place`, `generation`, `shard_map_epoch`:
+        as in AdvanceClockRequest."""
         request = pb.AdvanceClockRequest(
             job_id=job_id,
             member_id=member_id,
@@ -300,12 +374,21 @@ class ParameterServerClient:
         )
         return self._unary("AdvanceClock", request, pb.AdvanceClockResponse, deadline)
 
-    def snapshot(self, job_id: str, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE) -> pb.SnapshotResponse:
-        return self._unary("Snapshot", pb.SnapshotRequest(job_id=job_id), pb.SnapshotResponse, deadline)
+    def snapshot(
+        self, job_id: str, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE
+    ) -> pb.SnapshotResponse:
+        return self._unary(
+            "Snapshot", pb.SnapshotRequest(job_id=job_id), pb.SnapshotResponse, deadline
+        )
 
-    def get_server(self, *, member_id: str = "", deadline: timedelta | None = None) -> pb.GetServerResponse:
-        """With `member_id`, each partition also carries the last sequence number applied for that member."""
-        return self._unary("GetServer", pb.GetServerRequest(member_id=member_id), pb.GetServerResponse, deadline)
+    def get_server(
+        self, *, member_id: str = "", deadline: timedelta | None = None
+    ) -> pb.GetServerResponse:
+        """With `member_id`, each partition also carries the last sequence number applied for that
+        member."""
+        return self._unary(
+            "GetServer", pb.GetServerRequest(member_id=member_id), pb.GetServerResponse, deadline
+        )
 
     def close(self) -> None:
         """Cancels calls in progress and closes the connection. Idempotent."""
@@ -316,12 +399,18 @@ class ParameterServerClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 class _Outgoing:
-    """The chunks of an upload, and what went wrong while making them: gRPC only says that something did."""
+    """The chunks of an upload, and what went wrong while making them: gRPC only says that something
+    did."""
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions

@@ -1,4 +1,5 @@
-"""Putting a Pull's chunks together in the caller's own memory, and checking that every partition came whole."""
+"""Putting a Pull's chunks together in the caller's own memory, and checking that every partition
+came whole."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from shoal_common.wire import as_bytes, checksum
 
 
 class PullReceiver:
-    """The state of one Pull, on the thread that reads it: `receive` each chunk, or `begin` each partition and put its payload into the
-    `room` for it; then `finish`."""
+    """The state of one Pull, on the thread that reads it: `receive` each chunk, or `begin` each
+    partition and put its payload into the `room` for it; then `finish`."""
 
     def __init__(self, into: Callable[[pb.PullHeader], memoryview | None]) -> None:
         self._into = into
@@ -30,14 +31,18 @@ class PullReceiver:
         self.came(payload.nbytes)
 
     def room(self, nbytes: int) -> memoryview | None:
-        """Where the next bytes of the payload belong; None: nobody wants them. Say that they `came` when they are there."""
+        """Where the next bytes of the payload belong; None: nobody wants them. Say that they `came`
+        when they are there."""
         if not self._headers:
-            raise CorruptDataError("the server's stream begins without a header", reason="STREAM_MALFORMED")
+            raise CorruptDataError(
+                "the server's stream begins without a header", reason="STREAM_MALFORMED"
+            )
         end = self._received + nbytes
         expected = self._headers[-1].payload_bytes
         if end > expected:
             raise CorruptDataError(
-                f"partition {self._headers[-1].partition_id}: more than the {expected} bytes that its header declares",
+                f"partition {self._headers[-1].partition_id}: more than the {expected} bytes that "
+                "its header declares",
                 reason="STREAM_MALFORMED",
             )
         return None if self._target is None else self._target[self._received : end]
@@ -56,15 +61,17 @@ class PullReceiver:
         self._check_complete()
         if header.payload_bytes < 0 or (header.unchanged and header.payload_bytes):
             raise CorruptDataError(
-                f"partition {header.partition_id}: payload_bytes={header.payload_bytes} with unchanged={header.unchanged}",
+                f"partition {header.partition_id}: payload_bytes={header.payload_bytes} with "
+                f"unchanged={header.unchanged}",
                 reason="STREAM_MALFORMED",
             )
         target = None if header.unchanged else self._into(header)
         if target is not None:
             if target.readonly or target.nbytes != header.payload_bytes:
                 raise ConfigurationError(
-                    f"partition {header.partition_id}: the buffer given has {target.nbytes} bytes{' and is read-only' * target.readonly}, "
-                    f"expected a writable one of {header.payload_bytes}",
+                    f"partition {header.partition_id}: the buffer given has {target.nbytes} "
+                    f"bytes{' and is read-only' * target.readonly}, expected a writable one of "
+                    f"{header.payload_bytes}",
                     reason="BUFFER_MISMATCH",
                 )
             target = as_bytes(target)
@@ -78,8 +85,16 @@ class PullReceiver:
         header = self._headers[-1]
         if self._received != header.payload_bytes:
             raise CorruptDataError(
-                f"partition {header.partition_id} is truncated: {self._received} of {header.payload_bytes} bytes came; pull it again",
+                f"partition {header.partition_id} is truncated: {self._received} of "
+                f"{header.payload_bytes} bytes came; pull it again",
                 reason="PAYLOAD_TRUNCATED",
             )
-        if self._target is not None and header.checksum and checksum(self._target) != header.checksum:
-            raise CorruptDataError(f"partition {header.partition_id} fails its checksum; pull it again", reason="CHECKSUM_MISMATCH")
+        if (
+            self._target is not None
+            and header.checksum
+            and checksum(self._target) != header.checksum
+        ):
+            raise CorruptDataError(
+                f"partition {header.partition_id} fails its checksum; pull it again",
+                reason="CHECKSUM_MISMATCH",
+            )

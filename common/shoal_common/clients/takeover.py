@@ -1,9 +1,12 @@
-"""Notices that a parameter server which does not answer was replaced by its backup, and ends the calls that wait for it.
+"""Notices that a parameter server which does not answer was replaced by its backup, and ends the
+calls that wait for it.
 
-A process that stands still (SIGSTOP, a frozen virtual machine) keeps its connections open, so a call to it ends at its deadline, of a
-minute and more. The coordinator knows better: it makes the backup the primary when the lease has ended. A thread of this module looks at
-calls that take long. It asks the coordinator only while a server does not answer a health check, and closes that server's client once the
-shard map names another address in its place. The calls then fail, and are repeated with the same sequence numbers at the new address.
+A process that stands still (SIGSTOP, a frozen virtual machine) keeps its connections open, so a
+call to it ends at its deadline, of a minute and more. The coordinator knows better: it makes the
+backup the primary when the lease has ended. A thread of this module looks at calls that take long.
+It asks the coordinator only while a server does not answer a health check, and closes that server's
+client once the shard map names another address in its place. The calls then fail, and are repeated
+with the same sequence numbers at the new address.
 """
 
 from __future__ import annotations
@@ -33,12 +36,14 @@ class TakeoverWatch:
     """Watches the clients of one job's parameter servers in one process. Any thread may call."""
 
     def __init__(self, shard_map: Callable[[], pb.ShardMap | None]) -> None:
-        """`shard_map`: asks the coordinator where the servers are; None: it cannot say. Called on a thread of the watch."""
+        """`shard_map`: asks the coordinator where the servers are; None: it cannot say. Called on a
+        thread of the watch."""
         self._shard_map = shard_map
         self._lock = threading.Lock()
         self._clients: weakref.WeakSet[ParameterServerClient] = weakref.WeakSet()
         self._silent: weakref.WeakSet[ParameterServerClient] = weakref.WeakSet()
-        """Clients of servers that did not answer a health check, and have answered no call since."""
+        """Clients of servers that did not answer a health check, and have answered no call
+        since."""
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
 
@@ -47,7 +52,9 @@ class TakeoverWatch:
         with self._lock:
             self._clients.add(client)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="shoal-takeover", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="shoal-takeover", daemon=True
+                )
                 self._thread.start()
 
     def _run(self) -> None:
@@ -55,7 +62,9 @@ class TakeoverWatch:
         while clients := self._open_clients():
             slow = [client for client in clients if client.oldest_call_s > _LONG_S]
             if ticks % _CHECK_EVERY_TICKS == 0:
-                self._silent = weakref.WeakSet(client for client in slow if not client.answers(_CHECK_DEADLINE))
+                self._silent = weakref.WeakSet(
+                    client for client in slow if not client.answers(_CHECK_DEADLINE)
+                )
             if silent := [client for client in slow if client in self._silent]:
                 self._end_replaced(silent)
             del clients, slow, silent
@@ -63,7 +72,8 @@ class TakeoverWatch:
             self._wake.wait(_TICK_S)
 
     def _open_clients(self) -> list[ParameterServerClient]:
-        """Clients that are not closed. Without any, the thread ends; the next one that is added starts another."""
+        """Clients that are not closed. Without any, the thread ends; the next one that is added
+        starts another."""
         with self._lock:
             clients = [client for client in self._clients if not client.is_closed]
             self._clients = weakref.WeakSet(clients)
@@ -85,7 +95,8 @@ class TakeoverWatch:
         for client in silent:
             if client.address not in addresses:
                 _log.warning(
-                    "the parameter server at %s does not answer, and another one has its place: calls in progress go to that one",
+                    "the parameter server at %s does not answer, and another one has its place: "
+                    "calls in progress go to that one",
                     client.address,
                 )
                 client.close()

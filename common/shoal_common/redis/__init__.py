@@ -1,6 +1,20 @@
-"""Redis (or Valkey): connections with one clear error, and a server of our own where nobody runs one."""
+"""Redis (or Valkey): connections with one clear error, and a server of our own where nobody runs
+one."""
 
-from shoal_common.redis.connection import RedisSettings, connect, connect_async, redacted, with_authority
+from shoal_common.redis.connection import (
+    RedisSettings,
+    connect,
+    connect_async,
+    redacted,
+    with_authority,
+)
 from shoal_common.redis.embedded import EmbeddedRedis
 
-__all__ = ["EmbeddedRedis", "RedisSettings", "connect", "connect_async", "redacted", "with_authority"]
+__all__ = [
+    "EmbeddedRedis",
+    "RedisSettings",
+    "connect",
+    "connect_async",
+    "redacted",
+    "with_authority",
+]

@@ -1,8 +1,9 @@
 """Connections to a Redis-protocol server that is already running.
 
-Every function here answers once the server has answered a PING, or raises one ShoalError that names the server (without its
-password) and the remedy. Replies are bytes: Shoal keeps protobuf in Redis. This module does not start servers (see embedded.py) and
-knows no keys. redis-py's clients are safe to share between threads; the asynchronous one belongs to the loop that made it.
+Every function here answers once the server has answered a PING, or raises one ShoalError that names
+the server (without its password) and the remedy. Replies are bytes: Shoal keeps protobuf in Redis.
+This module does not start servers (see embedded.py) and knows no keys. redis-py's clients are safe
+to share between threads; the asynchronous one belongs to the loop that made it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import ExponentialWithJitterBackoff
 from redis.retry import Retry
 
-from shoal_common.errors import AuthenticationError, ConfigurationError, ShoalError, UnavailableError
+from shoal_common.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ShoalError,
+    UnavailableError,
+)
 
 EMBEDDED_SCHEME: Final = "embedded"
 _SCHEMES: Final = ("redis", "rediss", "unix")
@@ -37,17 +43,25 @@ class RedisSettings:
     """Longest wait for a TCP connection and for the first answer."""
 
     command_timeout: timedelta | None = timedelta(seconds=10)
-    """Longest wait for any one answer; None for clients that send blocking commands (XREAD BLOCK, BLPOP) without a limit."""
+    """Longest wait for any one answer; None for clients that send blocking commands (XREAD BLOCK,
+    BLPOP) without a limit."""
 
     retries: int = 3
-    """How often a command is sent again after a broken connection. Commands must be idempotent, or this must be 0."""
+    """How often a command is sent again after a broken connection. Commands must be idempotent, or
+    this must be 0."""
 
     def __post_init__(self) -> None:
         scheme = _split(self.url).scheme
         if scheme == EMBEDDED_SCHEME:
-            raise ConfigurationError(f"{self.url!r} names no running server: start one with EmbeddedRedis.from_url() and use its .url")
+            raise ConfigurationError(
+                f"{self.url!r} names no running server: start one with EmbeddedRedis.from_url() "
+                "and use its .url"
+            )
         if scheme not in _SCHEMES:
-            raise ConfigurationError(f"Redis URL {redacted(self.url)!r}: expected redis://HOST:PORT, rediss://HOST:PORT or unix:///PATH")
+            raise ConfigurationError(
+                f"Redis URL {redacted(self.url)!r}: expected redis://HOST:PORT, rediss://HOST:PORT "
+                "or unix:///PATH"
+            )
         if self.retries < 0:
             raise ConfigurationError(f"retries={self.retries}: expected 0 or more")
 
@@ -60,7 +74,8 @@ def connect(
 ) -> redis.Redis:
     """A synchronous client whose server has answered.
 
-    Raises ConfigurationError (bad URL), AuthenticationError (refused credentials), UnavailableError (no answer).
+    Raises ConfigurationError (bad URL), AuthenticationError (refused credentials), UnavailableError
+    (no answer).
     """
     settings = _settings(url, connect_timeout, command_timeout)
     backoff = ExponentialWithJitterBackoff(base=0.05, cap=1.0)
@@ -82,7 +97,9 @@ async def connect_async(
     """The same for asyncio; close it with `await client.aclose()`."""
     settings = _settings(url, connect_timeout, command_timeout)
     backoff = ExponentialWithJitterBackoff(base=0.05, cap=1.0)
-    client: redis.asyncio.Redis = _from_url(redis.asyncio.Redis, settings, AsyncRetry(backoff, settings.retries))
+    client: redis.asyncio.Redis = _from_url(
+        redis.asyncio.Redis, settings, AsyncRetry(backoff, settings.retries)
+    )
     try:
         await client.ping()
     except (redis.RedisError, OSError) as error:
@@ -92,8 +109,8 @@ async def connect_async(
 
 
 def with_authority(url: str, authority: Path | None) -> str:
-    """The URL of a server with TLS (rediss://), whose certificate `authority` must have signed; other URLs as they are. None: as it says
-    itself, or one of the system's."""
+    """The URL of a server with TLS (rediss://), whose certificate `authority` must have signed;
+    other URLs as they are. None: as it says itself, or one of the system's."""
     parts = _split(url)
     if authority is None or parts.scheme != "rediss" or "ssl_ca_certs=" in parts.query:
         return url
@@ -116,16 +133,27 @@ def _split(url: str) -> SplitResult:
         return urlsplit(url)
     except ValueError as error:
         # The text is not repeated: it may hold a password where none is looked for.
-        raise ConfigurationError(f"the Redis URL cannot be read: {error}; expected redis://HOST:PORT") from error
+        raise ConfigurationError(
+            f"the Redis URL cannot be read: {error}; expected redis://HOST:PORT"
+        ) from error
 
 
-def _settings(url: str | RedisSettings, connect_timeout: timedelta | None, command_timeout: timedelta | None) -> RedisSettings:
+def _settings(
+    url: str | RedisSettings, connect_timeout: timedelta | None, command_timeout: timedelta | None
+) -> RedisSettings:
     if isinstance(url, RedisSettings):
         if connect_timeout is not None or command_timeout is not None:
-            raise ConfigurationError("timeouts are given twice: set them in RedisSettings, or pass a URL")
+            raise ConfigurationError(
+                "timeouts are given twice: set them in RedisSettings, or pass a URL"
+            )
         return url
-    given: Mapping[str, Any] = {"connect_timeout": connect_timeout, "command_timeout": command_timeout}
-    return RedisSettings(url=url, **{name: value for name, value in given.items() if value is not None})
+    given: Mapping[str, Any] = {
+        "connect_timeout": connect_timeout,
+        "command_timeout": command_timeout,
+    }
+    return RedisSettings(
+        url=url, **{name: value for name, value in given.items() if value is not None}
+    )
 
 
 def _from_url(kind: Any, settings: RedisSettings, retry: Any) -> Any:
@@ -139,17 +167,23 @@ def _from_url(kind: Any, settings: RedisSettings, retry: Any) -> Any:
             health_check_interval=30,
         )
     except ValueError as error:
-        raise ConfigurationError(f"Redis URL {redacted(settings.url)!r}: {error}; expected redis://HOST:PORT") from error
+        raise ConfigurationError(
+            f"Redis URL {redacted(settings.url)!r}: {error}; expected redis://HOST:PORT"
+        ) from error
 
 
 def _refused(settings: RedisSettings, error: Exception) -> ShoalError:
     where = redacted(settings.url)
-    if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError) or "NOAUTH" in str(error):
+    if isinstance(
+        error, redis.AuthenticationError | redis.exceptions.NoPermissionError
+    ) or "NOAUTH" in str(error):
         return AuthenticationError(
-            f"Redis at {where} refused the credentials: {error}; put them in the URL, redis://USER:PASSWORD@HOST:PORT",
+            f"Redis at {where} refused the credentials: {error}; put them in the URL, "
+            "redis://USER:PASSWORD@HOST:PORT",
             reason="REDIS_CREDENTIALS",
         )
     return UnavailableError(
-        f"Redis at {where} does not answer: {error or type(error).__name__}; start a server there, or use embedded://",
+        f"Redis at {where} does not answer: {error or type(error).__name__}; start a server there, "
+        "or use embedded://",
         reason="REDIS_UNAVAILABLE",
     )

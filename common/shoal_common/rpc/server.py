@@ -1,7 +1,9 @@
-"""The gRPC server of every Shoal service: TLS, bearer tokens, health, reflection, metrics, errors as statuses, graceful drain.
+"""The gRPC server of every Shoal service: TLS, bearer tokens, health, reflection, metrics, errors
+as statuses, graceful drain.
 
-A service gives its servicer and who may call what; handlers raise ShoalErrors and need nothing else. Everything here belongs to the
-event loop that called `start`. This module does not handle signals: the service's main does, and calls `drain_and_stop`.
+A service gives its servicer and who may call what; handlers raise ShoalErrors and need nothing
+else. Everything here belongs to the event loop that called `start`. This module does not handle
+signals: the service's main does, and calls `drain_and_stop`.
 """
 
 from __future__ import annotations
@@ -33,9 +35,12 @@ from shoal_common.settings import parse_address
 logger = logging.getLogger(__name__)
 
 _A_DAY_S: Final = 24 * 3600.0
-ALL_AT_ONCE: Final = (("grpc.server.max_pending_requests", 30_000), ("grpc.server.max_pending_requests_hard_limit", 40_000))
-"""gRPC cancels calls at random when more than a thousand (at most three) wait for the handler. Ten thousand members may come at once, as
-they do after a restart of the coordinator."""
+ALL_AT_ONCE: Final = (
+    ("grpc.server.max_pending_requests", 30_000),
+    ("grpc.server.max_pending_requests_hard_limit", 40_000),
+)
+"""gRPC cancels calls at random when more than a thousand (at most three) wait for the handler. Ten
+thousand members may come at once, as they do after a restart of the coordinator."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,31 +66,42 @@ class ServerSettings:
     """Longest message received or sent; longer ones get RESOURCE_EXHAUSTED."""
 
     keepalive: timedelta = timedelta(seconds=20)
-    """A ping after so long without traffic: clients that vanished without closing are found, and their streams broken."""
+    """A ping after so long without traffic: clients that vanished without closing are found, and
+    their streams broken."""
 
     keepalive_timeout: timedelta = timedelta(seconds=10)
     """How long a ping may stay unanswered before the connection is given up."""
 
     shortest_keepalive: timedelta = timedelta(seconds=5)
-    """Clients that ping more often are disconnected. At most the clients' `ChannelSettings.keepalive`."""
+    """Clients that ping more often are disconnected. At most the clients'
+    `ChannelSettings.keepalive`."""
 
     def __post_init__(self) -> None:
         address = parse_address(self.listen)
         if self.tls is not None and self.tls.certificate is None:
             raise ConfigurationError("a TLS server needs a certificate and its key")
-        lacking = [name for name, lacks in (("TLS", self.tls is None), ("tokens", self.tokens.is_open)) if lacks]
+        lacking = [
+            name
+            for name, lacks in (("TLS", self.tls is None), ("tokens", self.tokens.is_open))
+            if lacks
+        ]
         if lacking and not address.is_loopback and not self.insecure:
             raise ConfigurationError(
-                f"listen={self.listen!r} can be reached from other machines, without {' and '.join(lacking)}; "
-                "configure them, listen on 127.0.0.1, or allow it (--insecure)"
+                f"listen={self.listen!r} can be reached from other machines, without "
+                f"{' and '.join(lacking)}; configure them, listen on 127.0.0.1, or allow it "
+                "(--insecure)"
             )
         if self.drain_timeout < timedelta(0):
             raise ConfigurationError(f"drain_timeout={self.drain_timeout}: expected zero or more")
         for name in ("keepalive", "keepalive_timeout", "shortest_keepalive"):
             if getattr(self, name) < timedelta(milliseconds=1):
-                raise ConfigurationError(f"{name}={getattr(self, name)}: expected at least one millisecond")
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)}: expected at least one millisecond"
+                )
         if self.max_message_bytes < 1:
-            raise ConfigurationError(f"max_message_bytes={self.max_message_bytes}: expected at least 1")
+            raise ConfigurationError(
+                f"max_message_bytes={self.max_message_bytes}: expected at least 1"
+            )
 
 
 class RpcServer:
@@ -101,9 +117,10 @@ class RpcServer:
         metrics_registry: CollectorRegistry,
         job: str | None = None,
     ) -> None:
-        """`service_name`: "shoal.v1.Coordinator". `register` adds the servicer. `allowed_roles`: for each full method,
-        "/shoal.v1.Coordinator/CreateJob", the roles besides ADMIN that may call it; ConfigurationError unless it names exactly the
-        service's methods, so that none is left open or shut by oversight. `job`: the only job that the service is for, so that a token
+        """`service_name`: "shoal.v1.Coordinator". `register` adds the servicer. `allowed_roles`:
+        for each full method, "/shoal.v1.Coordinator/CreateJob", the roles besides ADMIN that may
+        call it; ConfigurationError unless it names exactly the service's methods, so that none is
+        left open or shut by oversight. `job`: the only job that the service is for, so that a token
         for another one opens nothing; None: it is for many, and its handlers ask `caller()`."""
         _check_completeness(service_name, allowed_roles)
         self.draining = asyncio.Event()
@@ -111,19 +128,26 @@ class RpcServer:
         self._settings = settings
         self._service_name = service_name
         self._register = register
-        self._interceptor = ServerInterceptor(ServerMetrics(metrics_registry), Admission(settings.tokens, allowed_roles, job=job))
+        self._interceptor = ServerInterceptor(
+            ServerMetrics(metrics_registry), Admission(settings.tokens, allowed_roles, job=job)
+        )
         self._health = health_aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._expiry_check: asyncio.TimerHandle | None = None
 
     async def start(self) -> int:
-        """Binds, serves and says SERVING; returns the port. ConfigurationError when the address cannot be bound."""
+        """Binds, serves and says SERVING; returns the port. ConfigurationError when the address
+        cannot be bound."""
         if self._server is not None:
             raise RuntimeError("this RpcServer was started before; make a new one")
-        server = grpc.aio.server(interceptors=(self._interceptor,), options=_options(self._settings))
+        server = grpc.aio.server(
+            interceptors=(self._interceptor,), options=_options(self._settings)
+        )
         self._register(server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection((self._service_name, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
+        reflection.enable_server_reflection(
+            (self._service_name, "grpc.health.v1.Health", reflection.SERVICE_NAME), server
+        )
         port = self._bind(server)
         await self.set_serving(False)
         await server.start()
@@ -134,13 +158,19 @@ class RpcServer:
         return port
 
     async def set_serving(self, serving: bool) -> None:
-        """What health checks are told, of the service and of the whole server. Not after a drain has begun."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        """What health checks are told, of the service and of the whole server. Not after a drain
+        has begun."""
+        status = (
+            health_pb2.HealthCheckResponse.SERVING
+            if serving
+            else health_pb2.HealthCheckResponse.NOT_SERVING
+        )
         for name in ("", self._service_name):
             await self._health.set(name, status)
 
     async def drain_and_stop(self) -> None:
-        """NOT_SERVING, no new calls, up to `drain_timeout` for those in progress, then they are cancelled. Idempotent."""
+        """NOT_SERVING, no new calls, up to `drain_timeout` for those in progress, then they are
+        cancelled. Idempotent."""
         if self._server is None:
             return
         self.draining.set()
@@ -152,7 +182,8 @@ class RpcServer:
     def _watch_expiry(self) -> None:
         """Logs a warning while the certificate has expired or soon will, now and once a day.
 
-        The file may be renewed meanwhile: what counts is the certificate that was read at the start.
+        The file may be renewed meanwhile: what counts is the certificate that was read at the
+        start.
         """
         tls = self._settings.tls
         if tls is None or tls.certificate is None:
@@ -164,7 +195,9 @@ class RpcServer:
     def _check_expiry(self, path: Path, ends: datetime) -> None:
         if warning := expiry_warning(path, ends, now=datetime.now(UTC)):
             logger.warning("%s", warning)
-        self._expiry_check = asyncio.get_running_loop().call_later(_A_DAY_S, self._check_expiry, path, ends)
+        self._expiry_check = asyncio.get_running_loop().call_later(
+            _A_DAY_S, self._check_expiry, path, ends
+        )
 
     def _bind(self, server: grpc.aio.Server) -> int:
         settings = self._settings
@@ -176,7 +209,8 @@ class RpcServer:
                 port = server.add_secure_port(settings.listen, credentials)
         except RuntimeError as error:
             raise ConfigurationError(
-                f"cannot listen on {settings.listen}: {error}; free the address, or use port 0 for one that is"
+                f"cannot listen on {settings.listen}: {error}; free the address, or use port 0 for "
+                "one that is"
             ) from error
         return int(port)
 
@@ -185,12 +219,16 @@ def _check_completeness(service_name: str, allowed_roles: Mapping[str, frozenset
     try:
         service = descriptor_pool.Default().FindServiceByName(service_name)
     except KeyError:
-        raise ConfigurationError(f"service {service_name!r} is unknown; import its generated module first") from None
+        raise ConfigurationError(
+            f"service {service_name!r} is unknown; import its generated module first"
+        ) from None
     methods = {f"/{service_name}/{method.name}" for method in service.methods}
     if missing := methods - allowed_roles.keys():
         raise ConfigurationError(f"allowed_roles lacks {', '.join(sorted(missing))}")
     if unknown := allowed_roles.keys() - methods:
-        raise ConfigurationError(f"allowed_roles names what {service_name} does not have: {', '.join(sorted(unknown))}")
+        raise ConfigurationError(
+            f"allowed_roles names what {service_name} does not have: {', '.join(sorted(unknown))}"
+        )
 
 
 def _credentials(tls: TlsSettings | None) -> grpc.ServerCredentials | None:
@@ -210,8 +248,9 @@ def _options(settings: ServerSettings) -> list[tuple[str, Any]]:
         ("grpc.max_send_message_length", settings.max_message_bytes),
         # Otherwise two servers share a port silently, each getting some of the calls.
         ("grpc.so_reuseport", 0),
-        # Clients ping idle connections (ChannelSettings.keepalive); pings more frequent than this end the connection with GOAWAY.
-        # The C name of this option is MIN_RECV_PING_INTERVAL_WITHOUT_DATA; its string is not.
+        # Clients ping idle connections (ChannelSettings.keepalive); pings more frequent than this
+        # end the connection with GOAWAY. The C name of this option is
+        # MIN_RECV_PING_INTERVAL_WITHOUT_DATA; its string is not.
         ("grpc.http2.min_ping_interval_without_data_ms", milliseconds(settings.shortest_keepalive)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", milliseconds(settings.keepalive)),

@@ -1,7 +1,9 @@
-"""What happens around every handler of an RpcServer: its calls are counted, its callers admitted, and errors become statuses.
+"""What happens around every handler of an RpcServer: its calls are counted, its callers admitted,
+and errors become statuses.
 
-One interceptor does all of it, and makes what it puts around a method once: ten thousand sessions that begin at once, or end, pay for each
-layer and each message of theirs. Everything runs on the server's event loop.
+One interceptor does all of it, and makes what it puts around a method once: ten thousand sessions
+that begin at once, or end, pay for each layer and each message of theirs. Everything runs on the
+server's event loop.
 """
 
 from __future__ import annotations
@@ -37,27 +39,37 @@ def caller() -> Holder:
 
 
 def member_key() -> str:
-    """The member's key that the call being handled has shown; empty: none. Only within a handler."""
+    """The member's key that the call being handled has shown; empty: none. Only within a
+    handler."""
     return _member_key.get()
 
 
 class Admission:
-    """Lets a call through when its bearer token's role may make it. Health checks are open; reflection is for any known token. With an open
-    token table everyone may do everything."""
+    """Lets a call through when its bearer token's role may make it. Health checks are open;
+    reflection is for any known token. With an open token table everyone may do everything."""
 
-    def __init__(self, tokens: TokenTable, allowed_roles: Mapping[str, frozenset[Role]], *, job: str | None = None) -> None:
+    def __init__(
+        self,
+        tokens: TokenTable,
+        allowed_roles: Mapping[str, frozenset[Role]],
+        *,
+        job: str | None = None,
+    ) -> None:
         """`job`: see RpcServer."""
         self._tokens = tokens
         self._allowed_roles = allowed_roles
         self._job = job
 
     def admit(self, method: str, context: grpc.aio.ServicerContext) -> None:
-        """Sets what `caller` and `member_key` say, in the call's own task. Raises AuthenticationError, PermissionDeniedError."""
+        """Sets what `caller` and `member_key` say, in the call's own task. Raises
+        AuthenticationError, PermissionDeniedError."""
         if method.startswith(_HEALTH):
             return
         metadata = context.invocation_metadata() or ()
         if not self._tokens.is_open:
-            _caller.set(self._holder(method, [value for key, value in metadata if key == "authorization"]))
+            _caller.set(
+                self._holder(method, [value for key, value in metadata if key == "authorization"])
+            )
         for key, value in metadata:
             if key == MEMBER_KEY:
                 _member_key.set(str(value))
@@ -67,10 +79,16 @@ class Admission:
         if len(authorizations) > 1:
             raise AuthenticationError(f"{len(authorizations)} authorization headers; send one")
         holder = self._tokens.holder_of(authorizations[0] if authorizations else None)
-        allowed = ANY_ROLE if method.startswith(_REFLECTION) else self._allowed_roles.get(method, frozenset())
+        allowed = (
+            ANY_ROLE
+            if method.startswith(_REFLECTION)
+            else self._allowed_roles.get(method, frozenset())
+        )
         if holder.role is not Role.ADMIN and holder.role not in allowed:
             expected = ", ".join(sorted({*allowed, Role.ADMIN}))
-            raise PermissionDeniedError(f"a token of role {holder.role} may not call {method}; use one of role {expected}")
+            raise PermissionDeniedError(
+                f"a token of role {holder.role} may not call {method}; use one of role {expected}"
+            )
         if self._job is not None:
             holder.check_job(self._job)
         return holder
@@ -100,20 +118,31 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         return served
 
     def _serve(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """The handler with everything around it. A stranger's request is not even decoded: a single one is decoded behind the admission,
-        where what is malformed can be given a status (by itself grpc.aio answers UNKNOWN); streamed ones while the handler reads them."""
-        behaviour, metrics, admission = behaviour_of(handler), self._metrics.of(method, handler), self._admission
+        """The handler with everything around it. A stranger's request is not even decoded: a single
+        one is decoded behind the admission, where what is malformed can be given a status (by
+        itself grpc.aio answers UNKNOWN); streamed ones while the handler reads them."""
+        behaviour, metrics, admission = (
+            behaviour_of(handler),
+            self._metrics.of(method, handler),
+            self._admission,
+        )
         decode = _counting(handler.request_deserializer, metrics.received)
         decode_here = decode if not handler.request_streaming else _unchanged
 
         async def failed(error: Exception, context: grpc.aio.ServicerContext) -> NoReturn:
             if isinstance(error, NotImplementedError):
                 # What generated servicers raise for methods that nobody has overridden.
-                await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented here")
+                await context.abort(
+                    grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented here"
+                )
             await abort(context, as_shoal_error(error, method))
 
         def ended(started_s: float, context: grpc.aio.ServicerContext, *, cancelled: bool) -> None:
-            metrics.handled(go_code(grpc.StatusCode.CANCELLED if cancelled else context.code() or grpc.StatusCode.OK)).inc()
+            metrics.handled(
+                go_code(
+                    grpc.StatusCode.CANCELLED if cancelled else context.code() or grpc.StatusCode.OK
+                )
+            ).inc()
             metrics.seconds.observe(time.perf_counter() - started_s)
 
         async def answered(request: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -154,9 +183,16 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             finally:
                 ended(started_s, context, cancelled=cancelled)
 
-        # Handlers that are coroutine functions give one response, or write theirs through the context.
-        around = streamed if handler.response_streaming and not inspect.iscoroutinefunction(behaviour) else answered
-        return with_behaviour(handler, around, request_deserializer=decode if handler.request_streaming else None)
+        # Handlers that are coroutine functions give one response, or write theirs through the
+        # context.
+        around = (
+            streamed
+            if handler.response_streaming and not inspect.iscoroutinefunction(behaviour)
+            else answered
+        )
+        return with_behaviour(
+            handler, around, request_deserializer=decode if handler.request_streaming else None
+        )
 
 
 def _counting(decode: Callable[[bytes], Any] | None, received: Counter) -> Callable[[bytes], Any]:

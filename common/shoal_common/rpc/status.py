@@ -1,9 +1,10 @@
-"""Errors over gRPC: ShoalError -> rich status (google.rpc.Status with ErrorInfo, RetryInfo) -> ShoalError, keeping class, reason and
-when to try again.
+"""Errors over gRPC: ShoalError -> rich status (google.rpc.Status with ErrorInfo, RetryInfo) ->
+ShoalError, keeping class, reason and when to try again.
 
-ErrorInfo.reason is the error's reason, ErrorInfo.domain "shoal", ErrorInfo.metadata["class"] its class in shoal_common.errors. Clients
-in other languages need only the code and the reason. Statuses that did not come from Shoal's code (no connection, a deadline, a
-proxy's answer) have no ErrorInfo: the class then follows from the code alone.
+ErrorInfo.reason is the error's reason, ErrorInfo.domain "shoal", ErrorInfo.metadata["class"] its
+class in shoal_common.errors. Clients in other languages need only the code and the reason. Statuses
+that did not come from Shoal's code (no connection, a deadline, a proxy's answer) have no ErrorInfo:
+the class then follows from the code alone.
 """
 
 from __future__ import annotations
@@ -29,26 +30,36 @@ DOMAIN: Final = "shoal"
 _CLASS_KEY: Final = "class"
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 
-# gRPC refuses trailers above 8 KiB, and the message travels twice: percent-encoded (up to three bytes each) and within the details.
+# gRPC refuses trailers above 8 KiB, and the message travels twice: percent-encoded (up to three
+# bytes each) and within the details.
 _LONGEST_MESSAGE_BYTES: Final = 1200
 _LONGEST_REASON: Final = 63
 _LONGEST_RETRY: Final = timedelta(minutes=1)
 """Nobody waits longer than this because another side says so."""
 
 _CLASSES: Final[Mapping[str, type[ShoalError]]] = {
-    name: kind for name, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ShoalError)
+    name: kind
+    for name, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, ShoalError)
 }
 _BY_CODE: Final[Mapping[grpc.StatusCode, type[ShoalError]]] = {
-    # Two classes have this code; a status that does not say which came from a server that found the request malformed.
-    **{grpc.StatusCode[kind.code]: kind for kind in _CLASSES.values() if ShoalError in kind.__bases__},
+    # Two classes have this code; a status that does not say which came from a server that found the
+    # request malformed.
+    **{
+        grpc.StatusCode[kind.code]: kind
+        for kind in _CLASSES.values()
+        if ShoalError in kind.__bases__
+    },
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
-    # A caller that cancels does not ask what became of it: this is a server that ended, and could not wait for the call.
+    # A caller that cancels does not ask what became of it: this is a server that ended, and could
+    # not wait for the call.
     grpc.StatusCode.CANCELLED: errors.UnavailableError,
 }
 
 
 def to_status(error: ShoalError) -> Any:
-    """The grpc.Status (code, details, trailing_metadata) of an error. Messages over 1200 bytes are cut."""
+    """The grpc.Status (code, details, trailing_metadata) of an error. Messages over 1200 bytes are
+    cut."""
     return rpc_status.to_status(_status(error))
 
 
@@ -63,39 +74,57 @@ def from_error_message(data: bytes) -> ShoalError:
         status = status_pb2.Status.FromString(data)
         info, retry_after = _details_in(status)
     except DecodeError as error:
-        return errors.CorruptDataError(f"{len(data)} bytes are no google.rpc.Status: {error}", reason="MESSAGE_MALFORMED")
-    code = next((code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN)
+        return errors.CorruptDataError(
+            f"{len(data)} bytes are no google.rpc.Status: {error}", reason="MESSAGE_MALFORMED"
+        )
+    code = next(
+        (code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN
+    )
     if info is None:
         return _BY_CODE.get(code, ShoalError)(status.message, retry_after=retry_after)
     return _class_of(code, info)(status.message, reason=info.reason, retry_after=retry_after)
 
 
 def as_shoal_error(error: Exception, method: str) -> ShoalError:
-    """What a caller of `method` is told of an error there. What is not a ShoalError, nor a request that cannot be decoded, is a bug: it is
-    logged with its traceback, and the caller is told no more than the method."""
+    """What a caller of `method` is told of an error there. What is not a ShoalError, nor a request
+    that cannot be decoded, is a bug: it is logged with its traceback, and the caller is told no
+    more than the method."""
     if isinstance(error, ShoalError):
         if isinstance(error, errors.InternalError):
             logger.error("internal error", exc_info=error, extra={"method": method})
         return error
     if isinstance(error, DecodeError):
-        message = f"{method}: a message is not valid protobuf of its type: {error}; check the client's protos"
+        message = (
+            f"{method}: a message is not valid protobuf of its type: {error}; check the "
+            "client's protos"
+        )
         return errors.InvalidRequestError(message, reason="MESSAGE_MALFORMED")
     if _is_out_of_memory(error):
         logger.error("out of memory", extra={"method": method, "error": error})
-        message = f"{method}: the server has too little memory for this request ({error}); give it more, or the job more servers"
+        message = (
+            f"{method}: the server has too little memory for this request ({error}); give it "
+            "more, or the job more servers"
+        )
         return errors.LimitError(message, reason="MEMORY_EXHAUSTED")
     logger.error("a handler failed", exc_info=error, extra={"method": method})
-    return errors.InternalError(f"{method} failed with {type(error).__name__}; the server's log says more")
+    return errors.InternalError(
+        f"{method} failed with {type(error).__name__}; the server's log says more"
+    )
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed: Python's, or torch's, which raises a RuntimeError that only its text tells apart."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+    """Whether an allocation failed: Python's, or torch's, which raises a RuntimeError that only its
+    text tells apart."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    )
 
 
 def _status(error: ShoalError) -> status_pb2.Status:
     kind = next(kind for kind in type(error).__mro__ if _CLASSES.get(kind.__name__) is kind)
-    info = error_details_pb2.ErrorInfo(reason=error.reason[:_LONGEST_REASON], domain=DOMAIN, metadata={_CLASS_KEY: kind.__name__})
+    info = error_details_pb2.ErrorInfo(
+        reason=error.reason[:_LONGEST_REASON], domain=DOMAIN, metadata={_CLASS_KEY: kind.__name__}
+    )
     details = [any_pb2.Any()]
     details[0].Pack(info)
     if error.retry_after is not None:
@@ -103,11 +132,14 @@ def _status(error: ShoalError) -> status_pb2.Status:
         retry.retry_delay.FromTimedelta(error.retry_after)
         details.append(any_pb2.Any())
         details[1].Pack(retry)
-    return status_pb2.Status(code=grpc.StatusCode[error.code].value[0], message=_cut(str(error)), details=details)
+    return status_pb2.Status(
+        code=grpc.StatusCode[error.code].value[0], message=_cut(str(error)), details=details
+    )
 
 
 async def abort(context: grpc.aio.ServicerContext, error: ShoalError) -> NoReturn:
-    """Ends a grpc.aio call with the error's status. Handlers served by RpcServer need only raise the error."""
+    """Ends a grpc.aio call with the error's status. Handlers served by RpcServer need only raise
+    the error."""
     status = to_status(error)
     await context.abort(status.code, status.details, status.trailing_metadata)
     raise AssertionError("unreachable: abort raises")
@@ -116,7 +148,8 @@ async def abort(context: grpc.aio.ServicerContext, error: ShoalError) -> NoRetur
 def from_rpc_error(rpc_error: grpc.RpcError, *, call: str = "") -> ShoalError:
     """The ShoalError that a failed call stands for; raise it `from rpc_error`.
 
-    `call` says what was being asked of whom ("GetJob at 127.0.0.1:7000"); it goes before messages that gRPC itself made, which do not say.
+    `call` says what was being asked of whom ("GetJob at 127.0.0.1:7000"); it goes before messages
+    that gRPC itself made, which do not say.
     """
     code = rpc_error.code()
     message = rpc_error.details() or code.name
@@ -124,7 +157,9 @@ def from_rpc_error(rpc_error: grpc.RpcError, *, call: str = "") -> ShoalError:
     if info is None:
         kind = _BY_CODE.get(code, ShoalError)
         reason = kind.default_reason if kind is not ShoalError else code.name
-        return kind(f"{call}: {message}" if call else message, reason=reason, retry_after=retry_after)
+        return kind(
+            f"{call}: {message}" if call else message, reason=reason, retry_after=retry_after
+        )
     return _class_of(code, info)(message, reason=info.reason, retry_after=retry_after)
 
 
@@ -146,16 +181,23 @@ def _by_reason(code: grpc.StatusCode, reason: str) -> type[ShoalError]:
     return _BY_CODE.get(code, ShoalError)
 
 
-def _details(rpc_error: grpc.RpcError) -> tuple[error_details_pb2.ErrorInfo | None, timedelta | None]:
-    """What the error is, if Shoal's code said so, and when to try again; also a proxy may say that."""
-    encoded = next((value for key, value in rpc_error.trailing_metadata() or () if key == _DETAILS_KEY), b"")
+def _details(
+    rpc_error: grpc.RpcError,
+) -> tuple[error_details_pb2.ErrorInfo | None, timedelta | None]:
+    """What the error is, if Shoal's code said so, and when to try again; also a proxy may say
+    that."""
+    encoded = next(
+        (value for key, value in rpc_error.trailing_metadata() or () if key == _DETAILS_KEY), b""
+    )
     try:
         return _details_in(status_pb2.Status.FromString(encoded))
     except DecodeError:
         return None, None
 
 
-def _details_in(status: status_pb2.Status) -> tuple[error_details_pb2.ErrorInfo | None, timedelta | None]:
+def _details_in(
+    status: status_pb2.Status,
+) -> tuple[error_details_pb2.ErrorInfo | None, timedelta | None]:
     found: error_details_pb2.ErrorInfo | None = None
     retry_after: timedelta | None = None
     for detail in status.details:
@@ -163,7 +205,9 @@ def _details_in(status: status_pb2.Status) -> tuple[error_details_pb2.ErrorInfo 
         if detail.Unpack(info) and info.domain == DOMAIN:
             found = found or info
         elif detail.Unpack(retry):
-            retry_after = timedelta(seconds=min(max(retry.retry_delay.seconds, 0), _LONGEST_RETRY.total_seconds()))
+            retry_after = timedelta(
+                seconds=min(max(retry.retry_delay.seconds, 0), _LONGEST_RETRY.total_seconds())
+            )
             if retry_after < _LONGEST_RETRY:
                 retry_after += timedelta(microseconds=max(retry.retry_delay.nanos, 0) // 1000)
     return found, retry_after

@@ -1,4 +1,5 @@
-"""How a sparse table begins, is trained and forgets, as plain values; and what of it cannot work."""
+"""How a sparse table begins, is trained and forgets, as plain values; and what of it cannot
+work."""
 
 from __future__ import annotations
 
@@ -18,12 +19,14 @@ LARGEST_ROW_BYTES: Final = 64 << 10
 _LIMITLESS: Final = 1 << 62
 """Limits of rows and ages are below."""
 _ROW_UNCHANGED: Final = ("momentum", "dampening", "nesterov", "weight_decay")
-"""Hyperparameters that change rows also where these have no gradient, so that all would have to be touched in each step."""
+"""Hyperparameters that change rows also where these have no gradient, so that all would have to be
+touched in each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """A declared table, beside its name and shape. Values that cannot work are found by `contradiction`."""
+    """A declared table, beside its name and shape. Values that cannot work are found by
+    `contradiction`."""
 
     buckets: int = DEFAULT_BUCKETS
     """The table's rows are spread over so many partitions, by a hash of their ids."""
@@ -36,9 +39,11 @@ class TableSpec:
     optimizer: str
     """A key of TABLE_OPTIMIZERS."""
     hyperparameters: tuple[tuple[str, float], ...] = ()
-    """The optimizer's hyperparameters, all of them, as (name, value) in the order of their names; `with_defaults` fills them in."""
+    """The optimizer's hyperparameters, all of them, as (name, value) in the order of their names;
+    `with_defaults` fills them in."""
     max_age: int = 0
-    """A row goes when it was not pushed for so many pushes of its bucket; 0: not for that reason."""
+    """A row goes when it was not pushed for so many pushes of its bucket; 0: not for that
+    reason."""
     max_rows: int = 0
     """How many rows of the table are kept, shared equally by its buckets; 0: as many as come."""
 
@@ -53,10 +58,16 @@ class TableSpec:
         return self.max_rows // self.buckets
 
     @classmethod
-    def with_defaults(cls, *, optimizer: str, hyperparameters: Mapping[str, float], **others: Any) -> TableSpec:
-        """Makes a specification with all hyperparameters, so that equal tables compare equal; an unknown optimizer has those given."""
+    def with_defaults(
+        cls, *, optimizer: str, hyperparameters: Mapping[str, float], **others: Any
+    ) -> TableSpec:
+        """Makes a specification with all hyperparameters, so that equal tables compare equal; an
+        unknown optimizer has those given."""
         declared = TABLE_OPTIMIZERS.get(optimizer)
-        values = {**(declared.defaults if declared is not None else {}), **{name: float(value) for name, value in hyperparameters.items()}}
+        values = {
+            **(declared.defaults if declared is not None else {}),
+            **{name: float(value) for name, value in hyperparameters.items()},
+        }
         return cls(optimizer=optimizer, hyperparameters=tuple(sorted(values.items())), **others)
 
     @classmethod
@@ -75,7 +86,9 @@ class TableSpec:
 
     def message(self) -> coordinator_pb2.TableSpec:
         """The inverse."""
-        return coordinator_pb2.TableSpec(**{**asdict(self), "hyperparameters": dict(self.hyperparameters)})
+        return coordinator_pb2.TableSpec(
+            **{**asdict(self), "hyperparameters": dict(self.hyperparameters)}
+        )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TableSpec:
@@ -88,30 +101,51 @@ class TableSpec:
         return asdict(self)
 
     def contradiction(self) -> str:
-        """What is wrong with it, with the field's name, its value and what was expected; empty: nothing."""
+        """What is wrong with it, with the field's name, its value and what was expected; empty:
+        nothing."""
         if not 1 <= self.buckets <= MOST_BUCKETS:
             return f"buckets={self.buckets}: expected 1 to {MOST_BUCKETS}"
         if not isinstance(self.seed, int) or not 0 <= self.seed < 1 << 64:
             return f"seed={self.seed}: expected a whole number, 0 to 2**64 - 1"
         if self.initializer not in INITIALIZERS:
             return f"initializer={self.initializer!r}: expected one of {', '.join(INITIALIZERS)}"
-        if not (math.isfinite(self.scale) and 0 <= self.scale <= 1e6) or (self.initializer == "zeros" and self.scale):
-            return f"scale={self.scale} with initializer={self.initializer!r}: expected 0 to 1e6, and 0 with zeros"
+        if not (math.isfinite(self.scale) and 0 <= self.scale <= 1e6) or (
+            self.initializer == "zeros" and self.scale
+        ):
+            return (
+                f"scale={self.scale} with initializer={self.initializer!r}: expected 0 to 1e6, "
+                "and 0 with zeros"
+            )
         if not 0 <= self.max_age < _LIMITLESS:
-            return f"max_age={self.max_age}: expected a number of pushes below 2**62, or 0 for no limit"
+            return (
+                f"max_age={self.max_age}: expected a number of pushes below 2**62, or 0 for no "
+                "limit"
+            )
         if not 0 <= self.max_rows < _LIMITLESS or 0 < self.max_rows < self.buckets:
-            return f"max_rows={self.max_rows}: expected {self.buckets} or more, one for each bucket at least, or 0 for no limit"
+            return (
+                f"max_rows={self.max_rows}: expected {self.buckets} or more, one for each "
+                "bucket at least, or 0 for no limit"
+            )
         return self._wrong_optimizer()
 
     def _wrong_optimizer(self) -> str:
         if self.optimizer not in TABLE_OPTIMIZERS:
-            return f"optimizer={self.optimizer!r}: expected one of {', '.join(TABLE_OPTIMIZERS)} for the rows of a table"
+            return (
+                f"optimizer={self.optimizer!r}: expected one of {', '.join(TABLE_OPTIMIZERS)} "
+                "for the rows of a table"
+            )
         declared = self.declared
         for name, value in self.hyperparameters:
             if name not in declared.defaults:
-                return f"{declared.name} has no hyperparameter {name!r}: expected some of {', '.join(declared.defaults)}"
+                return (
+                    f"{declared.name} has no hyperparameter {name!r}: expected some of "
+                    f"{', '.join(declared.defaults)}"
+                )
             if name in _ROW_UNCHANGED and value:
-                return f"{name}={value} for the rows of a table: it would change rows that have no gradient; expected 0"
+                return (
+                    f"{name}={value} for the rows of a table: it would change rows that have no "
+                    "gradient; expected 0"
+                )
             if name in declared.switches and value not in (0.0, 1.0):
                 return f"{name}={value}: expected 0 or 1"
             if not math.isfinite(value) or value < 0:
@@ -124,5 +158,8 @@ class TableSpec:
 def wrong_shape(shape: tuple[int, ...]) -> str:
     """What is wrong with a table's shape; empty: nothing."""
     if len(shape) != 2 or shape[0] < 0 or not 1 <= shape[1] * 4 <= LARGEST_ROW_BYTES:
-        return f"shape {list(shape)}: expected [rows, dim], rows 0 for any 64-bit id, and dim 1 to {LARGEST_ROW_BYTES // 4}"
+        return (
+            f"shape {list(shape)}: expected [rows, dim], rows 0 for any 64-bit id, and dim 1 to "
+            f"{LARGEST_ROW_BYTES // 4}"
+        )
     return ""

@@ -1,9 +1,11 @@
-"""One bucket of a table as a safetensors file: what a parameter server gives and takes whole, and what lies in a checkpoint.
+"""One bucket of a table as a safetensors file: what a parameter server gives and takes whole, and
+what lies in a checkpoint.
 
-Tensors: `ids` (int64, ascending), `updated_at` (int64: the step of each row's last update), `rows` (float32, `[n, dim]`), and what the
-optimizer keeps for each row, `state/NAME` (float32, `[n, dim]` or `[n]`). Metadata: `table`, `bucket` and `buckets` (which of how many),
-and `version`, which is one more than the pushes that the bucket had. Written by hand, so that no array is copied; read strictly, and any
-tool reads it too.
+Tensors: `ids` (int64, ascending), `updated_at` (int64: the step of each row's last update), `rows`
+(float32, `[n, dim]`), and what the optimizer keeps for each row, `state/NAME` (float32, `[n, dim]`
+or `[n]`). Metadata: `table`, `bucket` and `buckets` (which of how many), and `version`, which is
+one more than the pushes that the bucket had. Written by hand, so that no array is copied; read
+strictly, and any tool reads it too.
 """
 
 from __future__ import annotations
@@ -40,15 +42,28 @@ class BucketImage:
 
     def encoded(self) -> EncodedBucket:
         """The file. It shares memory with the rows."""
-        arrays: dict[str, npt.NDArray[Any]] = {"ids": self.rows.ids, "updated_at": self.rows.updated_at, "rows": self.rows.values}
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "ids": self.rows.ids,
+            "updated_at": self.rows.updated_at,
+            "rows": self.rows.values,
+        }
         arrays |= {f"{_STATE}{name}": array for name, array in self.rows.state.items()}
-        metadata = {"table": self.table, "bucket": str(self.number), "buckets": str(self.buckets), "version": str(self.version)}
+        metadata = {
+            "table": self.table,
+            "bucket": str(self.number),
+            "buckets": str(self.buckets),
+            "version": str(self.version),
+        }
         entries: dict[str, Any] = {"__metadata__": metadata}
         position = 0
         for name, array in arrays.items():
             end = position + array.nbytes
             dtype = _NAMES[array.dtype.newbyteorder("<")]
-            entries[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [position, end]}
+            entries[name] = {
+                "dtype": dtype,
+                "shape": list(array.shape),
+                "data_offsets": [position, end],
+            }
             position = end
         header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)  # the format asks for aligned data
@@ -82,7 +97,8 @@ class EncodedBucket:
 
 
 def read_bucket(data: memoryview) -> BucketImage:
-    """The inverse of `BucketImage.encoded`; the arrays lie in `data`. Raises ValueError for what it did not make."""
+    """The inverse of `BucketImage.encoded`; the arrays lie in `data`. Raises ValueError for what it
+    did not make."""
     try:
         begin = 8 + int.from_bytes(data[:8], "little")
         if begin > min(data.nbytes, 8 + _LONGEST_HEADER):
@@ -94,9 +110,18 @@ def read_bucket(data: memoryview) -> BucketImage:
         for name, entry in sorted(entries.items(), key=lambda each: tuple(each[1]["data_offsets"])):
             first, end = map(int, entry["data_offsets"])
             dtype, shape = _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"]))
-            if first != at or min(shape, default=-1) < 0 or math.prod(shape) * dtype.itemsize != end - first or begin + end > data.nbytes:
-                raise ValueError(f"tensor {name!r} of shape {shape} does not lie where its header says")
-            arrays[name] = np.frombuffer(data[begin + first : begin + end], dtype=dtype).reshape(shape)
+            if (
+                first != at
+                or min(shape, default=-1) < 0
+                or math.prod(shape) * dtype.itemsize != end - first
+                or begin + end > data.nbytes
+            ):
+                raise ValueError(
+                    f"tensor {name!r} of shape {shape} does not lie where its header says"
+                )
+            arrays[name] = np.frombuffer(data[begin + first : begin + end], dtype=dtype).reshape(
+                shape
+            )
             at = end
         if begin + at != data.nbytes:
             raise ValueError(f"{data.nbytes} bytes, of which its tensors are {at}")
@@ -113,7 +138,9 @@ def read_bucket(data: memoryview) -> BucketImage:
             ),
         )
     except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise ValueError(f"it lacks something of a bucket, or says what cannot be: {error!r}") from error
+        raise ValueError(
+            f"it lacks something of a bucket, or says what cannot be: {error!r}"
+        ) from error
     if image.version < 1:
         raise ValueError(f"version={image.version}: expected 1 or more")
     return image

@@ -1,8 +1,10 @@
-"""The rows of a table, or of one of its buckets, that somebody has trained: values, optimizer state, and when each was last updated.
+"""The rows of a table, or of one of its buckets, that somebody has trained: values, optimizer
+state, and when each was last updated.
 
-Rows are in slots 0 to n - 1 of growing arrays; an open-addressing hash table of slots finds them, a whole batch at a time. What a reader or
-an update sees depends on ids alone and never on slots, so that rows that were saved and restored go on to the last bit. The arithmetic is
-torch's own: the rows of an update are gathered, stepped by a torch optimizer as one tensor, and put back.
+Rows are in slots 0 to n - 1 of growing arrays; an open-addressing hash table of slots finds them, a
+whole batch at a time. What a reader or an update sees depends on ids alone and never on slots, so
+that rows that were saved and restored go on to the last bit. The arithmetic is torch's own: the
+rows of an update are gathered, stepped by a torch optimizer as one tensor, and put back.
 
 Belongs to one thread.
 """
@@ -55,7 +57,8 @@ class RowsUpdate:
 
 
 class Rows:
-    """Steps are numbered from 1 by the owner, each has one update, and those without any rows count."""
+    """Steps are numbered from 1 by the owner, each has one update, and those without any rows
+    count."""
 
     def __init__(self, spec: TableSpec, dim: int, image: RowsImage | None = None) -> None:
         """`image`: the rows that there are already; None: there are none yet."""
@@ -64,18 +67,24 @@ class Rows:
         declared = spec.declared
         self._begins = dict(spec.hyperparameters).get("initial_accumulator_value", 0.0)
         state_shape = () if declared.unit is Unit.ROW else (dim,)
-        names = sorted(declared.state - {"step"}) if declared.state_tensors(dict(spec.hyperparameters)) else []
+        names = (
+            sorted(declared.state - {"step"})
+            if declared.state_tensors(dict(spec.hyperparameters))
+            else []
+        )
         self._count = 0
         self._ids = np.empty(0, dtype=np.int64)
         self._values = np.empty((0, dim), dtype=np.float32)
         self._state = {name: np.empty((0, *state_shape), dtype=np.float32) for name in names}
         self._updated_at = np.empty(0, dtype=np.int64)
         self._table = _SlotTable(self._ids, room=_FEWEST)
-        self._torch: torch.optim.Optimizer = declared.optimizer_class()([torch.zeros(1)], **declared.arguments(dict(spec.hyperparameters)))
+        self._torch: torch.optim.Optimizer = declared.optimizer_class()(
+            [torch.zeros(1)], **declared.arguments(dict(spec.hyperparameters))
+        )
         if image is not None:
             self._restore(image)
 
-    # ------------------------------------------------------------------------------------------------------------- looking
+    # -------------------------------------------------------------------------------------- looking
 
     def __len__(self) -> int:
         """Rows that are kept."""
@@ -108,7 +117,8 @@ class Rows:
         return tuple(self._state[name].shape[1:])
 
     def values(self, ids: Ids) -> Values:
-        """Rows by id, `[len(ids), dim]`, in an array of their own; those that are not kept have their initial values. Ids may repeat."""
+        """Rows by id, `[len(ids), dim]`, in an array of their own; those that are not kept have
+        their initial values. Ids may repeat."""
         return self._values_at(ids, self._find(ids))
 
     def _values_at(self, ids: Ids, slots: Slots) -> Values:
@@ -131,26 +141,39 @@ class Rows:
         )
 
     def misfit(self, image: RowsImage) -> str:
-        """What an image has that rows of this table cannot: its arrays' shapes and types, ids twice or not in order. Empty: nothing."""
+        """What an image has that rows of this table cannot: its arrays' shapes and types, ids twice
+        or not in order. Empty: nothing."""
         count = len(image.ids)
         expected: dict[str, tuple[tuple[int, ...], Any]] = {
             "ids": ((count,), np.int64),
             "rows": ((count, self._dim), np.float32),
             "updated_at": ((count,), np.int64),
-            **{f"state/{name}": ((count, *self.state_shape(name)), np.float32) for name in self.state_names},
+            **{
+                f"state/{name}": ((count, *self.state_shape(name)), np.float32)
+                for name in self.state_names
+            },
         }
-        arrays: dict[str, npt.NDArray[Any]] = {"ids": image.ids, "rows": image.values, "updated_at": image.updated_at}
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "ids": image.ids,
+            "rows": image.values,
+            "updated_at": image.updated_at,
+        }
         found = {name: (array.shape, array.dtype.type) for name, array in arrays.items()}
-        found |= {f"state/{name}": (array.shape, array.dtype.type) for name, array in image.state.items()}
+        found |= {
+            f"state/{name}": (array.shape, array.dtype.type) for name, array in image.state.items()
+        }
         for name in sorted(expected.keys() | found.keys()):
             if found.get(name) != expected.get(name):
                 shape, dtype = found.get(name, ("nothing", None))
-                return f"{name} is {shape}{f' of {dtype.__name__}' if dtype else ''}, expected {expected.get(name, ('nothing', ''))[0]}"
+                return (
+                    f"{name} is {shape}{f' of {dtype.__name__}' if dtype else ''}, expected "
+                    f"{expected.get(name, ('nothing', ''))[0]}"
+                )
         if (image.ids[1:] <= image.ids[:-1]).any():
             return "ids: expected each once, in ascending order"
         return ""
 
-    # ------------------------------------------------------------------------------------------------------------ changing
+    # ------------------------------------------------------------------------------------- changing
 
     def count_new(self, ids: Ids) -> int:
         """How many of these are not kept yet."""
@@ -161,14 +184,17 @@ class Rows:
         needed = self._count + more
         if needed > len(self._ids):
             room = max(needed, len(self._ids) * 3 // 2, _FEWEST)
-            ids, values, updated_at = (_grown(array, room) for array in (self._ids, self._values, self._updated_at))
+            ids, values, updated_at = (
+                _grown(array, room) for array in (self._ids, self._values, self._updated_at)
+            )
             state = {name: _grown(array, room) for name, array in self._state.items()}
             self._ids, self._values, self._updated_at, self._state = ids, values, updated_at, state
         if not self._table.has_room(needed):
             self._table = _SlotTable(self._ids[: self._count], room=needed)
 
     def updated(self, ids: Ids, gradients: Values, step: int) -> RowsUpdate:
-        """What step `step` makes of these rows, each named once; nothing changes. `gradients`: `[len(ids), dim]`."""
+        """What step `step` makes of these rows, each named once; nothing changes. `gradients`:
+        `[len(ids), dim]`."""
         return self._updated(ids, self._find(ids), gradients, step)
 
     def _updated(self, ids: Ids, slots: Slots, gradients: Values, step: int) -> RowsUpdate:
@@ -180,10 +206,13 @@ class Rows:
             begun[known] = array[slots[known]]
             state[name] = torch.from_numpy(begun)
         self._step(values, state, torch.from_numpy(gradients), step)
-        return RowsUpdate(values=values.numpy(), state={name: state[name].numpy() for name in self._state})
+        return RowsUpdate(
+            values=values.numpy(), state={name: state[name].numpy() for name in self._state}
+        )
 
     def update(self, ids: Ids, gradients: Values, step: int) -> None:
-        """Makes step `step`, and evicts what is due. Raises MemoryError where the room was not reserved."""
+        """Makes step `step`, and evicts what is due. Raises MemoryError where the room was not
+        reserved."""
         if len(ids):
             slots = self._find(ids)
             made = self._updated(ids, slots, gradients, step)
@@ -194,7 +223,9 @@ class Rows:
             self._updated_at[slots] = step
         self._evict(step)
 
-    def _step(self, values: torch.Tensor, state: dict[str, Any], gradients: torch.Tensor, step: int) -> None:
+    def _step(
+        self, values: torch.Tensor, state: dict[str, Any], gradients: torch.Tensor, step: int
+    ) -> None:
         """`values` and `state` become what they are after it."""
         if not len(values):
             return
@@ -202,7 +233,11 @@ class Rows:
         if name == "sparse_adam":
             state["step"] = step - 1
             values.grad = torch.sparse_coo_tensor(
-                torch.arange(len(values)).unsqueeze(0), gradients, values.shape, is_coalesced=True, check_invariants=False
+                torch.arange(len(values)).unsqueeze(0),
+                gradients,
+                values.shape,
+                is_coalesced=True,
+                check_invariants=False,
             )
         else:
             state["step"] = torch.tensor(float(step - 1))
@@ -214,10 +249,11 @@ class Rows:
         optimizer.param_groups[0]["params"] = []
         values.grad = None
 
-    # ------------------------------------------------------------------------------------------------------------ evicting
+    # ------------------------------------------------------------------------------------- evicting
 
     def _evict(self, step: int) -> None:
-        """A function of what was updated when, and of `step`, so that it is the same whenever it is done again."""
+        """A function of what was updated when, and of `step`, so that it is the same whenever it is
+        done again."""
         age = self._spec.max_age
         if age and step % max(1, age // _PARTS) == 0:
             self._drop(self._updated_at[: self._count] <= step - age)
@@ -226,7 +262,8 @@ class Rows:
             self._drop(self._oldest(self._count - most + most // _PARTS))
 
     def _oldest(self, count: int) -> npt.NDArray[np.bool_]:
-        """Which slots have the `count` rows that were not updated for the longest; of equals, those with the smallest ids."""
+        """Which slots have the `count` rows that were not updated for the longest; of equals, those
+        with the smallest ids."""
         updated_at = self._updated_at[: self._count]
         border = np.partition(updated_at, count - 1)[count - 1]
         chosen: npt.NDArray[np.bool_] = updated_at < border
@@ -245,9 +282,10 @@ class Rows:
         for array in self._arrays():
             array[holes] = array[movers]
         self._count = left
-        self._table = _SlotTable(self._ids[:left], room=len(self._ids))  # as much as there is room for rows, which may be promised
+        # as much as there is room for rows, which may be promised
+        self._table = _SlotTable(self._ids[:left], room=len(self._ids))
 
-    # ------------------------------------------------------------------------------------------------------------- finding
+    # -------------------------------------------------------------------------------------- finding
 
     def _arrays(self) -> list[npt.NDArray[Any]]:
         """Everything that is kept of rows; in each array a row's entry is at its slot."""
@@ -278,16 +316,21 @@ class Rows:
 
     def _initial(self, ids: Ids) -> Values:
         spec = self._spec
-        return initial_rows(ids, self._dim, seed=spec.seed, initializer=spec.initializer, scale=spec.scale)
+        return initial_rows(
+            ids, self._dim, seed=spec.seed, initializer=spec.initializer, scale=spec.scale
+        )
 
 
 class _SlotTable:
-    """Finds slots by id: open addressing with linear probing, in arrays. The ids themselves lie with their rows."""
+    """Finds slots by id: open addressing with linear probing, in arrays. The ids themselves lie
+    with their rows."""
 
     def __init__(self, ids: Ids, *, room: int) -> None:
         """`ids`: those of slots 0, 1, 2, ... `room`: how many rows it can have."""
         # At most half full, so that few have to look further than one place.
-        self._slots = np.full(1 << (2 * max(room, len(ids), _FEWEST) - 1).bit_length(), _NO_SLOT, dtype=np.int32)
+        self._slots = np.full(
+            1 << (2 * max(room, len(ids), _FEWEST) - 1).bit_length(), _NO_SLOT, dtype=np.int32
+        )
         self.enter(ids, np.arange(len(ids)))
 
     @property
@@ -327,9 +370,11 @@ class _SlotTable:
             places[waiting] = (places[waiting] + 1) & (len(self._slots) - 1)
 
     def _first(self, ids: Ids) -> Slots:
-        """Where to look first: nobody who chooses ids knows it, so that nobody can have them all in one place. It changes where a row lies,
-        and nothing that anybody sees."""
-        return (mixed(hashed(ids) ^ _SECRET) >> np.uint64(32)).astype(np.int64) & (len(self._slots) - 1)
+        """Where to look first: nobody who chooses ids knows it, so that nobody can have them all in
+        one place. It changes where a row lies, and nothing that anybody sees."""
+        return (mixed(hashed(ids) ^ _SECRET) >> np.uint64(32)).astype(np.int64) & (
+            len(self._slots) - 1
+        )
 
 
 def _grown(array: npt.NDArray[Any], room: int) -> npt.NDArray[Any]:

@@ -1,8 +1,10 @@
-"""Functions of ids alone: which bucket a row is in, and the values that it has before anybody has trained it.
+"""Functions of ids alone: which bucket a row is in, and the values that it has before anybody has
+trained it.
 
-Both are the same on every machine, to the last bit: there is nothing in them but whole numbers, and one product of float64 that is rounded
-to float32. The generator is a counter's: splitmix64's last mixing step (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
-Generators", OOPSLA 2014) over seed, id and the element's place, so that any row can be had without those before it.
+Both are the same on every machine, to the last bit: there is nothing in them but whole numbers, and
+one product of float64 that is rounded to float32. The generator is a counter's: splitmix64's last
+mixing step (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014)
+over seed, id and the element's place, so that any row can be had without those before it.
 """
 
 from __future__ import annotations
@@ -18,13 +20,16 @@ _Words = npt.NDArray[np.uint64]
 
 _GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
 _TWELVE: Final = 12
-"""Uniform numbers whose sum is normal, near enough: of variance 1, and never beyond six deviations."""
+"""Uniform numbers whose sum is normal, near enough: of variance 1, and never beyond six
+deviations."""
 _MOST_AT_ONCE: Final = 1 << 18
-"""Elements that are made at a time, so that what is needed meanwhile stays in the processor's cache."""
+"""Elements that are made at a time, so that what is needed meanwhile stays in the processor's
+cache."""
 
 
 def mixed(words: _Words) -> _Words:
-    """splitmix64's mixing of 64-bit words: a permutation under which neighbours have nothing in common."""
+    """splitmix64's mixing of 64-bit words: a permutation under which neighbours have nothing in
+    common."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
@@ -43,16 +48,21 @@ def buckets_of(ids: Ids, buckets: int) -> npt.NDArray[np.int64]:
 def initial_rows(ids: Ids, dim: int, *, seed: int, initializer: str, scale: float) -> Values:
     """The rows as nobody has trained them, `[len(ids), dim]`.
 
-    "uniform": 24 random bits each, in [-scale, scale). "normal": the sum of twelve numbers of 16 random bits each, about its mean, which is
-    of variance 1 to a billionth; times `scale`. "zeros": zeros.
+    "uniform": 24 random bits each, in [-scale, scale). "normal": the sum of twelve numbers of 16
+    random bits each, about its mean, which is of variance 1 to a billionth; times `scale`. "zeros":
+    zeros.
     """
     if initializer == "zeros":
         return np.zeros((len(ids), dim), dtype=np.float32)
     made = np.empty((len(ids), dim), dtype=np.float32)
     step = max(1, _MOST_AT_ONCE // dim)
     for begin in range(0, len(ids), step):
-        keys = mixed(hashed(ids[begin : begin + step]) ^ mixed(np.array([seed], dtype=np.uint64) + _GAMMA))
-        made[begin : begin + step] = _uniform(keys, dim, scale) if initializer == "uniform" else _normal(keys, dim, scale)
+        keys = mixed(
+            hashed(ids[begin : begin + step]) ^ mixed(np.array([seed], dtype=np.uint64) + _GAMMA)
+        )
+        made[begin : begin + step] = (
+            _uniform(keys, dim, scale) if initializer == "uniform" else _normal(keys, dim, scale)
+        )
     return made
 
 

@@ -1,4 +1,5 @@
-"""Rows on the wire: the ids and gradients of a push, and the ids of a pull, as PushHeader.rows and PartitionPull.ids have them."""
+"""Rows on the wire: the ids and gradients of a push, and the ids of a pull, as PushHeader.rows and
+PartitionPull.ids have them."""
 
 from __future__ import annotations
 
@@ -9,10 +10,15 @@ from shoal_common.tables.values import Ids, Values, buckets_of
 
 
 def combined(ids: Ids, gradients: Values) -> tuple[Ids, Values]:
-    """Each id once, ascending, and the sum of its gradients `[n, dim]`, in the order in which they are given."""
+    """Each id once, ascending, and the sum of its gradients `[n, dim]`, in the order in which they
+    are given."""
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
-    first = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))) if len(ids) else np.empty(0, dtype=np.int64)
+    first = (
+        np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+        if len(ids)
+        else np.empty(0, dtype=np.int64)
+    )
     if len(first) == len(ids):
         return ordered, np.ascontiguousarray(gradients[order], dtype=np.float32)
     return ordered[first], np.add.reduceat(gradients[order], first, axis=0, dtype=np.float32)
@@ -27,8 +33,11 @@ def by_bucket(ids: Ids, buckets: int) -> list[npt.NDArray[np.int64]]:
 
 
 def pushed_payload(ids: Ids, gradients: Values) -> memoryview:
-    """The payload of a push of rows: their ids, ascending and each once, and behind them their gradients."""
-    return memoryview(ids.astype("<i8", copy=False).tobytes() + gradients.astype("<f4", copy=False).tobytes())
+    """The payload of a push of rows: their ids, ascending and each once, and behind them their
+    gradients."""
+    return memoryview(
+        ids.astype("<i8", copy=False).tobytes() + gradients.astype("<f4", copy=False).tobytes()
+    )
 
 
 def pulled_ids(ids: Ids) -> bytes:

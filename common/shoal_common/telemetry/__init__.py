@@ -1,4 +1,5 @@
-"""What a service lets others see: log lines, and metrics over HTTP. The metrics of its gRPC calls are in `shoal_common.rpc.metrics`."""
+"""What a service lets others see: log lines, and metrics over HTTP. The metrics of its gRPC calls
+are in `shoal_common.rpc.metrics`."""
 
 from shoal_common.telemetry.http import HttpRequest, HttpResponse, HttpServer, serve_metrics
 from shoal_common.telemetry.logs import configure_logging

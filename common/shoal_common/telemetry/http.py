@@ -1,9 +1,10 @@
-"""The small HTTP server beside every gRPC service: `/metrics`, `/healthz` and a service's own GET routes (the coordinator's `/sd`, and
-its status page).
+"""The small HTTP server beside every gRPC service: `/metrics`, `/healthz` and a service's own GET
+routes (the coordinator's `/sd`, and its status page).
 
-Threaded, from the standard library: scrapes must be answered while the event loop is busy, and there is one every few seconds. Routes
-therefore run on threads of this server, several at a time. It is for operators and Prometheus, not for data; no TLS (put a proxy
-before it, or keep it on a private network).
+Threaded, from the standard library: scrapes must be answered while the event loop is busy, and
+there is one every few seconds. Routes therefore run on threads of this server, several at a time.
+It is for operators and Prometheus, not for data; no TLS (put a proxy before it, or keep it on a
+private network).
 """
 
 from __future__ import annotations
@@ -40,12 +41,14 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_TIMEOUT_S: Final = 10
 _BACKLOG: Final = 128
-"""Connections that wait to be accepted. A burst beyond the backlog loses its first packets, and a client repeats those after a second."""
+"""Connections that wait to be accepted. A burst beyond the backlog loses its first packets, and a
+client repeats those after a second."""
 _MOST_OPEN: Final = 64
-"""Connections that may take their time. Where there are more, those that are open longest are hung up on: who sends its request byte by
-byte, or never, is not to keep others out."""
+"""Connections that may take their time. Where there are more, those that are open longest are hung
+up on: who sends its request byte by byte, or never, is not to keep others out."""
 _MOST_SERVED: Final = 256
-"""Connections with a thread, those included that were hung up on and whose routes wait for something. Further ones are closed at once."""
+"""Connections with a thread, those included that were hung up on and whose routes wait for
+something. Further ones are closed at once."""
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,13 @@ class HttpResponse:
 
 
 Route = Callable[[HttpRequest], HttpResponse]
-"""Runs on a thread of the HTTP server. UnknownResourceError becomes 404, InvalidRequestError 400, UnavailableError 503, all else 500."""
+"""Runs on a thread of the HTTP server. UnknownResourceError becomes 404, InvalidRequestError 400,
+UnavailableError 503, all else 500."""
 
 
 class HttpServer:
-    """A running server; a context manager. `close()` is idempotent and waits for the listening thread."""
+    """A running server; a context manager. `close()` is idempotent and waits for the listening
+    thread."""
 
     def __init__(self, server: ThreadingHTTPServer) -> None:
         self._server = server
@@ -108,14 +113,20 @@ class HttpServer:
         self._server.server_close()
 
     def _serve(self) -> None:
-        # Not serve_forever, which wakes up several times a second to see whether it is to end: every worker has one of these.
+        # Not serve_forever, which wakes up several times a second to see whether it is to end:
+        # every worker has one of these.
         while not self._closed:
             self._server.handle_request()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -132,10 +143,11 @@ def serve_metrics(
 ) -> HttpServer:
     """Serves until closed. `listen`: host:port, port 0 picks one (`.port`).
 
-    `unhealthy` answers /healthz: None for 200, else the reason, sent with 503. `tokens`, unless open, are asked for on every path but
-    /healthz and those `without_token`, any role. `job`: the only one that the pages show; None: they show all, and a token that is for one
-    job is not enough, but for the paths `checking_job`, whose routes look at the request's holder themselves. ConfigurationError when the
-    address cannot be bound.
+    `unhealthy` answers /healthz: None for 200, else the reason, sent with 503. `tokens`, unless
+    open, are asked for on every path but /healthz and those `without_token`, any role. `job`: the
+    only one that the pages show; None: they show all, and a token that is for one job is not
+    enough, but for the paths `checking_job`, whose routes look at the request's holder themselves.
+    ConfigurationError when the address cannot be bound.
     """
     address = parse_address(listen)
     table: dict[str, Route] = {
@@ -158,7 +170,9 @@ def serve_metrics(
     try:
         server = Server((address.host, address.port), Handler)
     except OSError as error:
-        raise ConfigurationError(f"cannot listen on {listen}: {error}; free the address, or use port 0 for one that is") from error
+        raise ConfigurationError(
+            f"cannot listen on {listen}: {error}; free the address, or use port 0 for one that is"
+        ) from error
     return HttpServer(server)
 
 
@@ -213,7 +227,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
-        request = HttpRequest(parts.path, dict(parse_qsl(parts.query)), {key.lower(): value for key, value in self.headers.items()})
+        request = HttpRequest(
+            parts.path,
+            dict(parse_qsl(parts.query)),
+            {key.lower(): value for key, value in self.headers.items()},
+        )
         response = self._answer(request)
         self.send_response(response.status)
         self.send_header("Content-Type", response.content_type)
@@ -224,7 +242,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         for name, value in response.headers.items():
             self.send_header(name, value)
-        # One request per connection: an idle one would hold a thread, and scrapes are seconds apart.
+        # One request per connection: an idle one would hold a thread, and scrapes are seconds
+        # apart.
         self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(response.body)
@@ -232,7 +251,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, request: HttpRequest) -> HttpResponse:
         route = self.routes.get(request.path)
         if route is None:
-            return HttpResponse.text(f"no such page; there are {', '.join(sorted(self.routes))}", status=HTTPStatus.NOT_FOUND)
+            return HttpResponse.text(
+                f"no such page; there are {', '.join(sorted(self.routes))}",
+                status=HTTPStatus.NOT_FOUND,
+            )
         try:
             if self.tokens is not None and request.path not in self.open_paths:
                 request = replace(request, holder=self._admitted(request, self.tokens))
@@ -249,8 +271,14 @@ class _Handler(BaseHTTPRequestHandler):
             return HttpResponse.text(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE)
         except Exception as error:
             logger.exception("an HTTP route failed", extra={"path": request.path})
-            known = str(error) if isinstance(error, ShoalError) else f"{type(error).__name__}; the log says more"
-            return HttpResponse.text(f"{request.path} failed: {known}", status=HTTPStatus.INTERNAL_SERVER_ERROR)
+            known = (
+                str(error)
+                if isinstance(error, ShoalError)
+                else f"{type(error).__name__}; the log says more"
+            )
+            return HttpResponse.text(
+                f"{request.path} failed: {known}", status=HTTPStatus.INTERNAL_SERVER_ERROR
+            )
 
     def _admitted(self, request: HttpRequest, tokens: TokenTable) -> Holder:
         holder = tokens.holder_of(request.headers.get("authorization"))
@@ -258,7 +286,8 @@ class _Handler(BaseHTTPRequestHandler):
             holder.check_job(self.only_job)
         elif holder.job is not None and request.path not in self.checking_paths:
             raise PermissionDeniedError(
-                f"this page shows all jobs, and the token is for job {holder.job!r} alone", reason="JOB_NOT_ALLOWED"
+                f"this page shows all jobs, and the token is for job {holder.job!r} alone",
+                reason="JOB_NOT_ALLOWED",
             )
         return holder
 
@@ -272,4 +301,8 @@ def _metrics(registry: CollectorRegistry, request: HttpRequest) -> HttpResponse:
 
 
 def _healthz(reason: str | None) -> HttpResponse:
-    return HttpResponse.text("ok") if reason is None else HttpResponse.text(reason, status=HTTPStatus.SERVICE_UNAVAILABLE)
+    return (
+        HttpResponse.text("ok")
+        if reason is None
+        else HttpResponse.text(reason, status=HTTPStatus.SERVICE_UNAVAILABLE)
+    )

@@ -1,8 +1,10 @@
 """Log lines: one line per record on stderr, with `key=value` for what `extra=` gives.
 
-    2026-03-01T12:00:00.123Z INFO coordinator shoal_coordinator.sessions member joined job_id=mnist member_id=4f2c
+    2026-03-01T12:00:00.123Z INFO coordinator shoal_coordinator.sessions member joined job_id=mnist
+    member_id=4f2c
 
-Times are UTC. Line breaks within a message or a traceback are written as \\n, so that a record never takes two lines.
+Times are UTC. Line breaks within a message or a traceback are written as \\n, so that a record
+never takes two lines.
 """
 
 from __future__ import annotations
@@ -14,7 +16,11 @@ from typing import Final
 
 from shoal_common.errors import ConfigurationError
 
-_STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+_STANDARD: Final = frozenset(logging.makeLogRecord({}).__dict__) | {
+    "message",
+    "asctime",
+    "taskName",
+}
 _LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
@@ -26,9 +32,14 @@ class LineFormatter(logging.Formatter):
         self._service = service
 
     def format(self, record: logging.LogRecord) -> str:
-        time_of_day = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        time_of_day = f"{seconds}.{int(record.msecs):03d}Z"
         parts = [time_of_day, record.levelname, self._service, record.name, record.getMessage()]
-        parts += [f"{key}={_value(value)}" for key, value in record.__dict__.items() if key not in _STANDARD]
+        parts += [
+            f"{key}={_value(value)}"
+            for key, value in record.__dict__.items()
+            if key not in _STANDARD
+        ]
         if record.exc_info:
             parts.append(f"exception={_value(self.formatException(record.exc_info))}")
         if record.stack_info:
@@ -37,7 +48,8 @@ class LineFormatter(logging.Formatter):
 
 
 def configure_logging(service: str, level: str = "INFO") -> None:
-    """Sends all logging of this process to stderr in Shoal's form. Replaces handlers set before. `level`: DEBUG ... CRITICAL."""
+    """Sends all logging of this process to stderr in Shoal's form. Replaces handlers set before.
+    `level`: DEBUG ... CRITICAL."""
     if level.upper() not in _LEVELS:
         raise ConfigurationError(f"log level {level!r}: expected one of {', '.join(_LEVELS)}")
     handler = logging.StreamHandler(sys.stderr)

@@ -1,8 +1,9 @@
 """Members that are not heard of: dead, hanging, or well and cut off from the coordinator only.
 
-Silence alone does not tell. A lease that has ended costs a member its place when somebody waits for it, or cannot go on without it; a
-member that its peers train with keeps it, for Policy.absence_ms at most. That they train with it is known without a word of its own: in
-synchronous training they commit no step without it, so they would wait.
+Silence alone does not tell. A lease that has ended costs a member its place when somebody waits for
+it, or cannot go on without it; a member that its peers train with keeps it, for Policy.absence_ms
+at most. That they train with it is known without a word of its own: in synchronous training they
+commit no step without it, so they would wait.
 """
 
 from __future__ import annotations
@@ -23,15 +24,22 @@ class Heard:
 
     count: int
     waited_ms: int
-    """For how long all of them have waited for their peers, at least; 0: one of them does not wait."""
+    """For how long all of them have waited for their peers, at least; 0: one of them does not
+    wait."""
 
 
 def heard_of(draft: Draft) -> Heard:
     """Returns which members of the newest generation were heard of."""
     ranks = () if draft.generation is None else draft.generation.ranks
     now_ms, unheard_ms = draft.now.ms, draft.spec.unheard_ms
-    pulses = [p for rank in ranks if (p := draft.pulse(rank.member_id)) is not None and p.silent_ms(now_ms) <= unheard_ms]
-    return Heard(count=len(pulses), waited_ms=min((draft.waited_ms(pulse) for pulse in pulses), default=0))
+    pulses = [
+        p
+        for rank in ranks
+        if (p := draft.pulse(rank.member_id)) is not None and p.silent_ms(now_ms) <= unheard_ms
+    ]
+    return Heard(
+        count=len(pulses), waited_ms=min((draft.waited_ms(pulse) for pulse in pulses), default=0)
+    )
 
 
 def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
@@ -41,43 +49,82 @@ def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
     heard = heard_of(draft)
     for event in events:
         member, pulse = draft.members.get(event.member_id), draft.pulse(event.member_id)
-        if member is None or pulse is None or (why := _why_put_out(draft, member, pulse, heard)) is None:
+        if (
+            member is None
+            or pulse is None
+            or (why := _why_put_out(draft, member, pulse, heard)) is None
+        ):
             continue
         detail = f"no heartbeat for {pulse.silent_ms(draft.now.ms)} ms, {why}"
-        member_lost(draft, MemberLost(member_id=event.member_id, ending=Ending.LEASE_EXPIRED, detail=detail))
+        member_lost(
+            draft, MemberLost(member_id=event.member_id, ending=Ending.LEASE_EXPIRED, detail=detail)
+        )
 
 
 def lose_absent(draft: Draft) -> None:
     """A generation is due at once: those who would not hear of it are not waited for."""
     now_ms, lease_ms = draft.now.ms, draft.spec.lease_ms
-    suspects = [name for name, p in draft.pulses.members.items() if p.detached_ms is not None or p.silent_ms(now_ms) > lease_ms]
-    for member in [m for name in suspects if (m := draft.members.get(name)) is not None and m.phase is MemberPhase.RANKED]:
+    suspects = [
+        name
+        for name, p in draft.pulses.members.items()
+        if p.detached_ms is not None or p.silent_ms(now_ms) > lease_ms
+    ]
+    for member in [
+        m
+        for name in suspects
+        if (m := draft.members.get(name)) is not None and m.phase is MemberPhase.RANKED
+    ]:
         pulse = draft.pulses.members[member.member_id]
         if pulse.silent_ms(now_ms) > lease_ms:
-            detail = f"no heartbeat for {pulse.silent_ms(now_ms)} ms, and its peers go on without it"
-            member_lost(draft, MemberLost(member_id=member.member_id, ending=Ending.LEASE_EXPIRED, detail=detail))
-        elif pulse.detached_ms is not None and now_ms >= pulse.detached_ms + draft.policy.reconnect_ms:
-            detail = f"its session's stream broke {now_ms - pulse.detached_ms} ms ago, and its peers go on without it"
-            member_lost(draft, MemberLost(member_id=member.member_id, ending=Ending.STREAM_BROKEN, detail=detail))
+            detail = (
+                f"no heartbeat for {pulse.silent_ms(now_ms)} ms, and its peers go on without it"
+            )
+            member_lost(
+                draft,
+                MemberLost(member_id=member.member_id, ending=Ending.LEASE_EXPIRED, detail=detail),
+            )
+        elif (
+            pulse.detached_ms is not None
+            and now_ms >= pulse.detached_ms + draft.policy.reconnect_ms
+        ):
+            detail = (
+                f"its session's stream broke {now_ms - pulse.detached_ms} ms ago, and its "
+                "peers go on without it"
+            )
+            member_lost(
+                draft,
+                MemberLost(member_id=member.member_id, ending=Ending.STREAM_BROKEN, detail=detail),
+            )
 
 
 def somebody_absent(draft: Draft) -> Member | None:
-    """A member with a rank that would not hear of a new generation: its peers could not come to a border without it."""
+    """A member with a rank that would not hear of a new generation: its peers could not come to a
+    border without it."""
     for member in draft.members.values():
         pulse = draft.pulse(member.member_id)
-        if member.phase is MemberPhase.RANKED and pulse is not None and pulse.silent_ms(draft.now.ms) > draft.spec.lease_ms:
+        if (
+            member.phase is MemberPhase.RANKED
+            and pulse is not None
+            and pulse.silent_ms(draft.now.ms) > draft.spec.lease_ms
+        ):
             return member
     return None
 
 
 def is_closed(draft: Draft, pulse: Pulse) -> bool:
-    """Its stream ended while it was heard of, as it does when a process ends; what a cut network ends was silent before."""
-    return pulse.detached_ms is not None and pulse.detached_ms - pulse.heard_ms <= draft.policy.closed_within_ms
+    """Its stream ended while it was heard of, as it does when a process ends; what a cut network
+    ends was silent before."""
+    return (
+        pulse.detached_ms is not None
+        and pulse.detached_ms - pulse.heard_ms <= draft.policy.closed_within_ms
+    )
 
 
 def _why_put_out(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> str | None:
     """None: nobody is known to miss it."""
-    longest_ms = draft.policy.absence_ms if pulse.progress.sequence else draft.policy.quiet_absence_ms
+    longest_ms = (
+        draft.policy.absence_ms if pulse.progress.sequence else draft.policy.quiet_absence_ms
+    )
     if pulse.silent_ms(draft.now.ms) > longest_ms:
         return "longer than any member may be silent"
     if is_closed(draft, pulse):
@@ -97,8 +144,16 @@ def _why_missed(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> str
     generation = draft.generation
     if draft.incident is not None and draft.incident.reports.keys() - {member.member_id}:
         return "and its peers' collective has failed"
-    awaited = generation is not None and generation.cause is not Cause.BORDER and pulse.generation < generation.number
-    if awaited and draft.formed_ms is not None and draft.now.ms > draft.formed_ms + draft.spec.lease_ms:
+    awaited = (
+        generation is not None
+        and generation.cause is not Cause.BORDER
+        and pulse.generation < generation.number
+    )
+    if (
+        awaited
+        and draft.formed_ms is not None
+        and draft.now.ms > draft.formed_ms + draft.spec.lease_ms
+    ):
         return f"and it has not come to generation {draft.number}"
     if heard.count and heard.waited_ms >= draft.spec.lease_ms - draft.spec.unheard_ms:
         return f"and all {heard.count} of its peers that are heard of wait"

@@ -1,8 +1,10 @@
-"""Which batches of an epoch are leased to whom: first come first served, and those of a lost member dealt again.
+"""Which batches of an epoch are leased to whom: first come first served, and those of a lost member
+dealt again.
 
-`Epoch` and `Loader` are the frozen values that are kept; `Ledger` is the working copy of one epoch within one transition, so that a
-thousand requests folded together copy the leases once. Which batches are finished is not stored: they are those that were dealt and
-are neither leased nor returned.
+`Epoch` and `Loader` are the frozen values that are kept; `Ledger` is the working copy of one epoch
+within one transition, so that a thousand requests folded together copy the leases once. Which
+batches are finished is not stored: they are those that were dealt and are neither leased nor
+returned.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from typing import Final
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The last answer to a member that numbers its requests, so that a repeated request gets the same one."""
+    """The last answer to a member that numbers its requests, so that a repeated request gets the
+    same one."""
 
     sequence: int
     batches: tuple[int, ...]
@@ -36,7 +39,8 @@ class Epoch:
     returned: tuple[int, ...] = ()
     """Dealt to members that are gone, to be dealt again; ascending."""
     leased: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Member id -> batches it has not acknowledged yet; never empty ones. No batch is in two, or in `returned` too."""
+    """Member id -> batches it has not acknowledged yet; never empty ones. No batch is in two, or in
+    `returned` too."""
     answers: Mapping[str, Answer] = field(default_factory=dict)
     """Member id -> the answer to its last numbered request."""
     batch_ms: Mapping[str, int] = field(default_factory=dict)
@@ -73,12 +77,14 @@ class Ledger:
         """Batches in a millisecond, of all that have said how long they take for one."""
 
     def repeated(self, member_id: str, sequence: int) -> Answer | None:
-        """The answer that a request numbered `sequence` has had already; of a later request, if it is older than that."""
+        """The answer that a request numbered `sequence` has had already; of a later request, if it
+        is older than that."""
         answer = self._answers.get(member_id)
         return answer if answer is not None and sequence <= answer.sequence else None
 
     def finish(self, member_id: str, finished: Iterable[int]) -> None:
-        """Acknowledges batches. What is not leased to this member is passed over: an acknowledgement said twice."""
+        """Acknowledges batches. What is not leased to this member is passed over: an
+        acknowledgement said twice."""
         done = set(finished)
         left = tuple(batch for batch in self._leased.get(member_id, ()) if batch not in done)
         self.changed |= len(left) < len(self._leased.get(member_id, ()))
@@ -100,13 +106,18 @@ class Ledger:
             self._speed += 1 / batch_ms
 
     def lease(self, member_id: str, want: int, sequence: int, *, members: int) -> tuple[int, ...]:
-        """Leases up to `want` batches, returned ones first, and remembers the answer if the request is numbered (sequence above 0).
+        """Leases up to `want` batches, returned ones first, and remembers the answer if the request
+        is numbered (sequence above 0).
 
-        With them the member has no more than its share, of `members` that there are and by their paces, of half of what is free, or one
-        batch: who comes later finds some, and nobody waits long for the last ones (guided self-scheduling; Polychronopoulos and Kuck, IEEE
-        Transactions on Computers, 1987).
+        With them the member has no more than its share, of `members` that there are and by their
+        paces, of half of what is free, or one batch: who comes later finds some, and nobody waits
+        long for the last ones (guided self-scheduling; Polychronopoulos and Kuck, IEEE Transactions
+        on Computers, 1987).
         """
-        free, held = len(self._returned) + self.batches - self._dealt, len(self._leased.get(member_id, ()))
+        free, held = (
+            len(self._returned) + self.batches - self._dealt,
+            len(self._leased.get(member_id, ())),
+        )
         most = math.ceil(free * self._share(member_id, members) / 2)
         want = min(want, max(most - held, 0 if held else 1), free)
         batches = [heapq.heappop(self._returned) for _ in range(min(want, len(self._returned)))]
@@ -121,7 +132,8 @@ class Ledger:
         return tuple(batches)
 
     def _share(self, member_id: str, members: int) -> float:
-        """The part of all members' work in a time that is this one's. Those that have not said how fast they are count as fast as it."""
+        """The part of all members' work in a time that is this one's. Those that have not said how
+        fast they are count as fast as it."""
         if member_id not in self._batch_ms:
             return 1 / max(1, members)
         speed = 1 / self._batch_ms[member_id]
@@ -132,7 +144,8 @@ class Ledger:
             self._speed -= 1 / self._batch_ms.pop(member_id)
 
     def take_back(self, member_id: str, batches: Iterable[int] | None = None) -> int:
-        """What a member holds of these is to be dealt again, or with None all that it holds; returns how many batches there were."""
+        """What a member holds of these is to be dealt again, or with None all that it holds;
+        returns how many batches there were."""
         held = self._leased.pop(member_id, ())
         asked = set(held if batches is None else batches)
         if left := tuple(batch for batch in held if batch not in asked):
@@ -144,7 +157,8 @@ class Ledger:
         return len(batches)
 
     def give_back(self, member_id: str) -> int:
-        """Takes the leases of a member that is gone, and forgets its requests; returns how many leases there were."""
+        """Takes the leases of a member that is gone, and forgets its requests; returns how many
+        leases there were."""
         self._answers.pop(member_id, None)
         self._forget_pace(member_id)
         self.changed = True
@@ -152,7 +166,9 @@ class Ledger:
 
     def holds_of(self, member_id: str) -> bool:
         """There is something of this member to give back."""
-        return member_id in self._leased or member_id in self._answers or member_id in self._batch_ms
+        return (
+            member_id in self._leased or member_id in self._answers or member_id in self._batch_ms
+        )
 
     def close(self) -> Epoch:
         """The frozen value after this transition."""
@@ -176,7 +192,10 @@ _KEYS_OF_AN_EPOCH: Final = 1 << 28
 
 
 def first_key_of(job_id: str, run: int, loader: str, epoch: int, begun_unix_ms: int) -> int:
-    """A number of 64 bits, above 0, with room for an epoch's batches behind it. Another run of the job has others, although its epochs have
-    the same numbers: servers that go on with the values of the run before would take its batches for those."""
-    digest = hashlib.blake2b(f"{job_id}\n{run}\n{loader}\n{epoch}\n{begun_unix_ms}".encode(), digest_size=8).digest()
+    """A number of 64 bits, above 0, with room for an epoch's batches behind it. Another run of the
+    job has others, although its epochs have the same numbers: servers that go on with the values of
+    the run before would take its batches for those."""
+    digest = hashlib.blake2b(
+        f"{job_id}\n{run}\n{loader}\n{epoch}\n{begun_unix_ms}".encode(), digest_size=8
+    ).digest()
     return max(1, int.from_bytes(digest, "little") // _KEYS_OF_AN_EPOCH) * _KEYS_OF_AN_EPOCH

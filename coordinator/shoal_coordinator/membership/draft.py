@@ -1,7 +1,8 @@
 """The working copy of a job's state within one transition.
 
-A transition folds many events; mappings of ten thousand members are copied once, when the first event changes them, and what changed is
-noted so that only that is written. A draft belongs to one call of `transition`; it is the only mutable thing in the core.
+A transition folds many events; mappings of ten thousand members are copied once, when the first
+event changes them, and what changed is noted so that only that is written. A draft belongs to one
+call of `transition`; it is the only mutable thing in the core.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from shoal_coordinator.membership.batches import Epoch, Ledger, Loader, first_ke
 from shoal_coordinator.membership.effects import Effect, Record
 from shoal_coordinator.membership.pulse import Pulse, Pulses
 from shoal_coordinator.membership.spec import JobSpec, Policy
-from shoal_coordinator.membership.state import Departure, JobState, Member, MemberPhase, Now, PastRun, RunId, Server
+from shoal_coordinator.membership.state import (
+    Departure,
+    JobState,
+    Member,
+    MemberPhase,
+    Now,
+    PastRun,
+    RunId,
+    Server,
+)
 
 _MAPPINGS = frozenset({"members", "departed", "servers", "loaders", "population"})
 _WRITTEN_APART = frozenset({"generation", "layout", "moves"})
@@ -45,13 +55,15 @@ _NOT_WRITTEN = IN_MEMORY | {"population"}
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What of the state has to be written: keys of the mappings whose entry was put or removed, and which other parts differ."""
+    """What of the state has to be written: keys of the mappings whose entry was put or removed, and
+    which other parts differ."""
 
     header: bool
     """Whether any of the small fields changed: phase, number, accusations and so on."""
     generation: bool
     table: bool
-    """Whether the newest generation's ranks are to be written whole, whatever Generation.written says."""
+    """Whether the newest generation's ranks are to be written whole, whatever Generation.written
+    says."""
     dropped_changes: frozenset[int]
     """Generations whose changes were written, and are not needed any more."""
     layout: bool
@@ -68,7 +80,9 @@ class Changes:
 class Draft:
     """A job's state while events are folded into it, and what they lead to."""
 
-    def __init__(self, state: JobState, *, now: Now, pulses: Pulses, nonce: str, policy: Policy) -> None:
+    def __init__(
+        self, state: JobState, *, now: Now, pulses: Pulses, nonce: str, policy: Policy
+    ) -> None:
         self.now = now
         self.pulses = pulses
         self.nonce = nonce
@@ -110,7 +124,8 @@ class Draft:
         self.fresh_failures = state.fresh_failures
 
         self.broken: list[str] = []
-        """Why the newest generation (or one that members still work in) cannot go on; empty: it can."""
+        """Why the newest generation (or one that members still work in) cannot go on; empty: it
+        can."""
         self.unplaced: dict[str, None] = {}
         """Members to be told to stand by, unless this transition gives them a rank."""
         self.effects: list[Effect] = []
@@ -131,7 +146,7 @@ class Draft:
         self._changed_loaders: set[str] = set()
         """Beside those with ledgers: of a run that was over."""
 
-    # ---------------------------------------------------------------------------------------------------------------- runs
+    # ----------------------------------------------------------------------------------------- runs
 
     @property
     def fewest_workers(self) -> int:
@@ -150,13 +165,24 @@ class Draft:
 
     def begin_run(self, spec: JobSpec, run: RunId) -> None:
         """All that is of the newest run goes, but for a summary; numbers of generations go on."""
-        past = PastRun(run=self.run, ended_unix_ms=self.ended_unix_ms, ending=self.ending, reason=self.stop_reason)
+        past = PastRun(
+            run=self.run,
+            ended_unix_ms=self.ended_unix_ms,
+            ending=self.ending,
+            reason=self.stop_reason,
+        )
         self._note_run_in_records()
         self._changed_members |= self.members.keys()
         self._changed_departed |= self.departed.keys()
         self._changed_servers |= self.servers.keys()
         self._changed_loaders |= self._loaders.keys() | {loader for loader, _ in self._ledgers}
-        self._members, self._departed, self._servers, self._loaders, self._population = {}, {}, {}, {}, Counter()
+        self._members, self._departed, self._servers, self._loaders, self._population = (
+            {},
+            {},
+            {},
+            {},
+            Counter(),
+        )
         self._ledgers.clear()
         self._dropped_epochs.clear()
         self.broken.clear()
@@ -172,9 +198,12 @@ class Draft:
             setattr(self, name, getattr(fresh, name))
 
     def _note_run_in_records(self) -> None:
-        self.records[:] = [record if record.run else replace(record, run=self.run.number) for record in self.records]
+        self.records[:] = [
+            record if record.run else replace(record, run=self.run.number)
+            for record in self.records
+        ]
 
-    # ------------------------------------------------------------------------------------------------------------ members
+    # -------------------------------------------------------------------------------------- members
 
     @property
     def members(self) -> Mapping[str, Member]:
@@ -200,7 +229,8 @@ class Draft:
         self._changed_members.add(member.member_id)
 
     def remove_member(self, member_id: str, ending: str, steps: int = 0) -> None:
-        """Takes a member out for good: its id is remembered, its leases are dealt again, accusations against it are dropped."""
+        """Takes a member out for good: its id is remembered, its leases are dealt again,
+        accusations against it are dropped."""
         if self._members is None:
             self._members = dict(self._before.members)
         self._population[self._members.pop(member_id).phase] -= 1
@@ -208,7 +238,12 @@ class Draft:
         if self._departed is None:
             self._departed = dict(self._before.departed)
         place = self.place_of(member_id)
-        self._departed[member_id] = Departure(ending=ending, unix_ms=self.now.unix_ms, rank=-1 if place is None else place, steps=steps)
+        self._departed[member_id] = Departure(
+            ending=ending,
+            unix_ms=self.now.unix_ms,
+            rank=-1 if place is None else place,
+            steps=steps,
+        )
         self._changed_departed.add(member_id)
         while len(self._departed) > self.policy.most_departed:
             oldest = next(iter(self._departed))
@@ -217,7 +252,9 @@ class Draft:
         for ledger in self._ledgers_holding(member_id):
             ledger.give_back(member_id)
         if self.accusations:
-            self.accusations = {pair: count for pair, count in self.accusations.items() if member_id not in pair}
+            self.accusations = {
+                pair: count for pair, count in self.accusations.items() if member_id not in pair
+            }
         self.unplaced.pop(member_id, None)
 
     def pulse(self, member_id: str) -> Pulse | None:
@@ -230,10 +267,12 @@ class Draft:
         return pulse.generation if pulse is not None else 0
 
     def waited_ms(self, pulse: Pulse) -> int:
-        """For how long a member had waited for its peers of the newest generation when it was last heard of."""
+        """For how long a member had waited for its peers of the newest generation when it was last
+        heard of."""
         if self.formed_ms is None or pulse.generation >= self.number:
             return pulse.waited_ms
-        return max(0, min(pulse.waited_ms, pulse.heard_ms - self.formed_ms))  # at first for peers of an older one
+        # at first for peers of an older one
+        return max(0, min(pulse.waited_ms, pulse.heard_ms - self.formed_ms))
 
     def place_of(self, member_id: str) -> int | None:
         """A member's rank in the newest generation; None: it has none there."""
@@ -244,7 +283,7 @@ class Draft:
         found = (self.members.get(member_id) for member_id in member_ids)
         return tuple("" if member is None else member.identity.key_digest for member in found)
 
-    # ------------------------------------------------------------------------------------------------------------ servers
+    # -------------------------------------------------------------------------------------- servers
 
     @property
     def servers(self) -> Mapping[str, Server]:
@@ -264,12 +303,16 @@ class Draft:
         del self._servers[server_id]
         self._changed_servers.add(server_id)
 
-    # ------------------------------------------------------------------------------------------------------------ batches
+    # -------------------------------------------------------------------------------------- batches
 
     def epochs_of(self, loader: str) -> set[int]:
         """Epochs of a loader that have leases."""
         kept = self._loaders.get(loader)
-        before = {epoch for epoch in kept.epochs if (loader, epoch) not in self._dropped_epochs} if kept is not None else set()
+        before = (
+            {epoch for epoch in kept.epochs if (loader, epoch) not in self._dropped_epochs}
+            if kept is not None
+            else set()
+        )
         return before | {epoch for name, epoch in self._ledgers if name == loader}
 
     def count_loaders(self) -> int:
@@ -287,7 +330,9 @@ class Draft:
         first_key = first_key_of(self.spec.job_id, self.run.number, loader, epoch, self.now.unix_ms)
         before = self.epochs_of(loader)
         batch_ms = self.ledger(loader, max(before)).close().batch_ms if before else {}
-        self._ledgers[loader, epoch] = Ledger(Epoch(batches=batches, first_key=first_key, batch_ms=batch_ms))
+        self._ledgers[loader, epoch] = Ledger(
+            Epoch(batches=batches, first_key=first_key, batch_ms=batch_ms)
+        )
         self._ledgers[loader, epoch].changed = True
         for oldest in sorted(self.epochs_of(loader))[: -self.policy.epochs_kept]:
             self._ledgers.pop((loader, oldest), None)
@@ -296,17 +341,22 @@ class Draft:
     def _ledgers_holding(self, member_id: str) -> list[Ledger]:
         for name, loader in self._loaders.items():
             for epoch, kept in loader.epochs.items():
-                known = any(member_id in each for each in (kept.leased, kept.answers, kept.batch_ms))
+                known = any(
+                    member_id in each for each in (kept.leased, kept.answers, kept.batch_ms)
+                )
                 if known and (name, epoch) not in self._dropped_epochs:
                     self.ledger(name, epoch)
         return [ledger for ledger in self._ledgers.values() if ledger.holds_of(member_id)]
 
-    # -------------------------------------------------------------------------------------------------------------- ending
+    # --------------------------------------------------------------------------------------- ending
 
     def freeze(self) -> tuple[JobState, Changes]:
         """The state after all events, and what of it has to be written."""
-        # An epoch is dropped only when a newer one was opened, so the changed loaders are those with ledgers.
-        changed_loaders = frozenset(loader for (loader, _), ledger in self._ledgers.items() if ledger.changed)
+        # An epoch is dropped only when a newer one was opened, so the changed loaders are those
+        # with ledgers.
+        changed_loaders = frozenset(
+            loader for (loader, _), ledger in self._ledgers.items() if ledger.changed
+        )
         loaders = {**self._loaders, **{name: self._close_loader(name) for name in changed_loaders}}
         self._note_run_in_records()
         state = JobState(
@@ -370,10 +420,25 @@ class Draft:
         return frozenset(before.written or ())
 
     def _close_loader(self, name: str) -> Loader:
-        epochs = {epoch: self._loaders[name].epochs[epoch] for epoch in self.epochs_of(name) if (name, epoch) not in self._ledgers}
-        return Loader(epochs=epochs | {epoch: ledger.close() for (owner, epoch), ledger in self._ledgers.items() if owner == name})
+        epochs = {
+            epoch: self._loaders[name].epochs[epoch]
+            for epoch in self.epochs_of(name)
+            if (name, epoch) not in self._ledgers
+        }
+        return Loader(
+            epochs=epochs
+            | {
+                epoch: ledger.close()
+                for (owner, epoch), ledger in self._ledgers.items()
+                if owner == name
+            }
+        )
 
 
 _RESET = tuple(item.name for item in fields(JobState) if item.name not in _MAPPINGS)
 """What a new run begins with the defaults of, beside the mappings."""
-_HEADER = tuple(item.name for item in fields(JobState) if item.name not in _MAPPINGS | _WRITTEN_APART | _NOT_WRITTEN)
+_HEADER = tuple(
+    item.name
+    for item in fields(JobState)
+    if item.name not in _MAPPINGS | _WRITTEN_APART | _NOT_WRITTEN
+)

@@ -58,16 +58,19 @@ class SendStop:
     member_id: str
     reason: str
     now: bool
-    """Neither a border nor another generation will come for it. False: at its next border, which a failure before it does not change."""
+    """Neither a border nor another generation will come for it. False: at its next border, which a
+    failure before it does not change."""
     behind: bool = False
     """It worked in a generation, and the newest one is without it: what it holds is old."""
     finished_steps: int = 0
-    """Committed steps of a member whose script has come to its end; 0: none has, or it did not say."""
+    """Committed steps of a member whose script has come to its end; 0: none has, or it did not
+    say."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndSession:
-    """End a member's stream: without an error after it left, else with one that says why it was put out."""
+    """End a member's stream: without an error after it left, else with one that says why it was put
+    out."""
 
     member_id: str
     error: ShoalError | None
@@ -162,10 +165,11 @@ class Record:
     """One entry of the job's event log, written together with the state."""
 
     kind: str
-    """job_created, run_began, run_resumed, member_joined, member_ready, member_lost, member_left, member_quarantined, drain_requested,
-    generation_formed, collective_failed, job_on_hold, step_stands, straggler_found, generations_lost, stop_requested, job_failed,
-    job_finished, server_registered, server_lost, server_promoted, backup_in_sync, backup_dropped, tensors_declared, partitions_moved,
-    move_failed, server_draining or server_drained."""
+    """job_created, run_began, run_resumed, member_joined, member_ready, member_lost, member_left,
+    member_quarantined, drain_requested, generation_formed, collective_failed, job_on_hold,
+    step_stands, straggler_found, generations_lost, stop_requested, job_failed, job_finished,
+    server_registered, server_lost, server_promoted, backup_in_sync, backup_dropped,
+    tensors_declared, partitions_moved, move_failed, server_draining or server_drained."""
     generation: int = 0
     member_id: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)

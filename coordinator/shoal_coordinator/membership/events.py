@@ -1,4 +1,5 @@
-"""What can happen to a job: the inputs of the core, one frozen value per kind. Parsed and checked before they get here."""
+"""What can happen to a job: the inputs of the core, one frozen value per kind. Parsed and checked
+before they get here."""
 
 from __future__ import annotations
 
@@ -205,9 +206,11 @@ class BatchesLeased:
     sequence: int
     """Numbers the member's requests for this loader and epoch; 0: not numbered."""
     keep: bool = False
-    """The member goes on with what it has leased although `want` is 0; without it such a request gives all of that back."""
+    """The member goes on with what it has leased although `want` is 0; without it such a request
+    gives all of that back."""
     returned: tuple[int, ...] = ()
-    """Batches that were leased to the member and that it has not trained on: they are dealt again."""
+    """Batches that were leased to the member and that it has not trained on: they are dealt
+    again."""
     batch_ms: int = 0
     """How long the member takes for a batch; 0: not known."""
 

@@ -11,14 +11,24 @@ from shoal_coordinator.membership.effects import AnnounceGeneration, Record, Sen
 from shoal_coordinator.membership.joining import has_place
 from shoal_coordinator.membership.rank_changes import change_between, changes_to_write
 from shoal_coordinator.membership.ranks import assign_ranks
-from shoal_coordinator.membership.state import Cause, Generation, Identity, JobPhase, Member, MemberPhase
+from shoal_coordinator.membership.state import (
+    Cause,
+    Generation,
+    Identity,
+    JobPhase,
+    Member,
+    MemberPhase,
+)
 
 _MOST_NAMED: Final = 8
 """Newcomers that an event names."""
 
 
-def form(draft: Draft, cause: Cause, reason: str, *, joiners: int, draining: Sequence[Member] = ()) -> None:
-    """Writes the next generation: all that have a rank, `draining` too, and of those that are ready the `joiners` that waited longest.
+def form(
+    draft: Draft, cause: Cause, reason: str, *, joiners: int, draining: Sequence[Member] = ()
+) -> None:
+    """Writes the next generation: all that have a rank, `draining` too, and of those that are ready
+    the `joiners` that waited longest.
 
     The caller has checked that these are `Draft.fewest_workers` to max_workers.
     """
@@ -26,7 +36,9 @@ def form(draft: Draft, cause: Cause, reason: str, *, joiners: int, draining: Seq
     survivors, new = _choose(draft, joiners, {member.member_id: member for member in draining})
     draft.number += 1
     before = {} if previous is None else {rank.member_id: rank for rank in previous.ranks}
-    ranks = assign_ranks(survivors, new, is_joining=lambda member: not holds_state(draft, member), before=before)
+    ranks = assign_ranks(
+        survivors, new, is_joining=lambda member: not holds_state(draft, member), before=before
+    )
     change = None if previous is None else change_between(previous, ranks)
     generation = Generation(
         number=draft.number,
@@ -34,7 +46,9 @@ def form(draft: Draft, cause: Cause, reason: str, *, joiners: int, draining: Seq
         cause=cause,
         ranks=ranks,
         # A member may miss the generation that interrupts it and see only this one.
-        interrupts_below=previous.interrupts_below if cause is Cause.BORDER and previous is not None else draft.number,
+        interrupts_below=previous.interrupts_below
+        if cause is Cause.BORDER and previous is not None
+        else draft.number,
         created_unix_ms=draft.now.unix_ms,
         change=change,
         written=changes_to_write(previous, change, draft.number, len(ranks)),
@@ -49,17 +63,34 @@ def form(draft: Draft, cause: Cause, reason: str, *, joiners: int, draining: Seq
     _give_ranks(draft, generation)
     _leave_out_draining(draft, generation, previous)
 
-    draft.reasons.append(f"generation {draft.number} ({cause}, {len(generation.ranks)} ranks): {reason}")
-    attributes = {"cause": cause, "world_size": str(len(generation.ranks)), "reason": reason, "joined": _joined(draft, generation)}
-    draft.records.append(Record(kind="generation_formed", generation=draft.number, attributes=attributes))
+    draft.reasons.append(
+        f"generation {draft.number} ({cause}, {len(generation.ranks)} ranks): {reason}"
+    )
+    attributes = {
+        "cause": cause,
+        "world_size": str(len(generation.ranks)),
+        "reason": reason,
+        "joined": _joined(draft, generation),
+    }
+    draft.records.append(
+        Record(kind="generation_formed", generation=draft.number, attributes=attributes)
+    )
     draft.effects.append(AnnounceGeneration(generation=generation))
     member_ids = tuple(rank.member_id for rank in generation.ranks)
-    draft.effects.append(SendMembers(generation=draft.number, member_ids=member_ids, key_digests=draft.key_digests(member_ids)))
+    draft.effects.append(
+        SendMembers(
+            generation=draft.number,
+            member_ids=member_ids,
+            key_digests=draft.key_digests(member_ids),
+        )
+    )
 
 
 def named(identity: Identity, rank: int | None) -> str:
     """A member for people. `rank`: its last one; None: it had none."""
-    return f"{'a worker' if rank is None else f'rank {rank}'} (pid {identity.pid} on {identity.host})"
+    return (
+        f"{'a worker' if rank is None else f'rank {rank}'} (pid {identity.pid} on {identity.host})"
+    )
 
 
 def _joined(draft: Draft, generation: Generation) -> str:
@@ -67,25 +98,33 @@ def _joined(draft: Draft, generation: Generation) -> str:
     new = [(number, rank.member_id) for number, rank in enumerate(generation.ranks) if rank.joining]
     if len(new) == len(generation.ranks):
         return ""
-    told = [named(draft.members[member_id].identity, number) for number, member_id in new[:_MOST_NAMED]]
+    told = [
+        named(draft.members[member_id].identity, number) for number, member_id in new[:_MOST_NAMED]
+    ]
     return ", ".join(told) + (f" and {len(new) - len(told)} more" if len(new) > len(told) else "")
 
 
 def draining_in_group(draft: Draft) -> list[Member]:
-    """Members that drain and have not come to their border: they are in the newest generation, or nobody has taken one without them yet."""
+    """Members that drain and have not come to their border: they are in the newest generation, or
+    nobody has taken one without them yet."""
     if draft.in_phase(MemberPhase.DRAINING) == 0 or draft.generation is None:
         return []
     furthest = max((draft.works_in(rank.member_id) for rank in draft.generation.ranks), default=0)
     return [
         member
         for member in draft.members.values()
-        if member.phase is MemberPhase.DRAINING and (has_place(draft, member) or 0 < furthest <= member.works_in)
+        if member.phase is MemberPhase.DRAINING
+        and (has_place(draft, member) or 0 < furthest <= member.works_in)
     ]
 
 
 def holds_state(draft: Draft, member: Member) -> bool:
     """It is known to have worked in a generation."""
-    return member.holds_state or draft.works_in(member.member_id) > 0 or _placed_with_state(draft.generation, member.member_id)
+    return (
+        member.holds_state
+        or draft.works_in(member.member_id) > 0
+        or _placed_with_state(draft.generation, member.member_id)
+    )
 
 
 def _placed_with_state(generation: Generation | None, member_id: str) -> bool:
@@ -93,18 +132,34 @@ def _placed_with_state(generation: Generation | None, member_id: str) -> bool:
     return place is not None and generation is not None and not generation.ranks[place].joining
 
 
-def _choose(draft: Draft, joiners: int, draining: Mapping[str, Member]) -> tuple[list[Member], list[Member]]:
+def _choose(
+    draft: Draft, joiners: int, draining: Mapping[str, Member]
+) -> tuple[list[Member], list[Member]]:
     """Members that go on, in their rank order, and members that are new.
 
-    After a hold all are READY, those of the newest generation too: they go on before others that wait, and keep their order.
+    After a hold all are READY, those of the newest generation too: they go on before others that
+    wait, and keep their order.
     """
-    placed = [draft.members[r.member_id] for r in draft.generation.ranks if r.member_id in draft.members] if draft.generation else []
+    placed = (
+        [draft.members[r.member_id] for r in draft.generation.ranks if r.member_id in draft.members]
+        if draft.generation
+        else []
+    )
     held = [member for member in placed if member.phase is MemberPhase.READY][:joiners]
     going_on = {member.member_id for member in held} | draining.keys()
-    survivors = [member for member in placed if member.phase is MemberPhase.RANKED or member.member_id in going_on]
-    # Those that a newer generation has left out, but that nobody has taken: behind the others of their host.
+    survivors = [
+        member
+        for member in placed
+        if member.phase is MemberPhase.RANKED or member.member_id in going_on
+    ]
+    # Those that a newer generation has left out, but that nobody has taken: behind the others of
+    # their host.
     survivors += [member for member in draining.values() if member not in survivors]
-    waiting = [m for m in draft.members.values() if m.phase is MemberPhase.READY and m.member_id not in going_on]
+    waiting = [
+        m
+        for m in draft.members.values()
+        if m.phase is MemberPhase.READY and m.member_id not in going_on
+    ]
     waiting.sort(key=lambda member: member.ready_order)
     return survivors, waiting[: joiners - len(held)]
 
@@ -123,14 +178,21 @@ def _give_ranks(draft: Draft, generation: Generation) -> None:
 
 
 def _leave_out_draining(draft: Draft, generation: Generation, previous: Generation | None) -> None:
-    """Notes where members that drain work on. If the others are interrupted, no border will come for them: they are told to go now."""
+    """Notes where members that drain work on. If the others are interrupted, no border will come
+    for them: they are told to go now."""
     if draft.in_phase(MemberPhase.DRAINING) == 0 or previous is None:
         return
     for member in list(draft.members.values()):
         if member.phase is not MemberPhase.DRAINING or member.member_id in generation.rank_of:
             continue
         if generation.cause is not Cause.BORDER:
-            draft.effects.append(SendStop(member_id=member.member_id, reason=member.reason, now=True))
+            draft.effects.append(
+                SendStop(member_id=member.member_id, reason=member.reason, now=True)
+            )
         if member.works_in == 0 and member.member_id in previous.rank_of:
-            held = member.holds_state or draft.works_in(member.member_id) > 0 or _placed_with_state(previous, member.member_id)
+            held = (
+                member.holds_state
+                or draft.works_in(member.member_id) > 0
+                or _placed_with_state(previous, member.member_id)
+            )
             draft.put_member(replace(member, works_in=previous.number, holds_state=held))

@@ -1,4 +1,5 @@
-"""When a new generation is due. Runs once at the end of each transition, over everything that happened in it."""
+"""When a new generation is due. Runs once at the end of each transition, over everything that
+happened in it."""
 
 from __future__ import annotations
 
@@ -16,11 +17,13 @@ from shoal_coordinator.membership.state import Cause, JobPhase, MemberPhase
 
 _MOST_NAMED: Final = 5
 _PAUSE_MS: Final = 5
-"""Where more than FEW_READY members wait, each of the others puts off by so much that all are told again why."""
+"""Where more than FEW_READY members wait, each of the others puts off by so much that all are told
+again why."""
 
 
 def generation_due(draft: Draft) -> None:
-    """Forms a generation if one is due, or puts the job on hold if the newest one is over and too few are left."""
+    """Forms a generation if one is due, or puts the job on hold if the newest one is over and too
+    few are left."""
     if draft.phase is JobPhase.FINISHED or draft.departing:
         incident_moot(draft)
         return
@@ -41,13 +44,17 @@ def generation_due(draft: Draft) -> None:
 
 
 def _after_failure(draft: Draft) -> None:
-    """The newest generation cannot go on: the survivors re-form at once, with joiners that happen to be ready.
+    """The newest generation cannot go on: the survivors re-form at once, with joiners that happen
+    to be ready.
 
-    Members that drain stay for now: their border has not come, and the others may need their part of the state.
+    Members that drain stay for now: their border has not come, and the others may need their part
+    of the state.
     """
     lose_absent(draft)
     reason = "; ".join(draft.broken)
-    draining = draining_in_group(draft)[: draft.spec.max_workers - draft.in_phase(MemberPhase.RANKED)]
+    draining = draining_in_group(draft)[
+        : draft.spec.max_workers - draft.in_phase(MemberPhase.RANKED)
+    ]
     joiners = _joiners(draft, beside=len(draining))
     if draft.in_phase(MemberPhase.RANKED) + len(draining) + joiners >= draft.fewest_workers:
         form(draft, Cause.FAILURE, reason, draining=draining, joiners=joiners)
@@ -56,16 +63,27 @@ def _after_failure(draft: Draft) -> None:
 
 
 def _while_waiting(draft: Draft) -> None:
-    """Nobody trains. A fresh start waits for the grace; members that hold state and wait go on as soon as they are enough, and those that
-    come after all are gone as soon as they are as many."""
+    """Nobody trains. A fresh start waits for the grace; members that hold state and wait go on as
+    soon as they are enough, and those that come after all are gone as soon as they are as many."""
     ready = draft.in_phase(MemberPhase.READY)
     if ready < draft.fewest_workers:
         return
     joiners = _joiners(draft)
-    all_here = min(draft.spec.max_workers, len(draft.generation.ranks)) if draft.generation is not None else draft.spec.max_workers
+    all_here = (
+        min(draft.spec.max_workers, len(draft.generation.ranks))
+        if draft.generation is not None
+        else draft.spec.max_workers
+    )
     if joiners >= all_here or _grace_is_over(draft):
-        form(draft, Cause.START if draft.is_fresh else Cause.FAILURE, f"{ready} members are ready", joiners=joiners)
-    elif not draft.is_fresh and any(holds_state(draft, m) for m in draft.members.values() if m.phase is MemberPhase.READY):
+        form(
+            draft,
+            Cause.START if draft.is_fresh else Cause.FAILURE,
+            f"{ready} members are ready",
+            joiners=joiners,
+        )
+    elif not draft.is_fresh and any(
+        holds_state(draft, m) for m in draft.members.values() if m.phase is MemberPhase.READY
+    ):
         form(draft, Cause.FAILURE, f"{ready} members are ready, enough to go on", joiners=joiners)
 
 
@@ -73,26 +91,41 @@ def _at_border(draft: Draft) -> None:
     """Training goes on meanwhile: joins and drains are taken at the next step border."""
     staying = draft.in_phase(MemberPhase.RANKED)
     joiners = _joiners(draft)
-    if draft.generation is None or draft.incident is not None or staying + joiners < draft.fewest_workers:
-        # A drain that would leave too few waits for joiners, or for the member to go. After a failed collective another generation is due.
+    if (
+        draft.generation is None
+        or draft.incident is not None
+        or staying + joiners < draft.fewest_workers
+    ):
+        # A drain that would leave too few waits for joiners, or for the member to go. After a
+        # failed collective another generation is due.
         return
     leaving = len(draft.generation.ranks) - staying
     full = staying + joiners == draft.spec.max_workers
-    if (leaving or (joiners and (full or _grace_is_over(draft)))) and _may_supersede(draft) and somebody_absent(draft) is None:
+    if (
+        (leaving or (joiners and (full or _grace_is_over(draft))))
+        and _may_supersede(draft)
+        and somebody_absent(draft) is None
+    ):
         form(draft, Cause.BORDER, f"{joiners} to join, {leaving} to leave", joiners=joiners)
 
 
 def _may_supersede(draft: Draft) -> bool:
-    """No member is just taking the newest generation: some would have it and others not, and the former would wait for the latter."""
+    """No member is just taking the newest generation: some would have it and others not, and the
+    former would wait for the latter."""
     generation = draft.generation
-    if generation is None or draft.formed_ms is None or draft.now.ms >= draft.formed_ms + draft.policy.border_patience_ms:
+    if (
+        generation is None
+        or draft.formed_ms is None
+        or draft.now.ms >= draft.formed_ms + draft.policy.border_patience_ms
+    ):
         return True
     taken = sum(draft.works_in(rank.member_id) >= generation.number for rank in generation.ranks)
     return taken == len(generation.ranks) or (taken == 0 and generation.cause is Cause.BORDER)
 
 
 def _put_on_hold(draft: Draft, reason: str) -> None:
-    """The newest generation is over and too few are left: everyone stands by until there are enough, or leaves if the job stops."""
+    """The newest generation is over and too few are left: everyone stands by until there are
+    enough, or leaves if the job stops."""
     if draft.phase is JobPhase.RUNNING:
         draft.phase = JobPhase.WAITING
     draft.incident = None
@@ -103,16 +136,26 @@ def _put_on_hold(draft: Draft, reason: str) -> None:
         if member.phase is MemberPhase.RANKED:
             draft.last_order += 1
             held = holds_state(draft, member)
-            draft.put_member(replace(member, phase=MemberPhase.READY, ready_order=draft.last_order, holds_state=held))
+            draft.put_member(
+                replace(
+                    member, phase=MemberPhase.READY, ready_order=draft.last_order, holds_state=held
+                )
+            )
             draft.unplaced[member.member_id] = None
     draft.reasons.append(f"on hold: {reason}")
-    draft.records.append(Record(kind="job_on_hold", generation=draft.number, attributes={"reason": reason}))
+    draft.records.append(
+        Record(kind="job_on_hold", generation=draft.number, attributes={"reason": reason})
+    )
     draft.effects.append(SendMembers(generation=draft.number, member_ids=(), key_digests=()))
 
 
 def _tell_unplaced(draft: Draft) -> None:
-    """Those that have just come to wait; and all that are ready, when why they wait has changed since the last look."""
-    wait = draft.in_phase(MemberPhase.READY) > 0 and draft.phase in (JobPhase.WAITING, JobPhase.RUNNING)
+    """Those that have just come to wait; and all that are ready, when why they wait has changed
+    since the last look."""
+    wait = draft.in_phase(MemberPhase.READY) > 0 and draft.phase in (
+        JobPhase.WAITING,
+        JobPhase.RUNNING,
+    )
     why = _why_ready_ones_wait(draft) if wait else None
     looked = draft.looked_ms == draft.now.ms
     # While many come the reason changes with each of them.
@@ -120,25 +163,35 @@ def _tell_unplaced(draft: Draft) -> None:
     due = draft.standby_told_ms is None or draft.now.ms >= draft.standby_told_ms + pause_ms
     if looked and due and why != draft.standby_text:
         draft.standby_text, draft.standby_told_ms = why, draft.now.ms
-        draft.unplaced.update(dict.fromkeys(m.member_id for m in draft.members.values() if m.phase is MemberPhase.READY and why))
+        draft.unplaced.update(
+            dict.fromkeys(
+                m.member_id for m in draft.members.values() if m.phase is MemberPhase.READY and why
+            )
+        )
     for member_id in draft.unplaced:
         member = draft.members[member_id]
         reason = f"quarantined: {member.reason}" if member.phase is MemberPhase.QUARANTINED else why
         if draft.phase is JobPhase.STOPPING:
             draft.effects.append(stop_for(draft, member))
         elif reason is not None:
-            draft.effects.append(SendStandby(member_id=member_id, reason=reason, apart_from=member.apart_from))
+            draft.effects.append(
+                SendStandby(member_id=member_id, reason=reason, apart_from=member.apart_from)
+            )
 
 
 def _why_ready_ones_wait(draft: Draft) -> str | None:
-    """Why a member that wants a rank will not get one by waiting a little; None: it only waits for the grace, or for a border."""
+    """Why a member that wants a rank will not get one by waiting a little; None: it only waits for
+    the grace, or for a border."""
     if draft.phase is not JobPhase.RUNNING:
         waiting = draft.in_phase(MemberPhase.READY) < draft.fewest_workers
         return _who_is_missing(draft) if waiting else None
     if draft.in_phase(MemberPhase.RANKED) >= draft.spec.max_workers:
         return f"the world is full: {draft.spec.max_workers} members"
     if (absent := somebody_absent(draft)) is not None:
-        return f"member {absent.member_id} on {absent.identity.host} is not heard of: its peers train on, and their borders wait for it"
+        return (
+            f"member {absent.member_id} on {absent.identity.host} is not heard of: its peers "
+            "train on, and their borders wait for it"
+        )
     return None
 
 
@@ -151,21 +204,29 @@ def _who_is_missing(draft: Draft) -> str:
         []
         if draft.generation is None
         else [
-            f"rank {place} on {rank.host} ({draft.departed[rank.member_id].ending.replace('_', ' ')})"
+            f"rank {place} on {rank.host} "
+            f"({draft.departed[rank.member_id].ending.replace('_', ' ')})"
             for place, rank in enumerate(draft.generation.ranks)
             if rank.member_id in draft.departed
         ]
     )
     if gone:
-        parts.append(f"gone {', '.join(gone[:_MOST_NAMED])}" + (f" and {len(gone) - _MOST_NAMED} more" if len(gone) > _MOST_NAMED else ""))
+        parts.append(
+            f"gone {', '.join(gone[:_MOST_NAMED])}"
+            + (f" and {len(gone) - _MOST_NAMED} more" if len(gone) > _MOST_NAMED else "")
+        )
     return ", ".join(parts)
 
 
 def _joiners(draft: Draft, *, beside: int = 0) -> int:
-    """How many of those that are ready fit beside those that have a rank, and some more. A job that stops takes none."""
+    """How many of those that are ready fit beside those that have a rank, and some more. A job that
+    stops takes none."""
     if draft.phase is JobPhase.STOPPING:
         return 0
-    return min(draft.in_phase(MemberPhase.READY), draft.spec.max_workers - draft.in_phase(MemberPhase.RANKED) - beside)
+    return min(
+        draft.in_phase(MemberPhase.READY),
+        draft.spec.max_workers - draft.in_phase(MemberPhase.RANKED) - beside,
+    )
 
 
 def _grace_is_over(draft: Draft) -> bool:

@@ -22,7 +22,8 @@ from shoal_coordinator.membership.recovery import knows_of_lost, readmit
 from shoal_coordinator.membership.state import JobPhase, Member, MemberPhase
 
 FEW_READY: Final = 100
-"""Up to so many members that wait for a rank before a start are told at once why, and again whenever that changes."""
+"""Up to so many members that wait for a rank before a start are told at once why, and again
+whenever that changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,18 +37,19 @@ class Joined:
 
 
 def member_joined(draft: Draft, event: MemberJoined) -> Joined:
-    """A process opened a session. Raises if its id has ended, belongs to another process, or the job takes nobody any more."""
+    """A process opened a session. Raises if its id has ended, belongs to another process, or the
+    job takes nobody any more."""
     member_id = event.identity.member_id
     if event.last_generation > draft.number + draft.policy.most_lost_generations:
         raise InvalidRequestError(
-            f"member {member_id} has agreed to generation {event.last_generation}, but the newest one of job {draft.spec.job_id} is "
-            f"{draft.number}: Redis cannot have lost so many",
+            f"member {member_id} has agreed to generation {event.last_generation}, but the newest "
+            f"one of job {draft.spec.job_id} is {draft.number}: Redis cannot have lost so many",
             reason=Refusal.GENERATION_UNKNOWN,
         )
     if member_id in draft.departed:
         raise PreconditionError(
-            f"member {member_id} of job {draft.spec.job_id} is no member any more ({draft.departed[member_id].ending}); "
-            "start the process anew, with a new member_id",
+            f"member {member_id} of job {draft.spec.job_id} is no member any more "
+            f"({draft.departed[member_id].ending}); start the process anew, with a new member_id",
             reason=Refusal.MEMBER_REPLACED,
         )
     member = draft.members.get(member_id)
@@ -58,23 +60,34 @@ def member_joined(draft: Draft, event: MemberJoined) -> Joined:
         return Joined(replays=False, resumed=True)
     if event.last_generation > 0:
         raise StaleGenerationError(
-            f"member {member_id} worked in generation {event.last_generation} of job {draft.spec.job_id}, but is no member of it now; "
-            "start the process anew, with a new member_id"
+            f"member {member_id} worked in generation {event.last_generation} of job "
+            f"{draft.spec.job_id}, but is no member of it now; start the process anew, with a new "
+            "member_id"
         )
     if draft.phase in (JobPhase.STOPPING, JobPhase.FINISHED):
         raise PreconditionError(
-            f"run {draft.run} of job {draft.spec.job_id} is {draft.phase} ({draft.stop_reason}) and takes no members; start it anew, as "
-            "the next run",
+            f"run {draft.run} of job {draft.spec.job_id} is {draft.phase} ({draft.stop_reason}) "
+            "and takes no members; start it anew, as the next run",
             reason=Refusal.RUN_ENDED,
         )
     if len(draft.members) >= draft.policy.most_members:
         raise LimitError(
-            f"job {draft.spec.job_id} has {len(draft.members)} members, which is all it can hold; stop some of those that stand by",
+            f"job {draft.spec.job_id} has {len(draft.members)} members, which is all it can hold; "
+            "stop some of those that stand by",
             reason=Refusal.MEMBERS_LIMIT,
         )
     replays = not draft.is_fresh
-    draft.put_member(Member(identity=event.identity, phase=MemberPhase.JOINED, joined_unix_ms=draft.now.unix_ms, replays=replays))
-    draft.records.append(Record(kind="member_joined", member_id=member_id, attributes={"host": event.identity.host}))
+    draft.put_member(
+        Member(
+            identity=event.identity,
+            phase=MemberPhase.JOINED,
+            joined_unix_ms=draft.now.unix_ms,
+            replays=replays,
+        )
+    )
+    draft.records.append(
+        Record(kind="member_joined", member_id=member_id, attributes={"host": event.identity.host})
+    )
     return Joined(replays=replays, resumed=False)
 
 
@@ -83,14 +96,14 @@ def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined
     before, after = member.identity, event.identity
     if before.key_digest and before.key_digest != after.key_digest:
         raise PermissionDeniedError(
-            f"member {after.member_id} of job {draft.spec.job_id} is another process than the caller, which does not have its key; each "
-            "process needs a member_id of its own",
+            f"member {after.member_id} of job {draft.spec.job_id} is another process than the "
+            "caller, which does not have its key; each process needs a member_id of its own",
             reason=Refusal.MEMBER_KEY_WRONG,
         )
     if (before.host, before.pid) != (after.host, after.pid):
         raise PreconditionError(
-            f"member_id {after.member_id} belongs to process {before.pid} on {before.host}, not to {after.pid} on {after.host}; "
-            "each process needs an id of its own",
+            f"member_id {after.member_id} belongs to process {before.pid} on {before.host}, not to "
+            f"{after.pid} on {after.host}; each process needs an id of its own",
             reason=Refusal.MEMBER_CONFLICT,
         )
     knows_of_lost(draft, event)
@@ -102,12 +115,23 @@ def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined
     generation = draft.generation
     if draft.phase is JobPhase.FINISHED and event.works_in == 0:
         # Those that it was to work with came to their end while it could not be told so.
-        stop = SendStop(member_id=member_id, reason=draft.stop_reason, now=True, finished_steps=finished_steps(draft))
+        stop = SendStop(
+            member_id=member_id,
+            reason=draft.stop_reason,
+            now=True,
+            finished_steps=finished_steps(draft),
+        )
         draft.effects.append(stop)
         return Joined(replays=member.replays, resumed=True)
-    if has_place(draft, member) and generation is not None and event.last_generation < generation.number:
+    if (
+        has_place(draft, member)
+        and generation is not None
+        and event.last_generation < generation.number
+    ):
         draft.effects.append(SendGeneration(member_id=member_id, generation=generation))
-    if draft.phase is JobPhase.STOPPING or (draft.phase is JobPhase.FINISHED and member.phase is not MemberPhase.RANKED):
+    if draft.phase is JobPhase.STOPPING or (
+        draft.phase is JobPhase.FINISHED and member.phase is not MemberPhase.RANKED
+    ):
         draft.effects.append(stop_for(draft, member))
     elif member.phase in (MemberPhase.READY, MemberPhase.QUARANTINED):
         draft.unplaced[member_id] = None
@@ -123,7 +147,8 @@ def member_ready(draft: Draft, event: MemberReady) -> None:
     draft.put_member(replace(member, phase=MemberPhase.READY, ready_order=draft.last_order))
     draft.records.append(Record(kind="member_ready", member_id=event.member_id))
     if draft.phase is not JobPhase.WAITING or draft.in_phase(MemberPhase.READY) <= FEW_READY:
-        draft.unplaced[event.member_id] = None  # else it is told with all others, if they wait for long
+        # else it is told with all others, if they wait for long
+        draft.unplaced[event.member_id] = None
     if draft.grace_until_ms is None:
         draft.grace_until_ms = draft.now.ms + draft.spec.join_grace_ms
 
@@ -140,13 +165,31 @@ def stop_for(draft: Draft, member: Member, reason: str | None = None) -> SendSto
     now = not has_place(draft, member)
     # It worked in a generation, and others have gone on without it.
     known = member.holds_state or draft.works_in(member.member_id) > 0
-    behind = now and known and draft.generation is not None and draft.place_of(member.member_id) is None and not member.works_in
-    return SendStop(member_id=member.member_id, reason=draft.stop_reason if reason is None else reason, now=now, behind=behind)
+    behind = (
+        now
+        and known
+        and draft.generation is not None
+        and draft.place_of(member.member_id) is None
+        and not member.works_in
+    )
+    return SendStop(
+        member_id=member.member_id,
+        reason=draft.stop_reason if reason is None else reason,
+        now=now,
+        behind=behind,
+    )
 
 
 def finished_steps(draft: Draft) -> int:
     """Committed steps of a member whose script came to its end; 0: none has."""
-    return max((departure.steps for departure in draft.departed.values() if departure.ending == LeaveReason.FINISHED), default=0)
+    return max(
+        (
+            departure.steps
+            for departure in draft.departed.values()
+            if departure.ending == LeaveReason.FINISHED
+        ),
+        default=0,
+    )
 
 
 def live_member(draft: Draft, member_id: str) -> Member:
@@ -156,7 +199,10 @@ def live_member(draft: Draft, member_id: str) -> Member:
         return member
     if member_id in draft.departed:
         raise PreconditionError(
-            f"member {member_id} of job {draft.spec.job_id} is no member any more ({draft.departed[member_id].ending})",
+            f"member {member_id} of job {draft.spec.job_id} is no member any more "
+            f"({draft.departed[member_id].ending})",
             reason=Refusal.MEMBER_REPLACED,
         )
-    raise UnknownResourceError(f"job {draft.spec.job_id} has no member {member_id!r}", reason=Refusal.MEMBER_UNKNOWN)
+    raise UnknownResourceError(
+        f"job {draft.spec.job_id} has no member {member_id!r}", reason=Refusal.MEMBER_UNKNOWN
+    )

@@ -24,17 +24,23 @@ class Leased:
 
 
 def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
-    """A member acknowledges batches and asks for more, first come first served; or for none, and gives back those that it has."""
+    """A member acknowledges batches and asks for more, first come first served; or for none, and
+    gives back those that it has."""
     live_member(draft, event.member_id)
     epochs = draft.epochs_of(event.loader)
     newest = max(epochs, default=0)
     if epochs and event.epoch not in epochs and event.epoch < newest:
-        return Leased(batches=(), epoch_done=True, retry_after_ms=0, newest_epoch=newest, first_key=0)
+        return Leased(
+            batches=(), epoch_done=True, retry_after_ms=0, newest_epoch=newest, first_key=0
+        )
     if event.want == 0 and (event.epoch not in epochs or event.batches_in_epoch == 0):
-        return Leased(batches=(), epoch_done=False, retry_after_ms=0, newest_epoch=newest, first_key=0)
+        return Leased(
+            batches=(), epoch_done=False, retry_after_ms=0, newest_epoch=newest, first_key=0
+        )
     if not epochs and draft.count_loaders() >= draft.policy.most_loaders:
         raise LimitError(
-            f"job {draft.spec.job_id} has {draft.policy.most_loaders} loaders with leased batches, which is all it can hold",
+            f"job {draft.spec.job_id} has {draft.policy.most_loaders} loaders with leased batches, "
+            "which is all it can hold",
             reason=Refusal.LOADERS_LIMIT,
         )
     if event.epoch not in epochs:
@@ -42,26 +48,36 @@ def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
     ledger = draft.ledger(event.loader, event.epoch)
     if ledger.batches != event.batches_in_epoch:
         raise InvalidRequestError(
-            f"batches_in_epoch={event.batches_in_epoch}: epoch {event.epoch} of loader {event.loader!r} has {ledger.batches}; "
-            "all members must use the same data set, batch size and inner_steps",
+            f"batches_in_epoch={event.batches_in_epoch}: epoch {event.epoch} of loader "
+            f"{event.loader!r} has {ledger.batches}; all members must use the same data set, batch "
+            "size and inner_steps",
             reason=Refusal.BATCHES_CONFLICT,
         )
     repeated = ledger.repeated(event.member_id, event.sequence) if event.sequence else None
     if repeated is not None and event.sequence < repeated.sequence:
-        raise InvalidRequestError(f"sequence={event.sequence}: member {event.member_id} has sent {repeated.sequence} before")
+        raise InvalidRequestError(
+            f"sequence={event.sequence}: member {event.member_id} has sent {repeated.sequence} "
+            "before"
+        )
     held = ledger.held(event.member_id, without=event.finished)
     if repeated is None and held + event.want > draft.policy.most_batches:
         raise LimitError(
-            f"want={event.want}: member {event.member_id} holds {held} batches of epoch {event.epoch} of loader {event.loader!r}, and may "
-            f"hold {draft.policy.most_batches}; say which are finished",
+            f"want={event.want}: member {event.member_id} holds {held} batches of epoch "
+            f"{event.epoch} of loader {event.loader!r}, and may hold {draft.policy.most_batches}; "
+            "say which are finished",
             reason=Refusal.BATCHES_LIMIT,
         )
     ledger.finish(event.member_id, event.finished)
     members = 1 if draft.generation is None else max(1, len(draft.generation.ranks))
     ledger.keeps_pace(event.member_id, event.batch_ms)
-    if repeated is None:  # what was returned may have been leased to this member again, in the answer that was lost
+    if repeated is None:
+        # what was returned may have been leased to this member again, in the answer that was lost
         ledger.take_back(event.member_id, event.returned if event.want or event.keep else None)
-    batches = repeated.batches if repeated is not None else ledger.lease(event.member_id, event.want, event.sequence, members=members)
+    batches = (
+        repeated.batches
+        if repeated is not None
+        else ledger.lease(event.member_id, event.want, event.sequence, members=members)
+    )
     done = ledger.is_done
     newest = max(newest, event.epoch)
     wait = event.want > 0 and not batches and not done

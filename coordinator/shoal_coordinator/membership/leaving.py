@@ -8,8 +8,22 @@ from dataclasses import dataclass, replace
 from shoal_common.errors import PreconditionError, UnknownResourceError
 
 from shoal_coordinator.membership.draft import Draft
-from shoal_coordinator.membership.effects import EndSession, Record, SendDrain, SendStop, StopServers
-from shoal_coordinator.membership.events import DrainRequested, Ending, ExitReported, LeaveReason, MemberLeft, MemberLost, StopRequested
+from shoal_coordinator.membership.effects import (
+    EndSession,
+    Record,
+    SendDrain,
+    SendStop,
+    StopServers,
+)
+from shoal_coordinator.membership.events import (
+    DrainRequested,
+    Ending,
+    ExitReported,
+    LeaveReason,
+    MemberLeft,
+    MemberLost,
+    StopRequested,
+)
 from shoal_coordinator.membership.forming import holds_state, named
 from shoal_coordinator.membership.joining import has_place, live_member, stop_for
 from shoal_coordinator.membership.reasons import Refusal
@@ -26,7 +40,8 @@ _REFUSAL_OF: Mapping[Ending, Refusal] = {
 
 
 def member_lost(draft: Draft, event: MemberLost) -> None:
-    """A process is gone without goodbye: those it worked with are interrupted. Learnt a second time, it changes nothing."""
+    """A process is gone without goodbye: those it worked with are interrupted. Learnt a second
+    time, it changes nothing."""
     member = draft.members.get(event.member_id)
     if member is None:
         return
@@ -34,18 +49,33 @@ def member_lost(draft: Draft, event: MemberLost) -> None:
         draft.broken.append(f"member {member.member_id} is gone: {event.detail}")
     _take_out(draft, member, kind="member_lost", ending=event.ending, detail=event.detail)
     refusal = _REFUSAL_OF.get(event.ending)
-    error = None if refusal is None else PreconditionError(f"member {member.member_id} was put out: {event.detail}", reason=refusal)
+    error = (
+        None
+        if refusal is None
+        else PreconditionError(
+            f"member {member.member_id} was put out: {event.detail}", reason=refusal
+        )
+    )
     draft.effects.append(EndSession(member_id=member.member_id, error=error))
 
 
 def member_left(draft: Draft, event: MemberLeft) -> None:
-    """A member says goodbye. Who leaves a group that goes on without a generation for it interrupts the others, as a loss does.
+    """A member says goodbye. Who leaves a group that goes on without a generation for it interrupts
+    the others, as a loss does.
 
-    The first member with a rank that finishes ends the run for all. One that was asked to leave only speaks for itself, whatever it says.
+    The first member with a rank that finishes ends the run for all. One that was asked to leave
+    only speaks for itself, whatever it says.
     """
     member = live_member(draft, event.member_id)
     if event.reason is LeaveReason.FAILED:
-        member_lost(draft, MemberLost(member_id=event.member_id, ending=Ending.SCRIPT_FAILED, detail=event.detail or "its script raised"))
+        member_lost(
+            draft,
+            MemberLost(
+                member_id=event.member_id,
+                ending=Ending.SCRIPT_FAILED,
+                detail=event.detail or "its script raised",
+            ),
+        )
         return
     # One whose rank Redis has lost trains on in its place meanwhile.
     has_rank = member.phase is MemberPhase.RANKED or (member.holds_state and is_recovering(draft))
@@ -55,16 +85,25 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
             _finish(draft, reason)
             _tell_awaiting(draft, member, reason, finished_steps=event.steps)
     elif has_place(draft, member) and draft.phase is JobPhase.STOPPING and not event.alone:
-        # All leave at the same border, so whoever is still there is behind the last step too, and only has to say goodbye.
+        # All leave at the same border, so whoever is still there is behind the last step too, and
+        # only has to say goodbye.
         if not draft.departing:
             _tell_awaiting(draft, member, draft.stop_reason)
         draft.departing = True
     elif has_place(draft, member):
-        # It left at a border before a generation without it was written: on SIGTERM, or because too few would have remained. In a job that
-        # stops its peers stand at that border and wait for one; they stop at the next.
+        # It left at a border before a generation without it was written: on SIGTERM, or because too
+        # few would have remained. In a job that stops its peers stand at that border and wait for
+        # one; they stop at the next.
         draft.broken.append(f"member {member.member_id} left ({event.reason})")
     apart = _compare_replicas(draft, member, event)
-    _take_out(draft, member, kind="member_left", ending=event.reason, detail=event.detail, steps=event.steps)
+    _take_out(
+        draft,
+        member,
+        kind="member_left",
+        ending=event.reason,
+        detail=event.detail,
+        steps=event.steps,
+    )
     error = PreconditionError(apart, reason=Refusal.REPLICAS_DIVERGED) if apart else None
     draft.effects.append(EndSession(member_id=member.member_id, error=error))
 
@@ -74,7 +113,9 @@ def _compare_replicas(draft: Draft, member: Member, event: MemberLeft) -> str:
     fails the job. Returns what it is, or nothing."""
     if event.replicas is None or event.reason is not LeaveReason.FINISHED:
         return ""
-    draft.replicas, apart = compare(draft.replicas, event.replicas, named(member.identity, draft.place_of(member.member_id)))
+    draft.replicas, apart = compare(
+        draft.replicas, event.replicas, named(member.identity, draft.place_of(member.member_id))
+    )
     if apart:
         draft.reasons.append(apart)
         _fail(draft, apart)
@@ -91,22 +132,40 @@ class ExitNoted:
 
 
 def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
-    """A launcher saw a process end. Its word that the script came to its end counts as the goodbye, which may still be under way in the
-    stream, or was never said, since the coordinator was away. Another clean exit decides nothing while the stream is open."""
+    """A launcher saw a process end. Its word that the script came to its end counts as the goodbye,
+    which may still be under way in the stream, or was never said, since the coordinator was away.
+    Another clean exit decides nothing while the stream is open."""
     known = event.member_id in draft.members
     pulse = draft.pulse(event.member_id)
     clean = event.exit_code == 0 and event.signal == 0
     if known and clean and event.finished:
-        member_left(draft, MemberLeft(member_id=event.member_id, reason=LeaveReason.FINISHED, detail="as its launcher told"))
+        member_left(
+            draft,
+            MemberLeft(
+                member_id=event.member_id,
+                reason=LeaveReason.FINISHED,
+                detail="as its launcher told",
+            ),
+        )
     elif known and clean and pulse is not None and pulse.attached:
         pass
     elif known:
         how = f"signal {event.signal}" if event.signal else f"exit code {event.exit_code}"
-        member_lost(draft, MemberLost(member_id=event.member_id, ending=Ending.PROCESS_EXITED, detail=f"its process ended with {how}"))
+        member_lost(
+            draft,
+            MemberLost(
+                member_id=event.member_id,
+                ending=Ending.PROCESS_EXITED,
+                detail=f"its process ended with {how}",
+            ),
+        )
     if event.failure:
         _fail(draft, event.failure)
     departure = draft.departed.get(event.member_id)
-    return ExitNoted(was_member=known or departure is not None, rank=departure.rank if departure is not None else -1)
+    return ExitNoted(
+        was_member=known or departure is not None,
+        rank=departure.rank if departure is not None else -1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,24 +178,36 @@ class DrainNoted:
 def drain_requested(draft: Draft, event: DrainRequested) -> DrainNoted:
     """Someone asks a member to leave at its next border. Asked again, it changes nothing.
 
-    The others are told by a BORDER generation without it, as soon as enough remain or joiners can take its place.
+    The others are told by a BORDER generation without it, as soon as enough remain or joiners can
+    take its place.
     """
     member = _member_or_rank(draft, event)
     if member.phase is not MemberPhase.DRAINING:
         may_go_at_once = not has_place(draft, member)
         draft.put_member(replace(member, phase=MemberPhase.DRAINING, reason=event.reason))
         draft.unplaced.pop(member.member_id, None)
-        draft.records.append(Record(kind="drain_requested", member_id=member.member_id, attributes={"reason": event.reason}))
+        draft.records.append(
+            Record(
+                kind="drain_requested",
+                member_id=member.member_id,
+                attributes={"reason": event.reason},
+            )
+        )
         draft.effects.append(SendDrain(member_id=member.member_id, reason=event.reason))
         if may_go_at_once:
-            draft.effects.append(SendStop(member_id=member.member_id, reason=event.reason, now=True))
+            draft.effects.append(
+                SendStop(member_id=member.member_id, reason=event.reason, now=True)
+            )
     return DrainNoted(member_id=member.member_id)
 
 
 def stop_requested(draft: Draft, event: StopRequested) -> None:
-    """Someone asks all members to leave at their next border. Asked again, or of a finished job, it changes nothing; nor does the word of a
-    plain script's launcher on how it ended, where there are members, or were: how such a run ends is theirs to say."""
-    if draft.phase in (JobPhase.STOPPING, JobPhase.FINISHED) or (event.ending is not JobEnding.STOPPED and not draft.is_untouched):
+    """Someone asks all members to leave at their next border. Asked again, or of a finished job, it
+    changes nothing; nor does the word of a plain script's launcher on how it ended, where there are
+    members, or were: how such a run ends is theirs to say."""
+    if draft.phase in (JobPhase.STOPPING, JobPhase.FINISHED) or (
+        event.ending is not JobEnding.STOPPED and not draft.is_untouched
+    ):
         return
     draft.phase, draft.ending = JobPhase.STOPPING, event.ending
     draft.stop_reason = event.reason
@@ -147,7 +218,8 @@ def stop_requested(draft: Draft, event: StopRequested) -> None:
 
 
 def last_one_left(draft: Draft) -> None:
-    """At the end of each transition: a job that is closed and empty is finished, and its servers are told."""
+    """At the end of each transition: a job that is closed and empty is finished, and its servers
+    are told."""
     if draft.members or draft.phase not in (JobPhase.STOPPING, JobPhase.FINISHED):
         return
     if draft.phase is JobPhase.STOPPING:
@@ -156,21 +228,27 @@ def last_one_left(draft: Draft) -> None:
 
 
 def _fail(draft: Draft, failure: str) -> None:
-    """The job ends with an error. The first one counts, and it counts also where the job was to end well."""
+    """The job ends with an error. The first one counts, and it counts also where the job was to end
+    well."""
     if draft.ending is JobEnding.FAILED:
         return
-    draft.records.append(Record(kind="job_failed", generation=draft.number, attributes={"reason": failure}))
+    draft.records.append(
+        Record(kind="job_failed", generation=draft.number, attributes={"reason": failure})
+    )
     stop_requested(draft, StopRequested(reason=failure))
     draft.ending, draft.stop_reason = JobEnding.FAILED, failure
 
 
 def _finish(draft: Draft, reason: str) -> None:
-    """The run is over. Members with a rank have confirmed the last step too and come to their end by themselves; the others are told, and
-    spares, which may wait for a generation that their peers will not enter any more."""
+    """The run is over. Members with a rank have confirmed the last step too and come to their end
+    by themselves; the others are told, and spares, which may wait for a generation that their peers
+    will not enter any more."""
     draft.phase, draft.ended_unix_ms = JobPhase.FINISHED, draft.now.unix_ms
     draft.ending = draft.ending or JobEnding.COMPLETED
     draft.stop_reason = draft.stop_reason or reason
-    draft.records.append(Record(kind="job_finished", generation=draft.number, attributes={"reason": reason}))
+    draft.records.append(
+        Record(kind="job_finished", generation=draft.number, attributes={"reason": reason})
+    )
     for member in draft.members.values():
         pulse = draft.pulse(member.member_id)
         if member.phase in (MemberPhase.JOINED, MemberPhase.READY, MemberPhase.QUARANTINED):
@@ -181,9 +259,10 @@ def _finish(draft: Draft, reason: str) -> None:
 
 
 def _tell_awaiting(draft: Draft, left: Member, reason: str, *, finished_steps: int = 0) -> None:
-    """Who has `left` works in an older generation still: at the border where it leaves, all would have taken the newest one. Those who wait
-    there, in their first one, wait for nobody; and so do all that have not entered it yet, where it was to follow a failure, and members
-    that were kept out of the generation in which `left` works, and were to come back in the newest."""
+    """Who has `left` works in an older generation still: at the border where it leaves, all would
+    have taken the newest one. Those who wait there, in their first one, wait for nobody; and so do
+    all that have not entered it yet, where it was to follow a failure, and members that were kept
+    out of the generation in which `left` works, and were to come back in the newest."""
     works_in = draft.works_in(left.member_id)
     if works_in >= draft.number:
         return
@@ -197,28 +276,57 @@ def _tell_awaiting(draft: Draft, left: Member, reason: str, *, finished_steps: i
         else:
             waits = works_in > 0 or _is_new(draft, member)
         if waits:
-            draft.effects.append(SendStop(member_id=member.member_id, reason=reason, now=True, finished_steps=finished_steps))
+            draft.effects.append(
+                SendStop(
+                    member_id=member.member_id,
+                    reason=reason,
+                    now=True,
+                    finished_steps=finished_steps,
+                )
+            )
 
 
 def _is_new(draft: Draft, member: Member) -> bool:
-    """Whether a member joined a job that had begun, and has a stream now. After the coordinator was restarted only such a member is known
-    to hold no state: the others have not said yet what generation they work in."""
+    """Whether a member joined a job that had begun, and has a stream now. After the coordinator was
+    restarted only such a member is known to hold no state: the others have not said yet what
+    generation they work in."""
     pulse = draft.pulse(member.member_id)
     return member.replays and pulse is not None and pulse.attached
 
 
-def _take_out(draft: Draft, member: Member, *, kind: str, ending: Ending | LeaveReason, detail: str, steps: int = 0) -> None:
+def _take_out(
+    draft: Draft,
+    member: Member,
+    *,
+    kind: str,
+    ending: Ending | LeaveReason,
+    detail: str,
+    steps: int = 0,
+) -> None:
     rank = draft.place_of(member.member_id)
     draft.remove_member(member.member_id, ending, steps)
     who = named(member.identity, rank)
-    attributes = {"ending": ending, "detail": detail, "rank": "" if rank is None else str(rank), "who": who}
-    draft.records.append(Record(kind=kind, generation=draft.number, member_id=member.member_id, attributes=attributes))
+    attributes = {
+        "ending": ending,
+        "detail": detail,
+        "rank": "" if rank is None else str(rank),
+        "who": who,
+    }
+    draft.records.append(
+        Record(
+            kind=kind, generation=draft.number, member_id=member.member_id, attributes=attributes
+        )
+    )
     if draft.in_phase(MemberPhase.QUARANTINED):
         _release_quarantined(draft, member.member_id)
 
 
 def _release_quarantined(draft: Draft, member_id: str) -> None:
-    for kept_out in [m for m in draft.members.values() if m.phase is MemberPhase.QUARANTINED and m.apart_from == member_id]:
+    for kept_out in [
+        m
+        for m in draft.members.values()
+        if m.phase is MemberPhase.QUARANTINED and m.apart_from == member_id
+    ]:
         _release(draft, kept_out)
 
 
@@ -228,15 +336,29 @@ def reached_again(draft: Draft) -> None:
         return
     for kept_out in [m for m in draft.members.values() if m.phase is MemberPhase.QUARANTINED]:
         pulse = draft.pulse(kept_out.member_id)
-        if pulse is not None and pulse.progress.in_reach and draft.now.ms >= draft.kept_out_until_ms.get(kept_out.member_id, 0):
+        if (
+            pulse is not None
+            and pulse.progress.in_reach
+            and draft.now.ms >= draft.kept_out_until_ms.get(kept_out.member_id, 0)
+        ):
             draft.reasons.append(f"member {kept_out.member_id} reaches its peers again")
             _release(draft, kept_out)
 
 
 def _release(draft: Draft, kept_out: Member) -> None:
     draft.last_order += 1
-    draft.put_member(replace(kept_out, phase=MemberPhase.READY, ready_order=draft.last_order, reason="", apart_from=""))
-    draft.kept_out_until_ms = {name: ms for name, ms in draft.kept_out_until_ms.items() if name != kept_out.member_id}
+    draft.put_member(
+        replace(
+            kept_out,
+            phase=MemberPhase.READY,
+            ready_order=draft.last_order,
+            reason="",
+            apart_from="",
+        )
+    )
+    draft.kept_out_until_ms = {
+        name: ms for name, ms in draft.kept_out_until_ms.items() if name != kept_out.member_id
+    }
     draft.unplaced[kept_out.member_id] = None
 
 
@@ -247,7 +369,11 @@ def _is_missed(draft: Draft, member: Member) -> bool:
     if member.works_in == 0 or draft.generation is None:
         return False
     # A generation without it was written; whoever has not taken it yet is still in the older group.
-    return any(draft.works_in(rank.member_id) < draft.number for rank in draft.generation.ranks if rank.member_id in draft.members)
+    return any(
+        draft.works_in(rank.member_id) < draft.number
+        for rank in draft.generation.ranks
+        if rank.member_id in draft.members
+    )
 
 
 def _member_or_rank(draft: Draft, event: DrainRequested) -> Member:
@@ -259,5 +385,12 @@ def _member_or_rank(draft: Draft, event: DrainRequested) -> Member:
         if member is not None and member.phase in (MemberPhase.RANKED, MemberPhase.DRAINING):
             return member
     size = 0 if generation is None else len(generation.ranks)
-    there = f"its newest generation has {size} ranks" if size else "none has one yet, its workers are still starting"
-    raise UnknownResourceError(f"job {draft.spec.job_id} has no live member of rank {rank}: {there}", reason=Refusal.MEMBER_UNKNOWN)
+    there = (
+        f"its newest generation has {size} ranks"
+        if size
+        else "none has one yet, its workers are still starting"
+    )
+    raise UnknownResourceError(
+        f"job {draft.spec.job_id} has no live member of rank {rank}: {there}",
+        reason=Refusal.MEMBER_UNKNOWN,
+    )

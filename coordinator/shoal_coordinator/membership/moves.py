@@ -1,12 +1,15 @@
-"""Partitions move between servers, one move at a time: what is written here decides who owns them (docs/decisions/0200).
+"""Partitions move between servers, one move at a time: what is written here decides who owns them
+(docs/decisions/0200).
 
-A move is written, then its giver is told. It ends by the giver's report alone; a giver that is lost is waited for, or its backup, since the
-journal may say that they have left; if it does not, the move has failed, and the next one is that process's own. The new owner is written
-together with the end of the move, and only if the process that took the partitions is there still. All primaries are told when a move is
-settled, and each again when it comes back; so is the giver of its move.
+A move is written, then its giver is told. It ends by the giver's report alone; a giver that is lost
+is waited for, or its backup, since the journal may say that they have left; if it does not, the
+move has failed, and the next one is that process's own. The new owner is written together with the
+end of the move, and only if the process that took the partitions is there still. All primaries are
+told when a move is settled, and each again when it comes back; so is the giver of its move.
 
-A receiver with a full disk, say, stays the emptiest of all, and a giver whose disk fails the fullest: after a move that failed the one who
-is to blame, by the giver's word, is left out for a while, and others take, or give.
+A receiver with a full disk, say, stays the emptiest of all, and a giver whose disk fails the
+fullest: after a move that failed the one who is to blame, by the giver's word, is left out for a
+while, and others take, or give.
 """
 
 from __future__ import annotations
@@ -19,41 +22,69 @@ from shoal_common.errors import PreconditionError, UnknownResourceError
 from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import Record, StopServer
 from shoal_coordinator.membership.events import MoveReported, ServerDrainRequested
-from shoal_coordinator.membership.places import holds_something, of_place, primaries, tell_all_settled, tell_move, tell_settled
+from shoal_coordinator.membership.places import (
+    holds_something,
+    of_place,
+    primaries,
+    tell_all_settled,
+    tell_move,
+    tell_settled,
+)
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.rebalancing import next_move
-from shoal_coordinator.membership.state import Drained, FailedServer, JobPhase, Move, Server, ServerRole
+from shoal_coordinator.membership.state import (
+    Drained,
+    FailedServer,
+    JobPhase,
+    Move,
+    Server,
+    ServerRole,
+)
 
 
 def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:
-    """Someone asks that a server's place is left: what it holds moves to the others, then its servers end. Said twice, it counts once."""
+    """Someone asks that a server's place is left: what it holds moves to the others, then its
+    servers end. Said twice, it counts once."""
     server = draft.servers.get(event.server_id)
     if server is None:
         there = ", ".join(sorted(draft.servers)[:8]) or "none is registered"
         raise UnknownResourceError(
-            f"job {draft.spec.job_id} has no parameter server {event.server_id!r}; there are: {there}", reason=Refusal.SERVER_UNKNOWN
+            f"job {draft.spec.job_id} has no parameter server {event.server_id!r}; there are: "
+            f"{there}",
+            reason=Refusal.SERVER_UNKNOWN,
         )
     if draft.layout is None:
         raise PreconditionError(
-            f"no member of job {draft.spec.job_id} has declared its tensors: server {event.server_id} holds nothing yet; end its process",
+            f"no member of job {draft.spec.job_id} has declared its tensors: server "
+            f"{event.server_id} holds nothing yet; end its process",
             reason=Refusal.PLACE_WITHOUT_TENSORS,
         )
     if server.index in draft.moves.draining:
         return
-    others = [index for index in primaries(draft).keys() - draft.moves.draining.keys() - {server.index} if _counts(draft, index)]
+    others = [
+        index
+        for index in primaries(draft).keys() - draft.moves.draining.keys() - {server.index}
+        if _counts(draft, index)
+    ]
     if not others:
         raise PreconditionError(
-            f"server {event.server_id} has the last place of job {draft.spec.job_id} that does not drain: nobody could take over what it "
-            "holds; start another server first (max_parameter_servers permitting), or stop the job",
+            f"server {event.server_id} has the last place of job {draft.spec.job_id} that does not "
+            "drain: nobody could take over what it holds; start another server first "
+            "(max_parameter_servers permitting), or stop the job",
             reason=Refusal.LAST_SERVER,
         )
-    draft.moves = replace(draft.moves, draining={**draft.moves.draining, server.index: event.reason})
-    draft.records.append(Record(kind="server_draining", attributes={**_named(server), "reason": event.reason}))
+    draft.moves = replace(
+        draft.moves, draining={**draft.moves.draining, server.index: event.reason}
+    )
+    draft.records.append(
+        Record(kind="server_draining", attributes={**_named(server), "reason": event.reason})
+    )
     draft.look_at_moves_ms = draft.now.ms
 
 
 def _counts(draft: Draft, index: int) -> bool:
-    """Whether a place can take something over, now or when its server is back: one that holds nothing is given to who comes next."""
+    """Whether a place can take something over, now or when its server is back: one that holds
+    nothing is given to who comes next."""
     primary = of_place(draft, index, ServerRole.PRIMARY)
     return (primary is not None and primary.alive) or holds_something(draft, index)
 
@@ -72,16 +103,29 @@ def move_reported(draft: Draft, event: MoveReported) -> None:
 
 def _settle(draft: Draft, move: Move, event: MoveReported) -> None:
     assert draft.layout is not None, "partitions that move are those of a layout"
-    attributes = {"move": str(move.number), "partitions": str(len(move.partitions)), "from": str(move.giver), "to": str(move.receiver)}
+    attributes = {
+        "move": str(move.number),
+        "partitions": str(len(move.partitions)),
+        "from": str(move.giver),
+        "to": str(move.receiver),
+    }
     failure = _failure(draft, move, event)
     if failure:
         _leave_out(draft, move, event)
-        draft.records.append(Record(kind="move_failed", attributes={**attributes, "reason": failure}))
+        draft.records.append(
+            Record(kind="move_failed", attributes={**attributes, "reason": failure})
+        )
     else:
         nbytes = sum(draft.layout.sizes[partition] for partition in move.partitions)
         draft.layout = draft.layout.moved(move.partitions, move.receiver)
-        draft.failed_receivers = {index: failed for index, failed in draft.failed_receivers.items() if index != move.receiver}
-        draft.failed_givers = {index: failed for index, failed in draft.failed_givers.items() if index != move.giver}
+        draft.failed_receivers = {
+            index: failed
+            for index, failed in draft.failed_receivers.items()
+            if index != move.receiver
+        }
+        draft.failed_givers = {
+            index: failed for index, failed in draft.failed_givers.items() if index != move.giver
+        }
         attributes |= {"bytes": str(nbytes), "epoch": str(draft.layout.epoch)}
         draft.records.append(Record(kind="partitions_moved", attributes=attributes))
     draft.moves = replace(draft.moves, settled=move.number, under_way=None)
@@ -90,24 +134,37 @@ def _settle(draft: Draft, move: Move, event: MoveReported) -> None:
 
 
 def _leave_out(draft: Draft, move: Move, event: MoveReported) -> None:
-    """A giver by whose fault a move failed gives nothing for a while; else its receiver is given nothing: the process that had taken the
-    partitions, or that is there now."""
+    """A giver by whose fault a move failed gives nothing for a while; else its receiver is given
+    nothing: the process that had taken the partitions, or that is there now."""
     if event.giver_failed:
         giver = of_place(draft, move.giver, ServerRole.PRIMARY)
         assert giver is not None, "it has reported"
-        draft.failed_givers = _with_failure(draft, draft.failed_givers, giver.index, giver.incarnation)
+        draft.failed_givers = _with_failure(
+            draft, draft.failed_givers, giver.index, giver.incarnation
+        )
         return
     receiver = of_place(draft, move.receiver, ServerRole.PRIMARY)
     incarnation = event.receiver_incarnation or ("" if receiver is None else receiver.incarnation)
-    draft.failed_receivers = _with_failure(draft, draft.failed_receivers, move.receiver, incarnation)
+    draft.failed_receivers = _with_failure(
+        draft, draft.failed_receivers, move.receiver, incarnation
+    )
 
 
-def _with_failure(draft: Draft, failed: Mapping[int, FailedServer], index: int, incarnation: str) -> Mapping[int, FailedServer]:
+def _with_failure(
+    draft: Draft, failed: Mapping[int, FailedServer], index: int, incarnation: str
+) -> Mapping[int, FailedServer]:
     """Those who have failed, with one more failure of the process in a place."""
     before = failed.get(index)
     failures = before.failures if before is not None and before.incarnation == incarnation else 0
-    wait_ms = min(draft.policy.move_retry_ms << min(failures, 16), draft.policy.longest_move_retry_ms)
-    return {**failed, index: FailedServer(incarnation=incarnation, failures=failures + 1, until_ms=draft.now.ms + wait_ms)}
+    wait_ms = min(
+        draft.policy.move_retry_ms << min(failures, 16), draft.policy.longest_move_retry_ms
+    )
+    return {
+        **failed,
+        index: FailedServer(
+            incarnation=incarnation, failures=failures + 1, until_ms=draft.now.ms + wait_ms
+        ),
+    }
 
 
 def _failure(draft: Draft, move: Move, event: MoveReported) -> str:
@@ -123,11 +180,17 @@ def _failure(draft: Draft, move: Move, event: MoveReported) -> str:
 
 
 def moves_due(draft: Draft) -> None:
-    """At the end of each transition: places that were left are ended, and the next move begins if one is due.
+    """At the end of each transition: places that were left are ended, and the next move begins if
+    one is due.
 
-    Looks only when something has changed that this depends on, or the wait for a receiver is over: it goes through all partitions.
+    Looks only when something has changed that this depends on, or the wait for a receiver is over:
+    it goes through all partitions.
     """
-    if draft.look_at_moves_ms is None or draft.layout is None or draft.now.ms < draft.look_at_moves_ms:
+    if (
+        draft.look_at_moves_ms is None
+        or draft.layout is None
+        or draft.now.ms < draft.look_at_moves_ms
+    ):
         return
     draft.look_at_moves_ms = None
     for index in draft.moves.draining:
@@ -146,7 +209,9 @@ def _begin_next(draft: Draft) -> None:
     plan = next_move(
         draft.layout,
         givers=[index for index in serving if index not in not_giving],
-        receivers=[index for index in serving if index not in not_taking and _is_safe(draft, index)],
+        receivers=[
+            index for index in serving if index not in not_taking and _is_safe(draft, index)
+        ],
         draining=draft.moves.draining.keys(),
     )
     if plan is not None:
@@ -159,18 +224,28 @@ def _begin_next(draft: Draft) -> None:
             receiver=plan.receiver,
         )
         draft.moves = replace(draft.moves, under_way=move)
-        draft.reasons.append(f"move {move.number}: {len(move.partitions)} partitions from server {move.giver} to server {move.receiver}")
+        draft.reasons.append(
+            f"move {move.number}: {len(move.partitions)} partitions from server {move.giver} to "
+            f"server {move.receiver}"
+        )
         tell_move(draft, giver)
     else:
         draft.look_at_moves_ms = min([*not_giving.values(), *not_taking.values()], default=None)
 
 
-def _left_out(draft: Draft, failed: Mapping[int, FailedServer], servers: Iterable[Server]) -> dict[int, int]:
-    """Which of these take no part for now, after moves that failed with the process that is there, and until when."""
+def _left_out(
+    draft: Draft, failed: Mapping[int, FailedServer], servers: Iterable[Server]
+) -> dict[int, int]:
+    """Which of these take no part for now, after moves that failed with the process that is there,
+    and until when."""
     found: dict[int, int] = {}
     for server in servers:
         failure = failed.get(server.index)
-        if failure is not None and failure.incarnation == server.incarnation and failure.until_ms > draft.now.ms:
+        if (
+            failure is not None
+            and failure.incarnation == server.incarnation
+            and failure.until_ms > draft.now.ms
+        ):
             found[server.index] = failure.until_ms
     return found
 
@@ -182,8 +257,8 @@ def _is_safe(draft: Draft, index: int) -> bool:
 
 
 def _end_place(draft: Draft, index: int) -> None:
-    """The servers of a place that holds nothing any more are told to end, as often as they are heard of; when all have, or their streams
-    broke before they heard it, it is no place."""
+    """The servers of a place that holds nothing any more are told to end, as often as they are
+    heard of; when all have, or their streams broke before they heard it, it is no place."""
     servers = [server for server in draft.servers.values() if server.index == index]
     reason = f"drained: {draft.moves.draining[index]}"
     for server in servers:
@@ -194,8 +269,14 @@ def _end_place(draft: Draft, index: int) -> None:
     for server in servers:
         draft.remove_server(server.server_id)
         draft.records.append(Record(kind="server_drained", attributes=_named(server)))
-    ended = {s.server_id: Drained(incarnation=s.incarnation, index=index, reason=reason) for s in servers}
-    before = {server_id: drained for server_id, drained in draft.moves.drained.items() if server_id not in ended}
+    ended = {
+        s.server_id: Drained(incarnation=s.incarnation, index=index, reason=reason) for s in servers
+    }
+    before = {
+        server_id: drained
+        for server_id, drained in draft.moves.drained.items()
+        if server_id not in ended
+    }
     draft.moves = replace(
         draft.moves,
         draining={other: why for other, why in draft.moves.draining.items() if other != index},

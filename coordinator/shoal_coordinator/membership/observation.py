@@ -1,4 +1,5 @@
-"""One job as it is looked at from outside: its state, what heartbeats said, and when. For metrics and pages; nothing is decided by it."""
+"""One job as it is looked at from outside: its state, what heartbeats said, and when. For metrics
+and pages; nothing is decided by it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shoal_coordinator.membership.pulse import Pulses
-from shoal_coordinator.membership.state import JobEnding, JobPhase, JobState, Now, Server, ServerRole
+from shoal_coordinator.membership.state import (
+    JobEnding,
+    JobPhase,
+    JobState,
+    Now,
+    Server,
+    ServerRole,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +29,19 @@ class ObservedJob:
     @property
     def trains(self) -> bool:
         """A generation stands."""
-        return self.state.generation is not None and self.state.phase in (JobPhase.RUNNING, JobPhase.STOPPING)
+        return self.state.generation is not None and self.state.phase in (
+            JobPhase.RUNNING,
+            JobPhase.STOPPING,
+        )
 
     @property
     def world_size(self) -> int:
         """Ranks that train; 0 while the job waits, and when it has ended."""
-        return len(self.state.generation.ranks) if self.trains and self.state.generation is not None else 0
+        return (
+            len(self.state.generation.ranks)
+            if self.trains and self.state.generation is not None
+            else 0
+        )
 
     @cached_property
     def newest_step(self) -> int:
@@ -35,28 +50,47 @@ class ObservedJob:
 
     @property
     def without_progress_s(self) -> float:
-        """Seconds for which no rank has come to another step, border or operation; 0 while the job does not train."""
-        ranked = {} if self.state.generation is None or not self.trains else self.state.generation.rank_of
-        moved_ms = [pulse.moved_ms for member_id, pulse in self.pulses.members.items() if member_id in ranked]
+        """Seconds for which no rank has come to another step, border or operation; 0 while the job
+        does not train."""
+        ranked = (
+            {}
+            if self.state.generation is None or not self.trains
+            else self.state.generation.rank_of
+        )
+        moved_ms = [
+            pulse.moved_ms
+            for member_id, pulse in self.pulses.members.items()
+            if member_id in ranked
+        ]
         return max(0, self.now.ms - max(moved_ms)) / 1000 if moved_ms else 0.0
 
     @cached_property
     def unserved_places(self) -> int:
-        """Places of parameter servers at which no primary serves, those that have never had one included; 0 when the run has ended."""
+        """Places of parameter servers at which no primary serves, those that have never had one
+        included; 0 when the run has ended."""
         if self.state.phase is JobPhase.FINISHED:
             return 0
         places = self._places
-        missing = 0 if self.state.layout is not None else self.state.spec.parameter_servers - len(places)
-        return max(0, missing) + sum(not any(server.serves for server in servers) for servers in places.values())
+        missing = (
+            0 if self.state.layout is not None else self.state.spec.parameter_servers - len(places)
+        )
+        return max(0, missing) + sum(
+            not any(server.serves for server in servers) for servers in places.values()
+        )
 
     @cached_property
     def unprotected_places(self) -> int:
-        """Places whose primary serves and has no backup in sync, in a job that is to have backups; 0 when the run has ended."""
+        """Places whose primary serves and has no backup in sync, in a job that is to have backups;
+        0 when the run has ended."""
         if self.state.phase is JobPhase.FINISHED or not self.state.spec.parameter_server_backups:
             return 0
         return sum(
             any(server.serves for server in servers)
-            and not any(server.alive and server.in_sync for server in servers if server.role is ServerRole.BACKUP)
+            and not any(
+                server.alive and server.in_sync
+                for server in servers
+                if server.role is ServerRole.BACKUP
+            )
             for servers in self._places.values()
         )
 

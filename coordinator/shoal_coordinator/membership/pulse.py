@@ -1,7 +1,8 @@
-"""What heartbeats say: kept in memory, never written to Redis, and given to the core as read-only evidence.
+"""What heartbeats say: kept in memory, never written to Redis, and given to the core as read-only
+evidence.
 
-Pure values and functions. The shell holds the mappings and replaces entries; a coordinator that starts gives every member a fresh pulse,
-so that all leases begin anew before any is judged.
+Pure values and functions. The shell holds the mappings and replaces entries; a coordinator that
+starts gives every member a fresh pulse, so that all leases begin anew before any is judged.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 BUSY_CPU_S: Final = 0.5
-"""Processor time that tells a member which works from one that hangs: several times what its heartbeats take in a minute."""
+"""Processor time that tells a member which works from one that hangs: several times what its
+heartbeats take in a minute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +58,8 @@ class Pulse:
     detached_ms: int | None = None
     """When its session's stream ended; None: it is open."""
     generation: int = 0
-    """The newest generation it said it works in; 0: none yet, or none since this coordinator started."""
+    """The newest generation it said it works in; 0: none yet, or none since this coordinator
+    started."""
     progress: Progress = field(default_factory=Progress)
 
     @property
@@ -93,7 +96,8 @@ class Pulses:
 
 
 def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress) -> Pulse:
-    """The pulse after a heartbeat. Generation and sequence never fall: heartbeats of an older stream may be late."""
+    """The pulse after a heartbeat. Generation and sequence never fall: heartbeats of an older
+    stream may be late."""
     moved = progress.sequence > pulse.progress.sequence
     active = moved or progress.cpu_s >= pulse.active_cpu_s + BUSY_CPU_S
     return Pulse(
@@ -119,7 +123,9 @@ def detached(pulse: Pulse, now_ms: int) -> Pulse:
     return replace(pulse, detached_ms=now_ms)
 
 
-def expired(pulses: Mapping[str, Pulse] | Mapping[str, ServerPulse], now_ms: int, lease_ms: int) -> Iterable[str]:
+def expired(
+    pulses: Mapping[str, Pulse] | Mapping[str, ServerPulse], now_ms: int, lease_ms: int
+) -> Iterable[str]:
     """Ids whose last sign of life is more than a lease ago."""
     oldest = now_ms - lease_ms
     return [name for name, pulse in pulses.items() if pulse.heard_ms < oldest]

@@ -15,11 +15,13 @@ def assign_ranks(
     is_joining: Callable[[Member], bool],
     before: Mapping[str, Rank] | None = None,
 ) -> tuple[Rank, ...]:
-    """Ranks of a generation, in rank order. `before`: those of the one before by member id, which are taken over where nothing changes.
+    """Ranks of a generation, in rank order. `before`: those of the one before by member id, which
+    are taken over where nothing changes.
 
-    The ranks of one host are adjacent. `survivors` come in their old rank order and keep it, hosts in the order of their first survivor;
-    joiners follow within their host's block, new hosts after all others. Joiners among themselves, and new hosts, are ordered by name and
-    not by arrival, so that the same machines get the same ranks in every run.
+    The ranks of one host are adjacent. `survivors` come in their old rank order and keep it, hosts
+    in the order of their first survivor; joiners follow within their host's block, new hosts after
+    all others. Joiners among themselves, and new hosts, are ordered by name and not by arrival, so
+    that the same machines get the same ranks in every run.
     """
     blocks: dict[str, list[Member]] = {}
     for member in survivors:
@@ -34,12 +36,16 @@ def assign_ranks(
     )
 
 
-def _rank(member: Member, before: Rank | None, local_rank: int, local_world_size: int, joining: bool) -> Rank:
+def _rank(
+    member: Member, before: Rank | None, local_rank: int, local_world_size: int, joining: bool
+) -> Rank:
     identity = member.identity
     if (
         before is not None
-        and (before.local_rank, before.local_world_size, before.joining) == (local_rank, local_world_size, joining)
-        and (before.host, before.donor_address, before.donor_key) == (identity.host, identity.donor_address, identity.donor_key)
+        and (before.local_rank, before.local_world_size, before.joining)
+        == (local_rank, local_world_size, joining)
+        and (before.host, before.donor_address, before.donor_key)
+        == (identity.host, identity.donor_address, identity.donor_key)
     ):
         return before
     return Rank(
@@ -60,4 +66,7 @@ def _place(member: Member) -> tuple[list[str | int], str, int, str]:
 
 def _natural(name: str) -> list[str | int]:
     """Sort key under which node2 comes before node10: text and numbers alternate, text first."""
-    return [int(part) if position % 2 else part for position, part in enumerate(re.split(r"([0-9]+)", name))]
+    return [
+        int(part) if position % 2 else part
+        for position, part in enumerate(re.split(r"([0-9]+)", name))
+    ]

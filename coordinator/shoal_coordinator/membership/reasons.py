@@ -1,6 +1,8 @@
-"""The `reason` strings of the refusals that the coordinator makes: stable over releases, clients decide by them.
+"""The `reason` strings of the refusals that the coordinator makes: stable over releases, clients
+decide by them.
 
-Malformed fields have no reason of their own: they are REQUEST_INVALID and their message names the field.
+Malformed fields have no reason of their own: they are REQUEST_INVALID and their message names the
+field.
 """
 
 from __future__ import annotations
@@ -16,17 +18,20 @@ class Refusal(StrEnum):
     JOB_CONFLICT = "JOB_CONFLICT"
     """The job exists with another specification."""
     JOBS_LIMIT = "JOBS_LIMIT"
-    """RESOURCE_EXHAUSTED: more jobs than a coordinator can hold, those that nobody is in included."""
+    """RESOURCE_EXHAUSTED: more jobs than a coordinator can hold, those that nobody is in
+    included."""
     WATCHERS_LIMIT = "WATCHERS_LIMIT"
     """RESOURCE_EXHAUSTED: more callers follow the job's events than may at once."""
     RUN_ENDED = "RUN_ENDED"
-    """The run that the caller belongs to, or wants to join, was stopped or is finished. UNAVAILABLE: so it is for a new parameter server;
-    it waits for the next run."""
+    """The run that the caller belongs to, or wants to join, was stopped or is finished.
+    UNAVAILABLE: so it is for a new parameter server; it waits for the next run."""
     RUN_ENDING = "RUN_ENDING"
-    """UNAVAILABLE: the newest run has ended, and some of its members are still there: the next one can begin when they have left."""
+    """UNAVAILABLE: the newest run has ended, and some of its members are still there: the next one
+    can begin when they have left."""
     RUN_UNKNOWN = "RUN_UNKNOWN"
-    """The job has, or had, no such run; the coordinator's Redis may have lost it. UNAVAILABLE: so it is for a parameter server, as long as
-    members of that run may come back and say that it goes on."""
+    """The job has, or had, no such run; the coordinator's Redis may have lost it. UNAVAILABLE: so
+    it is for a parameter server, as long as members of that run may come back and say that it goes
+    on."""
     RUN_UNDER_WAY = "RUN_UNDER_WAY"
     """Another run of the job goes on, and has members."""
     RUN_COMPLETED = "RUN_COMPLETED"
@@ -34,7 +39,8 @@ class Refusal(StrEnum):
     MEMBER_UNKNOWN = "MEMBER_UNKNOWN"
     """NOT_FOUND: no live member of that id or rank."""
     MEMBER_REPLACED = "MEMBER_REPLACED"
-    """This member was given up (its stream broke, its lease ended, its process ended) or has left; come back with a new member_id."""
+    """This member was given up (its stream broke, its lease ended, its process ended) or has left;
+    come back with a new member_id."""
     MEMBER_CONFLICT = "MEMBER_CONFLICT"
     """Another process holds this member_id."""
     MEMBER_KEY_WRONG = "MEMBER_KEY_WRONG"
@@ -46,17 +52,20 @@ class Refusal(StrEnum):
     LEASE_EXPIRED = "LEASE_EXPIRED"
     """Ends the session of a member or server that sent no heartbeat for lease_ms."""
     REPLICAS_DIVERGED = "REPLICAS_DIVERGED"
-    """Ends the session of a member that leaves and held other values after the run's last step than one that left before it."""
+    """Ends the session of a member that leaves and held other values after the run's last step than
+    one that left before it."""
     PROCESS_EXITED = "PROCESS_EXITED"
     """Ends the session of a member whose launcher saw its process end."""
     SESSION_REPLACED = "SESSION_REPLACED"
     """Ends a stream whose member or server has opened a newer one."""
     GENERATION_UNKNOWN = "GENERATION_UNKNOWN"
-    """INVALID_ARGUMENT: a generation above the newest one. The coordinator's Redis lost writes, or the caller is wrong."""
+    """INVALID_ARGUMENT: a generation above the newest one. The coordinator's Redis lost writes, or
+    the caller is wrong."""
     JOB_WITHOUT_SERVERS = "JOB_WITHOUT_SERVERS"
     """The job was created with parameter_servers = 0."""
     SERVERS_COMPLETE = "SERVERS_COMPLETE"
-    """Each of the job's parameter server places is taken by another server_id, and it may have no more of them."""
+    """Each of the job's parameter server places is taken by another server_id, and it may have no
+    more of them."""
     SERVER_UNKNOWN = "SERVER_UNKNOWN"
     """NOT_FOUND: the job has no parameter server of that id."""
     LAST_SERVER = "LAST_SERVER"
@@ -76,7 +85,8 @@ class Refusal(StrEnum):
     BATCHES_CONFLICT = "BATCHES_CONFLICT"
     """INVALID_ARGUMENT: another member said that this epoch has another number of batches."""
     BATCHES_LIMIT = "BATCHES_LIMIT"
-    """RESOURCE_EXHAUSTED: the member holds more batches than one may; it has to say which of them are finished."""
+    """RESOURCE_EXHAUSTED: the member holds more batches than one may; it has to say which of them
+    are finished."""
     LOADERS_LIMIT = "LOADERS_LIMIT"
     """RESOURCE_EXHAUSTED: more loaders than a job can hold."""
     QUEUE_LIMIT = "QUEUE_LIMIT"
@@ -84,6 +94,7 @@ class Refusal(StrEnum):
     STORAGE_UNAVAILABLE = "STORAGE_UNAVAILABLE"
     """UNAVAILABLE: Redis does not answer; ask again."""
     COORDINATOR_STOPPING = "COORDINATOR_STOPPING"
-    """UNAVAILABLE: this coordinator shuts down, or could not go on; connect again, to the next one."""
+    """UNAVAILABLE: this coordinator shuts down, or could not go on; connect again, to the next
+    one."""
     COORDINATOR_REPLACED = "COORDINATOR_REPLACED"
     """UNAVAILABLE: another coordinator has taken over these jobs; connect to it."""

@@ -1,4 +1,5 @@
-"""Which partitions are to move next, so that servers come to hold equal shares. Knows nothing of sessions, nor of the move under way."""
+"""Which partitions are to move next, so that servers come to hold equal shares. Knows nothing of
+sessions, nor of the move under way."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from typing import Final
 from shoal_coordinator.membership.shards import SMALLEST_FULL_BYTES, ShardLayout
 
 MOST_BYTES: Final = 32 << 20
-"""Bytes of values in one move, for which workers wait: so much is copied, written and switched in a fraction of half a second. A small
-partition counts as SMALLEST_FULL_BYTES, which is what it costs."""
+"""Bytes of values in one move, for which workers wait: so much is copied, written and switched in a
+fraction of half a second. A small partition counts as SMALLEST_FULL_BYTES, which is what it
+costs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +27,8 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """The partitions that are trained, or those that are not: each kind is spread by itself, as `lay_out` does it."""
+    """The partitions that are trained, or those that are not: each kind is spread by itself, as
+    `lay_out` does it."""
 
     sizes: tuple[int, ...]
     """Bytes of each partition's values, by its partition id."""
@@ -41,12 +44,19 @@ class _Kind:
         return max((self.sizes[ids[0]] for ids in self.held.values()), default=0)
 
 
-def next_move(layout: ShardLayout, *, givers: Collection[int], receivers: Collection[int], draining: Collection[int]) -> Plan | None:
+def next_move(
+    layout: ShardLayout,
+    *,
+    givers: Collection[int],
+    receivers: Collection[int],
+    draining: Collection[int],
+) -> Plan | None:
     """The move that brings the servers nearer to equal shares; None: there is none to make.
 
-    Servers that drain give away all that they have, each partition to whom has the least then. Among the others the fullest gives to the
-    emptiest where it has more than one partition's bytes above it, of the kind in question; so the differences grow smaller with each
-    move, and moves end.
+    Servers that drain give away all that they have, each partition to whom has the least then.
+    Among the others the fullest gives to the emptiest where it has more than one partition's bytes
+    above it, of the kind in question; so the differences grow smaller with each move, and moves
+    end.
 
     Args:
         givers: indices of the servers that can hand partitions over.
@@ -91,7 +101,8 @@ def _given_away(kind: _Kind, giver: int, receivers: list[int]) -> Plan:
 
 
 def _evened_out(kind: _Kind, givers: list[int], receivers: list[int]) -> Plan | None:
-    """Plans a move from the fullest place to the emptiest. It carries neither past the mean where partitions are small enough."""
+    """Plans a move from the fullest place to the emptiest. It carries neither past the mean where
+    partitions are small enough."""
     loads = {index: kind.load(index) for index in {*givers, *receivers}}
     if not givers or not receivers:
         return None
@@ -101,8 +112,12 @@ def _evened_out(kind: _Kind, givers: list[int], receivers: list[int]) -> Plan | 
     if gap <= kind.largest():
         return None
     mean = sum(loads.values()) // len(loads)
-    partitions = _at_once(kind, kind.held[fullest], min(loads[fullest] - mean, mean - loads[emptiest]))
-    if not partitions:  # the smallest carries one of them past the mean, but makes the gap smaller: it is smaller than the gap
+    partitions = _at_once(
+        kind, kind.held[fullest], min(loads[fullest] - mean, mean - loads[emptiest])
+    )
+    if not partitions:
+        # the smallest carries one of them past the mean, but makes the gap smaller: it is smaller
+        # than the gap
         partitions = (kind.held[fullest][-1],)
     return Plan(partitions=partitions, giver=fullest, receiver=emptiest)
 

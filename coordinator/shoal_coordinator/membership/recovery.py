@@ -1,8 +1,9 @@
 """Members that know of generations which Redis has lost: its newest writes, or all of them.
 
-They go on in the newest generation that they know, which is as good as ever: one membership was announced under its number and nonce. What
-is lost is the coordinator's knowledge of it. So numbers go on above it, those that come back are members with state, known here or not, and
-when they are all back one generation is written for them.
+They go on in the newest generation that they know, which is as good as ever: one membership was
+announced under its number and nonce. What is lost is the coordinator's knowledge of it. So numbers
+go on above it, those that come back are members with state, known here or not, and when they are
+all back one generation is written for them.
 """
 
 from __future__ import annotations
@@ -16,23 +17,38 @@ from shoal_coordinator.membership.state import Member, MemberPhase, Recovery
 
 
 def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
-    """The member has agreed to a generation that Redis has lost. Raises the number above which generations are written."""
+    """The member has agreed to a generation that Redis has lost. Raises the number above which
+    generations are written."""
     told, recovery = event.last_generation, draft.recovery
     if told <= draft.number:
         return recovery is not None and told > recovery.known
     known = draft.number if recovery is None else recovery.known
-    draft.recovery = Recovery(known=known, newest=told, world_size=event.last_world_size, until_ms=draft.now.ms + draft.spec.lease_ms)
+    draft.recovery = Recovery(
+        known=known,
+        newest=told,
+        world_size=event.last_world_size,
+        until_ms=draft.now.ms + draft.spec.lease_ms,
+    )
     draft.number = told
-    reason = f"Redis has lost generations {known + 1} to {told}: the next one is above those that members know"
+    reason = (
+        f"Redis has lost generations {known + 1} to {told}: the next one is above those that "
+        "members know"
+    )
     draft.reasons.append(reason)
     draft.records.append(
-        Record(kind="generations_lost", generation=told, member_id=event.identity.member_id, attributes={"reason": reason})
+        Record(
+            kind="generations_lost",
+            generation=told,
+            member_id=event.identity.member_id,
+            attributes={"reason": reason},
+        )
     )
     return True
 
 
 def readmit(draft: Draft, event: MemberJoined) -> None:
-    """One that joined in what was lost. It has a part of the state, and gets its rank with the next generation."""
+    """One that joined in what was lost. It has a part of the state, and gets its rank with the next
+    generation."""
     draft.last_order += 1
     member = Member(
         identity=event.identity,
@@ -43,7 +59,13 @@ def readmit(draft: Draft, event: MemberJoined) -> None:
         holds_state=True,
     )
     draft.put_member(member)
-    draft.records.append(Record(kind="member_joined", member_id=member.member_id, attributes={"host": event.identity.host}))
+    draft.records.append(
+        Record(
+            kind="member_joined",
+            member_id=member.member_id,
+            attributes={"host": event.identity.host},
+        )
+    )
 
 
 def is_recovering(draft: Draft) -> bool:
@@ -52,15 +74,25 @@ def is_recovering(draft: Draft) -> bool:
 
 
 def recovery_due(draft: Draft) -> None:
-    """Once all ranks of the newest lost generation are back, or have had a lease to come: one generation for those that are."""
+    """Once all ranks of the newest lost generation are back, or have had a lease to come: one
+    generation for those that are."""
     recovery = draft.recovery
     if recovery is None or recovery.until_ms is None:
         return
-    with_state = [member for member in draft.members.values() if member.phase is MemberPhase.RANKED or member.holds_state]
-    back = sum((pulse := draft.pulse(member.member_id)) is not None and pulse.attached for member in with_state)
+    with_state = [
+        member
+        for member in draft.members.values()
+        if member.phase is MemberPhase.RANKED or member.holds_state
+    ]
+    back = sum(
+        (pulse := draft.pulse(member.member_id)) is not None and pulse.attached
+        for member in with_state
+    )
     all_back = back == len(with_state) and 0 < recovery.world_size <= back
     if not all_back and draft.now.ms < recovery.until_ms:
         return
     draft.recovery = replace(recovery, until_ms=None)
     of = f" of {recovery.world_size}" if recovery.world_size else ""
-    draft.broken.append(f"Redis has lost generation {recovery.newest}, and {back}{of} of its ranks are back")
+    draft.broken.append(
+        f"Redis has lost generation {recovery.newest}, and {back}{of} of its ranks are back"
+    )

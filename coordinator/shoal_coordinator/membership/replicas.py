@@ -46,16 +46,26 @@ def compare(seen: ReplicasSeen | None, left: Replicas, who: str) -> tuple[Replic
     """
     if seen is None or (seen.generation, seen.step) != (left.generation, left.step):
         known = {group: (digest, who) for group, digest in left.digests.items()}
-        return ReplicasSeen(generation=left.generation, step=left.step, agreed=left.agreed, digests=known), ""
+        return ReplicasSeen(
+            generation=left.generation, step=left.step, agreed=left.agreed, digests=known
+        ), ""
     agreed = max(seen.agreed, left.agreed)
-    apart = [group for group, digest in left.digests.items() if seen.digests.get(group, (digest, ""))[0] != digest]
+    apart = [
+        group
+        for group, digest in left.digests.items()
+        if seen.digests.get(group, (digest, ""))[0] != digest
+    ]
     known = {group: (digest, who) for group, digest in left.digests.items()} | dict(seen.digests)
     now = ReplicasSeen(generation=left.generation, step=left.step, agreed=agreed, digests=known)
     if not apart:
         return now, ""
     others = list(dict.fromkeys(seen.digests[group][1] for group in apart))
     since = f"after step {agreed} all agreed" if agreed else "the ranks had not compared before"
-    return now, f"after step {left.step}, the last one, {who} and {_listed(others)} hold different values of {_listed(apart)}; {since}"
+    return (
+        now,
+        f"after step {left.step}, the last one, {who} and {_listed(others)} hold different values "
+        f"of {_listed(apart)}; {since}",
+    )
 
 
 def _listed(names: list[str]) -> str:

@@ -1,8 +1,9 @@
 """A job's runs: when the next one begins, and who belongs to which (docs/decisions/0205).
 
-A run ends when its script comes to the end, when it fails, or when it is stopped; nothing else ends it. Whoever creates the job while its
-newest run has not ended joins that one, so that a run of which all processes were killed goes on with those that are started next. Who
-creates it after the end begins the next run.
+A run ends when its script comes to the end, when it fails, or when it is stopped; nothing else ends
+it. Whoever creates the job while its newest run has not ended joins that one, so that a run of
+which all processes were killed goes on with those that are started next. Who creates it after the
+end begins the next run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ from shoal_common.errors import PreconditionError, UnavailableError
 
 from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import EndServerSession, EndSession, Record
-from shoal_coordinator.membership.events import Ending, MemberJoined, MemberLost, OfRun, RunWanted, ServerRegistered
+from shoal_coordinator.membership.events import (
+    Ending,
+    MemberJoined,
+    MemberLost,
+    OfRun,
+    RunWanted,
+    ServerRegistered,
+)
 from shoal_coordinator.membership.leaving import member_lost
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.spec import JobSpec
@@ -44,7 +52,8 @@ class RunGranted:
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnding:
-    """The outcome of RunWanted where the newest run has ended, and members of it are still there: to be asked again."""
+    """The outcome of RunWanted where the newest run has ended, and members of it are still there:
+    to be asked again."""
 
     why: str
 
@@ -72,10 +81,12 @@ def run_wanted(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
 
 
 def check_run(draft: Draft, event: OfRun) -> None:
-    """Raises PreconditionError unless who did something belongs to the newest run; UnavailableError to a server that may yet.
+    """Raises PreconditionError unless who did something belongs to the newest run; UnavailableError
+    to a server that may yet.
 
-    A member that has worked in a run which Redis has lost makes it the newest again, as long as nobody has trained in a later one. A server
-    of such a run waits meanwhile: for those members, or, where no run goes on, for what is started next.
+    A member that has worked in a run which Redis has lost makes it the newest again, as long as
+    nobody has trained in a later one. A server of such a run waits meanwhile: for those members,
+    or, where no run goes on, for what is started next.
     """
     run, told = event.run, event.event
     if is_current(draft, run):
@@ -90,7 +101,7 @@ def check_run(draft: Draft, event: OfRun) -> None:
     raise not_current(draft, run, draft.now)
 
 
-# ------------------------------------------------------------------------------------------------------------------ what begins
+# -------------------------------------------------------------------------------------- what begins
 
 
 def _next(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
@@ -98,15 +109,19 @@ def _next(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
     if _goes_on(draft):
         if draft.members:
             raise PreconditionError(
-                f"run {draft.run} of job {draft.spec.job_id} goes on, with {len(draft.members)} members ({_members(draft)}): stop it "
-                f"before run {draft.run.number + 1}, or leave out --run to join it",
+                f"run {draft.run} of job {draft.spec.job_id} goes on, with {len(draft.members)} "
+                f"members ({_members(draft)}): stop it before run {draft.run.number + 1}, or leave "
+                "out --run to join it",
                 reason=Refusal.RUN_UNDER_WAY,
             )
         draft.ending, draft.ended_unix_ms = JobEnding.STOPPED, draft.now.unix_ms
-        draft.stop_reason = f"nobody was in it any more, and run {draft.run.number + 1} was asked for"
+        draft.stop_reason = (
+            f"nobody was in it any more, and run {draft.run.number + 1} was asked for"
+        )
     elif draft.members:
         return _ending(draft)
-    # Redis' clock may have gone back, and launchers' own job takes what began later for the newer one.
+    # Redis' clock may have gone back, and launchers' own job takes what began later for the newer
+    # one.
     began_unix_ms = max(draft.now.unix_ms, draft.ended_unix_ms, draft.run.began_unix_ms + 1)
     _begin(draft, event.spec, RunId(number=draft.run.number + 1, began_unix_ms=began_unix_ms))
     return _granted(draft, begun=True)
@@ -116,16 +131,24 @@ def _resume(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
     """The newest run, which has ended, goes on if that was no good end."""
     if draft.ending is JobEnding.COMPLETED:
         raise PreconditionError(
-            f"run {draft.run} of job {draft.spec.job_id} was completed ({draft.stop_reason}): there is nothing to resume; start without "
-            f"--resume for run {draft.run.number + 1}",
+            f"run {draft.run} of job {draft.spec.job_id} was completed ({draft.stop_reason}): "
+            f"there is nothing to resume; start without --resume for run {draft.run.number + 1}",
             reason=Refusal.RUN_COMPLETED,
         )
     if draft.members:
         return _ending(draft)
     before, after = draft.spec, event.spec
-    if (before.parameter_servers, before.parameter_server_backups) != (after.parameter_servers, after.parameter_server_backups):
+    if (before.parameter_servers, before.parameter_server_backups) != (
+        after.parameter_servers,
+        after.parameter_server_backups,
+    ):
         _check_spec(
-            draft, replace(before, parameter_servers=after.parameter_servers, parameter_server_backups=after.parameter_server_backups)
+            draft,
+            replace(
+                before,
+                parameter_servers=after.parameter_servers,
+                parameter_server_backups=after.parameter_server_backups,
+            ),
         )
     _reopen(draft, after)
     return _granted(draft, begun=True)
@@ -155,18 +178,27 @@ def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEndin
 
 
 def _may_come_back(draft: Draft, run: RunId) -> bool:
-    """Whether Redis has lost a run that is newer than all that it knows anybody to have trained in."""
+    """Whether Redis has lost a run that is newer than all that it knows anybody to have trained
+    in."""
     known_ends = [past.ended_unix_ms for past in draft.past_runs]
     if not _goes_on(draft):
         known_ends.append(draft.ended_unix_ms)
     unused = draft.is_fresh or (not _goes_on(draft) and not draft.members)
-    return unused and find_past(draft, run) is None and run.number >= draft.run.number and run.began_unix_ms >= max(known_ends, default=0)
+    return (
+        unused
+        and find_past(draft, run) is None
+        and run.number >= draft.run.number
+        and run.began_unix_ms >= max(known_ends, default=0)
+    )
 
 
 def _has_worked_in_it(draft: Draft, event: MemberJoined) -> bool:
-    """Whether a member of a run that Redis has lost is let in: who is refused changes nothing, its run neither."""
+    """Whether a member of a run that Redis has lost is let in: who is refused changes nothing, its
+    run neither."""
     lost = event.last_generation - draft.number
-    known = _goes_on(draft) and (event.identity.member_id in draft.members or event.identity.member_id in draft.departed)
+    known = _goes_on(draft) and (
+        event.identity.member_id in draft.members or event.identity.member_id in draft.departed
+    )
     return 0 < lost <= draft.policy.most_lost_generations and not known
 
 
@@ -185,7 +217,11 @@ def _goes_on(draft: Draft) -> bool:
 
 def _begin(draft: Draft, spec: JobSpec, run: RunId) -> None:
     """Whoever is still connected belongs to the run before."""
-    before, members, servers = draft.run, list(draft.members), [server.server_id for server in draft.servers.values() if server.alive]
+    before, members, servers = (
+        draft.run,
+        list(draft.members),
+        [server.server_id for server in draft.servers.values() if server.alive],
+    )
     draft.begin_run(spec, run)
     error = not_current(draft, before, draft.now)
     draft.effects += [EndSession(member_id=member_id, error=error) for member_id in members]
@@ -205,23 +241,32 @@ def _reopen(draft: Draft, spec: JobSpec) -> None:
 def _ending(draft: Draft) -> RunEnding:
     """Who has been silent for its lease is not waited for."""
     why = (
-        f"run {draft.run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), and {len(draft.members)} of its members "
-        f"are still there ({_members(draft)})"
+        f"run {draft.run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), "
+        f"and {len(draft.members)} of its members are still there ({_members(draft)})"
     )
     for member in list(draft.members.values()):
         pulse = draft.pulse(member.member_id)
         if pulse is not None and pulse.silent_ms(draft.now.ms) > draft.spec.lease_ms:
-            detail = f"no heartbeat for {pulse.silent_ms(draft.now.ms)} ms, and the next run waits for it"
-            member_lost(draft, MemberLost(member_id=member.member_id, ending=Ending.LEASE_EXPIRED, detail=detail))
+            detail = (
+                f"no heartbeat for {pulse.silent_ms(draft.now.ms)} ms, and the next run waits "
+                "for it"
+            )
+            member_lost(
+                draft,
+                MemberLost(member_id=member.member_id, ending=Ending.LEASE_EXPIRED, detail=detail),
+            )
     return RunEnding(why=why)
 
 
-# -------------------------------------------------------------------------------------------------------------- who belongs to it
+# -------------------------------------------------------------------------------- who belongs to it
 
 
 def same_run(one: RunId, other: RunId) -> bool:
     """Whether both name one run, as far as is known of them."""
-    known = one.began_unix_ms == other.began_unix_ms or 0 in (one.began_unix_ms, other.began_unix_ms)
+    known = one.began_unix_ms == other.began_unix_ms or 0 in (
+        one.began_unix_ms,
+        other.began_unix_ms,
+    )
     return one.number == other.number and known
 
 
@@ -244,26 +289,33 @@ def not_current(job: Runs, run: RunId, now: Now) -> PreconditionError:
     if past is not None:
         how = f"{_ENDED[past.ending]} {max(0, now.unix_ms - past.ended_unix_ms) // 1000} s ago"
         why = f" ({past.reason})" if past.reason else ""
-        return PreconditionError(f"run {run} of job {job.spec.job_id} {how}{why}; {newest}", reason=Refusal.RUN_ENDED)
+        return PreconditionError(
+            f"run {run} of job {job.spec.job_id} {how}{why}; {newest}", reason=Refusal.RUN_ENDED
+        )
     if run.number < job.run.number:
         return PreconditionError(
-            f"run {run} of job {job.spec.job_id} has ended, how is not known any more; {newest}", reason=Refusal.RUN_ENDED
+            f"run {run} of job {job.spec.job_id} has ended, how is not known any more; {newest}",
+            reason=Refusal.RUN_ENDED,
         )
     return PreconditionError(
-        f"job {job.spec.job_id} has no run {run}{' that began then' if run.began_unix_ms else ''}: {newest}, and the next will be run "
-        f"{job.run.number + 1}; if there was such a run, the coordinator's Redis has lost it",
+        f"job {job.spec.job_id} has no run {run}{' that began then' if run.began_unix_ms else ''}: "
+        f"{newest}, and the next will be run {job.run.number + 1}; if there was such a run, the "
+        "coordinator's Redis has lost it",
         reason=Refusal.RUN_UNKNOWN,
     )
 
 
 def _granted(draft: Draft, *, begun: bool) -> RunGranted:
-    return RunGranted(run=draft.run, begun=begun, previous=draft.past_runs[-1] if draft.past_runs else None)
+    return RunGranted(
+        run=draft.run, begun=begun, previous=draft.past_runs[-1] if draft.past_runs else None
+    )
 
 
 def _ended(draft: Draft, run: RunId) -> PreconditionError:
     """The newest run, which was asked for, has ended."""
     return PreconditionError(
-        f"run {run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), and is the newest one",
+        f"run {run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), and "
+        "is the newest one",
         reason=Refusal.RUN_ENDED,
     )
 
@@ -272,11 +324,16 @@ def _check_spec(draft: Draft, spec: JobSpec) -> None:
     there = draft.spec
     if there == spec:
         return
-    names = [name for name in JobSpec.__dataclass_fields__ if getattr(there, name) != getattr(spec, name)]
-    differs = ", ".join(f"{name} is {getattr(there, name)}, not {getattr(spec, name)}" for name in names)
+    names = [
+        name for name in JobSpec.__dataclass_fields__ if getattr(there, name) != getattr(spec, name)
+    ]
+    differs = ", ".join(
+        f"{name} is {getattr(there, name)}, not {getattr(spec, name)}" for name in names
+    )
     raise PreconditionError(
-        f"run {draft.run} of job {there.job_id} goes on, with another specification: {differs}; use the same one, or another job id; where "
-        f"nobody is in it any more, --run {draft.run.number + 1} begins a new one",
+        f"run {draft.run} of job {there.job_id} goes on, with another specification: {differs}; "
+        "use the same one, or another job id; where nobody is in it any more, --run "
+        f"{draft.run.number + 1} begins a new one",
         reason=Refusal.JOB_CONFLICT,
     )
 

@@ -1,8 +1,11 @@
-"""Parameter servers: who is the primary of a place, who its backup, and the first layout of a model's tensors over the places.
+"""Parameter servers: who is the primary of a place, who its backup, and the first layout of a
+model's tensors over the places.
 
-A place has an epoch, which its primary's record carries: it grows when the primary changes, and when a backup comes, is lost or is dropped.
-A backup is in sync from its primary's word on until it is lost, or the primary says that it is so no more; meanwhile the primary
-acknowledges nothing that the backup does not have, so that it can take the primary's place at any moment (docs/decisions/0198).
+A place has an epoch, which its primary's record carries: it grows when the primary changes, and
+when a backup comes, is lost or is dropped. A backup is in sync from its primary's word on until it
+is lost, or the primary says that it is so no more; meanwhile the primary acknowledges nothing that
+the backup does not have, so that it can take the primary's place at any moment
+(docs/decisions/0198).
 """
 
 from __future__ import annotations
@@ -13,10 +16,29 @@ from shoal_common.errors import InvalidRequestError, LimitError, PreconditionErr
 
 from shoal_coordinator.membership.draft import Draft
 from shoal_coordinator.membership.effects import EndServerSession, Record, SendMembers, StopServer
-from shoal_coordinator.membership.events import BackupReported, Ending, ServerLost, ServerRegistered, TensorsDeclared
-from shoal_coordinator.membership.places import holds_something, next_epoch, of_place, primaries, tell_all_settled, tell_place
+from shoal_coordinator.membership.events import (
+    BackupReported,
+    Ending,
+    ServerLost,
+    ServerRegistered,
+    TensorsDeclared,
+)
+from shoal_coordinator.membership.places import (
+    holds_something,
+    next_epoch,
+    of_place,
+    primaries,
+    tell_all_settled,
+    tell_place,
+)
 from shoal_coordinator.membership.reasons import Refusal
-from shoal_coordinator.membership.shards import MOST_PIECES, ShardLayout, TensorSpec, count_pieces, lay_out
+from shoal_coordinator.membership.shards import (
+    MOST_PIECES,
+    ShardLayout,
+    TensorSpec,
+    count_pieces,
+    lay_out,
+)
 from shoal_coordinator.membership.state import JobPhase, MemberPhase, Server, ServerRole
 
 
@@ -25,37 +47,52 @@ class Registered:
     """The outcome of ServerRegistered."""
 
     index: int
-    """The place (server_index) that the server has; for a process that was drained, the one that it had."""
+    """The place (server_index) that the server has; for a process that was drained, the one that it
+    had."""
 
 
 def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
-    """A parameter server opened a session: a new one takes the lowest free place, one that was there before keeps its own. A process that
-    was drained is told to end."""
+    """A parameter server opened a session: a new one takes the lowest free place, one that was
+    there before keeps its own. A process that was drained is told to end."""
     if draft.spec.max_parameter_servers == 0:
         raise PreconditionError(
-            f"job {draft.spec.job_id} has no parameter servers; create it with parameter_servers >= 1", reason=Refusal.JOB_WITHOUT_SERVERS
+            f"job {draft.spec.job_id} has no parameter servers; create it with parameter_servers "
+            ">= 1",
+            reason=Refusal.JOB_WITHOUT_SERVERS,
         )
     if not event.address and not draft.spec.parameter_server_backups:
-        raise InvalidRequestError("register.address='': expected host:port with a port of 1 to 65535")
+        raise InvalidRequestError(
+            "register.address='': expected host:port with a port of 1 to 65535"
+        )
     known = draft.servers.get(event.server_id)
     drained = draft.moves.drained.get(event.server_id)
-    if known is None and drained is not None and event.incarnation and drained.incarnation == event.incarnation:
+    if (
+        known is None
+        and drained is not None
+        and event.incarnation
+        and drained.incarnation == event.incarnation
+    ):
         draft.effects.append(StopServer(server_id=event.server_id, reason=drained.reason))
         return Registered(index=drained.index)
-    if draft.phase is JobPhase.FINISHED and not draft.members and (known is None or known.incarnation != event.incarnation):
+    if (
+        draft.phase is JobPhase.FINISHED
+        and not draft.members
+        and (known is None or known.incarnation != event.incarnation)
+    ):
         raise UnavailableError(
-            f"run {draft.run} of job {draft.spec.job_id} has ended ({draft.stop_reason}), and the next one has not begun: this server "
-            "waits for it",
+            f"run {draft.run} of job {draft.spec.job_id} has ended ({draft.stop_reason}), and the "
+            "next one has not begun: this server waits for it",
             reason=Refusal.RUN_ENDED,
         )
     if known is not None and known.alive and (known.host, known.pid) != (event.host, event.pid):
         raise PreconditionError(
-            f"server_id {event.server_id} belongs to process {known.pid} on {known.host}, whose lease has not ended; "
-            "each server needs an id of its own",
+            f"server_id {event.server_id} belongs to process {known.pid} on {known.host}, whose "
+            "lease has not ended; each server needs an id of its own",
             reason=Refusal.SERVER_CONFLICT,
         )
     if known is not None and known.alive and known.incarnation != event.incarnation:
-        server_lost(draft, ServerLost(server_id=known.server_id, ending=Ending.STREAM_BROKEN))  # and started again at once
+        # and started again at once
+        server_lost(draft, ServerLost(server_id=known.server_id, ending=Ending.STREAM_BROKEN))
         known = draft.servers.get(event.server_id)
     server = replace(
         known if known is not None else _newcomer(draft, event),
@@ -84,36 +121,54 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
     draft.look_at_moves_ms = draft.now.ms
     training = _training(draft)
     draft.effects.append(
-        SendMembers(generation=draft.number, member_ids=training, key_digests=draft.key_digests(training), server_id=server.server_id)
+        SendMembers(
+            generation=draft.number,
+            member_ids=training,
+            key_digests=draft.key_digests(training),
+            server_id=server.server_id,
+        )
     )
     tell_place(draft, server.index)
     return Registered(index=server.index)
 
 
 def _raise_number(draft: Draft, event: ServerRegistered) -> None:
-    """Gives no number again of generations that a server knows and Redis has lost: the server would take members of a new one for those
-    of an old one. Of another run it knows none."""
+    """Gives no number again of generations that a server knows and Redis has lost: the server would
+    take members of a new one for those of an old one. Of another run it knows none."""
     lost = event.generation - draft.number
     if not 0 < lost <= draft.policy.most_lost_generations:
         return
-    reason = f"Redis has lost generations {draft.number + 1} to {event.generation}, of which server {event.server_id} knows"
+    reason = (
+        f"Redis has lost generations {draft.number + 1} to {event.generation}, of which "
+        f"server {event.server_id} knows"
+    )
     draft.number = event.generation
     draft.reasons.append(reason)
-    draft.records.append(Record(kind="generations_lost", generation=draft.number, attributes={"reason": reason}))
+    draft.records.append(
+        Record(kind="generations_lost", generation=draft.number, attributes={"reason": reason})
+    )
 
 
 def server_lost(draft: Draft, event: ServerLost) -> None:
-    """A parameter server's stream broke or its lease ended. A backup that has all that was acknowledged takes a primary's place; else the
-    place stays its own, unless no tensors lie there yet."""
+    """A parameter server's stream broke or its lease ended. A backup that has all that was
+    acknowledged takes a primary's place; else the place stays its own, unless no tensors lie there
+    yet."""
     server = draft.servers.get(event.server_id)
     if server is None or not server.alive:
         return
     draft.put_server(replace(server, alive=False, in_sync=False))
     draft.look_at_moves_ms = draft.now.ms
-    attributes = {"server_id": server.server_id, "server_index": str(server.index), "ending": event.ending}
+    attributes = {
+        "server_id": server.server_id,
+        "server_index": str(server.index),
+        "ending": event.ending,
+    }
     draft.records.append(Record(kind="server_lost", attributes=attributes))
     if event.ending is Ending.LEASE_EXPIRED:
-        error = PreconditionError(f"server {server.server_id} sent no heartbeat for {draft.spec.lease_ms} ms", reason=Refusal.LEASE_EXPIRED)
+        error = PreconditionError(
+            f"server {server.server_id} sent no heartbeat for {draft.spec.lease_ms} ms",
+            reason=Refusal.LEASE_EXPIRED,
+        )
         draft.effects.append(EndServerSession(server_id=server.server_id, error=error))
     if server.role is ServerRole.BACKUP:
         next_epoch(draft, server.index)
@@ -123,30 +178,48 @@ def server_lost(draft: Draft, event: ServerLost) -> None:
 
 
 def backup_reported(draft: Draft, event: BackupReported) -> None:
-    """A primary says how it is with its backup. What it says of an older epoch, or when it is the primary no more, counts for nothing."""
+    """A primary says how it is with its backup. What it says of an older epoch, or when it is the
+    primary no more, counts for nothing."""
     primary = draft.servers.get(event.server_id)
-    if primary is None or not primary.alive or primary.role is not ServerRole.PRIMARY or primary.epoch != event.epoch:
+    if (
+        primary is None
+        or not primary.alive
+        or primary.role is not ServerRole.PRIMARY
+        or primary.epoch != event.epoch
+    ):
         return
     backup = of_place(draft, primary.index, ServerRole.BACKUP)
     if backup is None or not backup.alive or (backup.in_sync and event.in_sync):
         return
     draft.put_server(replace(backup, in_sync=event.in_sync))
     draft.look_at_moves_ms = draft.now.ms
-    attributes = {"server_id": backup.server_id, "server_index": str(backup.index), "primary": primary.server_id, "reason": event.reason}
-    draft.records.append(Record(kind="backup_in_sync" if event.in_sync else "backup_dropped", attributes=attributes))
+    attributes = {
+        "server_id": backup.server_id,
+        "server_index": str(backup.index),
+        "primary": primary.server_id,
+        "reason": event.reason,
+    }
+    draft.records.append(
+        Record(kind="backup_in_sync" if event.in_sync else "backup_dropped", attributes=attributes)
+    )
     if not event.in_sync:
         next_epoch(draft, primary.index)
     tell_place(draft, primary.index)
 
 
 def _promote(draft: Draft, lost: Server) -> None:
-    """The backup takes the place of its primary, which was lost, if it may; that one will be its backup."""
+    """The backup takes the place of its primary, which was lost, if it may; that one will be its
+    backup."""
     backup = of_place(draft, lost.index, ServerRole.BACKUP)
     if backup is None or not backup.alive or not (backup.in_sync or draft.layout is None):
         return
     draft.put_server(replace(lost, role=ServerRole.BACKUP, alive=False, in_sync=False))
     draft.put_server(replace(backup, role=ServerRole.PRIMARY, epoch=lost.epoch + 1, in_sync=False))
-    attributes = {"server_id": backup.server_id, "server_index": str(backup.index), "before": lost.server_id}
+    attributes = {
+        "server_id": backup.server_id,
+        "server_index": str(backup.index),
+        "before": lost.server_id,
+    }
     draft.records.append(Record(kind="server_promoted", attributes=attributes))
 
 
@@ -159,12 +232,14 @@ class ServersAwaited:
 
 
 def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout | ServersAwaited:
-    """A worker says what its model consists of: the first one fixes the layout, the others get the same."""
+    """A worker says what its model consists of: the first one fixes the layout, the others get the
+    same."""
     if draft.layout is not None:
         if draft.layout.tensors != event.tensors:
             raise PreconditionError(
-                f"job {draft.spec.job_id} has other tensors: {_first_difference(draft.layout, event)}; "
-                "all workers must build the same model, with the same parameter groups in the optimizer",
+                f"job {draft.spec.job_id} has other tensors: "
+                f"{_first_difference(draft.layout, event)}; all workers must build the same model, "
+                "with the same parameter groups in the optimizer",
                 reason=Refusal.TENSORS_CONFLICT,
             )
         _check_all_have_addresses(draft, draft.layout)
@@ -172,12 +247,15 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout | Serv
     wanted = draft.spec.servers_to_lay_out
     if wanted == 0:
         raise PreconditionError(
-            f"job {draft.spec.job_id} has no parameter servers; create it with parameter_servers >= 1", reason=Refusal.JOB_WITHOUT_SERVERS
+            f"job {draft.spec.job_id} has no parameter servers; create it with parameter_servers "
+            ">= 1",
+            reason=Refusal.JOB_WITHOUT_SERVERS,
         )
     pieces = count_pieces(event.tensors)
     if pieces > MOST_PIECES:
         raise LimitError(
-            f"the tensors make {pieces} pieces of at most 8 MiB; a job holds {MOST_PIECES}: put small tensors together",
+            f"the tensors make {pieces} pieces of at most 8 MiB; a job holds {MOST_PIECES}: put "
+            "small tensors together",
             reason=Refusal.TENSORS_LIMIT,
         )
     there = [index for index, primary in primaries(draft).items() if primary.serves]
@@ -185,7 +263,11 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout | Serv
     if draft.servers_awaited:
         return ServersAwaited(registered=len(there), wanted=wanted)
     draft.layout = lay_out(event.tensors, there)
-    attributes = {"tensors": str(len(event.tensors)), "partitions": str(len(draft.layout.partitions)), "servers": str(len(there))}
+    attributes = {
+        "tensors": str(len(event.tensors)),
+        "partitions": str(len(draft.layout.partitions)),
+        "servers": str(len(there)),
+    }
     draft.records.append(Record(kind="tensors_declared", attributes=attributes))
     draft.look_at_moves_ms = draft.now.ms
     tell_all_settled(draft)
@@ -198,18 +280,23 @@ def _check_all_have_addresses(draft: Draft, layout: ShardLayout) -> None:
         primary = of_place(draft, index, ServerRole.PRIMARY)
         if primary is None or not primary.address:
             raise UnavailableError(
-                f"job {draft.spec.job_id} waits for the primary of its parameter server {index} to serve", reason=Refusal.NO_SERVERS
+                f"job {draft.spec.job_id} waits for the primary of its parameter server {index} to "
+                "serve",
+                reason=Refusal.NO_SERVERS,
             )
 
 
 def _newcomer(draft: Draft, event: ServerRegistered) -> Server:
-    """The place of a server that was never here: the first without a primary; in a job with backups, the first without a backup; then a
-    further one, as long as the job may have more of them."""
+    """The place of a server that was never here: the first without a primary; in a job with
+    backups, the first without a backup; then a further one, as long as the job may have more of
+    them."""
     places = primaries(draft)
     if draft.layout is None and event.held_index is not None and event.held_index not in places:
         return _placed(event, event.held_index)  # Redis has lost the job, and the server has not
     staying = [index for index in places if index not in draft.moves.draining]
-    for index in sorted({*staying, *(range(draft.spec.servers_to_lay_out) if draft.layout is None else ())}):
+    for index in sorted(
+        {*staying, *(range(draft.spec.servers_to_lay_out) if draft.layout is None else ())}
+    ):
         primary = places.get(index)
         if primary is None:
             return _placed(event, index)
@@ -223,18 +310,32 @@ def _newcomer(draft: Draft, event: ServerRegistered) -> Server:
                 draft.remove_server(backup.server_id)  # what it has does not count
             return _placed(event, index, ServerRole.BACKUP)
     if len(staying) < draft.spec.max_parameter_servers:
-        return _placed(event, next(index for index in range(len(places) + 1) if index not in places))
-    holders = ", ".join(server.server_id for server in sorted(draft.servers.values(), key=lambda s: s.index)[:8])
+        return _placed(
+            event, next(index for index in range(len(places) + 1) if index not in places)
+        )
+    holders = ", ".join(
+        server.server_id for server in sorted(draft.servers.values(), key=lambda s: s.index)[:8]
+    )
     beside = f" and {len(staying)} backups of them" if draft.spec.parameter_server_backups else ""
     raise PreconditionError(
-        f"job {draft.spec.job_id} has its {len(staying)} parameter servers{beside} ({holders}); {event.server_id} is one too many: create "
-        "the job with more of them, or with a larger max_parameter_servers (--max-servers)",
+        f"job {draft.spec.job_id} has its {len(staying)} parameter servers{beside} ({holders}); "
+        f"{event.server_id} is one too many: create the job with more of them, or with a larger "
+        "max_parameter_servers (--max-servers)",
         reason=Refusal.SERVERS_COMPLETE,
     )
 
 
 def _placed(event: ServerRegistered, index: int, role: ServerRole = ServerRole.PRIMARY) -> Server:
-    return Server(server_id=event.server_id, index=index, address="", metrics_address="", host="", pid=0, alive=False, role=role)
+    return Server(
+        server_id=event.server_id,
+        index=index,
+        address="",
+        metrics_address="",
+        host="",
+        pid=0,
+        alive=False,
+        role=role,
+    )
 
 
 def _training(draft: Draft) -> tuple[str, ...]:
@@ -243,17 +344,24 @@ def _training(draft: Draft) -> tuple[str, ...]:
         return ()
     at_work = (MemberPhase.RANKED, MemberPhase.DRAINING)
     live = ((rank.member_id, draft.members.get(rank.member_id)) for rank in draft.generation.ranks)
-    return tuple(member_id for member_id, member in live if member is not None and member.phase in at_work)
+    return tuple(
+        member_id for member_id, member in live if member is not None and member.phase in at_work
+    )
 
 
 def _first_difference(layout: ShardLayout, event: TensorsDeclared) -> str:
     if len(layout.tensors) != len(event.tensors):
         return f"{len(layout.tensors)} were declared, not {len(event.tensors)}"
-    declared, given = next((a, b) for a, b in zip(layout.tensors, event.tensors, strict=True) if a != b)
+    declared, given = next(
+        (a, b) for a, b in zip(layout.tensors, event.tensors, strict=True) if a != b
+    )
     return f"{_shown(declared)} was declared where {_shown(given)} is given"
 
 
 def _shown(tensor: TensorSpec) -> str:
     if tensor.table is not None:
         return f"table {tensor.name!r} {list(tensor.shape)} ({tensor.table})"
-    return f"{tensor.name!r} {tensor.dtype}{list(tensor.shape)}{', which no optimizer has,' if tensor.frozen else ''}"
+    return (
+        f"{tensor.name!r} "
+        f"{tensor.dtype}{list(tensor.shape)}{', which no optimizer has,' if tensor.frozen else ''}"
+    )

@@ -1,4 +1,5 @@
-"""How a model's tensors are packed into partitions and spread over parameter servers. Pure values and functions."""
+"""How a model's tensors are packed into partitions and spread over parameter servers. Pure values
+and functions."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ LARGEST_PIECE_BYTES: Final = 8 << 20
 SMALLEST_FULL_BYTES: Final = 64 << 10
 """A partition costs about as much as so many bytes."""
 PARTITIONS_PER_SERVER: Final = 4
-"""At least, where the tensors are large enough: one is applied while the next comes, and servers get equal shares."""
+"""At least, where the tensors are large enough: one is applied while the next comes, and servers
+get equal shares."""
 MOST_PIECES: Final = 1 << 17
 """A terabyte in the largest pieces; also bounds the shard map's message to a few MiB."""
 
@@ -36,7 +38,8 @@ class TensorSpec:
     apart: bool = False
     """This tensor shares a partition with no other tensor."""
     table: TableSpec | None = None
-    """A sparse table, of shape [rows, dim] with rows 0 for any 64-bit id; else None. It is cut into buckets, and not by its elements."""
+    """A sparse table, of shape [rows, dim] with rows 0 for any 64-bit id; else None. It is cut into
+    buckets, and not by its elements."""
 
     @property
     def nbytes(self) -> int:
@@ -67,7 +70,8 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """Pieces of tensors of one dtype, or a bucket of a sparse table; its id is its position in ShardLayout.partitions."""
+    """Pieces of tensors of one dtype, or a bucket of a sparse table; its id is its position in
+    ShardLayout.partitions."""
 
     pieces: tuple[Piece, ...]
     """Empty in a bucket."""
@@ -93,11 +97,13 @@ class ShardLayout:
     """>= 1; grows at every change of an owner."""
     tensors: tuple[TensorSpec, ...]
     partitions: tuple[Partition, ...]
-    """Together they cover each element once. A tensor without elements is in none. Then come the tables' buckets."""
+    """Together they cover each element once. A tensor without elements is in none. Then come the
+    tables' buckets."""
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each partition's values; of a bucket, which grows, what it may come to, or as much as the largest piece."""
+        """Bytes of each partition's values; of a bucket, which grows, what it may come to, or as
+        much as the largest piece."""
         items = [ITEM_BYTES[tensor.dtype] for tensor in self.tensors]
 
         def size(partition: Partition) -> int:
@@ -116,11 +122,14 @@ class ShardLayout:
         shares: dict[int, Share] = {}
         for partition, size in zip(self.partitions, self.sizes, strict=True):
             before = shares.get(partition.primary, Share(partitions=0, nbytes=0))
-            shares[partition.primary] = Share(partitions=before.partitions + 1, nbytes=before.nbytes + size)
+            shares[partition.primary] = Share(
+                partitions=before.partitions + 1, nbytes=before.nbytes + size
+            )
         return shares
 
     def is_frozen(self, partition: Partition) -> bool:
-        """Whether it is of tensors that are never trained: all of a partition's tensors are alike in that."""
+        """Whether it is of tensors that are never trained: all of a partition's tensors are alike
+        in that."""
         return partition.bucket is None and self.tensors[partition.pieces[0].tensor_index].frozen
 
     def moved(self, partition_ids: Collection[int], receiver: int) -> ShardLayout:
@@ -133,34 +142,50 @@ class ShardLayout:
 
 def count_pieces(tensors: Sequence[TensorSpec]) -> int:
     """How many pieces and buckets `lay_out` will make."""
-    return sum(-(-tensor.elements // _longest(tensor)) if tensor.table is None else tensor.table.buckets for tensor in tensors)
+    return sum(
+        -(-tensor.elements // _longest(tensor)) if tensor.table is None else tensor.table.buckets
+        for tensor in tensors
+    )
 
 
 def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayout:
-    """Packs tensors into partitions and gives each to the server with the fewest bytes so far, largest partitions first.
+    """Packs tensors into partitions and gives each to the server with the fewest bytes so far,
+    largest partitions first.
 
-    Tensors of one dtype are packed together in the order of their declaration; those above 8 MiB are cut, between rows where a row is
-    shorter. A partition is full at 8 MiB; of a smaller model at a quarter of a server's share, or at 64 KiB or all of the share. Frozen
-    tensors, which cost nothing in a step, are packed and placed for themselves, so that all servers have their share of the others. No
-    server holds more than one partition's bytes above another, of either kind. The buckets of a table, which grow alike, go to all servers
-    in turn, those of the next table from where the one before ended. Equal input gives an equal layout.
+    Tensors of one dtype are packed together in the order of their declaration; those above 8 MiB
+    are cut, between rows where a row is shorter. A partition is full at 8 MiB; of a smaller model
+    at a quarter of a server's share, or at 64 KiB or all of the share. Frozen tensors, which cost
+    nothing in a step, are packed and placed for themselves, so that all servers have their share of
+    the others. No server holds more than one partition's bytes above another, of either kind. The
+    buckets of a table, which grow alike, go to all servers in turn, those of the next table from
+    where the one before ended. Equal input gives an equal layout.
 
     Args:
         servers: their indices, at least one, each once, ascending.
     """
     partitions: list[Partition] = []
     for frozen in (False, True):
-        kind = [index for index, tensor in enumerate(tensors) if tensor.frozen is frozen and tensor.table is None]
+        kind = [
+            index
+            for index, tensor in enumerate(tensors)
+            if tensor.frozen is frozen and tensor.table is None
+        ]
         share = -(-sum(tensors[index].nbytes for index in kind) // len(servers))
-        full = min(LARGEST_PIECE_BYTES, max(min(SMALLEST_FULL_BYTES, share), share // PARTITIONS_PER_SERVER))
+        full = min(
+            LARGEST_PIECE_BYTES,
+            max(min(SMALLEST_FULL_BYTES, share), share // PARTITIONS_PER_SERVER),
+        )
         together: dict[tuple[str, int], list[int]] = {}
         for index in kind:
-            together.setdefault((tensors[index].dtype, index if tensors[index].apart else -1), []).append(index)
+            together.setdefault(
+                (tensors[index].dtype, index if tensors[index].apart else -1), []
+            ).append(index)
         packed: list[tuple[int, tuple[Piece, ...]]] = []  # bytes, pieces
         for (dtype, _), alike in together.items():
             pieces = (piece for index in alike for piece in _cut(index, tensors[index]))
             packed += _pack(pieces, item_bytes=ITEM_BYTES[dtype], full=full)
-        # The emptiest server comes first; of equals, for frozen ones, the last, which has the least of the others.
+        # The emptiest server comes first; of equals, for frozen ones, the last, which has the least
+        # of the others.
         loads = [(0, -server if frozen else server) for server in servers]
         heapq.heapify(loads)
         primaries = [0] * len(packed)
@@ -168,14 +193,20 @@ def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayou
             load, server = loads[0]
             heapq.heapreplace(loads, (load + packed[position][0], server))
             primaries[position] = abs(server)
-        partitions += [Partition(pieces=pieces, primary=primary) for (_, pieces), primary in zip(packed, primaries, strict=True)]
+        partitions += [
+            Partition(pieces=pieces, primary=primary)
+            for (_, pieces), primary in zip(packed, primaries, strict=True)
+        ]
     buckets = [
         Bucket(tensor_index=index, number=number)
         for index, tensor in enumerate(tensors)
         if tensor.table is not None
         for number in range(tensor.table.buckets)
     ]
-    partitions += [Partition(pieces=(), primary=servers[place % len(servers)], bucket=bucket) for place, bucket in enumerate(buckets)]
+    partitions += [
+        Partition(pieces=(), primary=servers[place % len(servers)], bucket=bucket)
+        for place, bucket in enumerate(buckets)
+    ]
     return ShardLayout(epoch=1, tensors=tuple(tensors), partitions=tuple(partitions))
 
 
@@ -189,10 +220,14 @@ def _longest(tensor: TensorSpec) -> int:
 def _cut(index: int, tensor: TensorSpec) -> Iterator[Piece]:
     longest = _longest(tensor)
     for offset in range(0, tensor.elements, longest):
-        yield Piece(tensor_index=index, offset=offset, length=min(longest, tensor.elements - offset))
+        yield Piece(
+            tensor_index=index, offset=offset, length=min(longest, tensor.elements - offset)
+        )
 
 
-def _pack(pieces: Iterator[Piece], *, item_bytes: int, full: int) -> Iterator[tuple[int, tuple[Piece, ...]]]:
+def _pack(
+    pieces: Iterator[Piece], *, item_bytes: int, full: int
+) -> Iterator[tuple[int, tuple[Piece, ...]]]:
     """Together what comes one after another and fits, with its bytes."""
     together: list[Piece] = []
     nbytes = 0

@@ -1,8 +1,10 @@
-"""Steps that stand: who waits for whom, told to all before anything is done about it; and the two cases that are decided here.
+"""Steps that stand: who waits for whom, told to all before anything is done about it; and the two
+cases that are decided here.
 
-Heartbeats say of each member whether its training thread waits for its peers, since when, and whom it cannot reach. So a step that stands
-explains itself: some wait, and the others are what they wait for; or all wait, and something between them is missing. Members that only
-accuse each other's connections end their group themselves and report it (failures.py).
+Heartbeats say of each member whether its training thread waits for its peers, since when, and whom
+it cannot reach. So a step that stands explains itself: some wait, and the others are what they wait
+for; or all wait, and something between them is missing. Members that only accuse each other's
+connections end their group themselves and report it (failures.py).
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from shoal_coordinator.membership.stragglers import Told, behind_connection, fin
 
 _MOST_NAMED: Final = 4
 _SURELY_WAITS_MS: Final = 1_000
-"""A member that has waited for so long when it was last heard of waits; for less, it may be between two short waits."""
+"""A member that has waited for so long when it was last heard of waits; for less, it may be between
+two short waits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +47,18 @@ class Place:
 
 
 def stalls_due(draft: Draft) -> None:
-    """Looks once a second; puts out who hangs or is on a lost machine, explains what stands, and names who holds the others back."""
+    """Looks once a second; puts out who hangs or is on a lost machine, explains what stands, and
+    names who holds the others back."""
     generation = draft.generation
     if draft.looked_ms is not None and draft.now.ms < draft.looked_ms + draft.policy.look_ms:
         return
     draft.looked_ms = draft.now.ms
-    if generation is None or draft.broken or is_recovering(draft) or draft.phase not in (JobPhase.RUNNING, JobPhase.STOPPING):
+    if (
+        generation is None
+        or draft.broken
+        or is_recovering(draft)
+        or draft.phase not in (JobPhase.RUNNING, JobPhase.STOPPING)
+    ):
         _tell(draft, generation, "")
         return
     places = _places(draft, generation)
@@ -58,7 +67,11 @@ def stalls_due(draft: Draft) -> None:
         _tell(draft, generation, "")
         return
     reach = _out_of_reach(places)
-    text = _explain_incident(draft, places) if draft.incident is not None else _explain(draft, places, reach)
+    text = (
+        _explain_incident(draft, places)
+        if draft.incident is not None
+        else _explain(draft, places, reach)
+    )
     _tell(draft, generation, text, reach)
     if not text:
         find_stragglers(draft, generation)
@@ -103,15 +116,27 @@ def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
             if place.pulse.progress.server_wait_s:
                 continue  # it does not hang: that wait has a deadline of its own
             if now_ms - place.pulse.active_ms > stall_ms and place.pulse.progress.cpu_s > 0:
-                detail = f"no progress and no processor time for {stall_ms} ms, while all others waited for it"
-                member_lost(draft, MemberLost(member_id=place.member_id, ending=Ending.STALLED, detail=detail))
+                detail = (
+                    f"no progress and no processor time for {stall_ms} ms, while all others "
+                    "waited for it"
+                )
+                member_lost(
+                    draft,
+                    MemberLost(member_id=place.member_id, ending=Ending.STALLED, detail=detail),
+                )
     if working:
         return
     for place in silent:
         by = [other for other in waiting if place.rank in other.pulse.progress.out_of_reach]
         if by and place.silent_ms > draft.policy.reconnect_ms:
-            detail = f"no heartbeat for {place.silent_ms} ms, and {by[0].name}, which waits for it, does not reach it"
-            member_lost(draft, MemberLost(member_id=place.member_id, ending=Ending.LEASE_EXPIRED, detail=detail))
+            detail = (
+                f"no heartbeat for {place.silent_ms} ms, and {by[0].name}, which waits for "
+                "it, does not reach it"
+            )
+            member_lost(
+                draft,
+                MemberLost(member_id=place.member_id, ending=Ending.LEASE_EXPIRED, detail=detail),
+            )
 
 
 def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
@@ -125,28 +150,51 @@ def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
     waited = f"waited {waited_ms // 1000} s in {longest.pulse.progress.waiting_in}"
     head = f"generation {draft.number} stands at step {step}: {_names(waiting)} {waited}"
     if not working and not silent:
-        _, slow = behind_connection([Told(rank=p.rank, member_id=p.member_id, host=p.host, progress=p.pulse.progress) for p in places])
+        _, slow = behind_connection(
+            [
+                Told(rank=p.rank, member_id=p.member_id, host=p.host, progress=p.pulse.progress)
+                for p in places
+            ]
+        )
         why = reach or (f"; {slow}" if slow else "; none has said that it cannot reach another")
         return f"{head}, all at once, so something between them is missing or slow{why}"
-    blamed = [f"{place.name}, not heard of for {place.silent_ms // 1000} s" for place in silent[:_MOST_NAMED]]
-    blamed += [f"{place.name}, {_what_it_does(draft, place)}" for place in working[: max(0, _MOST_NAMED - len(blamed))]]
+    blamed = [
+        f"{place.name}, not heard of for {place.silent_ms // 1000} s"
+        for place in silent[:_MOST_NAMED]
+    ]
+    blamed += [
+        f"{place.name}, {_what_it_does(draft, place)}"
+        for place in working[: max(0, _MOST_NAMED - len(blamed))]
+    ]
     more = len(silent) + len(working) - len(blamed)
     return f"{head} for {' and for '.join(blamed)}{f' and {more} more' if more else ''}{reach}"
 
 
 def _what_it_does(draft: Draft, place: Place) -> str:
-    still_s, idle_s = (draft.now.ms - place.pulse.moved_ms) // 1000, (draft.now.ms - place.pulse.active_ms) // 1000
+    still_s, idle_s = (
+        (draft.now.ms - place.pulse.moved_ms) // 1000,
+        (draft.now.ms - place.pulse.active_ms) // 1000,
+    )
     if place.pulse.generation < draft.number:
         return f"which has not come to it from generation {place.pulse.generation}"
     if (waited_s := int(place.pulse.progress.server_wait_s)) > 0:
         return f"which has waited {waited_s} s for {place.pulse.progress.awaited_server}"
-    idle = f" and no processor time for {idle_s} s" if idle_s >= 5 and place.pulse.progress.cpu_s > 0 else ""
+    idle = (
+        f" and no processor time for {idle_s} s"
+        if idle_s >= 5 and place.pulse.progress.cpu_s > 0
+        else ""
+    )
     return f"which is in its own code, without progress for {still_s} s{idle}"
 
 
 def _out_of_reach(places: Sequence[Place]) -> str:
     by_rank = {place.rank: place for place in places}
-    pairs = [(place, by_rank[rank]) for place in places for rank in place.pulse.progress.out_of_reach if rank in by_rank]
+    pairs = [
+        (place, by_rank[rank])
+        for place in places
+        for rank in place.pulse.progress.out_of_reach
+        if rank in by_rank
+    ]
     told = [f"{one.name} does not reach {other.name}" for one, other in pairs[:_MOST_NAMED]]
     return f"; {', '.join(told)}" if told else ""
 
@@ -158,14 +206,23 @@ def _explain_incident(draft: Draft, places: Sequence[Place]) -> str:
     reporters = [place for place in places if place.member_id in incident.reports]
     waited_for = dict(stuck_members(draft, incident))
     stuck = [place for place in places if place.member_id in waited_for][:_MOST_NAMED]
-    told = [f"{place.name}, put out in {max(0, waited_for[place.member_id] - draft.now.ms) // 1000} s unless it moves" for place in stuck]
-    return f"a collective failed, and {_names(reporters)} waited for {' and for '.join(told) or 'those that do not come back'}"
+    told = [
+        f"{place.name}, put out in {max(0, waited_for[place.member_id] - draft.now.ms) // 1000} s "
+        "unless it moves"
+        for place in stuck
+    ]
+    return (
+        f"a collective failed, and {_names(reporters)} waited for "
+        f"{' and for '.join(told) or 'those that do not come back'}"
+    )
 
 
 def _names(places: Sequence[Place]) -> str:
     named = ", ".join(place.name for place in places[:_MOST_NAMED])
     more = len(places) - _MOST_NAMED
-    return f"{named}{f' and {more} more' if more > 0 else ''} {'have' if len(places) > 1 else 'has'}"
+    return (
+        f"{named}{f' and {more} more' if more > 0 else ''} {'have' if len(places) > 1 else 'has'}"
+    )
 
 
 def _tell(draft: Draft, generation: Generation | None, text: str, reach: str = "") -> None:
@@ -175,11 +232,18 @@ def _tell(draft: Draft, generation: Generation | None, text: str, reach: str = "
         draft.stall = None
         return
     news = before is None or (reach and not before.reach)
-    if text and before is not None and not news and draft.now.ms < before.told_ms + draft.policy.explain_again_ms:
+    if (
+        text
+        and before is not None
+        and not news
+        and draft.now.ms < before.told_ms + draft.policy.explain_again_ms
+    ):
         return
     draft.stall = Stall(text=text, reach=reach, told_ms=draft.now.ms) if text else None
     draft.effects.append(SendNotice(generation=generation, text=text))
     if text:
         draft.reasons.append(text)
     if text and before is None:
-        draft.records.append(Record(kind="step_stands", generation=draft.number, attributes={"reason": text}))
+        draft.records.append(
+            Record(kind="step_stands", generation=draft.number, attributes={"reason": text})
+        )

@@ -1,7 +1,8 @@
 """What the coordinator knows of one job: frozen values with the invariants on the fields.
 
-Everything here is written to Redis (state/codec.py), except where a field says that it lives in memory only: such fields start afresh when
-the coordinator does. Heartbeats change nothing here; what they say is in pulse.py.
+Everything here is written to Redis (state/codec.py), except where a field says that it lives in
+memory only: such fields start afresh when the coordinator does. Heartbeats change nothing here;
+what they say is in pulse.py.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Now:
     """The two clocks that a decision may use."""
 
     ms: int
-    """Milliseconds of a clock that never steps back, and that stands while the coordinator is stopped; decides about waits and leases. Its
-    origin means nothing."""
+    """Milliseconds of a clock that never steps back, and that stands while the coordinator is
+    stopped; decides about waits and leases. Its origin means nothing."""
     unix_ms: int
     """Redis server time; written down for people and clients, never compared."""
 
@@ -74,7 +75,8 @@ class RunId:
     number: int = 1
     """1, 2, 3, ... within a job."""
     began_unix_ms: int = 0
-    """Tells it from a run that had its number before Redis lost the job. 0: not known, as of a job that an older release wrote."""
+    """Tells it from a run that had its number before Redis lost the job. 0: not known, as of a job
+    that an older release wrote."""
 
     def __str__(self) -> str:
         return str(self.number)
@@ -104,29 +106,36 @@ class Identity:
     donor_key: str = ""
     """Opens its donor: a secret of the members."""
     key_digest: str = ""
-    """The digest of the key that it shows with every call. Empty: it has none, and others of its job can speak for it."""
+    """The digest of the key that it shows with every call. Empty: it has none, and others of its
+    job can speak for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One live worker process. It is RANKED if and only if it has a rank in the newest generation and is not to leave."""
+    """One live worker process. It is RANKED if and only if it has a rank in the newest generation
+    and is not to leave."""
 
     identity: Identity
     phase: MemberPhase
     joined_unix_ms: int
     replays: bool
-    """The job had a generation when this member joined: it replays its script before it is ready."""
+    """The job had a generation when this member joined: it replays its script before it is
+    ready."""
     ready_order: int = 0
-    """Grows from one `ready` to the next within a job: who waits longest gets a rank first. 0 until it is ready."""
+    """Grows from one `ready` to the next within a job: who waits longest gets a rank first. 0 until
+    it is ready."""
     holds_state: bool = False
-    """It has worked in a generation, so it has a part of the training state. Of a member with a place in the newest generation Rank.joining
-    says so instead; it is set when the member loses that place."""
+    """It has worked in a generation, so it has a part of the training state. Of a member with a
+    place in the newest generation Rank.joining says so instead; it is set when the member loses
+    that place."""
     works_in: int = 0
-    """Only while DRAINING: the generation it goes on in after one without it was written. 0: it is in the newest one, or in none."""
+    """Only while DRAINING: the generation it goes on in after one without it was written. 0: it is
+    in the newest one, or in none."""
     reason: str = ""
     """Why it is DRAINING or QUARANTINED."""
     apart_from: str = ""
-    """Only while QUARANTINED: the member it cannot work with. When it reaches that one again, or that one is gone, it is READY again."""
+    """Only while QUARANTINED: the member it cannot work with. When it reaches that one again, or
+    that one is gone, it is READY again."""
 
     @property
     def member_id(self) -> str:
@@ -193,15 +202,19 @@ class Generation:
     """32 hexadecimal digits."""
     cause: Cause
     ranks: tuple[Rank, ...]
-    """From min_workers, or min_survivors after the first one, to max_workers of them; no member twice; the ranks of one host adjacent."""
+    """From min_workers, or min_survivors after the first one, to max_workers of them; no member
+    twice; the ranks of one host adjacent."""
     interrupts_below: int
-    """Members that work in a generation below this number leave it at once. Never falls, since a member may miss generations between."""
+    """Members that work in a generation below this number leave it at once. Never falls, since a
+    member may miss generations between."""
     created_unix_ms: int
     change: RankChange | None = None
-    """What the ranks differ in from those of the generation before; None: there was none, or it is more than is worth telling."""
+    """What the ranks differ in from those of the generation before; None: there was none, or it is
+    more than is worth telling."""
     written: tuple[int, ...] | None = ()
-    """The generations since the one whose table is written whole, this one included, of which the changes are written instead. Empty: the
-    table of this one is written whole. None: it is, in a way that no change can follow."""
+    """The generations since the one whose table is written whole, this one included, of which the
+    changes are written instead. Empty: the table of this one is written whole. None: it is, in a
+    way that no change can follow."""
 
     @cached_property
     def table_digest(self) -> bytes:
@@ -227,8 +240,8 @@ class Server:
 
     server_id: str
     index: int
-    """The server's place (server_index), >= 0. Places that were left for good leave gaps. Each has one primary, and, if
-    the job has them, one backup at most."""
+    """The server's place (server_index), >= 0. Places that were left for good leave gaps. Each has
+    one primary, and, if the job has them, one backup at most."""
     address: str
     """Empty: it serves nobody yet."""
     metrics_address: str
@@ -236,12 +249,14 @@ class Server:
     pid: int
     alive: bool
     incarnation: str = ""
-    """Tells the process from one that was started in its place, which has the same host and pid in a container."""
+    """Tells the process from one that was started in its place, which has the same host and pid in
+    a container."""
     role: ServerRole = ServerRole.PRIMARY
     epoch: int = 1
     """The place's shoal.v1.ServerPlace.epoch, with its primary; a backup's means nothing."""
     in_sync: bool = False
-    """A backup's, that is alive: the primary acknowledges nothing that it does not have. It takes the primary's place when that is lost."""
+    """A backup's, that is alive: the primary acknowledges nothing that it does not have. It takes
+    the primary's place when that is lost."""
 
     @property
     def serves(self) -> bool:
@@ -251,7 +266,8 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """Partitions that one server hands to another: shoal.v1.MovePartitions (docs/decisions/0200)."""
+    """Partitions that one server hands to another: shoal.v1.MovePartitions
+    (docs/decisions/0200)."""
 
     number: int
     partitions: tuple[int, ...]
@@ -259,8 +275,8 @@ class Move:
     giver: int
     """Index of the place that owns them."""
     giver_incarnation: str
-    """The process there that is to hand them over. If it dies, what it handed over may arrive late, and so its successor has to do it under
-    another number, unless they have left already."""
+    """The process there that is to hand them over. If it dies, what it handed over may arrive late,
+    and so its successor has to do it under another number, unless they have left already."""
     receiver: int
     """Index of the place that is to own them."""
 
@@ -289,14 +305,17 @@ class Moves:
     under_way: Move | None = None
     """The only one; its number is one above `settled`."""
     draining: Mapping[int, str] = field(default_factory=dict)
-    """Index of a place that gives away all that it has -> why, for people. A place whose servers have all ended is in it no more."""
+    """Index of a place that gives away all that it has -> why, for people. A place whose servers
+    have all ended is in it no more."""
     drained: Mapping[str, Drained] = field(default_factory=dict)
-    """Server id -> its last process that was drained. In the order they were, up to Policy.most_drained."""
+    """Server id -> its last process that was drained. In the order they were, up to
+    Policy.most_drained."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedServer:
-    """A process that did not come to own the partitions of the last move to it; or that could not give those of the last one from it."""
+    """A process that did not come to own the partitions of the last move to it; or that could not
+    give those of the last one from it."""
 
     incarnation: str
     """Another process in its place has not failed."""
@@ -333,7 +352,8 @@ def populate(members: Mapping[str, Member]) -> Mapping[MemberPhase, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """Members know of generations that Redis has lost: they go on in the newest of them until they are all back."""
+    """Members know of generations that Redis has lost: they go on in the newest of them until they
+    are all back."""
 
     known: int
     """The newest generation that Redis had kept."""
@@ -342,7 +362,8 @@ class Recovery:
     world_size: int
     """Its ranks; 0: not known."""
     until_ms: int | None
-    """When a generation is written at the latest, with those that are back by then. None: it was."""
+    """When a generation is written at the latest, with those that are back by then. None: it
+    was."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,12 +401,14 @@ class JobState:
     run_above: int = 0
     """The run's generations have numbers above this one, the newest of the runs before."""
     run_aliases: tuple[RunId, ...] = ()
-    """Who belongs to one of these belongs to `run`: they were begun after Redis had lost it, before its members were back."""
+    """Who belongs to one of these belongs to `run`: they were begun after Redis had lost it, before
+    its members were back."""
     past_runs: tuple[PastRun, ...] = ()
     """The newest of those that are over, up to Policy.most_past_runs, oldest first."""
     phase: JobPhase = JobPhase.WAITING
     number: int = 0
-    """Number of the newest generation; 0 before the first. Never falls, from one run to the next neither."""
+    """Number of the newest generation; 0 before the first. Never falls, from one run to the next
+    neither."""
     generation: Generation | None = None
     """The newest one, also when it is over because members are missing (phase WAITING)."""
     members: Mapping[str, Member] = field(default_factory=dict)
@@ -394,7 +417,8 @@ class JobState:
     """By member id, in the order they ended. These ids never come back."""
     servers: Mapping[str, Server] = field(default_factory=dict)
     layout: ShardLayout | None = None
-    """How the declared tensors are cut and spread. Once it is there only owners change, with its epoch."""
+    """How the declared tensors are cut and spread. Once it is there only owners change, with its
+    epoch."""
     moves: Moves = field(default_factory=Moves)
     """Empty but for the defaults before there is a layout."""
     loaders: Mapping[str, Loader] = field(default_factory=dict)
@@ -412,7 +436,8 @@ class JobState:
     """A ranked member has left at the border where all stop: no generation is formed any more."""
 
     population: Mapping[MemberPhase, int] = field(default_factory=dict)
-    """Not written: how many of `members` are in each phase; phases without members may be missing."""
+    """Not written: how many of `members` are in each phase; phases without members may be
+    missing."""
     grace_until_ms: int | None = None
     """In memory only. When the wait for further joiners ends; None: nobody waits for a rank."""
     incident: Incident | None = None
@@ -420,7 +445,8 @@ class JobState:
     formed_ms: int | None = None
     """In memory only. When the newest generation was written."""
     broken_streams: Mapping[str, int] = field(default_factory=dict)
-    """In memory only. Members whose streams ended without a goodbye, and when (Now.ms), until it is decided what that means."""
+    """In memory only. Members whose streams ended without a goodbye, and when (Now.ms), until it is
+    decided what that means."""
     recovery: Recovery | None = None
     """In memory only. None: no member knew of a generation that Redis did not."""
     stall: Stall | None = None
@@ -436,17 +462,22 @@ class JobState:
     looked_ms: int | None = None
     """In memory only. When it was last looked for steps that stand."""
     look_at_moves_ms: int | None = 0
-    """In memory only. When to look which move of partitions is due; None: nothing has changed since that was done."""
+    """In memory only. When to look which move of partitions is due; None: nothing has changed since
+    that was done."""
     failed_receivers: Mapping[int, FailedServer] = field(default_factory=dict)
-    """In memory only. By the index of a place to which the last move of partitions failed, by no fault of the giver's."""
+    """In memory only. By the index of a place to which the last move of partitions failed, by no
+    fault of the giver's."""
     failed_givers: Mapping[int, FailedServer] = field(default_factory=dict)
-    """In memory only. By the index of a place from which the last move of partitions failed, by its own fault."""
+    """In memory only. By the index of a place from which the last move of partitions failed, by its
+    own fault."""
     servers_awaited: int = 0
-    """In memory only. How many parameter servers were missing when a worker last declared its tensors."""
+    """In memory only. How many parameter servers were missing when a worker last declared its
+    tensors."""
     replicas: ReplicasSeen | None = None
     """In memory only. What members held after their last step; None: none has left that said so."""
     fresh_failures: int = 0
-    """In memory only. Collectives that failed in generations one after another, each before Policy.fresh_generation_ms."""
+    """In memory only. Collectives that failed in generations one after another, each before
+    Policy.fresh_generation_ms."""
 
     def in_phase(self, phase: MemberPhase) -> int:
         """How many members are in `phase`."""
@@ -457,12 +488,18 @@ class JobState:
         """Returns a text that says what training waits for and why; empty if no wait is known."""
         if self.stall is not None:
             return self.stall.text
-        if not self.servers_awaited or self.layout is not None or not self.members or self.phase is JobPhase.FINISHED:
+        if (
+            not self.servers_awaited
+            or self.layout is not None
+            or not self.members
+            or self.phase is JobPhase.FINISHED
+        ):
             return ""
         return (
-            f"training cannot begin: {self.servers_awaited} of {self.spec.servers_to_lay_out} parameter servers have not registered; "
-            f"start each with `shoal-ps-server --job {self.spec.job_id} --coordinator HOST:PORT`, or all with "
-            "`docker compose --profile servers up`"
+            f"training cannot begin: {self.servers_awaited} of {self.spec.servers_to_lay_out} "
+            "parameter servers have not registered; start each with `shoal-ps-server --job "
+            f"{self.spec.job_id} --coordinator HOST:PORT`, or all with `docker compose --profile "
+            "servers up`"
         )
 
     @property
@@ -473,4 +510,6 @@ class JobState:
     @property
     def is_over(self) -> bool:
         """No generation will be formed any more."""
-        return self.phase is JobPhase.FINISHED or (self.phase is JobPhase.STOPPING and self.departing)
+        return self.phase is JobPhase.FINISHED or (
+            self.phase is JobPhase.STOPPING and self.departing
+        )

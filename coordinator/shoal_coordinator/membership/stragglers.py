@@ -1,8 +1,11 @@
-"""Members that hold the others back while steps go on: by what they compute, or by the connection they compute behind.
+"""Members that hold the others back while steps go on: by what they compute, or by the connection
+they compute behind.
 
-In synchronous training all steps take equally long; who waits, waits for the slowest. So the slowest is the one that does not wait, by the
-part of a step in which a rank did not (Progress.busy_time_s). Behind a slow connection everybody waits, the slow one too: then it is the
-rank at which most of those connections end that had something to send all the time (Progress.busy_link).
+In synchronous training all steps take equally long; who waits, waits for the slowest. So the
+slowest is the one that does not wait, by the part of a step in which a rank did not
+(Progress.busy_time_s). Behind a slow connection everybody waits, the slow one too: then it is the
+rank at which most of those connections end that had something to send all the time
+(Progress.busy_link).
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ _LEAST_S: Final = 0.05
 _MOSTLY_WAITING: Final = 0.5
 _SLOW_STEP_S: Final = 0.5
 _SLOW_BYTES_PER_S: Final = 25e6
-"""200 Mbit/s: two ranks alone cannot say which of them is behind the slow connection, nor that it is slow but by this."""
+"""200 Mbit/s: two ranks alone cannot say which of them is behind the slow connection, nor that it
+is slow but by this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,30 +49,43 @@ def find_stragglers(draft: Draft, generation: Generation) -> None:
     told = [
         Told(rank=position, member_id=rank.member_id, host=rank.host, progress=pulse.progress)
         for position, rank in enumerate(generation.ranks)
-        if (pulse := draft.pulse(rank.member_id)) is not None and pulse.silent_ms(draft.now.ms) <= draft.spec.unheard_ms
+        if (pulse := draft.pulse(rank.member_id)) is not None
+        and pulse.silent_ms(draft.now.ms) <= draft.spec.unheard_ms
     ]
     found = stragglers(told) if len(told) == len(generation.ranks) else {}
     now_ms, policy, before = draft.now.ms, draft.policy, draft.stragglers
     kept = {
         member_id: one
         for member_id, one in before.items()
-        if one.told and member_id in generation.rank_of and now_ms < one.seen_ms + policy.straggler_until_ms
+        if one.told
+        and member_id in generation.rank_of
+        and now_ms < one.seen_ms + policy.straggler_until_ms
     }
     for member_id, text in found.items():
-        one = before.get(member_id) or Straggler(text=text, found_ms=now_ms, seen_ms=now_ms, told=False)
+        one = before.get(member_id) or Straggler(
+            text=text, found_ms=now_ms, seen_ms=now_ms, told=False
+        )
         told_now = not one.told and now_ms >= one.found_ms + policy.straggler_after_ms
         kept[member_id] = replace(one, text=text, seen_ms=now_ms, told=one.told or told_now)
         if told_now:
             draft.reasons.append(text)
             draft.effects.append(SendNotice(generation=generation, text=text))
-            draft.records.append(Record(kind="straggler_found", generation=draft.number, member_id=member_id, attributes={"reason": text}))
+            draft.records.append(
+                Record(
+                    kind="straggler_found",
+                    generation=draft.number,
+                    member_id=member_id,
+                    attributes={"reason": text},
+                )
+            )
     if any(one.told for one in before.values()) and not any(one.told for one in kept.values()):
         draft.effects.append(SendNotice(generation=generation, text=""))
     draft.stragglers = kept
 
 
 def stragglers(told: list[Told]) -> dict[str, str]:
-    """Member id -> how it holds the others back, for people. `told`: of all ranks of a generation."""
+    """Member id -> how it holds the others back, for people. `told`: of all ranks of a
+    generation."""
     if len(told) < 2 or any(one.progress.step_time_s <= 0 for one in told):
         return {}
     return _by_computing(told) or _by_connection(told)
@@ -81,7 +98,8 @@ def _by_computing(told: list[Told]) -> dict[str, str]:
         lost_s = one.progress.busy_time_s - others_s
         if lost_s > max(_LEAST_S, _SHARE_OF_STEP * one.progress.step_time_s):
             found[one.member_id] = (
-                f"the others wait for {one.name}: it works {_seconds(one.progress.busy_time_s)} of each step, they {_seconds(others_s)}"
+                f"the others wait for {one.name}: it works {_seconds(one.progress.busy_time_s)} of "
+                f"each step, they {_seconds(others_s)}"
             )
     return found
 
@@ -96,8 +114,11 @@ def _by_connection(told: list[Told]) -> dict[str, str]:
 
 
 def behind_connection(told: list[Told]) -> tuple[list[Told], str]:
-    """All wait: who is behind a connection that is busy all the time, and how, for people. Nobody: that is not known."""
-    links = [(one.rank, *one.progress.busy_link) for one in told if one.progress.busy_link is not None]
+    """All wait: who is behind a connection that is busy all the time, and how, for people. Nobody:
+    that is not known."""
+    links = [
+        (one.rank, *one.progress.busy_link) for one in told if one.progress.busy_link is not None
+    ]
     if len(links) < 2:
         return [], ""
     ends = Counter(end for source, target, _ in links for end in {source, target})
@@ -106,9 +127,18 @@ def behind_connection(told: list[Told]) -> tuple[list[Told], str]:
     where = f"{rate / 1e6:.2g} MB/s and is always busy"
     if len(told) > 2 and all(others < count for _, others in rest):
         behind = [one for one in told if one.rank == first]
-        return behind, f"the others wait for {behind[0].name}: the connection to it takes {where}" if behind else ""
+        return (
+            behind,
+            f"the others wait for {behind[0].name}: the connection to it takes {where}"
+            if behind
+            else "",
+        )
     if len(told) == 2 and rate < _SLOW_BYTES_PER_S:
-        return told, f"{told[0].name} and {told[1].name} wait for the connection between them: it takes {where}"
+        return (
+            told,
+            f"{told[0].name} and {told[1].name} wait for the connection between them: it takes "
+            f"{where}",
+        )
     return [], ""
 
 

@@ -1,4 +1,5 @@
-"""The one entry to the core: a job's state and what happened go in; the next state, and what to do about it, come out."""
+"""The one entry to the core: a job's state and what happened go in; the next state, and what to do
+about it, come out."""
 
 from __future__ import annotations
 
@@ -65,7 +66,18 @@ from shoal_coordinator.membership.stalls import stalls_due
 from shoal_coordinator.membership.state import JobState, MemberPhase, Now, RunId
 from shoal_coordinator.membership.streams import stream_broken, streams_due
 
-Granted = RunGranted | RunEnding | Joined | ExitNoted | DrainNoted | Registered | ShardLayout | ServersAwaited | Leased | None
+Granted = (
+    RunGranted
+    | RunEnding
+    | Joined
+    | ExitNoted
+    | DrainNoted
+    | Registered
+    | ShardLayout
+    | ServersAwaited
+    | Leased
+    | None
+)
 """What a granted event is answered with; None: there is nothing to say."""
 
 Outcome = Granted | ShoalError
@@ -89,13 +101,20 @@ class Transition:
 
 
 def transition(
-    state: JobState, now: Now, events: Sequence[Event], *, pulses: Pulses, nonce: str, policy: Policy | None = None
+    state: JobState,
+    now: Now,
+    events: Sequence[Event],
+    *,
+    pulses: Pulses,
+    nonce: str,
+    policy: Policy | None = None,
 ) -> Transition:
-    """Folds what happened since the last transition into the state, in order, and then forms a generation if one is due.
+    """Folds what happened since the last transition into the state, in order, and then forms a
+    generation if one is due.
 
-    Also called without events when a deadline has come (`next_wake_ms`) or a member has taken a generation. `nonce`: 32 hexadecimal
-    digits, for the generation that may be formed; there is at most one, however many events led to it. Never raises for what an event
-    holds.
+    Also called without events when a deadline has come (`next_wake_ms`) or a member has taken a
+    generation. `nonce`: 32 hexadecimal digits, for the generation that may be formed; there is at
+    most one, however many events led to it. Never raises for what an event holds.
     """
     draft = Draft(state, now=now, pulses=pulses, nonce=nonce, policy=policy or Policy())
     outcomes = tuple(_apply(draft, event) for event in events)
@@ -120,14 +139,20 @@ def transition(
 
 
 def job_created(spec: JobSpec, run: RunId) -> JobState:
-    """The state of a new job, in its first run; in the run `run` that somebody is in, if the job was lost."""
+    """The state of a new job, in its first run; in the run `run` that somebody is in, if the job
+    was lost."""
     return JobState(spec=spec, run=run)
 
 
 def next_wake_ms(state: JobState, now_ms: int, policy: Policy | None = None) -> int | None:
-    """When to call `transition` again even if nothing happens, on Now.ms's clock. Leases are watched apart (pulse.expired)."""
+    """When to call `transition` again even if nothing happens, on Now.ms's clock. Leases are
+    watched apart (pulse.expired)."""
     policy = policy or Policy()
-    wakes = [max(state.broken_streams.values()) + policy.break_window_ms] if state.broken_streams else []
+    wakes = (
+        [max(state.broken_streams.values()) + policy.break_window_ms]
+        if state.broken_streams
+        else []
+    )
     if state.look_at_moves_ms is not None:
         wakes.append(state.look_at_moves_ms)
     if not state.is_over:
@@ -142,7 +167,9 @@ def _generation_wakes(state: JobState, policy: Policy) -> list[int]:
         wakes.append(state.recovery.until_ms)
     if state.grace_until_ms is not None and state.in_phase(MemberPhase.READY):
         wakes.append(state.grace_until_ms)
-    if state.formed_ms is not None and (state.in_phase(MemberPhase.READY) or state.in_phase(MemberPhase.DRAINING)):
+    if state.formed_ms is not None and (
+        state.in_phase(MemberPhase.READY) or state.in_phase(MemberPhase.DRAINING)
+    ):
         wakes.append(state.formed_ms + policy.border_patience_ms)
     return wakes
 

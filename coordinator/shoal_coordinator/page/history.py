@@ -1,7 +1,7 @@
 """How jobs have gone of late: loss, speed and ranks over time, for the status page.
 
-In memory only, and coarser the longer a run goes on: what is to be kept is Prometheus' business. Written on the event loop; other threads
-may read `points`.
+In memory only, and coarser the longer a run goes on: what is to be kept is Prometheus' business.
+Written on the event loop; other threads may read `points`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_MS: Final = 1_000
 _MOST: Final = 600
-"""Points of a job. When there are as many, every second one is dropped, and half as many are taken from then on."""
+"""Points of a job. When there are as many, every second one is dropped, and half as many are taken
+from then on."""
 _MOST_JOBS: Final = 1_000
 """Jobs that nobody is in any more and whose history is kept, those that ended last."""
 
@@ -48,7 +49,8 @@ class History:
         self._interval_ms = _INTERVAL_MS
 
     def add(self, point: Point) -> None:
-        """Takes a point in. It takes the newest one's place, unless that is far enough from the one before to stay."""
+        """Takes a point in. It takes the newest one's place, unless that is far enough from the one
+        before to stay."""
         kept = self.points
         if len(kept) >= 2 and kept[-1].unix_ms < kept[-2].unix_ms + self._interval_ms:
             kept = kept[:-1]
@@ -66,7 +68,8 @@ class Histories:
         self._of: dict[str, History] = {}
 
     def of(self, job_id: str, run: RunId) -> list[Point]:
-        """The points of that run; none: it has another, or nothing is known. May be called on any thread."""
+        """The points of that run; none: it has another, or nothing is known. May be called on any
+        thread."""
         history = self._of.get(job_id)
         return history.points if history is not None and history.run == run else []
 
@@ -83,7 +86,9 @@ class Histories:
                 history = self._of[job_id] = History(job.state.run)
             history.add(_point(job))
         ended = [job_id for job_id in self._of if jobs[job_id].state.is_deserted]
-        for job_id in sorted(ended, key=lambda job_id: self._of[job_id].points[-1].unix_ms)[:-_MOST_JOBS]:
+        for job_id in sorted(ended, key=lambda job_id: self._of[job_id].points[-1].unix_ms)[
+            :-_MOST_JOBS
+        ]:
             del self._of[job_id]
 
     async def follow(self) -> NoReturn:
@@ -98,7 +103,11 @@ class Histories:
 
 def _point(job: ObservedJob) -> Point:
     ranks = () if job.state.generation is None or not job.trains else job.state.generation.ranks
-    told = [pulse.progress for rank in ranks if (pulse := job.pulses.members.get(rank.member_id)) is not None]
+    told = [
+        pulse.progress
+        for rank in ranks
+        if (pulse := job.pulses.members.get(rank.member_id)) is not None
+    ]
     losses = [progress.loss for progress in told if progress.step and math.isfinite(progress.loss)]
     return Point(
         unix_ms=job.now.unix_ms,

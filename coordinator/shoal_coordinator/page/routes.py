@@ -5,7 +5,8 @@
     /api/job       ?job=ID: one job, with the history of its newest run
     /api/events    ?job=ID[&after=EVENT]: its newest events, or those after one
 
-All run on threads of the HTTP server. Events are in Redis, which the event loop speaks to: their route waits for it.
+All run on threads of the HTTP server. Events are in Redis, which the event loop speaks to: their
+route waits for it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class StatusPage:
         }
 
     def _all_jobs(self, request: HttpRequest) -> HttpResponse:
-        jobs = [job for job in self._jobs.observed() if request.holder.may_touch(job.state.spec.job_id)]
+        jobs = [
+            job for job in self._jobs.observed() if request.holder.may_touch(job.state.spec.job_id)
+        ]
         return HttpResponse.json({"jobs": [job_summary(job) for job in jobs]})
 
     def _job(self, request: HttpRequest) -> HttpResponse:
@@ -71,13 +74,17 @@ class StatusPage:
 
     def _events(self, request: HttpRequest) -> HttpResponse:
         asked = self._asked_for(request).state.spec.job_id
-        answer = asyncio.run_coroutine_threadsafe(self._found(asked, parse_event_id(request.query.get("after", ""))), self._loop)
+        answer = asyncio.run_coroutine_threadsafe(
+            self._found(asked, parse_event_id(request.query.get("after", ""))), self._loop
+        )
         try:
             return HttpResponse.json({"events": events_values(answer.result(self._timeout_s))})
         except TimeoutError:
             answer.cancel()
             raise UnavailableError(
-                f"waited {self._timeout_s:g} s for Redis to tell the events of job {asked}; ask again", reason=Refusal.STORAGE_UNAVAILABLE
+                f"waited {self._timeout_s:g} s for Redis to tell the events of job {asked}; ask "
+                "again",
+                reason=Refusal.STORAGE_UNAVAILABLE,
             ) from None
 
     async def _found(self, asked: str, after: str) -> list[StoredEvent]:
@@ -88,18 +95,29 @@ class StatusPage:
     def _asked_for(self, request: HttpRequest) -> ObservedJob:
         asked = request.query.get("job")
         if asked is None:
-            raise InvalidRequestError(f"{request.path} is about one job; expected its id, as in {request.path}?job=train")
+            raise InvalidRequestError(
+                f"{request.path} is about one job; expected its id, as in {request.path}?job=train"
+            )
         request.holder.check_job(job_id(asked))
         return self._jobs.get(asked).observed()
 
 
 def _page() -> HttpResponse:
-    text = resources.files("shoal_coordinator.page").joinpath("status.html").read_text(encoding="utf-8")
-    return HttpResponse(text.encode(), "text/html; charset=utf-8", headers={"Content-Security-Policy": _policy(text)})
+    text = (
+        resources.files("shoal_coordinator.page")
+        .joinpath("status.html")
+        .read_text(encoding="utf-8")
+    )
+    return HttpResponse(
+        text.encode(),
+        "text/html; charset=utf-8",
+        headers={"Content-Security-Policy": _policy(text)},
+    )
 
 
 def _policy(text: str) -> str:
-    """Nothing but the page's own script and styles runs in it, and it speaks to its own server alone."""
+    """Nothing but the page's own script and styles runs in it, and it speaks to its own server
+    alone."""
 
     def digest(element: str) -> Any:
         found = re.search(rf"<{element}>(.*?)</{element}>", text, re.DOTALL)
@@ -107,4 +125,7 @@ def _policy(text: str) -> str:
         return base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
 
     own = f"script-src 'sha256-{digest('script')}'; style-src 'sha256-{digest('style')}'"
-    return f"default-src 'none'; {own}; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    return (
+        f"default-src 'none'; {own}; connect-src 'self'; img-src data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    )

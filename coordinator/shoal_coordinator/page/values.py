@@ -1,6 +1,8 @@
-"""Jobs, events and points as plain values for JSON. Names are those of `shoal status --json`, where it has the same.
+"""Jobs, events and points as plain values for JSON. Names are those of `shoal status --json`, where
+it has the same.
 
-What is not known, or not there, is null; times are milliseconds of the Unix epoch, by the Redis server's clock.
+What is not known, or not there, is null; times are milliseconds of the Unix epoch, by the Redis
+server's clock.
 """
 
 from __future__ import annotations
@@ -40,9 +42,27 @@ def job_values(job: ObservedJob) -> dict[str, Any]:
     """All that is shown of one job, but its events and its history."""
     state, spec = job.state, job.state.spec
     places = {} if state.generation is None or not job.trains else state.generation.rank_of
-    members = [_member(job, member, places.get(member.member_id)) for member in state.members.values()]
-    members.sort(key=lambda each: (not each["note"], each["rank"] is None, each["rank"], each["joined_unix_ms"], each["member_id"]))
-    shown = sorted(members[:MOST_MEMBERS], key=lambda each: (each["rank"] is None, each["rank"], each["joined_unix_ms"], each["member_id"]))
+    members = [
+        _member(job, member, places.get(member.member_id)) for member in state.members.values()
+    ]
+    members.sort(
+        key=lambda each: (
+            not each["note"],
+            each["rank"] is None,
+            each["rank"],
+            each["joined_unix_ms"],
+            each["member_id"],
+        )
+    )
+    shown = sorted(
+        members[:MOST_MEMBERS],
+        key=lambda each: (
+            each["rank"] is None,
+            each["rank"],
+            each["joined_unix_ms"],
+            each["member_id"],
+        ),
+    )
     return {
         "job_id": spec.job_id,
         "run": state.run.number,
@@ -64,7 +84,12 @@ def job_values(job: ObservedJob) -> dict[str, Any]:
         "members_total": len(members),
         "unserved_places": job.unserved_places,
         "unprotected_places": job.unprotected_places,
-        "servers": [_server(job, server) for server in sorted(state.servers.values(), key=lambda one: (one.index, one.role != "primary"))],
+        "servers": [
+            _server(job, server)
+            for server in sorted(
+                state.servers.values(), key=lambda one: (one.index, one.role != "primary")
+            )
+        ],
         "past_runs": [_past_run(past) for past in state.past_runs],
     }
 
@@ -87,7 +112,10 @@ def events_values(events: Iterable[StoredEvent]) -> list[dict[str, Any]]:
 
 def points_values(points: Iterable[Point]) -> list[list[float | None]]:
     """Points as [unix_ms, step, loss, samples_per_s, ranks]."""
-    return [[point.unix_ms, point.step, _finite(point.loss), point.samples_per_s, point.ranks] for point in points]
+    return [
+        [point.unix_ms, point.step, _finite(point.loss), point.samples_per_s, point.ranks]
+        for point in points
+    ]
 
 
 def _member(job: ObservedJob, member: Member, rank: int | None) -> dict[str, Any]:
@@ -101,8 +129,11 @@ def _member(job: ObservedJob, member: Member, rank: int | None) -> dict[str, Any
         "pid": identity.pid,
         "joined_unix_ms": member.joined_unix_ms,
         "step": progress.step,
-        # Workers of asynchronous training count their own pushes: those that came later have fewer, and are not behind.
-        "steps_behind": max(0, job.newest_step - progress.step) if rank is not None and not job.state.loaders else None,
+        # Workers of asynchronous training count their own pushes: those that came later have fewer,
+        # and are not behind.
+        "steps_behind": max(0, job.newest_step - progress.step)
+        if rank is not None and not job.state.loaders
+        else None,
         "epoch": progress.epoch,
         "samples": progress.samples,
         "samples_per_s": progress.samples_per_s,
@@ -119,7 +150,9 @@ def _member(job: ObservedJob, member: Member, rank: int | None) -> dict[str, Any
 
 def _server(job: ObservedJob, server: Server) -> dict[str, Any]:
     state = job.state
-    share = (None if state.layout is None else state.layout.shares.get(server.index)) or Share(partitions=0, nbytes=0)
+    share = (None if state.layout is None else state.layout.shares.get(server.index)) or Share(
+        partitions=0, nbytes=0
+    )
     pulse = job.pulses.servers.get(server.server_id)
     return {
         "server_index": server.index,

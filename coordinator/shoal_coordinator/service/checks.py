@@ -1,4 +1,5 @@
-"""Checks of single fields. Each raises one InvalidRequestError that names the field, its value and what was expected."""
+"""Checks of single fields. Each raises one InvalidRequestError that names the field, its value and
+what was expected."""
 
 from __future__ import annotations
 
@@ -16,9 +17,14 @@ _JOB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def job_id(value: str) -> str:
-    """A job's id. Raises PermissionDeniedError where the caller's token is for another job: every request names its job here."""
+    """A job's id. Raises PermissionDeniedError where the caller's token is for another job: every
+    request names its job here."""
     if not _JOB_ID.fullmatch(value):
-        raise wrong("job_id", value, "1 to 64 characters of A-Z a-z 0-9 . _ -, starting with a letter or digit")
+        raise wrong(
+            "job_id",
+            value,
+            "1 to 64 characters of A-Z a-z 0-9 . _ -, starting with a letter or digit",
+        )
     caller().check_job(value)
     return value
 
@@ -28,7 +34,11 @@ def identifier(field: str, value: str, *, required: bool = True) -> str:
     if not value and not required:
         return value
     if len(value) > 128 or not _ID.fullmatch(value):
-        raise wrong(field, value, "1 to 128 characters of A-Z a-z 0-9 . _ : -, starting with a letter or digit")
+        raise wrong(
+            field,
+            value,
+            "1 to 128 characters of A-Z a-z 0-9 . _ : -, starting with a letter or digit",
+        )
     return value
 
 
@@ -62,7 +72,9 @@ def address(field: str, value: str, *, required: bool = False) -> str:
 def secret(field: str, value: str) -> str:
     """32 hexadecimal digits, or nothing. The error does not tell them."""
     if value and not _SECRET.fullmatch(value):
-        raise InvalidRequestError(f"{field} of {len(value)} characters: expected 32 hexadecimal digits, 0-9 a-f, or none")
+        raise InvalidRequestError(
+            f"{field} of {len(value)} characters: expected 32 hexadecimal digits, 0-9 a-f, or none"
+        )
     return value
 
 
@@ -76,4 +88,6 @@ def number(field: str, value: int, *, low: int = 0, high: int = LARGEST_INT64) -
 def wrong(field: str, value: object, expected: str) -> InvalidRequestError:
     """The error of a field."""
     shown = repr(value)
-    return InvalidRequestError(f"{field}={shown if len(shown) <= 100 else shown[:97] + '...'}: expected {expected}")
+    return InvalidRequestError(
+        f"{field}={shown if len(shown) <= 100 else shown[:97] + '...'}: expected {expected}"
+    )

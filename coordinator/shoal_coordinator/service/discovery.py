@@ -1,8 +1,10 @@
-"""`/sd`: where Prometheus finds the metrics of workers and parameter servers that come and go (its http_sd).
+"""`/sd`: where Prometheus finds the metrics of workers and parameter servers that come and go (its
+http_sd).
 
-A target's labels name a place that outlives its process: a worker's host and its index there, a server's id. So the series of that place
-go on when ranks are dealt anew and when the process is started again, and `rate()` sees one counter. Which member is there now, with which
-rank, it says itself: shoal_worker_info, shoal_worker_rank, shoal_worker_generation.
+A target's labels name a place that outlives its process: a worker's host and its index there, a
+server's id. So the series of that place go on when ranks are dealt anew and when the process is
+started again, and `rate()` sees one counter. Which member is there now, with which rank, it says
+itself: shoal_worker_info, shoal_worker_rank, shoal_worker_generation.
 """
 
 from __future__ import annotations
@@ -15,24 +17,42 @@ from shoal_coordinator.membership.state import JobState, Member
 
 
 def targets(states: Iterable[JobState]) -> list[dict[str, Any]]:
-    """Prometheus' http_sd document: one target per place whose process has a metrics address, with labels job_id, role and instance."""
+    """Prometheus' http_sd document: one target per place whose process has a metrics address, with
+    labels job_id, role and instance."""
     found: list[dict[str, Any]] = []
     for state in states:
         job_id = state.spec.job_id
         for instance, member in sorted(_places(state)):
             identity = member.identity
-            labels = {"job_id": job_id, "role": "worker", "host": identity.host, "slot": str(identity.local_index), "instance": instance}
+            labels = {
+                "job_id": job_id,
+                "role": "worker",
+                "host": identity.host,
+                "slot": str(identity.local_index),
+                "instance": instance,
+            }
             found.append({"targets": [identity.metrics_address], "labels": labels})
         for server in sorted(state.servers.values(), key=lambda s: (s.index, s.server_id)):
             if server.alive and server.metrics_address:
-                labels = {"job_id": job_id, "role": "server", "server_id": server.server_id, "server_index": str(server.index)}
-                found.append({"targets": [server.metrics_address], "labels": labels | {"instance": server.server_id}})
+                labels = {
+                    "job_id": job_id,
+                    "role": "server",
+                    "server_id": server.server_id,
+                    "server_index": str(server.index),
+                }
+                found.append(
+                    {
+                        "targets": [server.metrics_address],
+                        "labels": labels | {"instance": server.server_id},
+                    }
+                )
     return found
 
 
 def _places(state: JobState) -> Iterator[tuple[str, Member]]:
-    """The instance and the member of each place. Where a process was started in the place of one that is not given up yet, the newer one.
-    Launchers of one host, or members without one, may give the same index: what else tells them apart is then part of the name."""
+    """The instance and the member of each place. Where a process was started in the place of one
+    that is not given up yet, the newer one. Launchers of one host, or members without one, may give
+    the same index: what else tells them apart is then part of the name."""
     launchers: defaultdict[str, set[str]] = defaultdict(set)
     places: dict[tuple[str, str, str], Member] = {}
     for member in state.members.values():
@@ -43,7 +63,10 @@ def _places(state: JobState) -> Iterator[tuple[str, Member]]:
         launchers[identity.host].add(launcher)
         place = (identity.host, launcher, str(identity.local_index))
         other = places.get(place)
-        if other is None or (other.joined_unix_ms, other.member_id) < (member.joined_unix_ms, member.member_id):
+        if other is None or (other.joined_unix_ms, other.member_id) < (
+            member.joined_unix_ms,
+            member.member_id,
+        ):
             places[place] = member
     for (host, launcher, slot), member in places.items():
         alone = len(launchers[host]) == 1

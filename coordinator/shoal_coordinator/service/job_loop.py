@@ -1,9 +1,11 @@
-"""One job's loop: what happened is queued, folded through the core, written to Redis once, and only then answered and announced.
+"""One job's loop: what happened is queued, folded through the core, written to Redis once, and only
+then answered and announced.
 
-While a commit is under way further events gather and go into the next one (group commit), so the cost of Redis' disk is shared and
-there is one order of events. When many members come at once, their joins gather for a moment longer; nothing else ever waits for that.
-Heartbeats do not pass through here: they only touch the pulses, in memory, and go on while Redis is away. Everything belongs to the event
-loop; other threads may read `state`, which is immutable.
+While a commit is under way further events gather and go into the next one (group commit), so the
+cost of Redis' disk is shared and there is one order of events. When many members come at once,
+their joins gather for a moment longer; nothing else ever waits for that. Heartbeats do not pass
+through here: they only touch the pulses, in memory, and go on while Redis is away. Everything
+belongs to the event loop; other threads may read `state`, which is immutable.
 """
 
 from __future__ import annotations
@@ -37,11 +39,24 @@ from shoal_coordinator.membership.events import (
 )
 from shoal_coordinator.membership.leases import Leased
 from shoal_coordinator.membership.observation import ObservedJob
-from shoal_coordinator.membership.pulse import Pulse, Pulses, ServerPulse, attached, detached, expired
+from shoal_coordinator.membership.pulse import (
+    Pulse,
+    Pulses,
+    ServerPulse,
+    attached,
+    detached,
+    expired,
+)
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.spec import Policy
 from shoal_coordinator.membership.state import Cause, JobState, Now
-from shoal_coordinator.membership.transition import Granted, Outcome, Transition, next_wake_ms, transition
+from shoal_coordinator.membership.transition import (
+    Granted,
+    Outcome,
+    Transition,
+    next_wake_ms,
+    transition,
+)
 from shoal_coordinator.metrics import CoordinatorMetrics
 from shoal_coordinator.service.clock import Clock
 from shoal_coordinator.service.sessions import Sessions
@@ -54,7 +69,8 @@ _FIRST_BACKOFF_S = 0.02
 _LONGEST_BACKOFF_S = 1.0
 _LONGEST_SCAN_INTERVAL_MS = 500
 _GATHER_S = 0.005
-"""How long those that come in a rush wait for each other: ten times what a commit costs this process. Four times as long in a throng."""
+"""How long those that come in a rush wait for each other: ten times what a commit costs this
+process. Four times as long in a throng."""
 _RUSH = 3
 """The number of arrivals in one commit from which on they are a rush."""
 _THRONG = 20
@@ -75,9 +91,18 @@ class Submitted:
 
 
 class JobLoop:
-    """Owns the state of one job. `run` is its task; it ends only by an error that this coordinator cannot go on after."""
+    """Owns the state of one job. `run` is its task; it ends only by an error that this coordinator
+    cannot go on after."""
 
-    def __init__(self, stored: Stored, *, store: JobStore, clock: Clock, policy: Policy, metrics: CoordinatorMetrics) -> None:
+    def __init__(
+        self,
+        stored: Stored,
+        *,
+        store: JobStore,
+        clock: Clock,
+        policy: Policy,
+        metrics: CoordinatorMetrics,
+    ) -> None:
         self.state: JobState = stored.state
         """The job's state as it is on disk."""
         self.sessions = Sessions()
@@ -97,15 +122,22 @@ class JobLoop:
         self._failure: ShoalError | None = None
         self._stepping = False
         now_ms = clock.now().ms
-        # Every lease begins anew before any is judged, whatever the time since the last coordinator.
-        self._members = {member_id: detached(attached(None, now_ms), now_ms) for member_id in self.state.members}
-        self._servers = {s.server_id: ServerPulse(heard_ms=now_ms, attached=False) for s in self.state.servers.values() if s.alive}
+        # Every lease begins anew before any is judged, whatever the time since the last
+        # coordinator.
+        self._members = {
+            member_id: detached(attached(None, now_ms), now_ms) for member_id in self.state.members
+        }
+        self._servers = {
+            s.server_id: ServerPulse(heard_ms=now_ms, attached=False)
+            for s in self.state.servers.values()
+            if s.alive
+        }
         self._folded_ms = now_ms
         self._next_scan_ms = now_ms
         self._loss_noticed_s: float | None = None
         """Since when a loss is known that is not decided yet."""
 
-    # ----------------------------------------------------------------------------------------------- what others tell and ask
+    # --------------------------------------------------------------------- what others tell and ask
 
     @property
     def pulses(self) -> Pulses:
@@ -118,7 +150,8 @@ class JobLoop:
         return ObservedJob(state=self.state, pulses=pulses, now=self._clock.last_read)
 
     def submit(self, event: Event, done: Callable[[Outcome], None] | None = None) -> Submitted:
-        """Queues an event. `done` is called with its outcome once that is on disk, before anything is announced."""
+        """Queues an event. `done` is called with its outcome once that is on disk, before anything
+        is announced."""
         submitted = Submitted(event, done, time.monotonic())
         if self._failure is None:
             self._queue[submitted] = None
@@ -130,13 +163,14 @@ class JobLoop:
         return submitted
 
     def request(self, event: Event, done: Callable[[Outcome], None]) -> Submitted:
-        """The same for what anybody may send, and send again: refused with an UnavailableError when too much waits already."""
+        """The same for what anybody may send, and send again: refused with an UnavailableError when
+        too much waits already."""
         if len(self._queue) < _MOST_REQUESTS:
             return self.submit(event, done)
         refused = Submitted(event, done, time.monotonic())
         error = UnavailableError(
-            f"job {self.state.spec.job_id} has {len(self._queue)} requests that Redis has not taken yet, which is all that may wait; "
-            "ask again later",
+            f"job {self.state.spec.job_id} has {len(self._queue)} requests that Redis has not "
+            "taken yet, which is all that may wait; ask again later",
             reason=Refusal.QUEUE_LIMIT,
             retry_after=_RETRY_AFTER,
         )
@@ -144,13 +178,20 @@ class JobLoop:
         return refused
 
     def withdraw(self, submitted: Submitted) -> None:
-        """An event does not happen if its turn has not come yet; `done` is told so with an UnavailableError."""
+        """An event does not happen if its turn has not come yet; `done` is told so with an
+        UnavailableError."""
         if submitted in self._queue:
             del self._queue[submitted]
-            _answer_all([submitted], UnavailableError("nobody waits for this any more", reason=Refusal.STORAGE_UNAVAILABLE))
+            _answer_all(
+                [submitted],
+                UnavailableError(
+                    "nobody waits for this any more", reason=Refusal.STORAGE_UNAVAILABLE
+                ),
+            )
 
     async def ask(self, event: Event, *, timeout_s: float, keep: bool = False) -> Granted:
-        """Queues a request and waits for its outcome. Raises the refusal; UnavailableError if Redis does not take it in time.
+        """Queues a request and waits for its outcome. Raises the refusal; UnavailableError if Redis
+        does not take it in time.
 
         `keep`: it is to happen also when its caller has given up.
         """
@@ -184,7 +225,8 @@ class JobLoop:
         self._servers[server_id] = pulse
 
     def next_commit(self) -> asyncio.Event:
-        """Set when the next events are written, or none will be any more: for those who follow them."""
+        """Set when the next events are written, or none will be any more: for those who follow
+        them."""
         return self._committed
 
     def fail(self, error: ShoalError) -> None:
@@ -206,11 +248,13 @@ class JobLoop:
         """Why this loop has ended; None: it runs."""
         return self._failure
 
-    # -------------------------------------------------------------------------------------------------------------- the loop
+    # ------------------------------------------------------------------------------------- the loop
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises FencedError when another coordinator has taken over, InternalError for a bug."""
-        # A cancellation that meets the end of a call to Redis can be lost on the way; `fail` is always called before it.
+        """Runs until cancelled. Raises FencedError when another coordinator has taken over,
+        InternalError for a bug."""
+        # A cancellation that meets the end of a call to Redis can be lost on the way; `fail` is
+        # always called before it.
         while True:
             await self._wait_for_work()
             if self._gather_s:
@@ -263,14 +307,20 @@ class JobLoop:
                 _answer_all(batch, self._failure)
             raise
         except Exception as error:
-            _answer_all(batch, error if isinstance(error, ShoalError) else InternalError(f"a membership decision failed: {error!r}"))
+            _answer_all(
+                batch,
+                error
+                if isinstance(error, ShoalError)
+                else InternalError(f"a membership decision failed: {error!r}"),
+            )
             raise
         self._folded_ms = now.ms
         self._deliver(batch, decided)
 
     def _take_queue(self) -> list[Submitted]:
         queue, self._queue = list(self._queue), {}
-        # Without events: heartbeats told of members that have taken a generation, and thousands of them come one by one.
+        # Without events: heartbeats told of members that have taken a generation, and thousands of
+        # them come one by one.
         rush = (not queue or len(queue) >= _RUSH) and not self._urgent.is_set()
         self._gather_s = 0.0 if not rush else 4 * _GATHER_S if len(queue) >= _THRONG else _GATHER_S
         self._urgent.clear()
@@ -281,8 +331,14 @@ class JobLoop:
             return []
         lease_ms = self.state.spec.lease_ms
         self._next_scan_ms = now.ms + min(_LONGEST_SCAN_INTERVAL_MS, lease_ms // 10)
-        members = [LeaseEnded(member_id=member_id) for member_id in expired(self._members, now.ms, lease_ms)]
-        servers = [ServerLost(server_id=server_id, ending=Ending.LEASE_EXPIRED) for server_id in expired(self._servers, now.ms, lease_ms)]
+        members = [
+            LeaseEnded(member_id=member_id)
+            for member_id in expired(self._members, now.ms, lease_ms)
+        ]
+        servers = [
+            ServerLost(server_id=server_id, ending=Ending.LEASE_EXPIRED)
+            for server_id in expired(self._servers, now.ms, lease_ms)
+        ]
         self._metrics.leases_expired.labels("server").inc(len(servers))
         return [*members, *servers]
 
@@ -303,7 +359,9 @@ class JobLoop:
                     decided.records,
                     revision=self._revision,
                     commit_id=commit_id,
-                    durable=decided.changes.generation or decided.changes.moves or bool(decided.changes.servers),
+                    durable=decided.changes.generation
+                    or decided.changes.moves
+                    or bool(decided.changes.servers),
                 )
                 break
             except UnavailableError as error:
@@ -311,7 +369,11 @@ class JobLoop:
                     raise
                 self._metrics.redis_up.set(0)
                 self._metrics.commit_retries.inc()
-                logger.warning("membership changes wait for Redis: %s", error, extra={"job_id": self.state.spec.job_id})
+                logger.warning(
+                    "membership changes wait for Redis: %s",
+                    error,
+                    extra={"job_id": self.state.spec.job_id},
+                )
             await asyncio.sleep(backoff.next_s())
         failpoint("decision.written")
         self._revision += 1
@@ -326,7 +388,11 @@ class JobLoop:
             if submitted.done is not None:
                 submitted.done(outcome)
             if isinstance(outcome, ShoalError):
-                logger.info("refused: %s", outcome, extra={"job_id": self.state.spec.job_id, "reason": outcome.reason})
+                logger.info(
+                    "refused: %s",
+                    outcome,
+                    extra={"job_id": self.state.spec.job_id, "reason": outcome.reason},
+                )
         self.sessions.carry_out(decided.effects)
         for member_id in decided.changes.members:
             if member_id not in self.state.members:
@@ -356,30 +422,43 @@ class JobLoop:
         for member_id in decided.changes.departed:
             if (departure := self.state.departed.get(member_id)) is not None:
                 self._metrics.departures.labels(departure.ending).inc()
-                self._metrics.leases_expired.labels("member").inc(departure.ending == Ending.LEASE_EXPIRED)
+                self._metrics.leases_expired.labels("member").inc(
+                    departure.ending == Ending.LEASE_EXPIRED
+                )
         for record in decided.records:
             if record.kind in ("partitions_moved", "move_failed"):
-                self._metrics.moves.labels("moved" if record.kind == "partitions_moved" else "failed").inc()
+                self._metrics.moves.labels(
+                    "moved" if record.kind == "partitions_moved" else "failed"
+                ).inc()
             if record.kind == "partitions_moved":
                 self._metrics.partitions_moved.inc(int(record.attributes["partitions"]))
-        self._metrics.collective_failures.inc(sum(record.kind == "collective_failed" for record in decided.records))
-        self._metrics.batches_leased.inc(sum(len(outcome.batches) for outcome in decided.outcomes if isinstance(outcome, Leased)))
+        self._metrics.collective_failures.inc(
+            sum(record.kind == "collective_failed" for record in decided.records)
+        )
+        self._metrics.batches_leased.inc(
+            sum(len(outcome.batches) for outcome in decided.outcomes if isinstance(outcome, Leased))
+        )
 
 
 async def within(answer: asyncio.Future[Granted], timeout_s: float) -> Granted:
-    """The answer of a job's loop. Raises UnavailableError if Redis does not take the change in time; it may still be made later."""
+    """The answer of a job's loop. Raises UnavailableError if Redis does not take the change in
+    time; it may still be made later."""
     try:
         async with asyncio.timeout(timeout_s):
             return await answer
     except TimeoutError:
         raise UnavailableError(
-            f"waited {timeout_s:g} s for Redis to take this change; it may still be made. Ask again", reason=Refusal.STORAGE_UNAVAILABLE
+            f"waited {timeout_s:g} s for Redis to take this change; it may still be made. Ask "
+            "again",
+            reason=Refusal.STORAGE_UNAVAILABLE,
         ) from None
 
 
 def _may_lose(event: Event) -> bool:
     """Whether a member may be gone by it."""
-    return isinstance(_told(event), MemberLost | LeaseEnded | StreamBroken | ExitReported | MemberLeft)
+    return isinstance(
+        _told(event), MemberLost | LeaseEnded | StreamBroken | ExitReported | MemberLeft
+    )
 
 
 def _told(event: Event) -> Event:

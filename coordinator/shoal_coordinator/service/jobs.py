@@ -1,4 +1,5 @@
-"""All jobs of this coordinator: loaded at the start, created on request, each with its loop. Belongs to the event loop."""
+"""All jobs of this coordinator: loaded at the start, created on request, each with its loop.
+Belongs to the event loop."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ import logging
 import secrets
 from datetime import timedelta
 
-from shoal_common.errors import InternalError, LimitError, PreconditionError, ShoalError, UnavailableError, UnknownResourceError
+from shoal_common.errors import (
+    InternalError,
+    LimitError,
+    PreconditionError,
+    ShoalError,
+    UnavailableError,
+    UnknownResourceError,
+)
 from shoal_common.tasks import end_tasks
 
 from shoal_coordinator.membership.effects import Record
@@ -34,9 +42,18 @@ _MOST_JOBS = 10_000
 
 
 class Jobs:
-    """Job id -> its loop. `failed` is set when this coordinator must end: it was fenced off, or found a bug of its own."""
+    """Job id -> its loop. `failed` is set when this coordinator must end: it was fenced off, or
+    found a bug of its own."""
 
-    def __init__(self, store: JobStore, *, clock: Clock, policy: Policy, metrics: CoordinatorMetrics, retention: timedelta) -> None:
+    def __init__(
+        self,
+        store: JobStore,
+        *,
+        clock: Clock,
+        policy: Policy,
+        metrics: CoordinatorMetrics,
+        retention: timedelta,
+    ) -> None:
         """`retention`: how long the store keeps a job that nobody is in."""
         self.failed: asyncio.Future[ShoalError] = asyncio.get_running_loop().create_future()
         self.closing = False
@@ -52,7 +69,8 @@ class Jobs:
         self._sweep_interval_s = min(_LONGEST_SWEEP_INTERVAL_S, retention.total_seconds() / 4)
 
     async def load(self) -> None:
-        """Claims and starts all jobs that are in Redis, and watches for another coordinator from then on."""
+        """Claims and starts all jobs that are in Redis, and watches for another coordinator from
+        then on."""
         self._keep(asyncio.create_task(self._clock.tick(), name="clock"))
         for stored in await self._store.load_all():
             self._start(stored)
@@ -64,7 +82,9 @@ class Jobs:
         loop = self._loops.get(job_id)
         if loop is None:
             raise UnknownResourceError(
-                f"there is no job {job_id!r}; `shoal jobs` lists those that there are, and CreateJob makes one", reason=Refusal.JOB_UNKNOWN
+                f"there is no job {job_id!r}; `shoal jobs` lists those that there are, and "
+                "CreateJob makes one",
+                reason=Refusal.JOB_UNKNOWN,
             )
         return loop
 
@@ -77,15 +97,17 @@ class Jobs:
         return [loop.observed() for _, loop in sorted(self._loops.copy().items())]
 
     async def create(self, wanted: RunWanted, *, timeout_s: float) -> tuple[bool, RunGranted]:
-        """Creates the job, or finds it. Returns whether it was created, and which run the caller belongs to. Raises as `runs.run_wanted`;
-        UnavailableError also while members of a run that has ended are still there."""
+        """Creates the job, or finds it. Returns whether it was created, and which run the caller
+        belongs to. Raises as `runs.run_wanted`; UnavailableError also while members of a run that
+        has ended are still there."""
         spec = wanted.spec
         try:
             async with asyncio.timeout(timeout_s), self._creating:
                 created = spec.job_id not in self._loops and await self._create(wanted)
         except TimeoutError:
             raise UnavailableError(
-                f"waited {timeout_s:g} s for Redis to create job {spec.job_id}; ask again", reason=Refusal.STORAGE_UNAVAILABLE
+                f"waited {timeout_s:g} s for Redis to create job {spec.job_id}; ask again",
+                reason=Refusal.STORAGE_UNAVAILABLE,
             ) from None
         except FencedError as error:
             self._fail(error)
@@ -100,18 +122,22 @@ class Jobs:
         return False, granted
 
     async def confirm(self, refusal: ShoalError, *, timeout_s: float) -> None:
-        """Sees that somebody may be told that its run is over, or not known: it ends then, or sets aside what it holds. Raises
-        UnavailableError where another coordinator knows better, or may.
+        """Sees that somebody may be told that its run is over, or not known: it ends then, or sets
+        aside what it holds. Raises UnavailableError where another coordinator knows better, or may.
 
-        To refuse writes nothing, so one that was cut off from Redis, or stopped for a while, would say what was true before."""
-        if refusal.reason not in (Refusal.RUN_ENDED, Refusal.RUN_UNKNOWN) or not isinstance(refusal, PreconditionError):
+        To refuse writes nothing, so one that was cut off from Redis, or stopped for a while, would
+        say what was true before."""
+        if refusal.reason not in (Refusal.RUN_ENDED, Refusal.RUN_UNKNOWN) or not isinstance(
+            refusal, PreconditionError
+        ):
             return
         try:
             async with asyncio.timeout(timeout_s):
                 await self._store.check_epoch()
         except TimeoutError:
             raise UnavailableError(
-                f"waited {timeout_s:g} s for Redis to say whether this coordinator still knows the newest of all runs; ask again",
+                f"waited {timeout_s:g} s for Redis to say whether this coordinator still knows the "
+                "newest of all runs; ask again",
                 reason=Refusal.STORAGE_UNAVAILABLE,
             ) from None
         except FencedError as error:
@@ -134,12 +160,15 @@ class Jobs:
         if len(self._loops) >= _MOST_JOBS:
             deserted = sum(loop.state.is_deserted for loop in self._loops.values())
             raise LimitError(
-                f"this coordinator holds {len(self._loops)} jobs, which is all that it may. In {deserted} of them is nobody: they are "
-                f"forgotten {self._retention} after their last change. Use a job's id again for its next run, or lower --job-retention",
+                f"this coordinator holds {len(self._loops)} jobs, which is all that it may. In "
+                f"{deserted} of them is nobody: they are forgotten {self._retention} after their "
+                "last change. Use a job's id again for its next run, or lower --job-retention",
                 reason=Refusal.JOBS_LIMIT,
             )
         # Of a job that was lost, whoever is in a run of it says in which.
-        run = RunId(number=1 if given is None else given.number, began_unix_ms=self._clock.now().unix_ms)
+        run = RunId(
+            number=1 if given is None else given.number, began_unix_ms=self._clock.now().unix_ms
+        )
         state = job_created(spec, given if given is not None and given.began_unix_ms else run)
         await self._store.register(spec.job_id)
         unix_ms = await self._store.commit(
@@ -157,8 +186,12 @@ class Jobs:
 
     def _start(self, stored: Stored) -> None:
         if self.closing:  # since this job was asked for: nobody would end its loop and its sessions
-            raise UnavailableError("this coordinator is stopping; ask again", reason=Refusal.COORDINATOR_STOPPING)
-        loop = JobLoop(stored, store=self._store, clock=self._clock, policy=self._policy, metrics=self._metrics)
+            raise UnavailableError(
+                "this coordinator is stopping; ask again", reason=Refusal.COORDINATOR_STOPPING
+            )
+        loop = JobLoop(
+            stored, store=self._store, clock=self._clock, policy=self._policy, metrics=self._metrics
+        )
         job_id = stored.state.spec.job_id
         self._loops[job_id] = loop
         self._keep(asyncio.create_task(loop.run(), name=f"job {job_id}"))
@@ -172,19 +205,29 @@ class Jobs:
         if not task.cancelled() and (error := task.exception()) is not None:
             if not isinstance(error, FencedError):
                 logger.error("%s ended", task.get_name(), exc_info=error)
-            self._fail(error if isinstance(error, ShoalError) else InternalError(f"{task.get_name()} ended: {error!r}"))
+            self._fail(
+                error
+                if isinstance(error, ShoalError)
+                else InternalError(f"{task.get_name()} ended: {error!r}")
+            )
 
     def _fail(self, error: ShoalError) -> None:
-        """One job's loop cannot go on. Its state in memory may be wrong, or another coordinator's: nothing here may be served any more."""
+        """One job's loop cannot go on. Its state in memory may be wrong, or another coordinator's:
+        nothing here may be served any more."""
         if not self.failed.done():
             self.failed.set_result(error)
         self.closing = True
-        reason = Refusal.COORDINATOR_REPLACED if isinstance(error, FencedError) else Refusal.COORDINATOR_STOPPING
+        reason = (
+            Refusal.COORDINATOR_REPLACED
+            if isinstance(error, FencedError)
+            else Refusal.COORDINATOR_STOPPING
+        )
         for loop in self._loops.values():
             loop.fail(UnavailableError(f"this coordinator has ended: {error}", reason=reason))
 
     async def _watch_epoch(self) -> None:
-        """Commits are fenced anyway; this ends a coordinator that has nothing to commit, so that its members go to the new one."""
+        """Commits are fenced anyway; this ends a coordinator that has nothing to commit, so that
+        its members go to the new one."""
         while True:
             await asyncio.sleep(_EPOCH_CHECK_INTERVAL_S)
             try:
@@ -209,6 +252,11 @@ class Jobs:
         if not loop.is_idle:
             return  # somebody comes, and writes it again
         del self._loops[job_id]
-        loop.fail(UnknownResourceError(f"job {job_id!r} was forgotten: nobody was in it for too long", reason=Refusal.JOB_UNKNOWN))
+        loop.fail(
+            UnknownResourceError(
+                f"job {job_id!r} was forgotten: nobody was in it for too long",
+                reason=Refusal.JOB_UNKNOWN,
+            )
+        )
         await self._store.forget(job_id)
         logger.info("job forgotten", extra={"job_id": job_id})

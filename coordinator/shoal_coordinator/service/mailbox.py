@@ -1,5 +1,5 @@
-"""What a stream has still to be sent. Bounded by its kinds: a newer message of a kind replaces one that was not sent yet, so a slow reader
-finds the latest generation and not every one between."""
+"""What a stream has still to be sent. Bounded by its kinds: a newer message of a kind replaces one
+that was not sent yet, so a slow reader finds the latest generation and not every one between."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ class Slot(enum.Enum):
     MOVE = enum.auto()
     NOTICE = enum.auto()
 
-    __hash__ = object.__hash__  # enum's own is Python code, and thousands of mailboxes are posted to at once
+    # enum's own is Python code, and thousands of mailboxes are posted to at once
+    __hash__ = object.__hash__
 
 
 _MOST_UNDECIDED: Final = 64
-"""Who has a session has few things to say, and each once; a newer report may follow an older one that Redis has not taken yet."""
+"""Who has a session has few things to say, and each once; a newer report may follow an older one
+that Redis has not taken yet."""
 
 
 class Mailbox:
-    """Serialized messages to one stream, in order. Iterated by the stream's handler; posted to by the job's loop."""
+    """Serialized messages to one stream, in order. Iterated by the stream's handler; posted to by
+    the job's loop."""
 
     def __init__(self) -> None:
         self._undecided = 0
@@ -54,12 +57,12 @@ class Mailbox:
         self._wake()
 
     def take(self) -> Callable[[Outcome], None]:
-        """A message of the stream is to be decided about; returns what is called with the outcome. Raises UnavailableError where too many
-        wait already."""
+        """A message of the stream is to be decided about; returns what is called with the outcome.
+        Raises UnavailableError where too many wait already."""
         if self._undecided >= _MOST_UNDECIDED:
             raise UnavailableError(
-                f"this session has {self._undecided} messages that Redis has not taken yet, which is all that may wait; connect again, and "
-                "say once what there is to say",
+                f"this session has {self._undecided} messages that Redis has not taken yet, which "
+                "is all that may wait; connect again, and say once what there is to say",
                 reason=Refusal.QUEUE_LIMIT,
             )
         self._undecided += 1

@@ -1,11 +1,14 @@
 """JoinSession: one stream per member, from its join to its end.
 
-A stream that ends without a goodbye most likely means that the member is lost: a killed process breaks its connection within
-milliseconds, and its peers wait in a collective until they hear of it. membership/streams.py decides; `reconnect_grace` trades its speed
-against networks that drop connections one by one: within it a member may come back before anything is decided. Streams that end because
-the coordinator itself goes down decide nothing; the next one gives every member a whole lease.
+A stream that ends without a goodbye most likely means that the member is lost: a killed process
+breaks its connection within milliseconds, and its peers wait in a collective until they hear of it.
+membership/streams.py decides; `reconnect_grace` trades its speed against networks that drop
+connections one by one: within it a member may come back before anything is decided. Streams that
+end because the coordinator itself goes down decide nothing; the next one gives every member a whole
+lease.
 
-Everything runs on the event loop: a task that reads the stream, and gRPC's own that sends what is in the mailbox.
+Everything runs on the event loop: a task that reads the stream, and gRPC's own that sends what is
+in the mailbox.
 """
 
 from __future__ import annotations
@@ -29,7 +32,13 @@ from shoal_coordinator.service.clock import Clock
 from shoal_coordinator.service.job_loop import JobLoop, within
 from shoal_coordinator.service.jobs import Jobs
 from shoal_coordinator.service.mailbox import Mailbox, Slot
-from shoal_coordinator.service.requests import of_run, parse_collective_failure, parse_heartbeat, parse_join, parse_leave
+from shoal_coordinator.service.requests import (
+    of_run,
+    parse_collective_failure,
+    parse_heartbeat,
+    parse_join,
+    parse_leave,
+)
 from shoal_coordinator.service.responses import run_message, spec_message
 from shoal_coordinator.service.streams import first_message
 
@@ -55,7 +64,8 @@ class MemberSessions:
         self._reconnect_grace_s = reconnect_grace.total_seconds()
         self._request_timeout_s = request_timeout.total_seconds()
         self._joining: Counter[tuple[str, str]] = Counter()
-        """(job, member) -> joins under way: a stream that breaks meanwhile does not decide, the join does."""
+        """(job, member) -> joins under way: a stream that breaks meanwhile does not decide, the
+        join does."""
 
     async def serve(self, requests: AsyncIterator[pb.MemberMessage]) -> AsyncGenerator[bytes, None]:
         """One stream: yields serialized MemberDirectives."""
@@ -67,7 +77,9 @@ class MemberSessions:
         reader: asyncio.Task[None] | None = None
         try:
             await self._join(job, member_id, of_run(first.join.run, event), mailbox)
-            reader = asyncio.create_task(self._read(job, member_id, mailbox, requests), name=f"member {member_id}")
+            reader = asyncio.create_task(
+                self._read(job, member_id, mailbox, requests), name=f"member {member_id}"
+            )
             with self._metrics.sessions.labels("member").track_inprogress():
                 async for message in mailbox:
                     yield message
@@ -78,12 +90,15 @@ class MemberSessions:
                 self._detached(job, member_id)
                 if mailbox.error is not None and not self._jobs.closing:
                     detail = f"its session was ended: {mailbox.error}"
-                    job.submit(MemberLost(member_id=member_id, ending=Ending.STREAM_BROKEN, detail=detail))
+                    job.submit(
+                        MemberLost(member_id=member_id, ending=Ending.STREAM_BROKEN, detail=detail)
+                    )
 
-    # ---------------------------------------------------------------------------------------------------- opening and ending
+    # --------------------------------------------------------------------------- opening and ending
 
     async def _join(self, job: JobLoop, member_id: str, event: Event, mailbox: Mailbox) -> None:
-        """Raises the refusal; UnavailableError if Redis does not take the join in time: the member may ask again under the same id."""
+        """Raises the refusal; UnavailableError if Redis does not take the join in time: the member
+        may ask again under the same id."""
         answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
         key = (job.state.spec.job_id, member_id)
         told_to_ask_again = False
@@ -101,7 +116,8 @@ class MemberSessions:
                 if not answer.done():
                     answer.set_result(outcome)
                     return
-                # The caller has gone while its join was written. If it was sent away, it will be back: its lease decides.
+                # The caller has gone while its join was written. If it was sent away, it will be
+                # back: its lease decides.
                 job.sessions.detach_member(member_id, mailbox)
                 self._detached(job, member_id, decide=not told_to_ask_again)
 
@@ -141,18 +157,28 @@ class MemberSessions:
         if self._reconnect_grace_s == 0:
             self._check(job, member_id)
         else:
-            asyncio.get_running_loop().call_later(self._reconnect_grace_s, self._check, job, member_id)
+            asyncio.get_running_loop().call_later(
+                self._reconnect_grace_s, self._check, job, member_id
+            )
 
     def _check(self, job: JobLoop, member_id: str) -> None:
         """Tells of a member whose stream has ended, and that neither came back nor is about to."""
         pulse = job.pulses.members.get(member_id)
-        back = member_id in job.sessions.members or (job.state.spec.job_id, member_id) in self._joining
+        back = (
+            member_id in job.sessions.members or (job.state.spec.job_id, member_id) in self._joining
+        )
         if pulse is not None and not pulse.attached and not back and not self._jobs.closing:
             job.submit(StreamBroken(member_id=member_id))
 
-    # ------------------------------------------------------------------------------------------------------------- reading
+    # -------------------------------------------------------------------------------------- reading
 
-    async def _read(self, job: JobLoop, member_id: str, mailbox: Mailbox, requests: AsyncIterator[pb.MemberMessage]) -> None:
+    async def _read(
+        self,
+        job: JobLoop,
+        member_id: str,
+        mailbox: Mailbox,
+        requests: AsyncIterator[pb.MemberMessage],
+    ) -> None:
         """Until the stream ends. What is wrong with a message ends the session with its error."""
         try:
             async for message in requests:
@@ -161,11 +187,18 @@ class MemberSessions:
         except ShoalError as error:
             mailbox.end(error)
         except DecodeError as error:
-            mailbox.end(InvalidRequestError(f"JoinSession: a message is not a MemberMessage: {error}", reason="MESSAGE_MALFORMED"))
+            mailbox.end(
+                InvalidRequestError(
+                    f"JoinSession: a message is not a MemberMessage: {error}",
+                    reason="MESSAGE_MALFORMED",
+                )
+            )
         else:
             mailbox.end()
 
-    def _take(self, job: JobLoop, member_id: str, mailbox: Mailbox, message: pb.MemberMessage) -> bool:
+    def _take(
+        self, job: JobLoop, member_id: str, mailbox: Mailbox, message: pb.MemberMessage
+    ) -> bool:
         """True: that was the goodbye; the session ends when it is written."""
 
         kind = message.WhichOneof("message")
@@ -174,11 +207,16 @@ class MemberSessions:
         elif kind == "ready":
             job.submit(MemberReady(member_id=member_id), mailbox.take())
         elif kind == "collective_failure":
-            job.submit(parse_collective_failure(member_id, message.collective_failure), mailbox.take())
+            job.submit(
+                parse_collective_failure(member_id, message.collective_failure), mailbox.take()
+            )
         elif kind == "leave":
             job.submit(parse_leave(member_id, message.leave), mailbox.take())
         else:
-            raise InvalidRequestError(f"a session's message is {kind or 'empty'}: expected heartbeat, ready, collective_failure or leave")
+            raise InvalidRequestError(
+                f"a session's message is {kind or 'empty'}: expected heartbeat, ready, "
+                "collective_failure or leave"
+            )
         return bool(kind == "leave")
 
     def _beat(self, job: JobLoop, member_id: str, message: pb.Heartbeat) -> None:
@@ -188,7 +226,8 @@ class MemberSessions:
             return
         if generation > job.state.number:
             raise InvalidRequestError(
-                f"heartbeat.generation={generation}: the newest generation of job {job.state.spec.job_id} is {job.state.number}",
+                f"heartbeat.generation={generation}: the newest generation of job "
+                f"{job.state.spec.job_id} is {job.state.number}",
                 reason=Refusal.GENERATION_UNKNOWN,
             )
         self._heartbeats.inc()

@@ -1,7 +1,7 @@
 """How the Coordinator's methods are put on a gRPC server, and who may call which.
 
-Sessions send bytes: a generation that goes to ten thousand members is serialized once. That is why the generated registration, which
-serializes each message, is not used.
+Sessions send bytes: a generation that goes to ten thousand members is serialized once. That is why
+the generated registration, which serializes each message, is not used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ _ROLES: Final[Mapping[str, frozenset[Role]]] = {
     "WatchEvents": ANY_ROLE,
 }
 
-ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {f"/{SERVICE}/{method}": roles for method, roles in _ROLES.items()}
+ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {
+    f"/{SERVICE}/{method}": roles for method, roles in _ROLES.items()
+}
 """Full method name -> roles that may call it, as the proto says. ADMIN may call all."""
 
 _SENDS_BYTES: Final = frozenset({"JoinSession", "ServerSession", "GetRanks"})
@@ -43,7 +45,9 @@ _SENDS_BYTES: Final = frozenset({"JoinSession", "ServerSession", "GetRanks"})
 def register(servicer: Any, server: grpc.aio.Server) -> None:
     """Adds all methods of the service. AttributeError if the servicer lacks one."""
     service = descriptor_pool.Default().FindServiceByName(SERVICE)
-    handlers = {method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods}
+    handlers = {
+        method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods
+    }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
 

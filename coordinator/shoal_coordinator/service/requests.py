@@ -1,5 +1,6 @@
-"""Requests parsed at the door: each function takes a message and returns frozen values that are valid in themselves, or raises
-InvalidRequestError. Whether a request fits the state of its job is decided in the core."""
+"""Requests parsed at the door: each function takes a message and returns frozen values that are
+valid in themselves, or raises InvalidRequestError. Whether a request fits the state of its job is
+decided in the core."""
 
 from __future__ import annotations
 
@@ -33,7 +34,13 @@ from shoal_coordinator.membership.events import (
 from shoal_coordinator.membership.pulse import Progress
 from shoal_coordinator.membership.replicas import Replicas
 from shoal_coordinator.membership.shards import ITEM_BYTES, TensorSpec
-from shoal_coordinator.membership.spec import DEFAULT_LEASE_MS, DEFAULT_STALL_TIMEOUT_MS, LARGEST_WORLD, MOST_SERVERS, JobSpec
+from shoal_coordinator.membership.spec import (
+    DEFAULT_LEASE_MS,
+    DEFAULT_STALL_TIMEOUT_MS,
+    LARGEST_WORLD,
+    MOST_SERVERS,
+    JobSpec,
+)
 from shoal_coordinator.membership.state import Generation, Identity, JobEnding, JobState, RunId
 from shoal_coordinator.service import checks
 from shoal_coordinator.service.checks import number, wrong
@@ -69,7 +76,9 @@ def parse_creation(message: pb.CreateJobRequest) -> RunWanted:
     # When it began is not known of a run that was under way with an older release.
     if message.follow and (run is None or message.resume):
         raise InvalidRequestError("follow: expected the run to follow, and not resume")
-    return RunWanted(spec=parse_spec(message.spec), run=run, resume=message.resume, follow=message.follow)
+    return RunWanted(
+        spec=parse_spec(message.spec), run=run, resume=message.resume, follow=message.follow
+    )
 
 
 def parse_run(message: pb.RunId) -> RunId | None:
@@ -98,11 +107,23 @@ def parse_spec(message: pb.JobSpec) -> JobSpec:
         min_survivors=number("min_survivors", message.min_survivors, high=smallest),
         max_workers=number("max_workers", message.max_workers, low=smallest, high=LARGEST_WORLD),
         parameter_servers=servers,
-        max_parameter_servers=number("max_parameter_servers", message.max_parameter_servers or servers, low=servers, high=MOST_SERVERS),
-        parameter_server_backups=number("parameter_server_backups", message.parameter_server_backups, high=1),
+        max_parameter_servers=number(
+            "max_parameter_servers",
+            message.max_parameter_servers or servers,
+            low=servers,
+            high=MOST_SERVERS,
+        ),
+        parameter_server_backups=number(
+            "parameter_server_backups", message.parameter_server_backups, high=1
+        ),
         join_grace_ms=number("join_grace_ms", message.join_grace_ms, high=600_000),
         lease_ms=number("lease_ms", message.lease_ms or DEFAULT_LEASE_MS, low=500, high=600_000),
-        stall_timeout_ms=number("stall_timeout_ms", message.stall_timeout_ms or DEFAULT_STALL_TIMEOUT_MS, low=1000, high=3_600_000),
+        stall_timeout_ms=number(
+            "stall_timeout_ms",
+            message.stall_timeout_ms or DEFAULT_STALL_TIMEOUT_MS,
+            low=1000,
+            high=3_600_000,
+        ),
     )
 
 
@@ -129,15 +150,17 @@ def parse_join(message: pb.Join) -> tuple[str, MemberJoined]:
 
 
 def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
-    """The generation the member works in, and its progress. Rates and losses are for people and may be anything; what is no time counts as
-    none.
+    """The generation the member works in, and its progress. Rates and losses are for people and may
+    be anything; what is no time counts as none.
 
     Called for every heartbeat: one test for what is always right.
     """
     told = message.progress
     counts = (message.generation, told.step, told.epoch, told.sequence, told.samples)
     if min(counts) < 0:
-        for name, count in zip(("generation", "step", "epoch", "sequence", "samples"), counts, strict=True):
+        for name, count in zip(
+            ("generation", "step", "epoch", "sequence", "samples"), counts, strict=True
+        ):
             number(f"heartbeat.{name}", count)
     progress = Progress(
         step=told.step,
@@ -154,7 +177,9 @@ def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
         cpu_s=_seconds(told.cpu_s),
         server_wait_s=_seconds(told.server_wait_s),
         awaited_server=told.awaited_server[:_LONGEST_NAME] or "a parameter server",
-        busy_link=(told.busy_link.rank, told.busy_link.bytes_per_s) if told.HasField("busy_link") else None,
+        busy_link=(told.busy_link.rank, told.busy_link.bytes_per_s)
+        if told.HasField("busy_link")
+        else None,
         in_reach=message.in_reach,
         spare=message.spare,
         out_of_reach=tuple(message.out_of_reach[:_MOST_OUT_OF_REACH]),
@@ -169,11 +194,18 @@ def _seconds(value: float) -> float:
 def parse_collective_failure(member_id: str, message: pb.CollectiveFailure) -> CollectiveFailed:
     """A failed collective."""
     if len(message.suspects) > LARGEST_WORLD:
-        raise wrong("collective_failure.suspects", f"{len(message.suspects)} ranks", f"at most {LARGEST_WORLD}")
+        raise wrong(
+            "collective_failure.suspects",
+            f"{len(message.suspects)} ranks",
+            f"at most {LARGEST_WORLD}",
+        )
     return CollectiveFailed(
         member_id=member_id,
         generation=number("collective_failure.generation", message.generation, low=1),
-        suspects=tuple(number("collective_failure.suspects", rank, high=LARGEST_WORLD - 1) for rank in message.suspects),
+        suspects=tuple(
+            number("collective_failure.suspects", rank, high=LARGEST_WORLD - 1)
+            for rank in message.suspects
+        ),
         timed_out=message.timed_out,
         detail=checks.text("collective_failure.detail", message.detail, longest=LONGEST_DETAIL),
     )
@@ -183,7 +215,9 @@ def parse_leave(member_id: str, message: pb.Leave) -> MemberLeft:
     """A goodbye."""
     reason = _LEAVE_REASONS.get(message.reason)
     if reason is None:
-        raise wrong("leave.reason", message.reason, "REASON_DRAINED, REASON_FINISHED or REASON_FAILED")
+        raise wrong(
+            "leave.reason", message.reason, "REASON_DRAINED, REASON_FINISHED or REASON_FAILED"
+        )
     detail = checks.text("leave.detail", message.detail, longest=LONGEST_DETAIL)
     return MemberLeft(
         member_id=member_id,
@@ -197,7 +231,9 @@ def parse_leave(member_id: str, message: pb.Leave) -> MemberLeft:
 
 def _parse_replicas(message: pb.Replicas) -> Replicas:
     if len(message.digests) > _MOST_GROUPS:
-        raise wrong("leave.replicas.digests", f"{len(message.digests)} groups", f"at most {_MOST_GROUPS}")
+        raise wrong(
+            "leave.replicas.digests", f"{len(message.digests)} groups", f"at most {_MOST_GROUPS}"
+        )
     digests = {
         checks.text("leave.replicas.digests", group, longest=_LONGEST_GROUP, required=True): digest
         for group, digest in sorted(message.digests.items())
@@ -226,9 +262,13 @@ def parse_drain(message: pb.DrainMemberRequest) -> DrainRequested:
     reason = checks.text("reason", message.reason, longest=LONGEST_DETAIL) or "drained"
     which = message.WhichOneof("member")
     if which == "member_id":
-        return DrainRequested(member_id=checks.identifier("member_id", message.member_id), rank=None, reason=reason)
+        return DrainRequested(
+            member_id=checks.identifier("member_id", message.member_id), rank=None, reason=reason
+        )
     if which == "rank":
-        return DrainRequested(member_id=None, rank=number("rank", message.rank, high=LARGEST_WORLD - 1), reason=reason)
+        return DrainRequested(
+            member_id=None, rank=number("rank", message.rank, high=LARGEST_WORLD - 1), reason=reason
+        )
     raise InvalidRequestError("neither member_id nor rank is given; say which member is to leave")
 
 
@@ -237,23 +277,37 @@ def parse_job_filter(message: pb.GetJobRequest) -> tuple[str, int]:
     member_id = checks.identifier("member_id", message.member_id, required=False)
     below_step = number("below_step", message.below_step)
     if member_id and below_step:
-        raise InvalidRequestError(f"member_id={member_id!r} and below_step={below_step}: ask after one member, or after those behind")
+        raise InvalidRequestError(
+            f"member_id={member_id!r} and below_step={below_step}: ask after one member, or after "
+            "those behind"
+        )
     return member_id, below_step
 
 
 def parse_ranks(message: pb.GetRanksRequest, state: JobState) -> tuple[Generation, Sequence[int]]:
-    """The newest generation, and the ranks of it that are asked for; none: all. Raises StaleGenerationError if another is meant."""
+    """The newest generation, and the ranks of it that are asked for; none: all. Raises
+    StaleGenerationError if another is meant."""
     number("generation", message.generation, low=1, high=checks.LARGEST_INT64)
     generation = state.generation
-    if generation is None or (message.generation, message.nonce) != (generation.number, generation.nonce):
-        newest = "none yet" if generation is None else f"{generation.number}, under a nonce that its members are told"
+    if generation is None or (message.generation, message.nonce) != (
+        generation.number,
+        generation.nonce,
+    ):
+        newest = (
+            "none yet"
+            if generation is None
+            else f"{generation.number}, under a nonce that its members are told"
+        )
         raise StaleGenerationError(
-            f"generation={message.generation}: the newest generation of job {state.spec.job_id} is {newest}; "
-            "a member is told of a newer one in its session"
+            f"generation={message.generation}: the newest generation of job {state.spec.job_id} is "
+            f"{newest}; a member is told of a newer one in its session"
         )
     world_size = len(generation.ranks)
     if len(message.ranks) > world_size:
-        raise InvalidRequestError(f"{len(message.ranks)} ranks are asked for, and generation {generation.number} has {world_size}")
+        raise InvalidRequestError(
+            f"{len(message.ranks)} ranks are asked for, and generation {generation.number} has "
+            f"{world_size}"
+        )
     return generation, [number("ranks", rank, high=world_size - 1) for rank in message.ranks]
 
 
@@ -261,8 +315,15 @@ def parse_stop(message: pb.StopJobRequest) -> StopRequested:
     """Why all are to leave."""
     ending = _STOPS.get(message.ending)
     if ending is None:
-        raise wrong("ending", message.ending, "JOB_ENDING_COMPLETED, JOB_ENDING_FAILED, JOB_ENDING_STOPPED or none")
-    return StopRequested(reason=checks.text("reason", message.reason, longest=LONGEST_DETAIL) or "stopped", ending=ending)
+        raise wrong(
+            "ending",
+            message.ending,
+            "JOB_ENDING_COMPLETED, JOB_ENDING_FAILED, JOB_ENDING_STOPPED or none",
+        )
+    return StopRequested(
+        reason=checks.text("reason", message.reason, longest=LONGEST_DETAIL) or "stopped",
+        ending=ending,
+    )
 
 
 def parse_registration(message: pb.RegisterServer) -> tuple[str, ServerRegistered]:
@@ -275,7 +336,9 @@ def parse_registration(message: pb.RegisterServer) -> tuple[str, ServerRegistere
         pid=number("register.pid", message.pid, low=1),
         incarnation=checks.text("register.incarnation", message.incarnation, longest=64),
         generation=number("register.generation", message.generation),
-        held_index=number("register.held_place", message.held_place, high=MOST_SERVERS) - 1 if message.held_place else None,
+        held_index=number("register.held_place", message.held_place, high=MOST_SERVERS) - 1
+        if message.held_place
+        else None,
     )
     return checks.job_id(message.job_id), registered
 
@@ -296,7 +359,12 @@ def parse_move_report(server_id: str, message: pb.MoveReport) -> MoveReported:
         server_id=server_id,
         move=number("move.move", message.move, low=1),
         taken=message.taken,
-        receiver_incarnation=checks.text("move.receiver_incarnation", message.receiver_incarnation, longest=64, required=message.taken),
+        receiver_incarnation=checks.text(
+            "move.receiver_incarnation",
+            message.receiver_incarnation,
+            longest=64,
+            required=message.taken,
+        ),
         reason=checks.text("move.reason", message.reason, longest=LONGEST_DETAIL),
         giver_failed=message.giver_failed,
     )
@@ -325,9 +393,13 @@ def parse_tensors(message: pb.DeclareTensorsRequest) -> TensorsDeclared:
 def parse_lease(message: pb.LeaseBatchesRequest) -> BatchesLeased:
     """Batches acknowledged and asked for."""
     if len(message.finished) > _MOST_FINISHED:
-        raise wrong("finished", f"{len(message.finished)} batches", f"at most {_MOST_FINISHED} at once")
+        raise wrong(
+            "finished", f"{len(message.finished)} batches", f"at most {_MOST_FINISHED} at once"
+        )
     if len(message.returned) > _MOST_FINISHED:
-        raise wrong("returned", f"{len(message.returned)} batches", f"at most {_MOST_FINISHED} at once")
+        raise wrong(
+            "returned", f"{len(message.returned)} batches", f"at most {_MOST_FINISHED} at once"
+        )
     batches_in_epoch = number("batches_in_epoch", message.batches_in_epoch)
     return BatchesLeased(
         member_id=checks.identifier("member_id", message.member_id),
@@ -335,10 +407,15 @@ def parse_lease(message: pb.LeaseBatchesRequest) -> BatchesLeased:
         epoch=number("epoch", message.epoch),
         batches_in_epoch=batches_in_epoch,
         want=number("want", message.want, high=_MOST_WANTED),
-        finished=tuple(number("finished", batch, high=batches_in_epoch - 1) for batch in message.finished),
+        finished=tuple(
+            number("finished", batch, high=batches_in_epoch - 1) for batch in message.finished
+        ),
         sequence=number("sequence", message.sequence),
         keep=message.keep,
-        returned=tuple(number("returned", batch, high=max(0, batches_in_epoch - 1)) for batch in message.returned),
+        returned=tuple(
+            number("returned", batch, high=max(0, batches_in_epoch - 1))
+            for batch in message.returned
+        ),
         batch_ms=number("batch_ms", message.batch_ms, high=_LONGEST_BATCH_MS),
     )
 
@@ -357,10 +434,21 @@ def _parse_tensor(message: pb.TensorSpec) -> TensorSpec:
     if message.dtype not in ITEM_BYTES:
         raise wrong(f"dtype of tensor {name!r}", message.dtype, f"one of {', '.join(ITEM_BYTES)}")
     if len(message.shape) > _MOST_DIMENSIONS:
-        raise wrong(f"shape of tensor {name!r}", f"{len(message.shape)} dimensions", f"at most {_MOST_DIMENSIONS}")
+        raise wrong(
+            f"shape of tensor {name!r}",
+            f"{len(message.shape)} dimensions",
+            f"at most {_MOST_DIMENSIONS}",
+        )
     shape = tuple(number(f"shape of tensor {name!r}", size) for size in message.shape)
     table = _parse_table(name, shape, message) if message.HasField("table") else None
-    tensor = TensorSpec(name=name, shape=shape, dtype=message.dtype, frozen=message.frozen, apart=message.apart, table=table)
+    tensor = TensorSpec(
+        name=name,
+        shape=shape,
+        dtype=message.dtype,
+        frozen=message.frozen,
+        apart=message.apart,
+        table=table,
+    )
     number(f"elements of tensor {name!r}", tensor.elements)
     return tensor
 
@@ -368,7 +456,9 @@ def _parse_tensor(message: pb.TensorSpec) -> TensorSpec:
 def _parse_table(name: str, shape: tuple[int, ...], message: pb.TensorSpec) -> TableSpec:
     table = TableSpec.of_message(message.table)
     if message.dtype != "float32" or message.frozen or message.apart:
-        raise InvalidRequestError(f"table {name!r}: expected dtype float32, and neither frozen nor apart")
+        raise InvalidRequestError(
+            f"table {name!r}: expected dtype float32, and neither frozen nor apart"
+        )
     if problem := wrong_shape(shape) or table.contradiction():
         raise InvalidRequestError(f"table {name!r}: {problem}")
     return table

@@ -51,7 +51,10 @@ MEMBER_PHASES: Final = {
     MemberPhase.DRAINING: pb.MEMBER_PHASE_DRAINING,
     MemberPhase.QUARANTINED: pb.MEMBER_PHASE_QUARANTINED,
 }
-_ROLES: Final = {ServerRole.PRIMARY: pb.SERVER_ROLE_PRIMARY, ServerRole.BACKUP: pb.SERVER_ROLE_BACKUP}
+_ROLES: Final = {
+    ServerRole.PRIMARY: pb.SERVER_ROLE_PRIMARY,
+    ServerRole.BACKUP: pb.SERVER_ROLE_BACKUP,
+}
 CAUSES: Final = {
     Cause.START: pb.Generation.CAUSE_START,
     Cause.FAILURE: pb.Generation.CAUSE_FAILURE,
@@ -67,7 +70,10 @@ def run_message(run: RunId) -> pb.RunId:
 def past_run_message(past: PastRun) -> pb.RunStatus:
     """How a run ended."""
     return pb.RunStatus(
-        run=run_message(past.run), ended_unix_ms=past.ended_unix_ms, ending=JOB_ENDINGS[past.ending], ending_reason=past.reason
+        run=run_message(past.run),
+        ended_unix_ms=past.ended_unix_ms,
+        ending=JOB_ENDINGS[past.ending],
+        ending_reason=past.reason,
     )
 
 
@@ -103,21 +109,29 @@ def spec_message(spec: JobSpec) -> pb.JobSpec:
 def generation_message(generation: Generation) -> pb.Generation:
     """One agreed membership with its whole table. Some 100 bytes a rank."""
     message = _generation_head(generation)
-    message.ranks.extend(rank_message(generation, position) for position in range(len(generation.ranks)))
+    message.ranks.extend(
+        rank_message(generation, position) for position in range(len(generation.ranks))
+    )
     return message
 
 
 _PUT_OUT: Final = (Ending.STREAM_BROKEN, Ending.LEASE_EXPIRED, Ending.STALLED)
 
 
-def announcement(generation: Generation, *, most_whole: int = MOST_TOLD_WHOLE) -> Callable[[int], bytes]:
-    """The serialized directive that tells the member of a rank of this generation, by the rank: what all are told is serialized once.
+def announcement(
+    generation: Generation, *, most_whole: int = MOST_TOLD_WHOLE
+) -> Callable[[int], bytes]:
+    """The serialized directive that tells the member of a rank of this generation, by the rank:
+    what all are told is serialized once.
 
-    With the whole table up to `most_whole` ranks; above, what has changed, in whose place GetRanks stands for those that it does not help.
+    With the whole table up to `most_whole` ranks; above, what has changed, in whose place GetRanks
+    stands for those that it does not help.
     """
     head = _generation_head(generation)
     if len(generation.ranks) <= most_whole:
-        head.ranks.extend(rank_message(generation, position) for position in range(len(generation.ranks)))
+        head.ranks.extend(
+            rank_message(generation, position) for position in range(len(generation.ranks))
+        )
     elif (change := generation.change) is not None:
         added = [rank_message(generation, position) for position in change.added]
         head.change.CopyFrom(pb.RankChange(since=change.since, removed=change.removed, added=added))
@@ -168,19 +182,33 @@ def _generation_head(generation: Generation) -> pb.Generation:
 
 
 def job_message(
-    state: JobState, pulses: Pulses, now_unix_ms: int, *, now_ms: int = 0, member_id: str = "", below_step: int = 0
+    state: JobState,
+    pulses: Pulses,
+    now_unix_ms: int,
+    *,
+    now_ms: int = 0,
+    member_id: str = "",
+    below_step: int = 0,
 ) -> pb.GetJobResponse:
-    """All that can be seen of a job: members with a rank first. The generation goes without its nonce and the members' donor keys, with
-    which a member's state can be fetched: those are told in members' own sessions only. `now_ms`: Now.ms, for who is not heard of.
-    `member_id`, `below_step`: shoal.v1.GetJobRequest."""
-    places = {} if state.generation is None or state.phase is JobPhase.WAITING else state.generation.rank_of
+    """All that can be seen of a job: members with a rank first. The generation goes without its
+    nonce and the members' donor keys, with which a member's state can be fetched: those are told in
+    members' own sessions only. `now_ms`: Now.ms, for who is not heard of. `member_id`,
+    `below_step`: shoal.v1.GetJobRequest."""
+    places = (
+        {}
+        if state.generation is None or state.phase is JobPhase.WAITING
+        else state.generation.rank_of
+    )
     last = len(places)
     if member_id:
         members = [state.members[member_id]] if member_id in state.members else []
     elif below_step:
         members = _behind(state, pulses, below_step)
     else:
-        members = sorted(state.members.values(), key=lambda m: (places.get(m.member_id, last), m.joined_unix_ms, m.member_id))
+        members = sorted(
+            state.members.values(),
+            key=lambda m: (places.get(m.member_id, last), m.joined_unix_ms, m.member_id),
+        )
     make = _generation_head if member_id or below_step else generation_message
     generation = None if state.generation is None else make(state.generation)
     if generation is not None:
@@ -191,7 +219,9 @@ def job_message(
         spec=spec_message(state.spec),
         phase=JOB_PHASES[state.phase],
         generation=generation,
-        members=[_member_message(m, places.get(m.member_id, -1), state, pulses, now_ms) for m in members],
+        members=[
+            _member_message(m, places.get(m.member_id, -1), state, pulses, now_ms) for m in members
+        ],
         servers=server_messages(state),
         now_unix_ms=now_unix_ms,
         ending=JOB_ENDINGS[state.ending],
@@ -200,7 +230,8 @@ def job_message(
         run=run_message(state.run),
         past_runs=[past_run_message(past) for past in state.past_runs],
         servers_awaited=state.servers_awaited,
-        member_put_out=(gone := state.departed.get(member_id)) is not None and gone.ending in _PUT_OUT,
+        member_put_out=(gone := state.departed.get(member_id)) is not None
+        and gone.ending in _PUT_OUT,
     )
 
 
@@ -268,23 +299,41 @@ def shard_map_message(layout: ShardLayout, state: JobState) -> pb.ShardMap:
         partitions=[
             pb.Partition(
                 partition_id=number,
-                pieces=[pb.Piece(tensor_index=piece.tensor_index, offset=piece.offset, length=piece.length) for piece in partition.pieces],
+                pieces=[
+                    pb.Piece(
+                        tensor_index=piece.tensor_index, offset=piece.offset, length=piece.length
+                    )
+                    for piece in partition.pieces
+                ],
                 primary=partition.primary,
                 bucket=_bucket_message(partition.bucket),
             )
             for number, partition in enumerate(layout.partitions)
         ],
-        servers=[message for message in server_messages(state) if message.role == pb.SERVER_ROLE_PRIMARY],
+        servers=[
+            message for message in server_messages(state) if message.role == pb.SERVER_ROLE_PRIMARY
+        ],
     )
 
 
 def _tensor_message(tensor: TensorSpec) -> pb.TensorSpec:
     table = None if tensor.table is None else tensor.table.message()
-    return pb.TensorSpec(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, frozen=tensor.frozen, apart=tensor.apart, table=table)
+    return pb.TensorSpec(
+        name=tensor.name,
+        shape=tensor.shape,
+        dtype=tensor.dtype,
+        frozen=tensor.frozen,
+        apart=tensor.apart,
+        table=table,
+    )
 
 
 def _bucket_message(bucket: Bucket | None) -> pb.Bucket | None:
-    return None if bucket is None else pb.Bucket(tensor_index=bucket.tensor_index, number=bucket.number)
+    return (
+        None
+        if bucket is None
+        else pb.Bucket(tensor_index=bucket.tensor_index, number=bucket.number)
+    )
 
 
 def event_message(event: StoredEvent) -> pb.Event:
@@ -302,14 +351,17 @@ def event_message(event: StoredEvent) -> pb.Event:
 
 
 def note_of(state: JobState, member: Member, pulse: Pulse | None, now_ms: int) -> str:
-    """What people should know of a member: it is not heard of, or holds the others back; empty: neither."""
+    """What people should know of a member: it is not heard of, or holds the others back; empty:
+    neither."""
     if pulse is not None and pulse.silent_ms(now_ms) > max(state.spec.unheard_ms, _SILENT_MS):
         return f"not heard of for {pulse.silent_ms(now_ms) // 1000} s"
     straggler = state.stragglers.get(member.member_id)
     return straggler.text if straggler is not None and straggler.told else ""
 
 
-def _member_message(member: Member, rank: int, state: JobState, pulses: Pulses, now_ms: int) -> pb.MemberStatus:
+def _member_message(
+    member: Member, rank: int, state: JobState, pulses: Pulses, now_ms: int
+) -> pb.MemberStatus:
     identity, pulse = member.identity, pulses.members.get(member.member_id)
     return pb.MemberStatus(
         member_id=identity.member_id,
@@ -341,7 +393,9 @@ def _progress_message(progress: Progress) -> pb.Progress:
         cpu_s=progress.cpu_s,
         server_wait_s=progress.server_wait_s,
         awaited_server=progress.awaited_server,
-        busy_link=None if progress.busy_link is None else pb.BusyLink(rank=progress.busy_link[0], bytes_per_s=progress.busy_link[1]),
+        busy_link=None
+        if progress.busy_link is None
+        else pb.BusyLink(rank=progress.busy_link[0], bytes_per_s=progress.busy_link[1]),
     )
 
 

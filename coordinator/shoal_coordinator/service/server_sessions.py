@@ -1,4 +1,5 @@
-"""ServerSession: one stream per parameter server. Its rules are those of members' sessions; a lost server keeps its place."""
+"""ServerSession: one stream per parameter server. Its rules are those of members' sessions; a lost
+server keeps its place."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ from shoal_coordinator.service.clock import Clock
 from shoal_coordinator.service.job_loop import JobLoop, within
 from shoal_coordinator.service.jobs import Jobs
 from shoal_coordinator.service.mailbox import Mailbox, Slot
-from shoal_coordinator.service.requests import of_run, parse_backup_report, parse_move_report, parse_registration
+from shoal_coordinator.service.requests import (
+    of_run,
+    parse_backup_report,
+    parse_move_report,
+    parse_registration,
+)
 from shoal_coordinator.service.responses import run_message, spec_message
 from shoal_coordinator.service.streams import first_message
 
@@ -30,13 +36,16 @@ from shoal_coordinator.service.streams import first_message
 class ServerSessions:
     """Serves ServerSession for all jobs."""
 
-    def __init__(self, jobs: Jobs, *, clock: Clock, metrics: CoordinatorMetrics, request_timeout: timedelta) -> None:
+    def __init__(
+        self, jobs: Jobs, *, clock: Clock, metrics: CoordinatorMetrics, request_timeout: timedelta
+    ) -> None:
         self._jobs = jobs
         self._clock = clock
         self._metrics = metrics
         self._request_timeout_s = request_timeout.total_seconds()
         self._registering: Counter[tuple[str, str]] = Counter()
-        """(job, server) -> registrations under way: a stream that breaks meanwhile does not decide, the registration does."""
+        """(job, server) -> registrations under way: a stream that breaks meanwhile does not decide,
+        the registration does."""
 
     async def serve(self, requests: AsyncIterator[pb.ServerMessage]) -> AsyncGenerator[bytes, None]:
         """One stream: yields serialized ServerDirectives."""
@@ -47,7 +56,10 @@ class ServerSessions:
         reader: asyncio.Task[None] | None = None
         try:
             await self._register(job, event.server_id, of_run(first.register.run, event), mailbox)
-            reader = asyncio.create_task(self._read(job, event.server_id, mailbox, requests), name=f"server {event.server_id}")
+            reader = asyncio.create_task(
+                self._read(job, event.server_id, mailbox, requests),
+                name=f"server {event.server_id}",
+            )
             with self._metrics.sessions.labels("server").track_inprogress():
                 async for message in mailbox:
                     yield message
@@ -104,27 +116,48 @@ class ServerSessions:
     def _check(self, job: JobLoop, server_id: str) -> None:
         """A server whose stream has ended, and that neither came back nor is about to, is lost."""
         pulse = job.pulses.servers.get(server_id)
-        back = server_id in job.sessions.servers or (job.state.spec.job_id, server_id) in self._registering
+        back = (
+            server_id in job.sessions.servers
+            or (job.state.spec.job_id, server_id) in self._registering
+        )
         if pulse is not None and not pulse.attached and not back and not self._jobs.closing:
             job.submit(ServerLost(server_id=server_id, ending=Ending.STREAM_BROKEN))
 
-    async def _read(self, job: JobLoop, server_id: str, mailbox: Mailbox, requests: AsyncIterator[pb.ServerMessage]) -> None:
+    async def _read(
+        self,
+        job: JobLoop,
+        server_id: str,
+        mailbox: Mailbox,
+        requests: AsyncIterator[pb.ServerMessage],
+    ) -> None:
         """Until the stream ends. What is wrong with a message ends the session with its error."""
         try:
             async for message in requests:
                 match message.WhichOneof("message"):
                     case "heartbeat":
-                        self._beat(job, server_id, number("heartbeat.stored_bytes", message.heartbeat.stored_bytes))
+                        self._beat(
+                            job,
+                            server_id,
+                            number("heartbeat.stored_bytes", message.heartbeat.stored_bytes),
+                        )
                     case "backup":
                         job.submit(parse_backup_report(server_id, message.backup), mailbox.take())
                     case "move":
                         job.submit(parse_move_report(server_id, message.move), mailbox.take())
                     case kind:
-                        raise InvalidRequestError(f"a server session's message is {kind or 'empty'}: expected heartbeat, backup or move")
+                        raise InvalidRequestError(
+                            f"a server session's message is {kind or 'empty'}: expected heartbeat, "
+                            "backup or move"
+                        )
         except ShoalError as error:
             mailbox.end(error)
         except DecodeError as error:
-            mailbox.end(InvalidRequestError(f"ServerSession: a message is not a ServerMessage: {error}", reason="MESSAGE_MALFORMED"))
+            mailbox.end(
+                InvalidRequestError(
+                    f"ServerSession: a message is not a ServerMessage: {error}",
+                    reason="MESSAGE_MALFORMED",
+                )
+            )
         else:
             mailbox.end()
 
@@ -132,4 +165,6 @@ class ServerSessions:
         before = job.pulses.servers.get(server_id)
         if before is not None:
             self._metrics.heartbeats.labels("server").inc()
-            job.set_server_pulse(server_id, replace(before, heard_ms=self._clock.now().ms, stored_bytes=stored_bytes))
+            job.set_server_pulse(
+                server_id, replace(before, heard_ms=self._clock.now().ms, stored_bytes=stored_bytes)
+            )

@@ -1,6 +1,8 @@
-"""The methods of shoal.v1.Coordinator: each parses its request, asks the job's loop or reads its state, and answers.
+"""The methods of shoal.v1.Coordinator: each parses its request, asks the job's loop or reads its
+state, and answers.
 
-Errors are raised; RpcServer turns them into statuses. Sessions are in member_sessions.py and server_sessions.py.
+Errors are raised; RpcServer turns them into statuses. Sessions are in member_sessions.py and
+server_sessions.py.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class CoordinatorServicer:
         self._watchers: Counter[str] = Counter()
         """Job -> callers that follow its events."""
 
-    # --------------------------------------------------------------------------------------------------------------- jobs
+    # ----------------------------------------------------------------------------------------- jobs
 
     async def CreateJob(self, request: pb.CreateJobRequest, context: Any) -> pb.CreateJobResponse:  # noqa: N802
         """Creates a job, finds the equal one, or begins its next run."""
@@ -70,7 +72,9 @@ class CoordinatorServicer:
             created=created,
             run=responses.run_message(granted.run),
             begun=granted.begun,
-            previous=None if granted.previous is None else responses.past_run_message(granted.previous),
+            previous=None
+            if granted.previous is None
+            else responses.past_run_message(granted.previous),
             now_unix_ms=self._clock.now().unix_ms,
         )
 
@@ -83,70 +87,105 @@ class CoordinatorServicer:
                 return responses.ended_run_message(past, job.state, now.unix_ms)
             self._check_run(job.state, run)
         member_id, below_step = requests.parse_job_filter(request)
-        return responses.job_message(job.state, job.pulses, now.unix_ms, now_ms=now.ms, member_id=member_id, below_step=below_step)
+        return responses.job_message(
+            job.state,
+            job.pulses,
+            now.unix_ms,
+            now_ms=now.ms,
+            member_id=member_id,
+            below_step=below_step,
+        )
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:  # noqa: N802
         """All jobs that the caller's token is for, by id."""
         states = (state for state in self._jobs.states() if caller().may_touch(state.spec.job_id))
         return pb.ListJobsResponse(jobs=[responses.summary_message(state) for state in states])
 
-    async def ReportExit(self, request: pb.ReportExitRequest, context: Any) -> pb.ReportExitResponse:  # noqa: N802
+    async def ReportExit(  # noqa: N802
+        self, request: pb.ReportExitRequest, context: Any
+    ) -> pb.ReportExitResponse:
         """A launcher saw a process end."""
         if caller().role is not Role.ADMIN:
             self._check_speaks_for(request)
-        noted = await self._job(request).ask(of_run(request.run, requests.parse_exit(request)), timeout_s=self._timeout_s, keep=True)
+        noted = await self._job(request).ask(
+            of_run(request.run, requests.parse_exit(request)), timeout_s=self._timeout_s, keep=True
+        )
         assert isinstance(noted, ExitNoted)
         return pb.ReportExitResponse(was_member=noted.was_member, rank=noted.rank)
 
-    async def DrainMember(self, request: pb.DrainMemberRequest, context: Any) -> pb.DrainMemberResponse:  # noqa: N802
+    async def DrainMember(  # noqa: N802
+        self, request: pb.DrainMemberRequest, context: Any
+    ) -> pb.DrainMemberResponse:
         """Asks a member to leave."""
-        noted = await self._job(request).ask(of_run(request.run, requests.parse_drain(request)), timeout_s=self._timeout_s, keep=True)
+        noted = await self._job(request).ask(
+            of_run(request.run, requests.parse_drain(request)), timeout_s=self._timeout_s, keep=True
+        )
         assert isinstance(noted, DrainNoted)
         return pb.DrainMemberResponse(member_id=noted.member_id)
 
-    async def DrainServer(self, request: pb.DrainServerRequest, context: Any) -> pb.DrainServerResponse:  # noqa: N802
+    async def DrainServer(  # noqa: N802
+        self, request: pb.DrainServerRequest, context: Any
+    ) -> pb.DrainServerResponse:
         """Asks that a parameter server's place is left."""
-        await self._job(request).ask(of_run(request.run, requests.parse_server_drain(request)), timeout_s=self._timeout_s, keep=True)
+        await self._job(request).ask(
+            of_run(request.run, requests.parse_server_drain(request)),
+            timeout_s=self._timeout_s,
+            keep=True,
+        )
         return pb.DrainServerResponse()
 
     async def StopJob(self, request: pb.StopJobRequest, context: Any) -> pb.StopJobResponse:  # noqa: N802
         """Asks all members to leave."""
-        await self._job(request).ask(of_run(request.run, requests.parse_stop(request)), timeout_s=self._timeout_s, keep=True)
+        await self._job(request).ask(
+            of_run(request.run, requests.parse_stop(request)), timeout_s=self._timeout_s, keep=True
+        )
         return pb.StopJobResponse()
 
-    # ----------------------------------------------------------------------------------------------------------- sessions
+    # ------------------------------------------------------------------------------------- sessions
 
-    def JoinSession(self, messages: AsyncIterator[pb.MemberMessage], context: Any) -> AsyncGenerator[bytes, None]:  # noqa: N802
+    def JoinSession(  # noqa: N802
+        self, messages: AsyncIterator[pb.MemberMessage], context: Any
+    ) -> AsyncGenerator[bytes, None]:
         """A member's session."""
         return self._members.serve(messages)
 
-    def ServerSession(self, messages: AsyncIterator[pb.ServerMessage], context: Any) -> AsyncGenerator[bytes, None]:  # noqa: N802
+    def ServerSession(  # noqa: N802
+        self, messages: AsyncIterator[pb.ServerMessage], context: Any
+    ) -> AsyncGenerator[bytes, None]:
         """A parameter server's session."""
         return self._servers.serve(messages)
 
     async def GetRanks(self, request: pb.GetRanksRequest, context: Any) -> bytes:  # noqa: N802
-        """Ranks of the newest generation, from memory; the whole table is serialized once, for all that ask for it."""
+        """Ranks of the newest generation, from memory; the whole table is serialized once, for all
+        that ask for it."""
         job = self._job(request)
         generation, positions = requests.parse_ranks(request, job.state)
         if positions:
             return bytes(responses.ranks_message(generation, positions).SerializeToString())
         return job.sessions.whole_table(generation)
 
-    # --------------------------------------------------------------------------------------------------------------- data
+    # ----------------------------------------------------------------------------------------- data
 
-    async def DeclareTensors(self, request: pb.DeclareTensorsRequest, context: Any) -> pb.DeclareTensorsResponse:  # noqa: N802
+    async def DeclareTensors(  # noqa: N802
+        self, request: pb.DeclareTensorsRequest, context: Any
+    ) -> pb.DeclareTensorsResponse:
         """Lays out a model's tensors over the servers."""
         job = self._job(request)
-        layout = await job.ask(of_run(request.run, requests.parse_tensors(request)), timeout_s=self._timeout_s)
+        layout = await job.ask(
+            of_run(request.run, requests.parse_tensors(request)), timeout_s=self._timeout_s
+        )
         if isinstance(layout, ServersAwaited):
             raise UnavailableError(
-                f"job {job.state.spec.job_id} waits for its parameter servers: {layout.registered} of {layout.wanted} are registered",
+                f"job {job.state.spec.job_id} waits for its parameter servers: {layout.registered} "
+                f"of {layout.wanted} are registered",
                 reason=Refusal.NO_SERVERS,
             )
         assert isinstance(layout, ShardLayout)
         return pb.DeclareTensorsResponse(shard_map=responses.shard_map_message(layout, job.state))
 
-    async def GetShardMap(self, request: pb.GetShardMapRequest, context: Any) -> pb.GetShardMapResponse:  # noqa: N802
+    async def GetShardMap(  # noqa: N802
+        self, request: pb.GetShardMapRequest, context: Any
+    ) -> pb.GetShardMapResponse:
         """The layout, from memory."""
         state = self._job(request).state
         run = requests.parse_run(request.run)
@@ -154,15 +193,20 @@ class CoordinatorServicer:
             self._check_run(state, run)
         if state.layout is None:
             raise PreconditionError(
-                f"no member of job {state.spec.job_id} has declared its tensors; call DeclareTensors first",
+                f"no member of job {state.spec.job_id} has declared its tensors; call "
+                "DeclareTensors first",
                 reason=Refusal.TENSORS_UNDECLARED,
             )
         return pb.GetShardMapResponse(shard_map=responses.shard_map_message(state.layout, state))
 
-    async def LeaseBatches(self, request: pb.LeaseBatchesRequest, context: Any) -> pb.LeaseBatchesResponse:  # noqa: N802
+    async def LeaseBatches(  # noqa: N802
+        self, request: pb.LeaseBatchesRequest, context: Any
+    ) -> pb.LeaseBatchesResponse:
         """Leases batches."""
         self._check_speaks_for(request)
-        leased = await self._job(request).ask(of_run(request.run, requests.parse_lease(request)), timeout_s=self._timeout_s)
+        leased = await self._job(request).ask(
+            of_run(request.run, requests.parse_lease(request)), timeout_s=self._timeout_s
+        )
         assert isinstance(leased, Leased)
         return pb.LeaseBatchesResponse(
             batches=leased.batches,
@@ -172,20 +216,29 @@ class CoordinatorServicer:
             first_key=leased.first_key,
         )
 
-    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:  # noqa: N802
+    async def WatchEvents(  # noqa: N802
+        self, request: pb.WatchEventsRequest, context: Any
+    ) -> AsyncIterator[pb.Event]:
         """A job's events."""
         job = self._job(request)
-        after, run = requests.parse_event_id(request.after_event_id), requests.parse_run(request.run)
+        after, run = (
+            requests.parse_event_id(request.after_event_id),
+            requests.parse_run(request.run),
+        )
         with self._followed(job.state.spec.job_id) if request.follow else nullcontext():
             async with aclosing(self._events(job, after, run, follow=request.follow)) as events:
                 async for event in events:
                     yield event
 
-    async def _events(self, job: JobLoop, after: str, run: RunId | None, *, follow: bool) -> AsyncGenerator[pb.Event, None]:
+    async def _events(
+        self, job: JobLoop, after: str, run: RunId | None, *, follow: bool
+    ) -> AsyncGenerator[pb.Event, None]:
         while True:
             # Made before reading, so that a commit between the two is not waited for.
             committed = job.next_commit()
-            events = await self._store.events(job.state.spec.job_id, after=after, count=_EVENTS_AT_ONCE)
+            events = await self._store.events(
+                job.state.spec.job_id, after=after, count=_EVENTS_AT_ONCE
+            )
             for event in events:
                 if run is None or run.number == event.record.run:
                     yield responses.event_message(event)
@@ -203,7 +256,8 @@ class CoordinatorServicer:
         """While one more caller follows a job's events. Raises LimitError."""
         if self._watchers[job_id] >= _MOST_WATCHERS:
             raise LimitError(
-                f"{self._watchers[job_id]} callers follow the events of job {job_id}, which is all that may; ask again without follow",
+                f"{self._watchers[job_id]} callers follow the events of job {job_id}, which is all "
+                "that may; ask again without follow",
                 reason=Refusal.WATCHERS_LIMIT,
             )
         self._watchers[job_id] += 1

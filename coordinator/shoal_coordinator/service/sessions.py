@@ -1,4 +1,5 @@
-"""The open streams of one job, and carrying out what the core decided: effects become messages in mailboxes.
+"""The open streams of one job, and carrying out what the core decided: effects become messages in
+mailboxes.
 
 Belongs to the event loop. A message that goes to many is serialized once.
 """
@@ -30,7 +31,12 @@ from shoal_coordinator.membership.effects import (
 from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.state import Generation
 from shoal_coordinator.service.mailbox import Mailbox, Slot
-from shoal_coordinator.service.responses import announcement, move_message, place_message, ranks_message
+from shoal_coordinator.service.responses import (
+    announcement,
+    move_message,
+    place_message,
+    ranks_message,
+)
 
 
 class Sessions:
@@ -77,18 +83,29 @@ class Sessions:
                     message = self._announcement(generation)(generation.rank_of[effect.member_id])
                     self._tell(effect.member_id, Slot.PLACEMENT, message)
                 case SendStandby():
-                    message = pb.MemberDirective(standby=pb.Standby(reason=effect.reason, apart_from=effect.apart_from)).SerializeToString()
+                    message = pb.MemberDirective(
+                        standby=pb.Standby(reason=effect.reason, apart_from=effect.apart_from)
+                    ).SerializeToString()
                     self._tell(effect.member_id, Slot.PLACEMENT, message)
                 case SendNotice(generation=generation):
-                    message = pb.MemberDirective(notice=pb.Notice(text=effect.text)).SerializeToString()
+                    message = pb.MemberDirective(
+                        notice=pb.Notice(text=effect.text)
+                    ).SerializeToString()
                     for rank in generation.ranks:
                         self._tell(rank.member_id, Slot.NOTICE, message)
                 case SendDrain():
-                    message = pb.MemberDirective(drain=pb.Drain(reason=effect.reason)).SerializeToString()
+                    message = pb.MemberDirective(
+                        drain=pb.Drain(reason=effect.reason)
+                    ).SerializeToString()
                     self._tell(effect.member_id, Slot.DRAIN, message)
                 case SendStop():
                     message = pb.MemberDirective(
-                        stop=pb.Stop(reason=effect.reason, now=effect.now, behind=effect.behind, finished_steps=effect.finished_steps)
+                        stop=pb.Stop(
+                            reason=effect.reason,
+                            now=effect.now,
+                            behind=effect.behind,
+                            finished_steps=effect.finished_steps,
+                        )
                     ).SerializeToString()
                     self._tell(effect.member_id, Slot.STOP, message)
                 case EndSession():
@@ -105,20 +122,31 @@ class Sessions:
                     self._tell_server(effect.server_id, Slot.PLACE, place_message(effect))
                 case SendSettled():
                     settled = pb.MovesSettled(move=effect.move, epoch=effect.epoch)
-                    self._tell_server(effect.server_id, Slot.SETTLED, pb.ServerDirective(settled=settled))
+                    self._tell_server(
+                        effect.server_id, Slot.SETTLED, pb.ServerDirective(settled=settled)
+                    )
                 case SendMove():
                     self._tell_server(effect.server_id, Slot.MOVE, move_message(effect))
                 case StopServer():
-                    self._tell_server(effect.server_id, Slot.STOP, pb.ServerDirective(stop=pb.Stop(reason=effect.reason)))
+                    self._tell_server(
+                        effect.server_id,
+                        Slot.STOP,
+                        pb.ServerDirective(stop=pb.Stop(reason=effect.reason)),
+                    )
                 case StopServers():
-                    message = pb.ServerDirective(stop=pb.Stop(reason=effect.reason)).SerializeToString()
+                    message = pb.ServerDirective(
+                        stop=pb.Stop(reason=effect.reason)
+                    ).SerializeToString()
                     for mailbox in self.servers.values():
                         mailbox.post(Slot.STOP, message)
 
     def whole_table(self, generation: Generation) -> bytes:
         """The serialized answer of GetRanks that holds all of its ranks."""
         if self._table is None or self._table[0] is not generation:
-            self._table = (generation, ranks_message(generation, range(len(generation.ranks))).SerializeToString())
+            self._table = (
+                generation,
+                ranks_message(generation, range(len(generation.ranks))).SerializeToString(),
+            )
         return self._table[1]
 
     def _announcement(self, generation: Generation) -> Callable[[int], bytes]:
@@ -137,11 +165,17 @@ class Sessions:
             mailbox.post(slot, directive.SerializeToString())
 
     def _tell_servers(self, effect: SendMembers) -> None:
-        told = [name for name in (self.servers if effect.server_id is None else [effect.server_id]) if name in self.servers]
+        told = [
+            name
+            for name in (self.servers if effect.server_id is None else [effect.server_id])
+            if name in self.servers
+        ]
         if not told:
             return
         digests = [bytes.fromhex(digest) for digest in effect.key_digests]
-        members = pb.Members(generation=effect.generation, member_ids=effect.member_ids, key_digests=digests)
+        members = pb.Members(
+            generation=effect.generation, member_ids=effect.member_ids, key_digests=digests
+        )
         message = pb.ServerDirective(members=members).SerializeToString()
         for server_id in told:
             self.servers[server_id].post(Slot.MEMBERS, message)
@@ -150,7 +184,9 @@ class Sessions:
 def _replace(mailboxes: dict[str, Mailbox], name: str, mailbox: Mailbox) -> None:
     older = mailboxes.get(name)
     if older is not None:
-        older.end(PreconditionError(f"{name} has opened a newer session", reason=Refusal.SESSION_REPLACED))
+        older.end(
+            PreconditionError(f"{name} has opened a newer session", reason=Refusal.SESSION_REPLACED)
+        )
     mailboxes[name] = mailbox
 
 

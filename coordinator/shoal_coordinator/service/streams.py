@@ -10,15 +10,22 @@ from shoal_common.errors import DeadlineError, InvalidRequestError
 
 
 async def first_message(requests: AsyncIterator[Any], timeout_s: float, *, expected: str) -> Any:
-    """A stream's first message, which must be of the kind `expected`. Raises InvalidRequestError, DeadlineError."""
+    """A stream's first message, which must be of the kind `expected`. Raises InvalidRequestError,
+    DeadlineError."""
     try:
         async with asyncio.timeout(timeout_s):
             message = await anext(aiter(requests), None)
     except TimeoutError:
-        raise DeadlineError(f"waited {timeout_s:g} s for the session's first message, {expected}") from None
+        raise DeadlineError(
+            f"waited {timeout_s:g} s for the session's first message, {expected}"
+        ) from None
     if message is None:
-        raise InvalidRequestError(f"the session ended before its first message; send {expected} first")
+        raise InvalidRequestError(
+            f"the session ended before its first message; send {expected} first"
+        )
     kind = message.WhichOneof("message")
     if kind != expected:
-        raise InvalidRequestError(f"the session's first message is {kind or 'empty'}; send {expected} first")
+        raise InvalidRequestError(
+            f"the session's first message is {kind or 'empty'}; send {expected} first"
+        )
     return message

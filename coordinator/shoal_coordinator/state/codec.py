@@ -1,11 +1,15 @@
-"""How a job's state is written: one Redis hash per job, JSON in its fields, so that a transition writes only what it changed.
+"""How a job's state is written: one Redis hash per job, JSON in its fields, so that a transition
+writes only what it changed.
 
-Fields: `header` (the small parts), `generation` (all of it but the ranks), `ranks` (the whole table of a generation, with its number),
-`change:NUMBER` (how each later one's table comes from the one before), `layout`, `moves`, and one per entry of the mappings: `member:ID`,
-`departed:ID`, `server:ID`, `loader:NAME`. The store adds fields of its own (store.py). Keys of dataclasses are written by name, so a later
-release can add fields with defaults; `format` in the header is raised when an older release could not read the state any more.
+Fields: `header` (the small parts), `generation` (all of it but the ranks), `ranks` (the whole table
+of a generation, with its number), `change:NUMBER` (how each later one's table comes from the one
+before), `layout`, `moves`, and one per entry of the mappings: `member:ID`, `departed:ID`,
+`server:ID`, `loader:NAME`. The store adds fields of its own (store.py). Keys of dataclasses are
+written by name, so a later release can add fields with defaults; `format` in the header is raised
+when an older release could not read the state any more.
 
-What is read was written by this module; whatever does not parse is CorruptDataError, with the field's name.
+What is read was written by this module; whatever does not parse is CorruptDataError, with the
+field's name.
 """
 
 from __future__ import annotations
@@ -103,7 +107,8 @@ def everything(state: JobState) -> Changes:
 
 
 def decode_state(written: Mapping[str, str]) -> JobState:
-    """The state that these fields hold. Fields with other names are passed over. Raises CorruptDataError."""
+    """The state that these fields hold. Fields with other names are passed over. Raises
+    CorruptDataError."""
     header = _read(written, "header", _parse_header)
     departed = _read_all(written, "departed", lambda _, value: Departure(**value))
     members = _read_all(written, "member", lambda _, value: _parse_member(value))
@@ -111,7 +116,8 @@ def decode_state(written: Mapping[str, str]) -> JobState:
         **header,
         generation=_read_generation(written) if "generation" in written else None,
         layout=_read(written, "layout", _parse_layout) if "layout" in written else None,
-        moves=_read(written, "moves", _parse_moves) if "moves" in written else Moves(),  # an older release wrote none
+        # an older release wrote none
+        moves=_read(written, "moves", _parse_moves) if "moves" in written else Moves(),
         members=dict(sorted(members.items(), key=lambda item: (item[1].joined_unix_ms, item[0]))),
         population=populate(members),
         departed=dict(sorted(departed.items(), key=lambda item: (item[1].unix_ms, item[0]))),
@@ -120,7 +126,7 @@ def decode_state(written: Mapping[str, str]) -> JobState:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------------ writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 def _write(put: dict[str, str], remove: list[str], name: str, value: Any) -> None:
@@ -135,7 +141,12 @@ def _entries(state: JobState, changes: Changes) -> Iterator[tuple[str, dict[str,
     """Name and value of each changed entry of a mapping; None: it is gone."""
     for member_id in changes.members:
         member = state.members.get(member_id)
-        yield f"member:{member_id}", None if member is None else {"identity": _shallow(member.identity), **_shallow(member, "identity")}
+        yield (
+            f"member:{member_id}",
+            None
+            if member is None
+            else {"identity": _shallow(member.identity), **_shallow(member, "identity")},
+        )
     for member_id in changes.departed:
         departure = state.departed.get(member_id)
         yield f"departed:{member_id}", None if departure is None else _shallow(departure)
@@ -144,7 +155,12 @@ def _entries(state: JobState, changes: Changes) -> Iterator[tuple[str, dict[str,
         yield f"server:{server_id}", None if server is None else _shallow(server, "server_id")
     for name in changes.loaders:
         loader = state.loaders.get(name)
-        yield f"loader:{name}", None if loader is None else {str(number): _epoch(epoch) for number, epoch in loader.epochs.items()}
+        yield (
+            f"loader:{name}",
+            None
+            if loader is None
+            else {str(number): _epoch(epoch) for number, epoch in loader.epochs.items()},
+        )
 
 
 def _header(state: JobState) -> dict[str, Any]:
@@ -162,14 +178,19 @@ def _header(state: JobState) -> dict[str, Any]:
 
 
 def _generation(generation: Generation, *, whole: bool) -> dict[str, str]:
-    """Its fields. Of the table what has changed, unless that stands nowhere, or `whole` is asked for."""
+    """Its fields. Of the table what has changed, unless that stands nowhere, or `whole` is asked
+    for."""
     head = _shallow(generation, "ranks", "change")
     head["change"] = None if generation.change is None else _shallow(generation.change)
-    head["joining"] = rank_table.runs(position for position, rank in enumerate(generation.ranks) if rank.joining)
+    head["joining"] = rank_table.runs(
+        position for position, rank in enumerate(generation.ranks) if rank.joining
+    )
     put = {"generation": _dump(head)}
     change = generation.change
     if whole or not generation.written or change is None:
-        put["ranks"] = _dump({"number": generation.number, "ranks": [_rank(rank) for rank in generation.ranks]})
+        put["ranks"] = _dump(
+            {"number": generation.number, "ranks": [_rank(rank) for rank in generation.ranks]}
+        )
     else:
         added = [[position, _rank(generation.ranks[position])] for position in change.added]
         put[f"change:{generation.number}"] = _dump({**_shallow(change), "added": added})
@@ -182,11 +203,16 @@ def _rank(rank: Rank) -> list[str]:
 
 
 def _layout(layout: ShardLayout) -> dict[str, Any]:
-    """Tensors and partitions as bare lists: there may be a hundred thousand of them. A bucket's has two numbers more."""
+    """Tensors and partitions as bare lists: there may be a hundred thousand of them. A bucket's has
+    two numbers more."""
     return {
         "epoch": layout.epoch,
         "tensors": [[t.name, list(t.shape), t.dtype, t.frozen, t.apart] for t in layout.tensors],
-        "tables": {number: t.table.to_json() for number, t in enumerate(layout.tensors) if t.table is not None},
+        "tables": {
+            number: t.table.to_json()
+            for number, t in enumerate(layout.tensors)
+            if t.table is not None
+        },
         "partitions": [
             [p.primary, [[e.tensor_index, e.offset, e.length] for e in p.pieces]]
             + ([] if p.bucket is None else [p.bucket.tensor_index, p.bucket.number])
@@ -202,13 +228,17 @@ def _epoch(epoch: Epoch) -> dict[str, Any]:
         "dealt": epoch.dealt,
         "returned": _runs(epoch.returned),
         "leased": {member_id: _runs(batches) for member_id, batches in epoch.leased.items()},
-        "answers": {member_id: [answer.sequence, _runs(answer.batches)] for member_id, answer in epoch.answers.items()},
+        "answers": {
+            member_id: [answer.sequence, _runs(answer.batches)]
+            for member_id, answer in epoch.answers.items()
+        },
         "batch_ms": dict(epoch.batch_ms),
     }
 
 
 def _runs(batches: Iterable[int]) -> list[list[int]]:
-    """Blocks of batches that follow one another: of each the first and how many they are, in their order."""
+    """Blocks of batches that follow one another: of each the first and how many they are, in their
+    order."""
     runs: list[list[int]] = []
     for batch in batches:
         if runs and batch == runs[-1][0] + runs[-1][1]:
@@ -219,7 +249,9 @@ def _runs(batches: Iterable[int]) -> list[list[int]]:
 
 
 def _shallow(value: Any, *without: str) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in _names(cast(Any, type(value))) if name not in without}
+    return {
+        name: getattr(value, name) for name in _names(cast(Any, type(value))) if name not in without
+    }
 
 
 @cache
@@ -230,7 +262,7 @@ def _names(kind: Any) -> tuple[str, ...]:
 _dump: Final = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 
 
-# ------------------------------------------------------------------------------------------------------------------ reading
+# ------------------------------------------------------------------------------------------ reading
 
 
 def _read(written: Mapping[str, str], name: str, parse: Callable[[Any], T]) -> T:
@@ -238,12 +270,14 @@ def _read(written: Mapping[str, str], name: str, parse: Callable[[Any], T]) -> T
         return parse(json.loads(written[name]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptDataError(
-            f"field {name!r} of a job in Redis cannot be read ({type(error).__name__}: {error}); it was changed by another program, "
-            "or written by a newer release"
+            f"field {name!r} of a job in Redis cannot be read ({type(error).__name__}: {error}); "
+            "it was changed by another program, or written by a newer release"
         ) from error
 
 
-def _read_all(written: Mapping[str, str], kind: str, parse: Callable[[str, Any], T]) -> dict[str, T]:
+def _read_all(
+    written: Mapping[str, str], kind: str, parse: Callable[[str, Any], T]
+) -> dict[str, T]:
     prefix = f"{kind}:"
     found: dict[str, T] = {}
     for name in written:
@@ -255,7 +289,9 @@ def _read_all(written: Mapping[str, str], kind: str, parse: Callable[[str, Any],
 
 def _parse_header(value: Any) -> dict[str, Any]:
     if value["format"] not in _READABLE:
-        raise ValueError(f"format {value['format']}, this release reads {' and '.join(map(str, _READABLE))}")
+        raise ValueError(
+            f"format {value['format']}, this release reads {' and '.join(map(str, _READABLE))}"
+        )
     return {
         "spec": JobSpec(**value["spec"]),
         "phase": JobPhase(value["phase"]),
@@ -274,30 +310,43 @@ def _parse_run(value: Any) -> RunId:
 
 
 def _parse_past_run(value: Any) -> PastRun:
-    return PastRun(**{**value, "run": _parse_run(value["run"]), "ending": JobEnding(value["ending"])})
+    return PastRun(
+        **{**value, "run": _parse_run(value["run"]), "ending": JobEnding(value["ending"])}
+    )
 
 
 def _parse_member(value: Any) -> Member:
-    return Member(**{**value, "identity": Identity(**value["identity"]), "phase": MemberPhase(value["phase"])})
+    return Member(
+        **{**value, "identity": Identity(**value["identity"]), "phase": MemberPhase(value["phase"])}
+    )
 
 
 def _read_generation(written: Mapping[str, str]) -> Generation:
     head = _read(written, "generation", dict)
     if "ranks" in head:  # as an older release wrote it
         return _read(written, "generation", _parse_older_generation)
-    number, table = _read(written, "ranks", lambda value: (int(value["number"]), list(value["ranks"])))
+    number, table = _read(
+        written, "ranks", lambda value: (int(value["number"]), list(value["ranks"]))
+    )
     for later in sorted(later for later in head["written"] if later > number):
         name = f"change:{later}"
         number, table = later, _read(written, name, partial(_followed, table, number))
     if number != head["number"]:
-        raise CorruptDataError(f"field 'ranks' and the changes since are of generation {number}, and the newest one is {head['number']}")
+        raise CorruptDataError(
+            f"field 'ranks' and the changes since are of generation {number}, and the newest one "
+            f"is {head['number']}"
+        )
     return _read(written, "generation", partial(_parse_generation, table))
 
 
 def _followed(table: list[list[str]], number: int, value: Any) -> list[list[str]]:
     if value["since"] != number:
-        raise ValueError(f"a change since generation {value['since']}, where that before is {number}")
-    return rank_table.follow(table, value["removed"], [(position, rank) for position, rank in value["added"]])
+        raise ValueError(
+            f"a change since generation {value['since']}, where that before is {number}"
+        )
+    return rank_table.follow(
+        table, value["removed"], [(position, rank) for position, rank in value["added"]]
+    )
 
 
 def _parse_generation(table: list[list[str]], value: Any) -> Generation:
@@ -328,7 +377,9 @@ def _parse_generation(table: list[list[str]], value: Any) -> Generation:
         created_unix_ms=value["created_unix_ms"],
         change=None
         if change is None
-        else RankChange(since=change["since"], removed=tuple(change["removed"]), added=tuple(change["added"])),
+        else RankChange(
+            since=change["since"], removed=tuple(change["removed"]), added=tuple(change["added"])
+        ),
         written=tuple(value["written"]),
     )
 
@@ -339,17 +390,30 @@ def _parse_older_generation(value: Any) -> Generation:
 
 
 def _parse_layout(value: Any) -> ShardLayout:
-    tables = {int(number): TableSpec.from_json(table) for number, table in value.get("tables", {}).items()}  # older releases had none
+    # older releases had none
+    tables = {
+        int(number): TableSpec.from_json(table) for number, table in value.get("tables", {}).items()
+    }
     return ShardLayout(
         epoch=value["epoch"],
         tensors=tuple(
-            TensorSpec(name=name, shape=tuple(shape), dtype=dtype, frozen=frozen, apart=apart, table=tables.get(number))
+            TensorSpec(
+                name=name,
+                shape=tuple(shape),
+                dtype=dtype,
+                frozen=frozen,
+                apart=apart,
+                table=tables.get(number),
+            )
             for number, (name, shape, dtype, frozen, apart) in enumerate(value["tensors"])
         ),
         partitions=tuple(
             Partition(
                 primary=primary,
-                pieces=tuple(Piece(tensor_index=tensor, offset=offset, length=length) for tensor, offset, length in pieces),
+                pieces=tuple(
+                    Piece(tensor_index=tensor, offset=offset, length=length)
+                    for tensor, offset, length in pieces
+                ),
                 bucket=Bucket(tensor_index=bucket[0], number=bucket[1]) if bucket else None,
             )
             for primary, pieces, *bucket in value["partitions"]
@@ -361,14 +425,20 @@ def _parse_moves(value: Any) -> Moves:
     move = value["under_way"]
     return Moves(
         settled=value["settled"],
-        under_way=None if move is None else Move(**{**move, "partitions": tuple(move["partitions"])}),
+        under_way=None
+        if move is None
+        else Move(**{**move, "partitions": tuple(move["partitions"])}),
         draining={int(index): reason for index, reason in value["draining"].items()},
-        drained={server_id: Drained(**drained) for server_id, drained in value.get("drained", {}).items()},  # an older release wrote none
+        # an older release wrote none
+        drained={
+            server_id: Drained(**drained) for server_id, drained in value.get("drained", {}).items()
+        },
     )
 
 
 def _parse_server(server_id: str, value: Any) -> Server:
-    role = ServerRole(value.get("role", ServerRole.PRIMARY))  # a job that an older release wrote has primaries alone
+    # a job that an older release wrote has primaries alone
+    role = ServerRole(value.get("role", ServerRole.PRIMARY))
     return Server(server_id=server_id, **{**value, "role": role})
 
 

@@ -1,8 +1,11 @@
-"""The Lua scripts through which all of a job's state is written. Each is atomic, and each checks who writes.
+"""The Lua scripts through which all of a job's state is written. Each is atomic, and each checks
+who writes.
 
-Fencing: every coordinator takes a number from one counter when it starts (its epoch). A job carries the epoch of the coordinator that last
-claimed it, and refuses writes of lower ones. Within an epoch the revision counts the commits, so that none is applied twice or on top of
-something else. The job's hash holds, beside the fields of codec.py, `epoch`, `revision` and `commit` (the last commit's id).
+Fencing: every coordinator takes a number from one counter when it starts (its epoch). A job carries
+the epoch of the coordinator that last claimed it, and refuses writes of lower ones. Within an epoch
+the revision counts the commits, so that none is applied twice or on top of something else. The
+job's hash holds, beside the fields of codec.py, `epoch`, `revision` and `commit` (the last commit's
+id).
 """
 
 from __future__ import annotations
@@ -24,11 +27,13 @@ return {'OK', redis.call('HGETALL', KEYS[1])}
 """
 
 COMMIT: Final = """
--- KEYS: state, events. ARGV: epoch, revision that the change is based on (0: the job is new), commit id, longest event log, number of
--- fields to set, of fields to delete, of events, milliseconds after which the job is forgotten (0: never); then field, value, ...;
--- field, ...; kind, generation, member id, attributes, run, ...
--- Answers {'OK', seconds, microseconds} (Redis time), {'FENCED', epoch of the newer one}, {'BEHIND', revision} if what the change is
--- based on is not here, or {'AHEAD', revision} if something else was written since.
+-- KEYS: state, events. ARGV: epoch, revision that the change is based on (0: the job is new),
+-- commit id, longest event log, number of fields to set, of fields to delete, of events,
+-- milliseconds after which the job is forgotten (0: never); then field, value, ...; field, ...;
+-- kind, generation, member id, attributes, run, ...
+-- Answers {'OK', seconds, microseconds} (Redis time), {'FENCED', epoch of the newer one},
+-- {'BEHIND', revision} if what the change is based on is not here, or {'AHEAD', revision} if
+-- something else was written since.
 local stored = redis.call('HMGET', KEYS[1], 'epoch', 'revision', 'commit')
 local epoch, revision = tonumber(stored[1] or '0'), tonumber(stored[2] or '0')
 local based_on = tonumber(ARGV[2])
@@ -56,7 +61,8 @@ for _ = 1, tonumber(ARGV[6]) do
 end
 for _ = 1, tonumber(ARGV[7]) do
   redis.call('XADD', KEYS[2], 'MAXLEN', '~', ARGV[4], '*',
-    'kind', ARGV[at], 'generation', ARGV[at + 1], 'member_id', ARGV[at + 2], 'attributes', ARGV[at + 3], 'run', ARGV[at + 4])
+    'kind', ARGV[at], 'generation', ARGV[at + 1], 'member_id', ARGV[at + 2],
+    'attributes', ARGV[at + 3], 'run', ARGV[at + 4])
   at = at + 5
 end
 redis.call('HSET', KEYS[1], 'epoch', ARGV[1], 'revision', tostring(based_on + 1), 'commit', ARGV[3])
@@ -72,7 +78,8 @@ return {'OK', time[1], time[2]}
 
 REWRITE: Final = """
 -- KEYS: state. ARGV: epoch, revision, then field, value, ...
--- Writes a whole job again that this Redis has lost, or lost the last writes of. Answers {'OK'} or {'FENCED', epoch of the newer one}.
+-- Writes a whole job again that this Redis has lost, or lost the last writes of. Answers {'OK'} or
+-- {'FENCED', epoch of the newer one}.
 local epoch = redis.call('HGET', KEYS[1], 'epoch')
 if epoch and tonumber(epoch) > tonumber(ARGV[1]) then
   return {'FENCED', epoch}

@@ -1,13 +1,16 @@
 """Jobs in Redis: claimed when a coordinator starts, then written one transition at a time.
 
-Keys: `shoal:{JOB}:state` (a hash, codec.py) and `shoal:{JOB}:events` (a stream) share a hash tag, so that a script may write both; the set
-`shoal:jobs` and the counter `shoal:coordinator:epoch` are common to all jobs. All methods belong to one event loop and may run at once.
+Keys: `shoal:{JOB}:state` (a hash, codec.py) and `shoal:{JOB}:events` (a stream) share a hash tag,
+so that a script may write both; the set `shoal:jobs` and the counter `shoal:coordinator:epoch` are
+common to all jobs. All methods belong to one event loop and may run at once.
 
-A job that nobody is in is forgotten some time after its last change: Redis drops its keys by itself, so no coordinator need live for it.
+A job that nobody is in is forgotten some time after its last change: Redis drops its keys by
+itself, so no coordinator need live for it.
 
-What is promised: a commit is answered once Redis has applied it; with `durable`, once it is on Redis' own disk, if Redis can say so
-(WAITAOF: Redis 7.2 or Valkey, with an append-only file). Errors of Redis are UnavailableErrors: whether the write was applied is
-unknown, and the same commit can be sent again.
+What is promised: a commit is answered once Redis has applied it; with `durable`, once it is on
+Redis' own disk, if Redis can say so (WAITAOF: Redis 7.2 or Valkey, with an append-only file).
+Errors of Redis are UnavailableErrors: whether the write was applied is unknown, and the same commit
+can be sent again.
 """
 
 from __future__ import annotations
@@ -72,7 +75,9 @@ class StoredEvent:
 class JobStore:
     """One coordinator's access to the jobs. Make it with `open`."""
 
-    def __init__(self, client: Any, epoch: int, *, waits_for_disk: bool, retention: timedelta) -> None:
+    def __init__(
+        self, client: Any, epoch: int, *, waits_for_disk: bool, retention: timedelta
+    ) -> None:
         self.epoch = epoch
         """This coordinator's number: jobs refuse writes of lower ones."""
         self._client = client
@@ -81,11 +86,14 @@ class JobStore:
 
     @classmethod
     async def open(cls, url: str, *, retention: timedelta = DEFAULT_RETENTION) -> JobStore:
-        """Connects and takes an epoch, on disk. Jobs that nobody is in are forgotten after `retention`.
+        """Connects and takes an epoch, on disk. Jobs that nobody is in are forgotten after
+        `retention`.
 
         Raises UnavailableError, AuthenticationError, ConfigurationError.
         """
-        client: Any = await connect_async(RedisSettings(url=url, command_timeout=_COMMAND_TIMEOUT, retries=1))
+        client: Any = await connect_async(
+            RedisSettings(url=url, command_timeout=_COMMAND_TIMEOUT, retries=1)
+        )
         try:
             waits_for_disk = await _can_wait_for_disk(client)
             store = cls(client, 0, waits_for_disk=waits_for_disk, retention=retention)
@@ -102,7 +110,8 @@ class JobStore:
         await self._client.aclose()
 
     async def load_all(self) -> list[Stored]:
-        """Claims and reads every job. One that cannot be read is logged and left out; one that Redis has dropped is forgotten."""
+        """Claims and reads every job. One that cannot be read is logged and left out; one that
+        Redis has dropped is forgotten."""
         async with _redis_errors():
             names = sorted(name.decode() for name in await self._client.smembers(_JOBS))
         found: list[Stored] = []
@@ -116,7 +125,9 @@ class JobStore:
                     stored = self._claimed(answer)
                 except CorruptDataError:
                     # The other jobs are well; whoever asks for this one is told.
-                    logger.exception("a job cannot be read and is left alone", extra={"job_id": name})
+                    logger.exception(
+                        "a job cannot be read and is left alone", extra={"job_id": name}
+                    )
                     continue
                 if stored is None:
                     await self.forget(name)
@@ -125,7 +136,8 @@ class JobStore:
         return found
 
     async def claim(self, job_id: str) -> Stored | None:
-        """Claims and reads one job, if it is there. Raises FencedError if it belongs to a newer coordinator; CorruptDataError."""
+        """Claims and reads one job, if it is there. Raises FencedError if it belongs to a newer
+        coordinator; CorruptDataError."""
         async with _redis_errors():
             answer = await self._client.eval(CLAIM, 1, _state_key(job_id), str(self.epoch))
         return self._claimed(answer)
@@ -149,26 +161,39 @@ class JobStore:
             await self._client.srem(_JOBS, job_id)
 
     async def commit(
-        self, state: JobState, written: Written, records: Sequence[Record], *, revision: int, commit_id: str, durable: bool
+        self,
+        state: JobState,
+        written: Written,
+        records: Sequence[Record],
+        *,
+        revision: int,
+        commit_id: str,
+        durable: bool,
     ) -> int:
-        """Writes one transition that is based on `revision`; returns Redis' time in Unix milliseconds.
+        """Writes one transition that is based on `revision`; returns Redis' time in Unix
+        milliseconds.
 
-        May be sent again with the same `commit_id`: it is applied once. `state` is what the job is after the transition; it is written
-        whole if Redis turns out to have lost what the transition is based on. Raises FencedError, UnavailableError.
+        May be sent again with the same `commit_id`: it is applied once. `state` is what the job is
+        after the transition; it is written whole if Redis turns out to have lost what the
+        transition is based on. Raises FencedError, UnavailableError.
         """
         retention = self._retention if state.is_deserted else timedelta(0)
         arguments = _commit_arguments(self.epoch, revision, commit_id, written, records, retention)
         job_id = state.spec.job_id
         answer = await self._send_commit(job_id, arguments, durable=durable)
         if answer[0] == b"BEHIND":
-            logger.error("Redis has lost writes of a job; writing it again from memory", extra={"job_id": job_id, "revision": revision})
+            logger.error(
+                "Redis has lost writes of a job; writing it again from memory",
+                extra={"job_id": job_id, "revision": revision},
+            )
             await self._rewrite(state, revision)
             answer = await self._send_commit(job_id, arguments, durable=durable)
         if answer[0] == b"FENCED":
             raise self._fenced(job_id, answer[1])
         if answer[0] != b"OK":
             raise InternalError(
-                f"job {job_id} is at revision {answer[1]!r} in Redis, and this coordinator at {revision}, in the same epoch"
+                f"job {job_id} is at revision {answer[1]!r} in Redis, and this coordinator at "
+                f"{revision}, in the same epoch"
             )
         return int(answer[1]) * 1000 + int(answer[2]) // 1000
 
@@ -183,10 +208,14 @@ class JobStore:
         async with _redis_errors():
             newest = int(await self._client.get(_EPOCH) or 0)
         if newest > self.epoch:
-            raise FencedError(f"another coordinator (epoch {newest}) has taken over from this one (epoch {self.epoch})")
+            raise FencedError(
+                f"another coordinator (epoch {newest}) has taken over from this one (epoch "
+                f"{self.epoch})"
+            )
 
     async def events(self, job_id: str, *, after: str, count: int) -> list[StoredEvent]:
-        """Up to `count` events after the one with id `after` ("0": from the oldest kept), oldest first."""
+        """Up to `count` events after the one with id `after` ("0": from the oldest kept), oldest
+        first."""
         async with _redis_errors():
             entries = await self._client.xrange(_events_key(job_id), min=f"({after}", count=count)
         return [_parse_event(event_id, fields) for event_id, fields in entries]
@@ -197,7 +226,9 @@ class JobStore:
             entries = await self._client.xrevrange(_events_key(job_id), count=count)
         return [_parse_event(event_id, fields) for event_id, fields in reversed(entries)]
 
-    async def _send_commit(self, job_id: str, arguments: Sequence[str], *, durable: bool) -> list[Any]:
+    async def _send_commit(
+        self, job_id: str, arguments: Sequence[str], *, durable: bool
+    ) -> list[Any]:
         keys = (_state_key(job_id), _events_key(job_id))
         async with _redis_errors(), self._client.pipeline(transaction=False) as pipeline:
             pipeline.eval(COMMIT, 2, *keys, *arguments)
@@ -210,19 +241,24 @@ class JobStore:
         return answer
 
     async def _rewrite(self, state: JobState, revision: int) -> None:
-        """The transition's own changes are in `state` already; that they are then committed once more changes nothing."""
+        """The transition's own changes are in `state` already; that they are then committed once
+        more changes nothing."""
         written = encode_changes(state, everything(state)).put
         await self.register(state.spec.job_id)
         pairs = [part for pair in written.items() for part in pair]
         async with _redis_errors():
-            answer = await self._client.eval(REWRITE, 1, _state_key(state.spec.job_id), str(self.epoch), str(revision), *pairs)
+            answer = await self._client.eval(
+                REWRITE, 1, _state_key(state.spec.job_id), str(self.epoch), str(revision), *pairs
+            )
         if answer[0] == b"FENCED":
             raise self._fenced(state.spec.job_id, answer[1])
 
     async def _wait_for_disk(self) -> None:
         if self._waits_for_disk:
             async with _redis_errors():
-                _check_on_disk(await self._client.execute_command("WAITAOF", 1, 0, _DISK_TIMEOUT_MS))
+                _check_on_disk(
+                    await self._client.execute_command("WAITAOF", 1, 0, _DISK_TIMEOUT_MS)
+                )
 
     def _claimed(self, answer: list[Any]) -> Stored | None:
         if answer[0] == b"ABSENT":
@@ -234,26 +270,47 @@ class JobStore:
         try:
             revision = int(fields["revision"])
         except (KeyError, ValueError) as error:
-            raise CorruptDataError(f"a job in Redis has no revision: {error}; it was changed by another program") from error
+            raise CorruptDataError(
+                f"a job in Redis has no revision: {error}; it was changed by another program"
+            ) from error
         return Stored(state=decode_state(fields), revision=revision)
 
     def _fenced(self, job_id: str, epoch: bytes) -> FencedError:
         what = f"job {job_id}" if job_id else "a job"
         return FencedError(
-            f"{what} belongs to another coordinator (epoch {epoch.decode()}), which started after this one (epoch {self.epoch})"
+            f"{what} belongs to another coordinator (epoch {epoch.decode()}), which started after "
+            f"this one (epoch {self.epoch})"
         )
 
 
 def _commit_arguments(
-    epoch: int, revision: int, commit_id: str, written: Written, records: Sequence[Record], retention: timedelta
+    epoch: int,
+    revision: int,
+    commit_id: str,
+    written: Written,
+    records: Sequence[Record],
+    retention: timedelta,
 ) -> list[str]:
-    numbers = (len(written.put), len(written.remove), len(records), round(retention.total_seconds() * 1000))
+    numbers = (
+        len(written.put),
+        len(written.remove),
+        len(records),
+        round(retention.total_seconds() * 1000),
+    )
     arguments = [str(epoch), str(revision), commit_id, str(_LONGEST_EVENT_LOG), *map(str, numbers)]
     for pair in written.put.items():
         arguments.extend(pair)
     arguments.extend(written.remove)
     for record in records:
-        arguments.extend((record.kind, str(record.generation), record.member_id, json.dumps(dict(record.attributes)), str(record.run)))
+        arguments.extend(
+            (
+                record.kind,
+                str(record.generation),
+                record.member_id,
+                json.dumps(dict(record.attributes)),
+                str(record.run),
+            )
+        )
     return arguments
 
 
@@ -275,8 +332,8 @@ async def _can_wait_for_disk(client: Any) -> bool:
         await client.execute_command("WAITAOF", 1, 0, _DISK_TIMEOUT_MS)
     except redis.ResponseError as error:
         logger.warning(
-            "this Redis cannot say when a write is on its disk (%s): if it crashes, generations of its last moment are lost; "
-            "use Valkey or Redis 7.2 with appendonly yes",
+            "this Redis cannot say when a write is on its disk (%s): if it crashes, generations "
+            "of its last moment are lost; use Valkey or Redis 7.2 with appendonly yes",
             error,
         )
         return False
@@ -287,7 +344,10 @@ async def _can_wait_for_disk(client: Any) -> bool:
 
 def _check_on_disk(answer: Sequence[int]) -> None:
     if int(answer[0]) < 1:
-        raise UnavailableError(f"Redis' disk took longer than {_DISK_TIMEOUT_MS} ms to take a write", reason=Refusal.STORAGE_UNAVAILABLE)
+        raise UnavailableError(
+            f"Redis' disk took longer than {_DISK_TIMEOUT_MS} ms to take a write",
+            reason=Refusal.STORAGE_UNAVAILABLE,
+        )
 
 
 @asynccontextmanager
@@ -299,7 +359,10 @@ async def _redis_errors() -> AsyncIterator[None]:
 
 
 def _unavailable(error: Exception) -> UnavailableError:
-    return UnavailableError(f"Redis does not answer: {error or type(error).__name__}", reason=Refusal.STORAGE_UNAVAILABLE)
+    return UnavailableError(
+        f"Redis does not answer: {error or type(error).__name__}",
+        reason=Refusal.STORAGE_UNAVAILABLE,
+    )
 
 
 def _state_key(job_id: str) -> str:

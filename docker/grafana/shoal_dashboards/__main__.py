@@ -22,9 +22,15 @@ def main() -> int:
             path.write_text(text, encoding="utf-8")
         return 0
     there = {path: path.read_text(encoding="utf-8") for path in GENERATED.glob("*")}
-    wrong = sorted(path.name for path in wanted.keys() | there.keys() if wanted.get(path) != there.get(path))
+    wrong = sorted(
+        path.name for path in wanted.keys() | there.keys() if wanted.get(path) != there.get(path)
+    )
     if wrong:
-        print(f"docker/grafana/generated: {', '.join(wrong)}: not what shoal_dashboards makes; run make dashboards", file=sys.stderr)
+        print(
+            f"docker/grafana/generated: {', '.join(wrong)}: not what shoal_dashboards makes; run "
+            "make dashboards",
+            file=sys.stderr,
+        )
     return int(bool(wrong))
 
 

@@ -8,7 +8,8 @@ from shoal_dashboards.rpcs import rpc_graphs
 MEMBERSHIP = (
     Graph(
         title="Members by phase",
-        text="Joined members replay their script, ready ones wait for a generation, quarantined ones are kept out.",
+        text="Joined members replay their script, ready ones wait for a generation, quarantined "
+        "ones are kept out.",
         unit="none",
         queries=[("sum by (phase) (shoal_coordinator_members{job}) > 0", "{{phase}}")],
     ),
@@ -16,7 +17,12 @@ MEMBERSHIP = (
         title="New generations",
         text="By cause. Failures interrupt the step in flight; borders do not.",
         unit="none",
-        queries=[("increase(shoal_coordinator_generations_formed_total[$__rate_interval]) > 0", "{{cause}}")],
+        queries=[
+            (
+                "increase(shoal_coordinator_generations_formed_total[$__rate_interval]) > 0",
+                "{{cause}}",
+            )
+        ],
     ),
     Graph(
         title="Phase",
@@ -28,7 +34,8 @@ MEMBERSHIP = (
     ),
     Graph(
         title="Runs",
-        text="Number of each job's newest run, and the generations that this run has had: its first says that it trains.",
+        text="Number of each job's newest run, and the generations that this run has had: its "
+        "first says that it trains.",
         unit="none",
         queries=[
             ("shoal_coordinator_run{job}", "{{job_id}} run"),
@@ -37,26 +44,39 @@ MEMBERSHIP = (
     ),
     Graph(
         title="Progress",
-        text="Steps a second, as heartbeats tell: also of jobs whose workers Prometheus does not reach.",
+        text="Steps a second, as heartbeats tell: also of jobs whose workers Prometheus does not "
+        "reach.",
         unit="short",
         queries=[
-            ("clamp_min(deriv(shoal_coordinator_newest_step{job}[$__rate_interval]), 0)", "{{job_id}}"),
+            (
+                "clamp_min(deriv(shoal_coordinator_newest_step{job}[$__rate_interval]), 0)",
+                "{{job_id}}",
+            ),
         ],
     ),
     Graph(
         title="Batches leased",
         text="Batches a second dealt first come first served to members of asynchronous runs.",
         unit="short",
-        queries=[("rate(shoal_coordinator_batches_leased_total[$__rate_interval])", "{{instance}}")],
+        queries=[
+            ("rate(shoal_coordinator_batches_leased_total[$__rate_interval])", "{{instance}}")
+        ],
     ),
     Graph(
         title="Partitions that move",
-        text="Moves between parameter servers that were settled, and partitions that have another server since: servers come, or are "
+        text="Moves between parameter servers that were settled, and partitions that have another "
+        "server since: servers come, or are "
         "drained. Where moves fail again and again, the job's events say why (move_failed).",
         unit="none",
         queries=[
-            ("increase(shoal_coordinator_partition_moves_total[$__rate_interval]) > 0", "moves: {{outcome}}"),
-            ("increase(shoal_coordinator_partitions_moved_total[$__rate_interval]) > 0", "partitions moved"),
+            (
+                "increase(shoal_coordinator_partition_moves_total[$__rate_interval]) > 0",
+                "moves: {{outcome}}",
+            ),
+            (
+                "increase(shoal_coordinator_partitions_moved_total[$__rate_interval]) > 0",
+                "partitions moved",
+            ),
         ],
     ),
 )
@@ -64,13 +84,15 @@ MEMBERSHIP = (
 WORK = (
     Graph(
         title="From a loss to its announcement",
-        text="From the moment the coordinator learns of a death until the survivors have been told of the generation without it.",
+        text="From the moment the coordinator learns of a death until the survivors have been told "
+        "of the generation without it.",
         unit="s",
         queries=quantiles("shoal_coordinator_loss_to_announcement_seconds", "instance"),
     ),
     Graph(
         title="Writing a transition",
-        text="Time of one commit to Redis, on disk before it is announced. It bounds how fast membership can change.",
+        text="Time of one commit to Redis, on disk before it is announced. It bounds how fast "
+        "membership can change.",
         unit="s",
         queries=quantiles("shoal_coordinator_commit_seconds", "instance"),
     ),
@@ -80,7 +102,10 @@ WORK = (
         unit="none",
         queries=[
             *quantiles("shoal_coordinator_events_per_commit", "instance"),
-            ("increase(shoal_coordinator_commit_retries_total[$__rate_interval]) > 0", "{{instance}} retries"),
+            (
+                "increase(shoal_coordinator_commit_retries_total[$__rate_interval]) > 0",
+                "{{instance}} retries",
+            ),
         ],
     ),
     Graph(

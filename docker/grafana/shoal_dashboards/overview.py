@@ -40,7 +40,8 @@ NOW = (
     ),
     Number(
         title="Without progress",
-        text="Seconds since a rank last came to another step, border or operation. Seconds are a long step; minutes: it stands.",
+        text="Seconds since a rank last came to another step, border or operation. Seconds are a "
+        "long step; minutes: it stands.",
         unit="s",
         queries=[
             ("shoal_coordinator_seconds_without_progress{job}", "{{job_id}}"),
@@ -70,7 +71,8 @@ LISTS = (
     ),
     Listing(
         title="Phases of jobs",
-        text="Which phase each job is in, which run that is, and how many ranks it takes at least and at most.",
+        text="Which phase each job is in, which run that is, and how many ranks it takes at least "
+        "and at most.",
         unit="none",
         queries=[
             ("shoal_coordinator_job_phase{job} == 1", ""),
@@ -82,13 +84,15 @@ LISTS = (
 OVER_TIME = (
     Graph(
         title="Samples a second",
-        text="Samples that committed steps counted: the useful work. A dip is a fault; a lower level after it is capacity lost.",
+        text="Samples that committed steps counted: the useful work. A dip is a fault; a lower "
+        "level after it is capacity lost.",
         unit="short",
         queries=[("sum(rate(shoal_worker_samples_total{job}[$__rate_interval]))", "all workers")],
     ),
     Graph(
         title="Mean loss",
-        text="The mean of what the ranks last told, per job. A rank's own is on the workers' dashboard.",
+        text="The mean of what the ranks last told, per job. A rank's own is on the workers' "
+        "dashboard.",
         unit="short",
         queries=[
             ("avg by (job_id) (shoal_worker_loss{job})", "{{job_id}}"),
@@ -96,7 +100,8 @@ OVER_TIME = (
     ),
     Graph(
         title="World size",
-        text="Ranks that train now, and parameter servers that are alive. 0 ranks: the job waits for its fewest workers.",
+        text="Ranks that train now, and parameter servers that are alive. 0 ranks: the job waits "
+        "for its fewest workers.",
         unit="none",
         queries=[
             ("shoal_coordinator_world_size{job}", "{{job_id}} ranks"),
@@ -107,23 +112,35 @@ OVER_TIME = (
     ),
     Graph(
         title="Generation",
-        text="Number of each job's newest generation. Each step up is a join, a departure or a failure.",
+        text="Number of each job's newest generation. Each step up is a join, a departure or a "
+        "failure.",
         unit="none",
         queries=[("shoal_coordinator_generation{job}", "{{job_id}}")],
     ),
     Graph(
         title="Departures",
-        text="How members went, leases that ended without a heartbeat, and failed collectives that no newer generation explained.",
+        text="How members went, leases that ended without a heartbeat, and failed collectives that "
+        "no newer generation explained.",
         unit="none",
         queries=[
-            ("increase(shoal_coordinator_members_departed_total[$__rate_interval]) > 0", "{{ending}}"),
-            ("increase(shoal_coordinator_leases_expired_total[$__rate_interval]) > 0", "lease of a {{kind}}"),
-            ("increase(shoal_coordinator_collective_failures_total[$__rate_interval]) > 0", "unexplained collective failures"),
+            (
+                "increase(shoal_coordinator_members_departed_total[$__rate_interval]) > 0",
+                "{{ending}}",
+            ),
+            (
+                "increase(shoal_coordinator_leases_expired_total[$__rate_interval]) > 0",
+                "lease of a {{kind}}",
+            ),
+            (
+                "increase(shoal_coordinator_collective_failures_total[$__rate_interval]) > 0",
+                "unexplained collective failures",
+            ),
         ],
     ),
     Graph(
         title="Steps that stand, and stragglers",
-        text="Jobs in which ranks have waited for ten seconds, and ranks that hold the others back. `shoal status` and the logs name them.",
+        text="Jobs in which ranks have waited for ten seconds, and ranks that hold the others "
+        "back. `shoal status` and the logs name them.",
         unit="none",
         queries=[
             ("shoal_coordinator_step_stands{job}", "{{job_id}} stands"),
@@ -132,11 +149,15 @@ OVER_TIME = (
     ),
     Graph(
         title="Servers without a primary or a backup",
-        text="Places of parameter servers that nobody serves, so that pushes and pulls wait; and those without a backup in sync.",
+        text="Places of parameter servers that nobody serves, so that pushes and pulls wait; and "
+        "those without a backup in sync.",
         unit="none",
         queries=[
             ("shoal_coordinator_server_places_unserved{job}", "{{job_id}} unserved"),
-            ("shoal_coordinator_server_places_unprotected{job}", "{{job_id}} without a backup in sync"),
+            (
+                "shoal_coordinator_server_places_unprotected{job}",
+                "{{job_id}} without a backup in sync",
+            ),
         ],
     ),
     Graph(
@@ -144,7 +165,10 @@ OVER_TIME = (
         text="Age of each job's newest checkpoint, as its workers wrote it.",
         unit="s",
         queries=[
-            ("time() - max by (job_id) (shoal_worker_checkpoint_timestamp_seconds{job} > 0)", "{{job_id}}"),
+            (
+                "time() - max by (job_id) (shoal_worker_checkpoint_timestamp_seconds{job} > 0)",
+                "{{job_id}}",
+            ),
         ],
     ),
 )

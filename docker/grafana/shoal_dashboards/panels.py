@@ -1,4 +1,5 @@
-"""What Shoal's dashboards are made of: panels as plain values, and Grafana's JSON from them. What is shown is in the other modules."""
+"""What Shoal's dashboards are made of: panels as plain values, and Grafana's JSON from them. What
+is shown is in the other modules."""
 
 from __future__ import annotations
 
@@ -7,11 +8,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from grafana_foundation_sdk.builders import stat, table, timeseries
-from grafana_foundation_sdk.builders.common import ReduceDataOptions, VizLegendOptions, VizTooltipOptions
-from grafana_foundation_sdk.builders.dashboard import AnnotationQuery, Dashboard, DashboardLink, QueryVariable, Row, ThresholdsConfig
+from grafana_foundation_sdk.builders.common import (
+    ReduceDataOptions,
+    VizLegendOptions,
+    VizTooltipOptions,
+)
+from grafana_foundation_sdk.builders.dashboard import (
+    AnnotationQuery,
+    Dashboard,
+    DashboardLink,
+    QueryVariable,
+    Row,
+    ThresholdsConfig,
+)
 from grafana_foundation_sdk.builders.prometheus import Dataquery
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.models.common import BigValueColorMode, LegendDisplayMode, LegendPlacement, SortOrder, TooltipDisplayMode
+from grafana_foundation_sdk.models.common import (
+    BigValueColorMode,
+    LegendDisplayMode,
+    LegendPlacement,
+    SortOrder,
+    TooltipDisplayMode,
+)
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
@@ -39,7 +57,8 @@ class Graph:
     unit: str
     """Grafana's name of the unit."""
     queries: Sequence[tuple[str, str]]
-    """PromQL and the legend of its lines. `{job}` stands for: of the jobs chosen at the dashboard's top."""
+    """PromQL and the legend of its lines. `{job}` stands for: of the jobs chosen at the dashboard's
+    top."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +92,9 @@ def quantiles(histogram: str, by: str) -> list[tuple[str, str]]:
     """The median and the 99th percentile of a histogram, per value of the label `by`."""
     selected = "" if histogram.startswith("shoal_coordinator_") else "{job}"
     rate = f"sum by ({by}, le) (rate({histogram}_bucket{selected}[$__rate_interval]))"
-    return [(f"histogram_quantile({q}, {rate})", f"{{{{{by}}}}} p{round(q * 100)}") for q in (0.5, 0.99)]
+    return [
+        (f"histogram_quantile({q}, {rate})", f"{{{{{by}}}}} p{round(q * 100)}") for q in (0.5, 0.99)
+    ]
 
 
 def rendered(board: Board) -> str:
@@ -92,14 +113,23 @@ def _dashboard(board: Board) -> Dashboard:
         .timezone("browser")
         .readonly()
         .tooltip(DashboardCursorSync.CROSSHAIR)
-        .link(DashboardLink("Shoal").type(DashboardLinkType.DASHBOARDS).tags(["shoal"]).include_vars(True).keep_time(True))
+        .link(
+            DashboardLink("Shoal")
+            .type(DashboardLinkType.DASHBOARDS)
+            .tags(["shoal"])
+            .include_vars(True)
+            .keep_time(True)
+        )
         .annotation(
             AnnotationQuery()
             .name("Failures")
             .datasource(DATASOURCE)
             .enable(True)
             .icon_color("red")
-            .expr('increase(shoal_coordinator_generations_formed_total{cause="failure"}[$__interval]) > 0')
+            .expr(
+                "increase(shoal_coordinator_generations_formed_total"
+                '{cause="failure"}[$__interval]) > 0'
+            )
         )
         .with_variable(
             QueryVariable("job")
@@ -135,12 +165,24 @@ def _panel(graph: Graph) -> _AnyPanel:
                 .span(_COLUMNS // 3)
                 .height(7)
                 .fill_opacity(8)
-                .legend(VizLegendOptions().show_legend(True).display_mode(LegendDisplayMode.LIST).placement(LegendPlacement.BOTTOM))
-                .tooltip(VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
+                .legend(
+                    VizLegendOptions()
+                    .show_legend(True)
+                    .display_mode(LegendDisplayMode.LIST)
+                    .placement(LegendPlacement.BOTTOM)
+                )
+                .tooltip(
+                    VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING)
+                )
             )
     panel = panel.title(graph.title).description(graph.text).datasource(DATASOURCE).unit(graph.unit)
     for index, (expression, legend) in enumerate(graph.queries):
-        query = Dataquery().expr(expression.replace("{job}", _OF_JOB)).legend_format(legend).ref_id(chr(ord("A") + index))
+        query = (
+            Dataquery()
+            .expr(expression.replace("{job}", _OF_JOB))
+            .legend_format(legend)
+            .ref_id(chr(ord("A") + index))
+        )
         if isinstance(graph, Number | Listing):
             query = query.instant()
         if isinstance(graph, Listing):
@@ -150,11 +192,18 @@ def _panel(graph: Graph) -> _AnyPanel:
 
 
 def _number(graph: Number) -> stat.Panel:
-    panel = stat.Panel().span(_COLUMNS // 6).height(4).reduce_options(ReduceDataOptions().calcs(["lastNotNull"]))
+    panel = (
+        stat.Panel()
+        .span(_COLUMNS // 6)
+        .height(4)
+        .reduce_options(ReduceDataOptions().calcs(["lastNotNull"]))
+    )
     if graph.bad_above is None:
         return panel.color_mode(BigValueColorMode.NONE)
     steps = [Threshold(value=None, color="green"), Threshold(value=graph.bad_above, color="red")]
-    return panel.thresholds(ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)).color_mode(BigValueColorMode.VALUE)
+    return panel.thresholds(
+        ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(steps)
+    ).color_mode(BigValueColorMode.VALUE)
 
 
 def _listing(graph: Listing) -> table.Panel:

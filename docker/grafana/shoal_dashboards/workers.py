@@ -13,28 +13,35 @@ TRAINING = (
     ),
     Graph(
         title="Step time",
-        text="From one commit to the next. The 99th percentile far above the median: stragglers, or faults.",
+        text="From one commit to the next. The 99th percentile far above the median: stragglers, "
+        "or faults.",
         unit="s",
         queries=quantiles("shoal_worker_step_seconds", "job_id"),
     ),
     Graph(
         title="Waiting for peers",
-        text="Seconds of each second that a rank waits in collectives. One far below the others holds them back; all high: the network.",
+        text="Seconds of each second that a rank waits in collectives. One far below the others "
+        "holds them back; all high: the network.",
         unit="percentunit",
         queries=[("rate(shoal_worker_wait_seconds_total{job}[$__rate_interval])", "{{instance}}")],
     ),
     Graph(
         title="Steps",
-        text="Steps a second that each worker committed, and that a fault made void. Committed, all lines of one job lie together.",
+        text="Steps a second that each worker committed, and that a fault made void. Committed, "
+        "all lines of one job lie together.",
         unit="short",
         queries=[
-            ("rate(shoal_worker_steps_committed_total{job}[$__rate_interval])", "{{instance}} committed"),
+            (
+                "rate(shoal_worker_steps_committed_total{job}[$__rate_interval])",
+                "{{instance}} committed",
+            ),
             ("rate(shoal_worker_steps_lost_total{job}[$__rate_interval]) > 0", "{{instance}} lost"),
         ],
     ),
     Graph(
         title="World size and generation",
-        text="Ranks in the generation that each worker works in. Workers that differ for longer than a step are being put out.",
+        text="Ranks in the generation that each worker works in. Workers that differ for longer "
+        "than a step are being put out.",
         unit="none",
         queries=[
             ("shoal_worker_world_size{job}", "{{instance}} world size"),
@@ -49,7 +56,8 @@ TRAINING = (
     ),
     Listing(
         title="Who has which rank",
-        text="The member and the rank of each place now. Series are named by places, which stay when ranks are dealt anew.",
+        text="The member and the rank of each place now. Series are named by places, which stay "
+        "when ranks are dealt anew.",
         unit="none",
         queries=[
             ("shoal_worker_info{job}", ""),
@@ -73,7 +81,8 @@ PAUSES = (
     ),
     Graph(
         title="Forming a generation",
-        text="To connect the new process group and reconcile state in it: the part of a pause that is not detection.",
+        text="To connect the new process group and reconcile state in it: the part of a pause that "
+        "is not detection.",
         unit="s",
         queries=quantiles("shoal_worker_reform_seconds", "job_id"),
     ),
@@ -94,15 +103,21 @@ PAUSES = (
 CHECKPOINTS = (
     Graph(
         title="Checkpoints a worker wrote",
-        text="Checkpoints, or a worker's parts of them, and those that failed or were given up. Each failure is in that worker's log.",
+        text="Checkpoints, or a worker's parts of them, and those that failed or were given up. "
+        "Each failure is in that worker's log.",
         unit="none",
         queries=[
-            ("sum by (outcome) (increase(shoal_worker_checkpoints_total{job}[$__rate_interval]))", "{{outcome}}"),
+            (
+                "sum by (outcome) "
+                "(increase(shoal_worker_checkpoints_total{job}[$__rate_interval]))",
+                "{{outcome}}",
+            ),
         ],
     ),
     Graph(
         title="Time to write a checkpoint",
-        text="Beside the training, which goes on. Close to the time between two: the disk is too slow, and saves wait for each other.",
+        text="Beside the training, which goes on. Close to the time between two: the disk is too "
+        "slow, and saves wait for each other.",
         unit="s",
         queries=quantiles("shoal_worker_checkpoint_seconds", "job_id"),
     ),
@@ -111,22 +126,31 @@ CHECKPOINTS = (
 ASYNCHRONOUS = (
     Graph(
         title="Staleness as workers saw it",
-        text="Versions that were applied between a worker's pull and its push. About the number of workers is usual.",
+        text="Versions that were applied between a worker's pull and its push. About the number of "
+        "workers is usual.",
         unit="none",
         queries=quantiles("shoal_worker_staleness", "job_id"),
     ),
     Graph(
         title="Pushes lost",
-        text="Acknowledged updates, by partition, that a server no longer had: it lost its disk, or had no data directory. Else nothing.",
+        text="Acknowledged updates, by partition, that a server no longer had: it lost its disk, "
+        "or had no data directory. Else nothing.",
         unit="none",
-        queries=[("increase(shoal_worker_pushes_lost_total{job}[$__rate_interval]) > 0", "{{instance}}")],
+        queries=[
+            ("increase(shoal_worker_pushes_lost_total{job}[$__rate_interval]) > 0", "{{instance}}")
+        ],
     ),
     Graph(
         title="Transports that could not be had",
-        text="Shared memory, or a TCP connection, to a parameter server (a port that is shut, say): the next one took its place.",
+        text="Shared memory, or a TCP connection, to a parameter server (a port that is shut, "
+        "say): the next one took its place.",
         unit="short",
         queries=[
-            ("sum by (transport) (increase(shoal_worker_transports_lost_total{job}[$__rate_interval])) > 0", "{{transport}}"),
+            (
+                "sum by (transport) "
+                "(increase(shoal_worker_transports_lost_total{job}[$__rate_interval])) > 0",
+                "{{transport}}",
+            ),
         ],
     ),
 )

@@ -1,16 +1,20 @@
-"""The clocks of asp, ssp(bound) and bsp: a pure core without time, waiting or I/O. `membership.py` waits on it.
+"""The clocks of asp, ssp(bound) and bsp: a pure core without time, waiting or I/O. `membership.py`
+waits on it.
 
-A member's clock counts its iterations. It is counted from the member's own first report, so members may number their iterations from
-wherever they like, and a joiner, whatever it says first, stands where the slowest then is. A member that leaves stops counting; so does one
-that rests, until it speaks again, and then it is placed like a joiner.
+A member's clock counts its iterations. It is counted from the member's own first report, so members
+may number their iterations from wherever they like, and a joiner, whatever it says first, stands
+where the slowest then is. A member that leaves stops counting; so does one that rests, until it
+speaks again, and then it is placed like a joiner.
 
-ssp (Ho et al., NIPS 2013): a member may begin its next iteration while its clock is at most `bound` above the slowest member's. The
-slowest is never held up by this, so somebody can always go on.
+ssp (Ho et al., NIPS 2013): a member may begin its next iteration while its clock is at most `bound`
+above the slowest member's. The slowest is never held up by this, so somebody can always go on.
 
-bsp (Valiant, "A Bridging Model for Parallel Computation", CACM 1990): as ssp with a bound of 0, and besides a push of iteration k + 1 is
-let in only when every member has read the values of iteration k. So what is read in one iteration has all pushes of those before, and none
-of a later one. A member has read them when it says so, or when its own push of iteration k + 1 comes. Once one push of an iteration was let
-in, all of that iteration are: the iteration is open, and who comes then, or comes back, begins behind it.
+bsp (Valiant, "A Bridging Model for Parallel Computation", CACM 1990): as ssp with a bound of 0, and
+besides a push of iteration k + 1 is let in only when every member has read the values of iteration
+k. So what is read in one iteration has all pushes of those before, and none of a later one. A
+member has read them when it says so, or when its own push of iteration k + 1 comes. Once one push
+of an iteration was let in, all of that iteration are: the iteration is open, and who comes then, or
+comes back, begins behind it.
 """
 
 from __future__ import annotations
@@ -20,7 +24,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 _LARGEST = 2**62
-"""A report from here on is not counted: it says "wait for me no more". Clocks saturate here, so that none overflows an int64."""
+"""A report from here on is not counted: it says "wait for me no more". Clocks saturate here, so
+that none overflows an int64."""
 
 
 class ConsistencyMode(enum.Enum):
@@ -31,7 +36,8 @@ class ConsistencyMode(enum.Enum):
     SSP = "ssp"
     """Whoever is more than `bound` clocks ahead of the slowest."""
     BSP = "bsp"
-    """Everybody for everybody, twice in each iteration: pulls for all pushes of it, and pushes for all pulls before it."""
+    """Everybody for everybody, twice in each iteration: pulls for all pushes of it, and pushes for
+    all pulls before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,20 +56,25 @@ class MemberClock:
     clock: int
     """Where it stands among the others; never falls."""
     origin: int | None = None
-    """`clock` = origin + what the member reports; None before its first report, and while it rests."""
+    """`clock` = origin + what the member reports; None before its first report, and while it
+    rests."""
     has_read: bool = False
     """It has the values of iteration `clock`. Known under bsp alone, and to this process alone."""
     takes_part: bool = False
-    """It has read or pushed since it was placed: its count is the same on all servers. Known under bsp alone."""
+    """It has read or pushed since it was placed: its count is the same on all servers. Known under
+    bsp alone."""
     rests: bool = False
     """Nobody waits for it until it reports again."""
 
 
 class Clocks:
-    """The clocks of the current members. Invariants: no clock falls, and neither do `slowest` and `opened`; the clock of every member that
-    does not rest is >= `slowest`, and under bsp >= `opened` - 1."""
+    """The clocks of the current members. Invariants: no clock falls, and neither do `slowest` and
+    `opened`; the clock of every member that does not rest is >= `slowest`, and under bsp >=
+    `opened` - 1."""
 
-    def __init__(self, *, members: Mapping[str, MemberClock] | None = None, slowest: int = 0, opened: int = 0) -> None:
+    def __init__(
+        self, *, members: Mapping[str, MemberClock] | None = None, slowest: int = 0, opened: int = 0
+    ) -> None:
         """`members`: those that are there already."""
         self._members = dict(members or {})
         self._slowest = slowest
@@ -85,13 +96,18 @@ class Clocks:
         return dict(self._members)
 
     def follow(self, members: Iterable[str]) -> None:
-        """Takes over the membership: joiners start at the slowest clock, and those who are gone no longer count."""
-        self._members = {member: self._members.get(member) or MemberClock(clock=self._start) for member in members}
+        """Takes over the membership: joiners start at the slowest clock, and those who are gone no
+        longer count."""
+        self._members = {
+            member: self._members.get(member) or MemberClock(clock=self._start)
+            for member in members
+        }
         self._settle()
 
     def report(self, member: str, finished: int, *, place: int = 0) -> None:
-        """A member says that it has finished `finished` iterations, as it counts them; what it said before may come again. `_LARGEST` or
-        more: it `rest`s. `place`: the clock that this is, if it is not below where the member stands; 0: as it counted before."""
+        """A member says that it has finished `finished` iterations, as it counts them; what it said
+        before may come again. `_LARGEST` or more: it `rest`s. `place`: the clock that this is, if
+        it is not below where the member stands; 0: as it counted before."""
         if finished >= _LARGEST:
             return self.rest(member)
         known = self._members[member]
@@ -120,27 +136,36 @@ class Clocks:
             self._members[member] = replace(known, has_read=True, takes_part=True)
 
     def rest(self, member: str) -> None:
-        """A member has nothing to do, or leaves: nobody is to wait for it until it reports again."""
+        """A member has nothing to do, or leaves: nobody is to wait for it until it reports
+        again."""
         self._members[member] = MemberClock(clock=self._members[member].clock, rests=True)
         self._settle()
 
     def arrive(self, member: str, finished: int) -> int:
-        """bsp: a push is here that will have finished iteration `finished`, as its member counts them. Returns its number here.
+        """bsp: a push is here that will have finished iteration `finished`, as its member counts
+        them. Returns its number here.
 
-        It was computed on values that were read before. Where the member has finished that iteration already, on this server, the push
-        belongs to its next one.
+        It was computed on values that were read before. Where the member has finished that
+        iteration already, on this server, the push belongs to its next one.
         """
         finished = min(finished, _LARGEST)
         self.report(member, max(0, finished - 1))
-        known = self._members[member] = replace(self._members[member], has_read=True, takes_part=True)
+        known = self._members[member] = replace(
+            self._members[member], has_read=True, takes_part=True
+        )
         assert known.origin is not None, "it has just reported"
         return min(max(known.origin + finished, known.clock + 1), _LARGEST)
 
     def awaited(self, iteration: int) -> list[str]:
-        """bsp: the members that have not read what pushes of this iteration would change; none: they may be let in."""
+        """bsp: the members that have not read what pushes of this iteration would change; none:
+        they may be let in."""
         if iteration <= self._opened:
             return []
-        return sorted(m for m, each in self._members.items() if not each.rests and each.clock + each.has_read < iteration)
+        return sorted(
+            m
+            for m, each in self._members.items()
+            if not each.rests and each.clock + each.has_read < iteration
+        )
 
     def open(self, iteration: int) -> None:
         """bsp: a push of this iteration is let in."""
@@ -153,7 +178,9 @@ class Clocks:
     def behind(self, member: str, bound: int) -> list[str]:
         """The members that are more than `bound` clocks behind this one."""
         least = self._members[member].clock - bound
-        return sorted(m for m, each in self._members.items() if not each.rests and each.clock < least)
+        return sorted(
+            m for m, each in self._members.items() if not each.rests and each.clock < least
+        )
 
     def has_reported(self, member: str) -> bool:
         """Whether it is known where the member's count begins."""
@@ -173,4 +200,6 @@ class Clocks:
         return max(self._slowest, self._opened)
 
     def _settle(self) -> None:
-        self._slowest = min((each.clock for each in self._members.values() if not each.rests), default=self._slowest)
+        self._slowest = min(
+            (each.clock for each in self._members.values() if not each.rests), default=self._slowest
+        )

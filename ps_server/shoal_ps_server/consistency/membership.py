@@ -1,4 +1,5 @@
-"""The fence and the clocks of a running server, and the waits on them. Belongs to the event loop; fence.py and clocks.py decide."""
+"""The fence and the clocks of a running server, and the waits on them. Belongs to the event loop;
+fence.py and clocks.py decide."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyM
 from shoal_ps_server.consistency.fence import Change, Fence, Verdict
 
 ADMISSION_WAIT: Final = timedelta(seconds=5)
-"""How long a caller of a generation that this server has not heard of may wait for the coordinator's word. It comes within milliseconds
-when the coordinator is there."""
+"""How long a caller of a generation that this server has not heard of may wait for the
+coordinator's word. It comes within milliseconds when the coordinator is there."""
 PUSH_WAIT: Final = timedelta(seconds=5)
-"""bsp: how long a push may wait for others to read what it would change. A worker then looks whether it is to leave, and sends it again."""
+"""bsp: how long a push may wait for others to read what it would change. A worker then looks
+whether it is to leave, and sends it again."""
 
 _NONE: Final[Mapping[str, str]] = {}
 _NAMED: Final = 5
@@ -35,7 +37,8 @@ class Membership:
         push_wait: timedelta = PUSH_WAIT,
         first_heard: Callable[[], None] = lambda: None,
     ) -> None:
-        """`first_heard`: called before the first report of a member is counted, which says where its count begins."""
+        """`first_heard`: called before the first report of a member is counted, which says where
+        its count begins."""
         self.fence = fence
         self.clocks = clocks
         self.consistency = Consistency()
@@ -46,25 +49,30 @@ class Membership:
         self._news = asyncio.Event()
         """Set, and replaced, whenever something that a waiter looks at has changed."""
 
-    def learn(self, generation: int, members: Iterable[str], key_digests: Mapping[str, str] = _NONE) -> Change:
-        """The coordinator's word on a generation's members, and the digests of the keys of those that have one."""
+    def learn(
+        self, generation: int, members: Iterable[str], key_digests: Mapping[str, str] = _NONE
+    ) -> Change:
+        """The coordinator's word on a generation's members, and the digests of the keys of those
+        that have one."""
         change = self.fence.learn(generation, members, key_digests)
         self.clocks.follow(self.fence.members)
         self._announce()
         return change
 
     async def know(self, generation: int) -> None:
-        """Returns when the coordinator has told of this generation or a newer one. Raises UnavailableError / MEMBERSHIP_UNKNOWN after
-        `admission_wait`."""
+        """Returns when the coordinator has told of this generation or a newer one. Raises
+        UnavailableError / MEMBERSHIP_UNKNOWN after `admission_wait`."""
         if not await self._until(lambda: self.fence.generation >= generation, self._admission_wait):
             raise UnavailableError(
-                f"generation {generation} is news here, where {max(self.fence.generation, 0)} is the newest; waited "
-                f"{self._admission_wait.total_seconds():g} s for the coordinator's word; try again",
+                f"generation {generation} is news here, where {max(self.fence.generation, 0)} is "
+                f"the newest; waited {self._admission_wait.total_seconds():g} s for the "
+                "coordinator's word; try again",
                 reason="MEMBERSHIP_UNKNOWN",
             )
 
     def take_over(self, fence: Fence, clocks: Clocks | None) -> None:
-        """Remembers whom another server knows to have been put out, and goes on with its clocks, if there are any."""
+        """Remembers whom another server knows to have been put out, and goes on with its clocks, if
+        there are any."""
         self.fence.remember(fence)
         if clocks is not None:
             self.clocks = clocks
@@ -80,47 +88,61 @@ class Membership:
         self.fence.check(member, generation)
 
     def check_key(self, member: str, key: str) -> None:
-        """Raises PermissionDeniedError when `key` is not that of this member of the newest generation."""
+        """Raises PermissionDeniedError when `key` is not that of this member of the newest
+        generation."""
         self.fence.check_key(member, key)
 
     async def admit(self, member: str, generation: int, *, key: str = "") -> None:
         """Returns when the caller, which shows `key`, may act as `member`.
 
-        Raises PermissionDeniedError as `check_key`, StaleGenerationError, or UnavailableError / MEMBERSHIP_UNKNOWN when the coordinator has
-        not told this server of the caller's generation within `admission_wait`.
+        Raises PermissionDeniedError as `check_key`, StaleGenerationError, or UnavailableError /
+        MEMBERSHIP_UNKNOWN when the coordinator has not told this server of the caller's generation
+        within `admission_wait`.
         """
         if self.fence.check(member, generation) is not Verdict.ADMITTED:
             await self._until_admitted(member, generation)
         self.check_key(member, key)
 
     async def _until_admitted(self, member: str, generation: int) -> None:
-        if not await self._until(lambda: self.fence.check(member, generation) is Verdict.ADMITTED, self._admission_wait):
+        if not await self._until(
+            lambda: self.fence.check(member, generation) is Verdict.ADMITTED, self._admission_wait
+        ):
             raise UnavailableError(
-                f"member {member!r} speaks for generation {generation}, this server knows of {max(self.fence.generation, 0)} and waited "
+                f"member {member!r} speaks for generation {generation}, this server knows of "
+                f"{max(self.fence.generation, 0)} and waited "
                 f"{self._admission_wait.total_seconds():g} s for the coordinator's word; try again",
                 reason="MEMBERSHIP_UNKNOWN",
             )
 
     def finished(self, member: str, clock: int, *, place: int = 0) -> None:
-        """A member finished iteration `clock`, as it counts them. Ignored from one that has just been put out. `place`: see
-        `Clocks.report`."""
+        """A member finished iteration `clock`, as it counts them. Ignored from one that has just
+        been put out. `place`: see `Clocks.report`."""
         if member in self.fence.members:
             self._hear(member)
             self.clocks.report(member, clock, place=place)
             self._clocks_changed()
 
     def has_read(self, member: str, clock: int) -> None:
-        """A member has the values that iteration `clock` ended with, as it counts them. Ignored from one that has just been put out."""
+        """A member has the values that iteration `clock` ended with, as it counts them. Ignored
+        from one that has just been put out."""
         if member in self.fence.members:
             self._hear(member)
             self.clocks.has_read(member, clock)
             self._clocks_changed()
 
-    async def proceed(self, member: str, generation: int, *, wait: timedelta, check: Callable[[], None] = lambda: None) -> None:
+    async def proceed(
+        self,
+        member: str,
+        generation: int,
+        *,
+        wait: timedelta,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         """Returns when the member may begin its next iteration.
 
-        Raises DeadlineError (SSP_WAIT_TIMEOUT, BSP_WAIT_TIMEOUT) after `wait`, StaleGenerationError when it is put out meanwhile, and what
-        `check` does, which is asked whether to go on waiting.
+        Raises DeadlineError (SSP_WAIT_TIMEOUT, BSP_WAIT_TIMEOUT) after `wait`, StaleGenerationError
+        when it is put out meanwhile, and what `check` does, which is asked whether to go on
+        waiting.
         """
 
         def may_proceed() -> bool:
@@ -132,18 +154,21 @@ class Membership:
             return
         awaited = self.clocks.behind(member, self.consistency.bound)
         raise self._too_long(
-            f"member {member!r} is {self.clocks.lead(member)} clocks ahead of the slowest ({self.clocks.slowest}), {self._mode} allows "
-            f"{self.consistency.bound}",
+            f"member {member!r} is {self.clocks.lead(member)} clocks ahead of the slowest "
+            f"({self.clocks.slowest}), {self._mode} allows {self.consistency.bound}",
             awaited,
             wait,
         )
 
-    async def let_in(self, member: str, generation: int, clock: int, *, check: Callable[[], None] = lambda: None) -> None:
-        """Returns when a push that will have finished iteration `clock`, as its member counts them, may be admitted: under bsp when every
-        member has read what it would change, else at once. The member itself has, or it would not push.
+    async def let_in(
+        self, member: str, generation: int, clock: int, *, check: Callable[[], None] = lambda: None
+    ) -> None:
+        """Returns when a push that will have finished iteration `clock`, as its member counts them,
+        may be admitted: under bsp when every member has read what it would change, else at once.
+        The member itself has, or it would not push.
 
-        Raises DeadlineError / BSP_WAIT_TIMEOUT, StaleGenerationError when the member is put out meanwhile, and what `check` does, which is
-        asked whether to go on waiting.
+        Raises DeadlineError / BSP_WAIT_TIMEOUT, StaleGenerationError when the member is put out
+        meanwhile, and what `check` does, which is asked whether to go on waiting.
         """
         self.check(member, generation)
         if self.consistency.mode is not ConsistencyMode.BSP:
@@ -159,14 +184,16 @@ class Membership:
 
         if not (has_been_read() or await self._until(has_been_read, self._push_wait)):
             raise self._too_long(
-                f"this push of member {member!r} is of iteration {iteration}, and others have not read what the one before ended with",
+                f"this push of member {member!r} is of iteration {iteration}, and others have not "
+                "read what the one before ended with",
                 self.clocks.awaited(iteration),
                 self._push_wait,
             )
         self.clocks.open(iteration)
 
     def stop(self) -> None:
-        """The server stops: who waits is told to try again elsewhere or later, UnavailableError / SERVER_STOPPING."""
+        """The server stops: who waits is told to try again elsewhere or later, UnavailableError /
+        SERVER_STOPPING."""
         self._stopping = True
         self._announce()
 
@@ -175,7 +202,9 @@ class Membership:
             async with asyncio.timeout(wait.total_seconds()):
                 while not condition():
                     if self._stopping:
-                        raise UnavailableError("this server is stopping; try again", reason="SERVER_STOPPING")
+                        raise UnavailableError(
+                            "this server is stopping; try again", reason="SERVER_STOPPING"
+                        )
                     await self._news.wait()
                 return True
         except TimeoutError:
@@ -186,9 +215,12 @@ class Membership:
         return self.consistency.mode.value
 
     def _too_long(self, what: str, awaited: list[str], waited: timedelta) -> DeadlineError:
-        named = ", ".join(map(repr, awaited[:_NAMED])) + f" and {len(awaited) - _NAMED} more" * (len(awaited) > _NAMED)
+        named = ", ".join(map(repr, awaited[:_NAMED])) + f" and {len(awaited) - _NAMED} more" * (
+            len(awaited) > _NAMED
+        )
         return DeadlineError(
-            f"{what}; it waited {waited.total_seconds():g} s for {named or 'members that have come up by now'}; try again",
+            f"{what}; it waited {waited.total_seconds():g} s for "
+            f"{named or 'members that have come up by now'}; try again",
             reason=f"{self._mode.upper()}_WAIT_TIMEOUT",
         )
 

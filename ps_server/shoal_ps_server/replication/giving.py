@@ -1,8 +1,10 @@
-"""The giver's side of a move: partitions are frozen, copied to the server that is to have them, and noted in the journal as leaving.
+"""The giver's side of a move: partitions are frozen, copied to the server that is to have them, and
+noted in the journal as leaving.
 
-Up to the note this server may give up, and serves them on. After it only the coordinator ends the freeze (service/mover.py), whatever
-becomes of this process. All copies that are sent under one number are equal: once they are served again, or by another process, what a
-receiver still gets of that number must not count. Belongs to the event loop.
+Up to the note this server may give up, and serves them on. After it only the coordinator ends the
+freeze (service/mover.py), whatever becomes of this process. All copies that are sent under one
+number are equal: once they are served again, or by another process, what a receiver still gets of
+that number must not count. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -34,13 +36,15 @@ from shoal_ps_server.storage.recovery import coming_fields, leaving_record
 logger = logging.getLogger(__name__)
 
 _MOVE_LIMIT: Final = timedelta(seconds=20)
-"""How long a move may take until the receiver has all; and how long the receiver may take nothing of it, or not answer."""
+"""How long a move may take until the receiver has all; and how long the receiver may take nothing
+of it, or not answer."""
 _IDLE_LIMIT: Final = timedelta(seconds=5)
 _TAKE: Final = "/shoal.v1.ParameterServer/TakePartitions"
 
 
 class NotTaken(Exception):
-    """The receiver is away, refuses what it is given, or does not take it in time: the giver is not to blame."""
+    """The receiver is away, refuses what it is given, or does not take it in time: the giver is not
+    to blame."""
 
     def __init__(self, error: ShoalError) -> None:
         super().__init__(str(error))
@@ -64,7 +68,8 @@ class Giver:
         move_limit: timedelta = _MOVE_LIMIT,
         idle_limit: timedelta = _IDLE_LIMIT,
     ) -> None:
-        """`state`: what is not in the shard. `wake` has those look again who wait for a turn. `channel`: how to speak to a server."""
+        """`state`: what is not in the shard. `wake` has those look again who wait for a turn.
+        `channel`: how to speak to a server."""
         self._shard = shard
         self._moves = moves
         self._changes = changes
@@ -81,10 +86,12 @@ class Giver:
         """The last move of which a process has all partitions, and that process."""
 
     async def give(self, order: MoveOrder) -> str:
-        """Returns the incarnation of the process that has the partitions, once this server can change them no more by itself.
+        """Returns the incarnation of the process that has the partitions, once this server can
+        change them no more by itself.
 
-        Raises NotTaken where the receiver has not, and a ShoalError where this server could not give them; they are served again then,
-        unless an earlier attempt has noted that they are leaving.
+        Raises NotTaken where the receiver has not, and a ShoalError where this server could not
+        give them; they are served again then, unless an earlier attempt has noted that they are
+        leaving.
         """
         if self._moves.leaving is not None and self._moves.leaving.move == order.move:
             if self._given[0] != order.move:
@@ -92,7 +99,8 @@ class Giver:
             return self._given[1]  # the coordinator may not have read the report yet
         if order.giver_incarnation != incarnation() or order.move <= self._given_up:
             raise UnavailableError(
-                f"move {order.move}: the partitions have been served since it began, and a copy of them may be on its way; move them anew",
+                f"move {order.move}: the partitions have been served since it began, and a copy of "
+                "them may be on its way; move them anew",
                 reason="MOVE_GIVEN_UP",
             )
         self._check(order)
@@ -116,7 +124,8 @@ class Giver:
         return receiver
 
     def freed(self, partition_ids: Collection[int]) -> None:
-        """Ends the freeze of these partitions: a move is settled, and they stay here or have gone to the receiver."""
+        """Ends the freeze of these partitions: a move is settled, and they stay here or have gone
+        to the receiver."""
         if partition_ids:
             self._metrics.frozen_seconds.observe(time.perf_counter() - self._frozen_from)
             self._wake()
@@ -130,26 +139,40 @@ class Giver:
         versions = self._shard.summary().versions
         state = self._state()
         if state is None or order.receiver_index == state.layout.server_index:
-            raise PreconditionError(f"move {order.move}: server {order.receiver_index} is this one", reason="LAYOUT_CONFLICT")
+            raise PreconditionError(
+                f"move {order.move}: server {order.receiver_index} is this one",
+                reason="LAYOUT_CONFLICT",
+            )
         if self._moves.leaving is not None:
             raise UnavailableError(
-                f"move {order.move}: the partitions of move {self._moves.leaving.move} are leaving still", reason="PARTITION_MOVING"
+                f"move {order.move}: the partitions of move {self._moves.leaving.move} are leaving "
+                "still",
+                reason="PARTITION_MOVING",
             )
         for partition_id in order.partition_ids:
             if partition_id not in versions:
                 raise PreconditionError(
-                    f"move {order.move}: partition {partition_id} is not this server's (shard map epoch {state.layout.epoch})",
+                    f"move {order.move}: partition {partition_id} is not this server's (shard map "
+                    f"epoch {state.layout.epoch})",
                     reason="LAYOUT_CONFLICT",
                 )
             if not versions[partition_id]:
                 raise PreconditionError(
-                    f"move {order.move}: partition {partition_id} has no values yet; move it when it has", reason="PARTITION_UNINITIALIZED"
+                    f"move {order.move}: partition {partition_id} has no values yet; move it when "
+                    "it has",
+                    reason="PARTITION_UNINITIALIZED",
                 )
 
     async def _hand_over(self, order: MoveOrder) -> str:
-        """Sends the frozen partitions of a move to its receiver within a limit of time; returns its incarnation. Raises as `give`."""
+        """Sends the frozen partitions of a move to its receiver within a limit of time; returns its
+        incarnation. Raises as `give`."""
         if not order.receiver_address:
-            raise NotTaken(UnavailableError(f"move {order.move}: server {order.receiver_index} is away", reason="RECEIVER_AWAY"))
+            raise NotTaken(
+                UnavailableError(
+                    f"move {order.move}: server {order.receiver_index} is away",
+                    reason="RECEIVER_AWAY",
+                )
+            )
         is_sending = False
         loop = asyncio.get_running_loop()
         ends = loop.time() + self._move_limit_s
@@ -172,13 +195,14 @@ class Giver:
         except TimeoutError as error:
             if not is_sending:
                 raise UnavailableError(
-                    f"move {order.move}: changes of the partitions were on their way to this server's disk, or its backup, for "
-                    f"{self._idle_limit_s:g} s",
+                    f"move {order.move}: changes of the partitions were on their way to this "
+                    f"server's disk, or its backup, for {self._idle_limit_s:g} s",
                     reason="CHANGE_PENDING",
                 ) from error
             slow = UnavailableError(
-                f"move {order.move}: server {order.receiver_index} at {order.receiver_address} took nothing for {self._idle_limit_s:g} s, "
-                f"or not all within {self._move_limit_s:g} s",
+                f"move {order.move}: server {order.receiver_index} at {order.receiver_address} "
+                f"took nothing for {self._idle_limit_s:g} s, or not all within "
+                f"{self._move_limit_s:g} s",
                 reason="RECEIVER_SLOW",
             )
             raise NotTaken(slow) from error
@@ -186,24 +210,37 @@ class Giver:
     async def _transfer(self, order: MoveOrder, progress: Callable[[], None]) -> str:
         channel = aio_channel(self._channel(order.receiver_address))
         try:
-            take = channel.stream_unary(_TAKE, response_deserializer=pb.TakePartitionsResponse.FromString)
-            answer: pb.TakePartitionsResponse = await take(self._chunks(order, progress), timeout=self._move_limit_s)
+            take = channel.stream_unary(
+                _TAKE, response_deserializer=pb.TakePartitionsResponse.FromString
+            )
+            answer: pb.TakePartitionsResponse = await take(
+                self._chunks(order, progress), timeout=self._move_limit_s
+            )
             return answer.incarnation
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             # grpc.aio cancels a call whose messages cannot be made, and has logged why.
-            raise InternalError(f"move {order.move}: what was to be sent could not be put together") from error
+            raise InternalError(
+                f"move {order.move}: what was to be sent could not be put together"
+            ) from error
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INTERNAL:
-                # grpc puts this in the place of the real status when the connection breaks while something is sent.
-                raise UnavailableError(f"move {order.move}: the stream broke", reason="SESSION_BROKEN") from error
-            raise from_rpc_error(error, call=f"TakePartitions at {order.receiver_address}") from error
+                # grpc puts this in the place of the real status when the connection breaks while
+                # something is sent.
+                raise UnavailableError(
+                    f"move {order.move}: the stream broke", reason="SESSION_BROKEN"
+                ) from error
+            raise from_rpc_error(
+                error, call=f"TakePartitions at {order.receiver_address}"
+            ) from error
         finally:
             await channel.close()
 
-    async def _chunks(self, order: MoveOrder, progress: Callable[[], None]) -> AsyncGenerator[bytes]:
+    async def _chunks(
+        self, order: MoveOrder, progress: Callable[[], None]
+    ) -> AsyncGenerator[bytes]:
         """What the receiver is sent."""
         state = self._state()
         assert state is not None, "it holds partitions"
@@ -213,14 +250,18 @@ class Giver:
             "move": order.move,
             "epoch": state.layout.epoch,
             "partitions": sorted(order.partition_ids),
-            "configuration": None if state.configuration is None else configuration_to_json(state.configuration),
+            "configuration": None
+            if state.configuration is None
+            else configuration_to_json(state.configuration),
             "members": members_to_json(state.membership),
             "batches": self._shard.batches.runs(),
         }
         for chunk in Item(kind=STATE, fields=fields).encoded():
             yield chunk
         for partition_id in sorted(order.partition_ids):
-            entry, data = await asyncio.to_thread(coming_fields, self._shard.frozen_image(partition_id))
+            entry, data = await asyncio.to_thread(
+                coming_fields, self._shard.frozen_image(partition_id)
+            )
             for chunk in Item(kind=PARTITION, fields=entry, payload=memoryview(data)).encoded():
                 progress()
                 yield chunk

@@ -1,8 +1,8 @@
-"""What servers send each other, as messages and back: to a backup first all that its primary holds, then each change; to a server that is
-to have some partitions, these.
+"""What servers send each other, as messages and back: to a backup first all that its primary holds,
+then each change; to a server that is to have some partitions, these.
 
-The fields of an item are JSON in the forms that snapshots and the journal have, so that a backup restores and replays with the same code as
-a server that starts.
+The fields of an item are JSON in the forms that snapshots and the journal have, so that a backup
+restores and replays with the same code as a server that starts.
 """
 
 from __future__ import annotations
@@ -54,7 +54,12 @@ class Item:
     @classmethod
     def of_record(cls, record: Record, position: int) -> Item:
         """A change."""
-        return cls(kind=RECORD, fields={"kind": record.kind, **record.fields}, payload=record.payload, position=position)
+        return cls(
+            kind=RECORD,
+            fields={"kind": record.kind, **record.fields},
+            payload=record.payload,
+            position=position,
+        )
 
     def record(self) -> Record:
         """The inverse."""
@@ -63,25 +68,37 @@ class Item:
 
 
 async def received_items(messages: AsyncIterator[bytes]) -> AsyncGenerator[Item]:
-    """The items of a stream, one by one, each whole. Raises CorruptDataError for a stream that is none."""
+    """The items of a stream, one by one, each whole. Raises CorruptDataError for a stream that is
+    none."""
     header: pb.FollowHeader | None = None
     payload, came = memoryview(b""), 0
     async for data in messages:
         opening, piece = decode_follow_chunk(data)
         if opening is not None:
             if header is not None:
-                raise _malformed(f"an item began after {came} of {header.payload_bytes} bytes of the one before")
+                raise _malformed(
+                    f"an item began after {came} of {header.payload_bytes} bytes of the one before"
+                )
             if not 0 <= opening.payload_bytes <= LARGEST_ITEM_BYTES:
-                raise _malformed(f"payload_bytes={opening.payload_bytes}: expected 0 to {LARGEST_ITEM_BYTES}")
+                raise _malformed(
+                    f"payload_bytes={opening.payload_bytes}: expected 0 to {LARGEST_ITEM_BYTES}"
+                )
             header, payload, came = opening, memoryview(bytearray(opening.payload_bytes)), 0
         elif header is None:
             raise _malformed("a chunk without a header where an item must begin")
         if came + piece.nbytes > header.payload_bytes:
-            raise _malformed(f"{came + piece.nbytes} bytes, its header declares {header.payload_bytes}")
+            raise _malformed(
+                f"{came + piece.nbytes} bytes, its header declares {header.payload_bytes}"
+            )
         payload[came : came + piece.nbytes] = piece
         came += piece.nbytes
         if came == header.payload_bytes:
-            yield Item(kind=header.kind, fields=_fields(header.fields), payload=payload, position=header.position)
+            yield Item(
+                kind=header.kind,
+                fields=_fields(header.fields),
+                payload=payload,
+                position=header.position,
+            )
             header = None
     if header is not None:
         raise _malformed(f"it ended after {came} of {header.payload_bytes} bytes of an item")
@@ -93,7 +110,9 @@ def _fields(data: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise _malformed(f"the fields of an item are no JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise _malformed(f"the fields of an item are a JSON {type(fields).__name__}, expected an object")
+        raise _malformed(
+            f"the fields of an item are a JSON {type(fields).__name__}, expected an object"
+        )
     return fields
 
 

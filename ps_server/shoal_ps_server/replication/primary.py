@@ -1,8 +1,11 @@
-"""A primary's side of its backup: what the backup is sent, and when changes wait for it. Belongs to the event loop.
+"""A primary's side of its backup: what the backup is sent, and when changes wait for it. Belongs to
+the event loop.
 
-A backup that begins to follow gets all that there is, partition by partition between pushes, and the changes made since. Once it has said
-that all of this is on its disk, the journal holds each change back until the backup has it too, and then the coordinator is told that the
-backup is in sync. From then on only the coordinator lets the journal go on alone, by a new epoch: it may have made the backup the primary.
+A backup that begins to follow gets all that there is, partition by partition between pushes, and
+the changes made since. Once it has said that all of this is on its disk, the journal holds each
+change back until the backup has it too, and then the coordinator is told that the backup is in
+sync. From then on only the coordinator lets the journal go on alone, by a new epoch: it may have
+made the backup the primary.
 """
 
 from __future__ import annotations
@@ -69,14 +72,21 @@ class _Stream:
 
     def made(self, record: Record) -> None:
         """See `Follower`."""
-        if record.kind == LAYOUT:  # what goes need not be sent; if it comes back, its records say all of it
+        if record.kind == LAYOUT:
+            # what goes need not be sent; if it comes back, its records say all of it
             self.due.intersection_update(layout_from_json(record.fields).partitions)
         if record.fields.get("partition") not in self.due:
             if record.kind == VALUES:
-                record = replace(record, payload=memoryview(bytes(record.payload)))  # they are the partition's own, which changes
+                # they are the partition's own, which changes
+                record = replace(record, payload=memoryview(bytes(record.payload)))
             self.written(record)
             if self.nbytes > _MOST_BEHIND_BYTES:
-                self.end(UnavailableError(f"the backup is {self.nbytes} bytes behind; it begins anew", reason="BACKUP_BEHIND"))
+                self.end(
+                    UnavailableError(
+                        f"the backup is {self.nbytes} bytes behind; it begins anew",
+                        reason="BACKUP_BEHIND",
+                    )
+                )
 
     def written(self, record: Record) -> int:
         """See `Follower`."""
@@ -117,8 +127,9 @@ class Backup:
         noted: str,
         patience: timedelta = PATIENCE,
     ) -> None:
-        """`state`: what is not in the shard. `report`: tells the coordinator an epoch, whether the backup is in sync, and why not. `noted`:
-        what the journal says at its end of who has to have all changes."""
+        """`state`: what is not in the shard. `report`: tells the coordinator an epoch, whether the
+        backup is in sync, and why not. `noted`: what the journal says at its end of who has to have
+        all changes."""
         self._shard = shard
         self._moves = moves
         self._state = state
@@ -130,7 +141,8 @@ class Backup:
         self._stream: _Stream | None = None
         """The one that is open."""
         self._held: _Stream | None = None
-        """The one that the journal holds changes back for, open or not, until the coordinator says otherwise."""
+        """The one that the journal holds changes back for, open or not, until the coordinator says
+        otherwise."""
         self.noted = noted
         """The backup that has to have every change, as the journal says; empty: none has to."""
         self._noting: asyncio.Future[None] | None = None
@@ -142,19 +154,24 @@ class Backup:
 
     @property
     def is_cut_off(self) -> bool:
-        """The backup has been out of reach for a while, and the coordinator has not dropped it: it may be the primary by now."""
+        """The backup has been out of reach for a while, and the coordinator has not dropped it: it
+        may be the primary by now."""
         failed = None if self._held is None or self._held.failure is None else self._held.failed_at
         return failed is not None and asyncio.get_running_loop().time() - failed > self._patience_s
 
     def placed(self, place: Place) -> bool:
-        """The coordinator's word that this server is the primary. It comes again at every reconnection, and so what it has to know is said
-        again. False: the coordinator takes a backup for in sync that is not; this server must not serve before it is dropped."""
+        """The coordinator's word that this server is the primary. It comes again at every
+        reconnection, and so what it has to know is said again. False: the coordinator takes a
+        backup for in sync that is not; this server must not serve before it is dropped."""
         self._place = place
         self._metrics.backup_in_sync.set(place.in_sync)
         if self._stream is not None and self._stream.epoch != place.epoch:
             self._stream.end(self._not_the_place(self._stream.epoch))
         if self._held is not None and place.epoch != self._held.epoch:
-            logger.warning("changes wait for the backup no more", extra={"backup": self._held.server_id, "epoch": place.epoch})
+            logger.warning(
+                "changes wait for the backup no more",
+                extra={"backup": self._held.server_id, "epoch": place.epoch},
+            )
             self._let_go()
         if self._held is None:
             if place.in_sync:
@@ -169,15 +186,19 @@ class Backup:
         return True
 
     def stop(self) -> None:
-        """The server stops. The coordinator makes a backup that is in sync the primary, which need not have what waits for it here."""
+        """The server stops. The coordinator makes a backup that is in sync the primary, which need
+        not have what waits for it here."""
         stopping = UnavailableError("this server is stopping; try again", reason="SERVER_STOPPING")
         if self._held is not None and self._journal is not None:
             self._journal.give_up(stopping)
         if self._stream is not None:
             self._stream.end(stopping)
 
-    async def serve(self, begin: pb.FollowBegin, requests: AsyncIterator[pb.FollowRequest]) -> AsyncGenerator[bytes]:
-        """One Follow stream, after its first message: FollowChunks, encoded. Raises what the .proto says of it."""
+    async def serve(
+        self, begin: pb.FollowBegin, requests: AsyncIterator[pb.FollowRequest]
+    ) -> AsyncGenerator[bytes]:
+        """One Follow stream, after its first message: FollowChunks, encoded. Raises what the .proto
+        says of it."""
         stream = self._open(begin)
         tasks = [
             asyncio.create_task(self._read(stream, requests)),
@@ -209,27 +230,45 @@ class Backup:
     def _open(self, begin: pb.FollowBegin) -> _Stream:
         if begin.format != FORMAT_VERSION:
             raise PreconditionError(
-                f"format={begin.format}: this server's release has {FORMAT_VERSION}; a primary and its backup must be of one release",
+                f"format={begin.format}: this server's release has {FORMAT_VERSION}; a primary and "
+                "its backup must be of one release",
                 reason="FORMAT_UNSUPPORTED",
             )
         place, state = self._place, self._state()
         if place is None or (place.epoch, place.backup_id) != (begin.epoch, begin.server_id):
             raise self._not_the_place(begin.epoch)
-        if place.in_sync or self._held is not None or self._is_noting:  # what the backup has may be more than what is here
+        if place.in_sync or self._held is not None or self._is_noting:
+            # what the backup has may be more than what is here
             raise self._not_the_place(begin.epoch)
         if state is None or (state.configuration is None and state.layout.partitions):
-            raise UnavailableError("this server holds no partitions, or no optimizer, yet; try again", reason="PLACE_UNKNOWN")
+            raise UnavailableError(
+                "this server holds no partitions, or no optimizer, yet; try again",
+                reason="PLACE_UNKNOWN",
+            )
         if self._stream is not None:
-            self._stream.end(UnavailableError("the backup has opened a newer stream", reason="SESSION_REPLACED"))
-        self._stream = _Stream(server_id=begin.server_id, epoch=begin.epoch, moved_at=asyncio.get_running_loop().time())
-        logger.info("a backup begins to follow", extra={"backup": begin.server_id, "epoch": begin.epoch})
+            self._stream.end(
+                UnavailableError("the backup has opened a newer stream", reason="SESSION_REPLACED")
+            )
+        self._stream = _Stream(
+            server_id=begin.server_id, epoch=begin.epoch, moved_at=asyncio.get_running_loop().time()
+        )
+        logger.info(
+            "a backup begins to follow", extra={"backup": begin.server_id, "epoch": begin.epoch}
+        )
         return self._stream
 
     def _not_the_place(self, epoch: int) -> UnavailableError:
-        known = "nothing yet" if self._place is None else f"epoch {self._place.epoch} and backup {self._place.backup_id or 'none'}"
-        return UnavailableError(f"epoch={epoch}: this server was told of {known}; wait for the coordinator's word", reason="PLACE_UNKNOWN")
+        known = (
+            "nothing yet"
+            if self._place is None
+            else f"epoch {self._place.epoch} and backup {self._place.backup_id or 'none'}"
+        )
+        return UnavailableError(
+            f"epoch={epoch}: this server was told of {known}; wait for the coordinator's word",
+            reason="PLACE_UNKNOWN",
+        )
 
-    # ---------------------------------------------------------------------------------------------- while a stream is open
+    # ----------------------------------------------------------------------- while a stream is open
 
     async def _copy(self, stream: _Stream) -> None:
         """All that there is, and then the journal holds."""
@@ -265,13 +304,18 @@ class Backup:
         await self._until(stream, lambda: stream.confirmed >= behind)
         failpoint("backup.holds")
         stream.in_sync = True
-        logger.info("the backup is in sync", extra={"backup": stream.server_id, "epoch": stream.epoch})
+        logger.info(
+            "the backup is in sync", extra={"backup": stream.server_id, "epoch": stream.epoch}
+        )
         self._report(stream.epoch, True, "")
 
     async def _read(self, stream: _Stream, requests: AsyncIterator[pb.FollowRequest]) -> None:
         async for request in requests:
             if request.WhichOneof("message") != "kept" or request.kept.position > stream.position:
-                raise InvalidRequestError(f"a Follow stream's message is {request}: expected `kept`, up to {stream.position}")
+                raise InvalidRequestError(
+                    f"a Follow stream's message is {request}: expected `kept`, up to "
+                    f"{stream.position}"
+                )
             stream.whole |= request.kept.whole
             if request.kept.position > stream.confirmed:
                 stream.confirmed = request.kept.position
@@ -282,13 +326,20 @@ class Backup:
         raise UnavailableError("the backup has ended its stream", reason="SESSION_ENDED")
 
     async def _watch(self, stream: _Stream) -> None:
-        """A backup that does not keep up holds the workers up only so long, also while nothing can be sent to it."""
+        """A backup that does not keep up holds the workers up only so long, also while nothing can
+        be sent to it."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_LOOK_S)
             waits = self._held is stream and stream.confirmed < stream.position
             if waits and loop.time() - stream.moved_at > self._patience_s:
-                self._fail(stream, UnavailableError(f"the backup has confirmed nothing for {self._patience_s:g} s", reason="BACKUP_BEHIND"))
+                self._fail(
+                    stream,
+                    UnavailableError(
+                        f"the backup has confirmed nothing for {self._patience_s:g} s",
+                        reason="BACKUP_BEHIND",
+                    ),
+                )
                 return
 
     async def _until(self, stream: _Stream, condition: Callable[[], bool]) -> None:
@@ -305,7 +356,10 @@ class Backup:
     def _fail(self, stream: _Stream, failure: ShoalError) -> None:
         """The first time, if changes wait for it, the coordinator is asked to drop the backup."""
         if stream.failure is None and self._held is stream:
-            logger.warning("the backup does not follow any more; changes wait until it is dropped", extra={"reason": failure})
+            logger.warning(
+                "the backup does not follow any more; changes wait until it is dropped",
+                extra={"reason": failure},
+            )
             self._report(stream.epoch, False, str(failure))
         stream.end(failure)
 
@@ -316,7 +370,7 @@ class Backup:
             if self._held is None and self._journal is not None:
                 self._journal.follow_no_more()
 
-    # ------------------------------------------------------------------------------------------------------- holding back
+    # --------------------------------------------------------------------------------- holding back
 
     @property
     def _is_noting(self) -> bool:
@@ -325,7 +379,8 @@ class Backup:
     def _hold(self, stream: _Stream) -> None:
         """The journal has just said for whom it holds."""
         if not self._is_open(stream):
-            self._note("")  # the stream ended meanwhile, and nobody was told that the backup is in sync
+            # the stream ended meanwhile, and nobody was told that the backup is in sync
+            self._note("")
             return
         assert self._journal is not None
         self._held = stream
@@ -337,8 +392,11 @@ class Backup:
             self._journal.follow_no_more()
         self._note("")
 
-    def _note(self, server_id: str, effect: Callable[[], None] = lambda: None) -> asyncio.Future[None]:
-        """The journal says for whom changes are held back: this server, started anew, is to ask the coordinator before it serves."""
+    def _note(
+        self, server_id: str, effect: Callable[[], None] = lambda: None
+    ) -> asyncio.Future[None]:
+        """The journal says for whom changes are held back: this server, started anew, is to ask the
+        coordinator before it serves."""
         assert self._journal is not None
 
         def written() -> None:

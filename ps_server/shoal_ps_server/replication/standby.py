@@ -1,6 +1,8 @@
-"""A server while it is a backup: it follows its primary, and serves nobody. Belongs to the event loop.
+"""A server while it is a backup: it follows its primary, and serves nobody. Belongs to the event
+loop.
 
-It keeps what it has until a primary sends it all anew: when its primary is lost, it may be told to take that one's place.
+It keeps what it has until a primary sends it all anew: when its primary is lost, it may be told to
+take that one's place.
 """
 
 from __future__ import annotations
@@ -27,7 +29,15 @@ from shoal_common.telemetry import serve_metrics
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.metrics import Metrics
-from shoal_ps_server.replication.items import FORMAT_VERSION, PARTITION, RECORD, STATE, WHOLE, Item, received_items
+from shoal_ps_server.replication.items import (
+    FORMAT_VERSION,
+    PARTITION,
+    RECORD,
+    STATE,
+    WHOLE,
+    Item,
+    received_items,
+)
 from shoal_ps_server.session import CoordinatorSession, Known, MoveOrder, Place, this_process
 from shoal_ps_server.settings import PsServerSettings
 from shoal_ps_server.shard.partition import PartitionImage
@@ -45,7 +55,8 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S: Final = 0.1
 _LONGEST_BACKOFF_S: Final = 2.0
 _DIVERGED: Final = "BACKUP_DIVERGED"
-"""Refusal that means: a change could not be made here, so this is no copy of the primary any more."""
+"""Refusal that means: a change could not be made here, so this is no copy of the primary any
+more."""
 _DIVERGED_AGAIN_S: Final = 30.0
 """Another copy of all costs the primary as much as the first one, and may end the same way."""
 _FIRST_FILE: Final = 1
@@ -56,7 +67,8 @@ _FOLLOW: Final = "/shoal.v1.ParameterServer/Follow"
 
 
 class Standby:
-    """One backup, from when it is told so until it is told otherwise. Made and run on one event loop."""
+    """One backup, from when it is told so until it is told otherwise. Made and run on one event
+    loop."""
 
     def __init__(self, settings: PsServerSettings, directory: DataDirectory) -> None:
         self._settings = settings
@@ -70,24 +82,36 @@ class Standby:
         self._copy: _Copy | None = None
         """What the primary sent, once that was whole."""
         self._keeping: asyncio.Task[None] | None = None
-        """Puts what a primary sent in the place of what was here. It comes to its end whatever becomes of its stream."""
+        """Puts what a primary sent in the place of what was here. It comes to its end whatever
+        becomes of its stream."""
         self._not_before = 0.0
-        """When this server may follow again, on the loop's clock, also another primary or in another epoch."""
+        """When this server may follow again, on the loop's clock, also another primary or in
+        another epoch."""
 
     async def run(self, stop: asyncio.Event) -> Recovered | None:
-        """Follows until this server is made the primary, and returns what it holds then; None: `stop` is set, or the job is over.
+        """Follows until this server is made the primary, and returns what it holds then; None:
+        `stop` is set, or the job is over.
 
-        Raises AnotherRunError, the coordinator's refusal of this server's registration, CorruptDataError where this server is made the
-        primary of what it had before and cannot read, and InternalError when it is made one though a change could not be made.
+        Raises AnotherRunError, the coordinator's refusal of this server's registration,
+        CorruptDataError where this server is made the primary of what it had before and cannot
+        read, and InternalError when it is made one though a change could not be made.
         """
         async with AsyncExitStack() as stack:
             http = stack.enter_context(
-                serve_metrics(str(self._settings.http), self._registry, tokens=self._settings.token_table, job=self._settings.job)
+                serve_metrics(
+                    str(self._settings.http),
+                    self._registry,
+                    tokens=self._settings.token_table,
+                    job=self._settings.job,
+                )
             )
             session = CoordinatorSession(
                 self._settings.channel(str(self._settings.coordinator)),
                 this_process(
-                    self._settings, address="", metrics_address=self._settings.advertised_http(http.port), run=self._directory.run
+                    self._settings,
+                    address="",
+                    metrics_address=self._settings.advertised_http(http.port),
+                    run=self._directory.run,
                 ),
                 self,
             )
@@ -111,10 +135,12 @@ class Standby:
         failpoint("backup.promoted")
         if self._copy is None:
             logger.warning("made the primary of a place that held nothing")
-            return self._directory.recover(job_id=self._settings.job, server_id=self._settings.server_id)
+            return self._directory.recover(
+                job_id=self._settings.job, server_id=self._settings.server_id
+            )
         return await self._copy.taken_over()
 
-    # ------------------------------------------------------------------------------------------- the coordinator's listener
+    # ------------------------------------------------------------------- the coordinator's listener
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
         """The session is open."""
@@ -130,7 +156,9 @@ class Standby:
         """The session is broken; this server goes on following."""
         self._metrics.coordinator_connected.set(0)
 
-    def members(self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]) -> None:
+    def members(
+        self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
+    ) -> None:
         """Nothing: the primary's journal has them."""
 
     def placed(self, place: Place) -> None:
@@ -149,7 +177,7 @@ class Standby:
         """For the heartbeat."""
         return 0 if self._copy is None else self._copy.stored_bytes
 
-    # ----------------------------------------------------------------------------------------------------------- following
+    # ------------------------------------------------------------------------------------ following
 
     async def _follow(self) -> None:
         """Until the coordinator makes this server the primary."""
@@ -176,14 +204,21 @@ class Standby:
         """Waits until the coordinator says something of the place, or one of `others` ends."""
         told = asyncio.create_task(self._moved.wait())
         try:
-            await asyncio.wait([told, *others], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [told, *others], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             await end_tasks([told])
 
     def _is_still(self, place: Place) -> bool:
-        """What the coordinator says again after a broken session, or of a backup that is in sync, interrupts nothing."""
+        """What the coordinator says again after a broken session, or of a backup that is in sync,
+        interrupts nothing."""
         now = self._place
-        return now is not None and (now.follows, now.epoch, now.primary_address) == (True, place.epoch, place.primary_address)
+        return now is not None and (now.follows, now.epoch, now.primary_address) == (
+            True,
+            place.epoch,
+            place.primary_address,
+        )
 
     def _again_in_s(self, error: BaseException | None, backoff: Backoff) -> float:
         if not isinstance(error, ShoalError) or isinstance(error, InternalError):
@@ -192,7 +227,10 @@ class Standby:
         if error.reason == _DIVERGED:
             again_in_s = _DIVERGED_AGAIN_S
             self._not_before = asyncio.get_running_loop().time() + again_in_s
-        logger.warning("does not follow", extra={"reason": error.reason, "error": error, "again_in_s": round(again_in_s, 3)})
+        logger.warning(
+            "does not follow",
+            extra={"reason": error.reason, "error": error, "again_in_s": round(again_in_s, 3)},
+        )
         return again_in_s
 
     async def _follow_primary(self, place: Place, backoff: Backoff) -> None:
@@ -200,21 +238,35 @@ class Standby:
         await self._kept()
         settings = self._settings.channel(place.primary_address)
         channel = aio_channel(settings)
-        begin = pb.FollowBegin(job_id=self._settings.job, server_id=self._settings.server_id, epoch=place.epoch, format=FORMAT_VERSION)
+        begin = pb.FollowBegin(
+            job_id=self._settings.job,
+            server_id=self._settings.server_id,
+            epoch=place.epoch,
+            format=FORMAT_VERSION,
+        )
         stream = _Stream(begin)
         try:
-            call = channel.stream_stream(_FOLLOW, request_serializer=pb.FollowRequest.SerializeToString)(stream.requests())
+            call = channel.stream_stream(
+                _FOLLOW, request_serializer=pb.FollowRequest.SerializeToString
+            )(stream.requests())
             stream.cancel = call.cancel
             async for item in received_items(call):
                 self._take(item, stream)
                 if item.kind == WHOLE:
                     backoff.reset()
-            raise stream.failure or UnavailableError("the primary ended the stream", reason="SESSION_ENDED")
+            raise stream.failure or UnavailableError(
+                "the primary ended the stream", reason="SESSION_ENDED"
+            )
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INTERNAL:
-                # grpc puts this in the place of the real status when the connection breaks while something is sent.
-                raise stream.failure or UnavailableError("the stream broke", reason="SESSION_BROKEN") from error
-            raise stream.failure or from_rpc_error(error, call=f"Follow at {place.primary_address}") from error
+                # grpc puts this in the place of the real status when the connection breaks while
+                # something is sent.
+                raise stream.failure or UnavailableError(
+                    "the stream broke", reason="SESSION_BROKEN"
+                ) from error
+            raise stream.failure or from_rpc_error(
+                error, call=f"Follow at {place.primary_address}"
+            ) from error
         except asyncio.CancelledError:
             if stream.failure is not None:
                 raise stream.failure from None
@@ -230,35 +282,56 @@ class Standby:
             if item.kind == STATE:
                 stream.state = state_from_json(json.loads(bytes(item.payload)))
             elif item.kind == PARTITION and stream.state is not None:
-                configuration, spec = stream.state.configuration, stream.state.layout.partitions[item.fields["partition_id"]]
+                configuration, spec = (
+                    stream.state.configuration,
+                    stream.state.layout.partitions[item.fields["partition_id"]],
+                )
                 optimizer = None if configuration is None else configuration.optimizer
-                stream.images.append(partition_from_bytes(item.fields, item.payload, spec, optimizer))
+                stream.images.append(
+                    partition_from_bytes(item.fields, item.payload, spec, optimizer)
+                )
             elif item.kind == WHOLE and stream.state is not None and not stream.is_whole:
-                stream.batches = tuple((int(first), int(end)) for first, end in item.fields["batches"])
+                stream.batches = tuple(
+                    (int(first), int(end)) for first, end in item.fields["batches"]
+                )
             elif item.kind == RECORD:
                 stream.records.append((item.record(), item.position))
                 stream.nbytes += item.payload.nbytes
             else:
                 raise ValueError(f"an item of kind {item.kind} does not belong here")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise CorruptDataError(f"the primary's stream: {type(error).__name__}: {error}", reason="STREAM_MALFORMED") from error
+            raise CorruptDataError(
+                f"the primary's stream: {type(error).__name__}: {error}", reason="STREAM_MALFORMED"
+            ) from error
         if stream.copy is not None:
             stream.make_records()
         elif item.kind == WHOLE:
             self._keeping = asyncio.create_task(self._keep(stream))
         elif stream.nbytes > _MOST_WAITING_BYTES:
-            raise UnavailableError(f"{stream.nbytes} bytes of changes wait for this server's disk", reason="BACKUP_BEHIND")
+            raise UnavailableError(
+                f"{stream.nbytes} bytes of changes wait for this server's disk",
+                reason="BACKUP_BEHIND",
+            )
 
     async def _kept(self) -> None:
         if self._keeping is not None:
             await asyncio.wait([self._keeping])
 
     async def _keep(self, stream: _Stream) -> None:
-        """All that the primary held is here: it takes the place of what this server held. Changes go on coming meanwhile."""
+        """All that the primary held is here: it takes the place of what this server held. Changes
+        go on coming meanwhile."""
         assert stream.state is not None, "it came first"
         job_id, server_id = self._settings.job, self._settings.server_id
-        # Started anew, this server is not to serve before the coordinator has spoken, whatever it was: the note says so.
-        own = replace(stream.state, batches=stream.batches or (), job_id=job_id, server_id=server_id, backup=server_id, journal=_FIRST_FILE)
+        # Started anew, this server is not to serve before the coordinator has spoken, whatever it
+        # was: the note says so.
+        own = replace(
+            stream.state,
+            batches=stream.batches or (),
+            job_id=job_id,
+            server_id=server_id,
+            backup=server_id,
+            journal=_FIRST_FILE,
+        )
         image = ServerImage(state=own, partitions=tuple(stream.images))
         try:
             if self._copy is not None:
@@ -273,11 +346,21 @@ class Standby:
                 await copy.close()
                 raise
         except OSError as error:
-            stream.fail(UnavailableError(f"data_dir={self._directory.path}: {error}; make room on its disk", reason="JOURNAL_FAILED"))
+            stream.fail(
+                UnavailableError(
+                    f"data_dir={self._directory.path}: {error}; make room on its disk",
+                    reason="JOURNAL_FAILED",
+                )
+            )
         except ShoalError as error:
             stream.fail(error)
-        except Exception as error:  # else nobody would hear of it, and the primary would wait for a word for ever
-            stream.fail(InternalError(f"what the primary holds could not be kept: {type(error).__name__}: {error}"))
+        except Exception as error:
+            # else nobody would hear of it, and the primary would wait for a word for ever
+            stream.fail(
+                InternalError(
+                    f"what the primary holds could not be kept: {type(error).__name__}: {error}"
+                )
+            )
             raise
         else:
             failpoint("backup.copied")
@@ -285,7 +368,9 @@ class Standby:
             stream.images.clear()
             stream.kept(0, whole=True)
             stream.make_records()
-            logger.info("holds all that the primary holds", extra={"partitions": len(image.partitions)})
+            logger.info(
+                "holds all that the primary holds", extra={"partitions": len(image.partitions)}
+            )
 
 
 class _Stream:
@@ -351,9 +436,12 @@ class _Stream:
 
 
 class _Copy:
-    """What a backup holds: all that its primary held, and each change since, in a journal of its own."""
+    """What a backup holds: all that its primary held, and each change since, in a journal of its
+    own."""
 
-    def __init__(self, settings: PsServerSettings, directory: DataDirectory, metrics: Metrics) -> None:
+    def __init__(
+        self, settings: PsServerSettings, directory: DataDirectory, metrics: Metrics
+    ) -> None:
         """Begins the journal. Raises OSError."""
         self._settings = settings
         self._directory = directory
@@ -373,17 +461,23 @@ class _Copy:
         self._periodic: asyncio.Task[None] | None = None
 
     async def begin(self, image: ServerImage) -> None:
-        """Puts `image` on disk; its tensors become this server's own. Raises UnavailableError / SNAPSHOT_FAILED."""
+        """Puts `image` on disk; its tensors become this server's own. Raises UnavailableError /
+        SNAPSHOT_FAILED."""
         loop = asyncio.get_running_loop()
         try:
-            await asyncio.shield(loop.run_in_executor(None, write_snapshot, self._directory.snapshot, image))
+            await asyncio.shield(
+                loop.run_in_executor(None, write_snapshot, self._directory.snapshot, image)
+            )
         except OSError as error:
             raise UnavailableError(
-                f"the primary's state could not be written to {self._directory.path}: {error}; make room on its disk",
+                f"the primary's state could not be written to {self._directory.path}: {error}; "
+                "make room on its disk",
                 reason="SNAPSHOT_FAILED",
             ) from error
         self._replay = replay = Replay(image)
-        changes = Changes(shard=replay.shard, layout=lambda: replay.layout, members=lambda: replay.members)
+        changes = Changes(
+            shard=replay.shard, layout=lambda: replay.layout, members=lambda: replay.members
+        )
         changes.write_to(self._journal)
 
         def state() -> ServerState:
@@ -406,7 +500,9 @@ class _Copy:
             metrics=self._metrics,
             journal_limit=self._settings.journal_limit,
         )
-        self._periodic = asyncio.create_task(self._snapshots.periodically(self._settings.snapshot_interval))
+        self._periodic = asyncio.create_task(
+            self._snapshots.periodically(self._settings.snapshot_interval)
+        )
 
     def make(self, record: Record, position: int, stream: _Stream) -> None:
         """Writes a change to the journal and makes it, in order; then the primary is told."""
@@ -417,15 +513,26 @@ class _Copy:
             try:
                 self._replay.make(record)
             except Exception as error:
-                what = f"a change of the primary's could not be made: {type(error).__name__}: {error}; all is copied anew"
-                logger.exception("a change of the primary's could not be made", extra={"kind": record.kind, "fields": dict(record.fields)})
+                what = (
+                    f"a change of the primary's could not be made: {type(error).__name__}: "
+                    f"{error}; all is copied anew"
+                )
+                logger.exception(
+                    "a change of the primary's could not be made",
+                    extra={"kind": record.kind, "fields": dict(record.fields)},
+                )
                 stream.fail(UnavailableError(what, reason=_DIVERGED))
                 raise
             failpoint("backup.record_made")
             stream.kept(position)
 
         def refused() -> None:
-            stream.fail(UnavailableError(f"data_dir={self._directory.path}: the journal could not be written", reason="JOURNAL_FAILED"))
+            stream.fail(
+                UnavailableError(
+                    f"data_dir={self._directory.path}: the journal could not be written",
+                    reason="JOURNAL_FAILED",
+                )
+            )
 
         self._journal.append(record, effect, refused=refused)
 
@@ -435,10 +542,13 @@ class _Copy:
         return self._replay.shard.summary().stored_bytes
 
     async def taken_over(self) -> Recovered:
-        """Ends the journal; returns what this server holds. Raises InternalError when a change could not be made."""
+        """Ends the journal; returns what this server holds. Raises InternalError when a change
+        could not be made."""
         await self.close()
         if self._failure is not None:
-            raise InternalError(f"a change of the primary's could not be made: {self._failure}") from self._failure
+            raise InternalError(
+                f"a change of the primary's could not be made: {self._failure}"
+            ) from self._failure
         number, end = self._journal.end
         return self._replay.recovered(next_file=number + 1, last_end=end)
 

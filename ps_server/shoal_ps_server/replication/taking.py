@@ -1,8 +1,9 @@
-"""The receiver's side of a move: partitions of another server are written to the journal, and wait there for the shard map that says whose
-they are. Belongs to the event loop.
+"""The receiver's side of a move: partitions of another server are written to the journal, and wait
+there for the shard map that says whose they are. Belongs to the event loop.
 
-A receiver that holds no values of trained tensors goes on with the giver's clocks: a member is there as far as it was, and those who rest
-are not waited for. One that has some keeps its own: it is told of clocks, as who holds frozen tensors alone is not.
+A receiver that holds no values of trained tensors goes on with the giver's clocks: a member is
+there as far as it was, and those who rest are not waited for. One that has some keeps its own: it
+is told of clocks, as who holds frozen tensors alone is not.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from shoal_common.failpoints import failpoint
 
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.membership import Membership
-from shoal_ps_server.replication.items import FORMAT_VERSION, PARTITION, STATE, WHOLE, Item, received_items
+from shoal_ps_server.replication.items import (
+    FORMAT_VERSION,
+    PARTITION,
+    STATE,
+    WHOLE,
+    Item,
+    received_items,
+)
 from shoal_ps_server.shard.layout import Layout
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.shard.shard import Shard
@@ -68,8 +76,9 @@ class Receiver:
         layout_of: Callable[[int, bool], Awaitable[Layout]],
         agree: Callable[[Configuration], Awaitable[Configuration]],
     ) -> None:
-        """`layout_of`: the shard map, of an epoch or newer; with True, as the coordinator has it now. `agree`: sees that this server is
-        configured as the giver is, and returns how it is; raises PreconditionError / OPTIMIZER_CONFLICT."""
+        """`layout_of`: the shard map, of an epoch or newer; with True, as the coordinator has it
+        now. `agree`: sees that this server is configured as the giver is, and returns how it is;
+        raises PreconditionError / OPTIMIZER_CONFLICT."""
         self._job_id = job_id
         self._shard = shard
         self._moves = moves
@@ -85,41 +94,66 @@ class Receiver:
         stream = self._newest = object()
         limit_s = _STREAM_LIMIT.total_seconds()
         try:
-            async with asyncio.timeout(limit_s) as limit, aclosing(received_items(messages)) as items:
+            async with (
+                asyncio.timeout(limit_s) as limit,
+                aclosing(received_items(messages)) as items,
+            ):
                 offer = _offer(await anext(items, Item(kind=WHOLE)))
                 configuration, layout = await self._check(offer)
                 await self._take_all(offer, configuration, layout, items, stream)
-        except CorruptDataError as error:  # this is a request, and what is wrong with it the giver's fault
+        except CorruptDataError as error:
+            # this is a request, and what is wrong with it the giver's fault
             raise InvalidRequestError(str(error), reason=error.reason) from error
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise DeadlineError(f"the stream did not come to its end within {limit_s:g} s", reason="STREAM_IDLE") from error
+            raise DeadlineError(
+                f"the stream did not come to its end within {limit_s:g} s", reason="STREAM_IDLE"
+            ) from error
 
     async def _check(self, offer: _Offer) -> tuple[Configuration | None, Layout]:
-        """Whether this server can have them; it is configured as the giver is then, and knows as much of the job."""
+        """Whether this server can have them; it is configured as the giver is then, and knows as
+        much of the job."""
         if offer.job_id != self._job_id:
-            raise UnknownResourceError(f"this server holds job {self._job_id!r}, the stream is of {offer.job_id!r}", reason="JOB_UNKNOWN")
+            raise UnknownResourceError(
+                f"this server holds job {self._job_id!r}, the stream is of {offer.job_id!r}",
+                reason="JOB_UNKNOWN",
+            )
         if not offer.partitions:
             raise _malformed("its first item names no partitions")
         self._check_open(offer)
-        # A newer move means that the coordinator has decided on those before it: what it gave this server is to be known first.
+        # A newer move means that the coordinator has decided on those before it: what it gave this
+        # server is to be known first.
         before = self._moves.taken
-        layout = await self._layout_of(offer.epoch, before is not None and before.move != offer.move)
+        layout = await self._layout_of(
+            offer.epoch, before is not None and before.move != offer.move
+        )
         self._check_not_held(offer)
         # Else who was put out there could go on here.
         await self._membership.know(offer.members.generation)
-        return None if offer.configuration is None else await self._agree(offer.configuration), layout
+        return None if offer.configuration is None else await self._agree(
+            offer.configuration
+        ), layout
 
     def _check_open(self, offer: _Offer) -> None:
-        newest = max((each.move for each in (self._moves.taken, self._moves.coming) if each is not None), default=0)
+        newest = max(
+            (each.move for each in (self._moves.taken, self._moves.coming) if each is not None),
+            default=0,
+        )
         if offer.move <= self._moves.settled or offer.move < newest:
             raise PreconditionError(
-                f"move {offer.move} is over: this server knows of move {max(self._moves.settled, newest)}", reason="MOVE_SETTLED"
+                f"move {offer.move} is over: this server knows of move "
+                f"{max(self._moves.settled, newest)}",
+                reason="MOVE_SETTLED",
             )
 
     async def _take_all(
-        self, offer: _Offer, configuration: Configuration | None, layout: Layout, items: AsyncIterator[Item], stream: object
+        self,
+        offer: _Offer,
+        configuration: Configuration | None,
+        layout: Layout,
+        items: AsyncIterator[Item],
+        stream: object,
     ) -> None:
         came: dict[int, asyncio.Future[None]] = {}
         async for item in items:
@@ -130,7 +164,8 @@ class Receiver:
                 raise _malformed(f"partition {image.spec.partition_id}, of a move of others")
             self._check_stream(offer, stream)
             came[image.spec.partition_id] = self._changes.move(
-                coming_record(offer.move, item.fields, item.payload), _bring(self._moves, offer.move, image)
+                coming_record(offer.move, item.fields, item.payload),
+                _bring(self._moves, offer.move, image),
             )
         else:
             raise _malformed("it ended before its last item")
@@ -141,10 +176,13 @@ class Receiver:
             if written.done():
                 written.result()  # refused: what is written from here on must not count on it
         is_fresh = not self._shard.is_trained(layout.frozen)
-        self._membership.take_over(offer.members.fence(), offer.members.restored_clocks() if is_fresh else None)
+        self._membership.take_over(
+            offer.members.fence(), offer.members.restored_clocks() if is_fresh else None
+        )
         self._changes.members_changed()  # the next record stands behind them
         done = self._changes.move(
-            taken_record(offer.move, sorted(came), offer.batches), lambda: self._moves.take(offer.move, sorted(came), offer.batches)
+            taken_record(offer.move, sorted(came), offer.batches),
+            lambda: self._moves.take(offer.move, sorted(came), offer.batches),
         )
         await self._changes.in_time(lambda: asyncio.shield(done))
         self._check_open(offer)  # else nothing was taken
@@ -158,7 +196,10 @@ class Receiver:
 
     def _check_not_held(self, offer: _Offer) -> None:
         if held := offer.partitions.intersection(self._shard.partition_ids()):
-            raise PreconditionError(f"move {offer.move}: partition {min(held)} is this server's already", reason="LAYOUT_CONFLICT")
+            raise PreconditionError(
+                f"move {offer.move}: partition {min(held)} is this server's already",
+                reason="LAYOUT_CONFLICT",
+            )
 
     async def _image(self, item: Item, configuration: Configuration | None) -> PartitionImage:
         if item.kind != PARTITION:
@@ -170,7 +211,8 @@ class Receiver:
             raise _malformed(f"{type(error).__name__}: {error}") from error
         except (MemoryError, RuntimeError) as error:
             raise LimitError(
-                f"there is no memory for {item.payload.nbytes} bytes of partitions from another server: {error}; give the server more",
+                f"there is no memory for {item.payload.nbytes} bytes of partitions from another "
+                f"server: {error}; give the server more",
                 reason="MEMORY_EXHAUSTED",
             ) from error
 
@@ -187,7 +229,8 @@ def _offer(item: Item) -> _Offer:
     try:
         if (found := fields["format"]) != FORMAT_VERSION:
             raise PreconditionError(
-                f"format={found}: this server's release has {FORMAT_VERSION}; servers that hand partitions over must be of one release",
+                f"format={found}: this server's release has {FORMAT_VERSION}; servers that hand "
+                "partitions over must be of one release",
                 reason="FORMAT_UNSUPPORTED",
             )
         return _Offer(
@@ -195,7 +238,9 @@ def _offer(item: Item) -> _Offer:
             move=int(fields["move"]),
             epoch=int(fields["epoch"]),
             partitions=frozenset(map(int, fields["partitions"])),
-            configuration=None if fields["configuration"] is None else configuration_from_json(fields["configuration"]),
+            configuration=None
+            if fields["configuration"] is None
+            else configuration_from_json(fields["configuration"]),
             members=members_from_json(fields["members"]),
             batches=tuple((int(first), int(end)) for first, end in fields["batches"]),
         )

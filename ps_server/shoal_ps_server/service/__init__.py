@@ -1,1 +1,2 @@
-"""The ParameterServer service on grpc.aio: requests parsed into domain types at the door, streams taken apart, answers put together."""
+"""The ParameterServer service on grpc.aio: requests parsed into domain types at the door, streams
+taken apart, answers put together."""

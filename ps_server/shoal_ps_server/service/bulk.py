@@ -1,7 +1,9 @@
-"""The bulk channel's server: listens on a TCP port and on a Unix socket, and serves uploads and pulls to who shows a ticket of OpenData.
+"""The bulk channel's server: listens on a TCP port and on a Unix socket, and serves uploads and
+pulls to who shows a ticket of OpenData.
 
-Belongs to the event loop, which also does the reading and writing: what is received must be looked at and applied there in any case, and
-a thread for each connection was not quicker (docs/decisions/0196). What a stream means is `Transfers`' business, as it is under gRPC.
+Belongs to the event loop, which also does the reading and writing: what is received must be looked
+at and applied there in any case, and a thread for each connection was not quicker
+(docs/decisions/0196). What a stream means is `Transfers`' business, as it is under gRPC.
 """
 
 from __future__ import annotations
@@ -24,7 +26,13 @@ from shoal_common.bulk.area import SharedArea, is_supported
 from shoal_common.bulk.frames import GREETING_BYTES, Frame, Kind, malformed, ticket_of
 from shoal_common.bulk.sockets import configure, is_own_user
 from shoal_common.bulk.transport import Transport
-from shoal_common.errors import ConfigurationError, InvalidRequestError, PermissionDeniedError, ShoalError, UnavailableError
+from shoal_common.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    PermissionDeniedError,
+    ShoalError,
+    UnavailableError,
+)
 from shoal_common.rpc.status import as_shoal_error, error_message
 from shoal_common.security import TlsSettings
 from shoal_common.settings import Address
@@ -46,7 +54,8 @@ _GREETING_LIMIT: Final = timedelta(seconds=5)
 """How long who connects may take for the TLS handshake and its ticket."""
 _BACKLOG: Final = 128
 _TURNED_AWAY_S: Final = 0.005
-"""After a connection that was turned away, or took the place of another: nobody can keep the event loop busy with them."""
+"""After a connection that was turned away, or took the place of another: nobody can keep the event
+loop busy with them."""
 _UPLOADS: Final = {Kind.INITIALIZE: UploadKind.INITIALIZE, Kind.PUSH: UploadKind.PUSH}
 _MALFORMED: Final = "STREAM_MALFORMED"
 _NOTHING: Final = Arrived(memoryview(b""))
@@ -65,8 +74,9 @@ class BulkServer:
         most_strangers: int,
         idle_limit: timedelta = IDLE_LIMIT,
     ) -> None:
-        """`most_strangers`: connections over each transport that have not shown a ticket yet; the oldest of them makes room for one more.
-        `idle_limit`: how long a peer may let a stream that has begun stand still."""
+        """`most_strangers`: connections over each transport that have not shown a ticket yet; the
+        oldest of them makes room for one more. `idle_limit`: how long a peer may let a stream that
+        has begun stand still."""
         self._tickets = tickets
         self._transfers = transfers
         self._metrics = metrics
@@ -79,8 +89,12 @@ class BulkServer:
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: dict[asyncio.Task[None], bool] = {}
         """Connection -> it has a stream that has begun."""
-        self._strangers: dict[Transport, dict[asyncio.Task[None], None]] = {Transport.TCP: {}, Transport.MEMORY: {}}
-        """Those of them that have not shown a ticket, the oldest first. Over TCP anybody may come: those of this machine have their own."""
+        self._strangers: dict[Transport, dict[asyncio.Task[None], None]] = {
+            Transport.TCP: {},
+            Transport.MEMORY: {},
+        }
+        """Those of them that have not shown a ticket, the oldest first. Over TCP anybody may come:
+        those of this machine have their own."""
         self._draining = False
         self.port = 0
         """The TCP port, once it listens."""
@@ -93,32 +107,41 @@ class BulkServer:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             both = host == "::" and socket.has_dualstack_ipv6()  # IPv4 as well, as gRPC does
-            listener = socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+            listener = socket.create_server(
+                (host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+            )
         except OSError as error:
             raise ConfigurationError(
-                f"bulk_port={port}: cannot listen on {Address(host, port)}: {error}; free the port, or use 0 for one that is"
+                f"bulk_port={port}: cannot listen on {Address(host, port)}: {error}; free the "
+                "port, or use 0 for one that is"
             ) from error
         self.port = listener.getsockname()[1]
         self._accept_on(listener, Transport.TCP, context)
         if is_supported():
             self._share_memory()
-        logger.info("serving bulk connections", extra={"port": self.port, "memory": bool(self.memory_name)})
+        logger.info(
+            "serving bulk connections", extra={"port": self.port, "memory": bool(self.memory_name)}
+        )
 
     def _share_memory(self) -> None:
         name = f"shoal-ps-{secrets.token_hex(16)}"
         local = socket.socket(socket.AF_UNIX)
         try:
-            local.bind(f"\0{name}")  # an abstract name: no file that a killed process would leave behind
+            # an abstract name: no file that a killed process would leave behind
+            local.bind(f"\0{name}")
             local.listen(_BACKLOG)
         except OSError as error:  # a sandbox, say: there is TCP
             local.close()
-            logger.warning("no memory is shared with clients of this machine", extra={"error": error})
+            logger.warning(
+                "no memory is shared with clients of this machine", extra={"error": error}
+            )
             return
         self.memory_name = name
         self._accept_on(local, Transport.MEMORY, None)  # it never leaves the machine
 
     async def drain_and_stop(self, timeout: timedelta) -> None:
-        """No new connections and streams; up to `timeout` for those that have begun, then they are cut off. Idempotent."""
+        """No new connections and streams; up to `timeout` for those that have begun, then they are
+        cut off. Idempotent."""
         self._draining = True
         await end_tasks(self._accepting)
         for listener in self._listeners:
@@ -132,14 +155,18 @@ class BulkServer:
         self._hang_ups.close()
         self._handshakes.shutdown(wait=False)
 
-    # -------------------------------------------------------------------------------------------------------------- connecting
+    # ----------------------------------------------------------------------------------- connecting
 
-    def _accept_on(self, listener: socket.socket, transport: Transport, context: ssl.SSLContext | None) -> None:
+    def _accept_on(
+        self, listener: socket.socket, transport: Transport, context: ssl.SSLContext | None
+    ) -> None:
         listener.setblocking(False)
         self._listeners.append(listener)
         self._accepting.append(asyncio.create_task(self._accept(listener, transport, context)))
 
-    async def _accept(self, listener: socket.socket, transport: Transport, context: ssl.SSLContext | None) -> None:
+    async def _accept(
+        self, listener: socket.socket, transport: Transport, context: ssl.SSLContext | None
+    ) -> None:
         while True:
             await _someone_comes(listener)
             try:
@@ -178,14 +205,19 @@ class BulkServer:
         for strangers in self._strangers.values():
             strangers.pop(task, None)
 
-    async def _serve(self, connected: socket.socket, transport: Transport, context: ssl.SSLContext | None) -> None:
+    async def _serve(
+        self, connected: socket.socket, transport: Transport, context: ssl.SSLContext | None
+    ) -> None:
         """One connection to its end."""
         with contextlib.ExitStack() as stack:
             stack.callback(connected.close)
             try:
                 configure(connected)
                 if context is not None:
-                    connected = context.wrap_socket(connected, server_side=True, do_handshake_on_connect=False)  # the old one is empty now
+                    # the old one is empty now
+                    connected = context.wrap_socket(
+                        connected, server_side=True, do_handshake_on_connect=False
+                    )
                 connection = ServedConnection(connected, idle_limit=self._idle_limit)
                 stack.callback(connection.close)
                 speaker = await self._greeted(connection)
@@ -196,14 +228,20 @@ class BulkServer:
                 stack.callback(gauge.dec)
                 await self._serve_streams(connection, speaker, transport)
             except (Disconnected, OSError) as error:
-                logger.info("a bulk connection broke", extra={"transport": str(transport), "error": error})
+                logger.info(
+                    "a bulk connection broke", extra={"transport": str(transport), "error": error}
+                )
             except ShoalError as error:
-                logger.info("a bulk connection was ended", extra={"transport": str(transport), "reason": error.reason, "error": error})
+                logger.info(
+                    "a bulk connection was ended",
+                    extra={"transport": str(transport), "reason": error.reason, "error": error},
+                )
             except Exception:
                 logger.exception("a bulk connection failed")
 
     async def _greeted(self, connection: ServedConnection) -> Speaker:
-        """Whom a connection speaks for; from here on it counts as open. Raises AuthenticationError when it has no good ticket."""
+        """Whom a connection speaks for; from here on it counts as open. Raises AuthenticationError
+        when it has no good ticket."""
         async with asyncio.timeout(_GREETING_LIMIT.total_seconds()):
             await connection.shake_hands(self._handshakes)
             greeted = bytearray(GREETING_BYTES)
@@ -228,7 +266,9 @@ class BulkServer:
         try:
             area, descriptor = SharedArea.make()
         except OSError as error:
-            told = UnavailableError(f"there is no memory to share: {error}", reason="MEMORY_EXHAUSTED")
+            told = UnavailableError(
+                f"there is no memory to share: {error}", reason="MEMORY_EXHAUSTED"
+            )
             await connection.send(Kind.ERROR, error_message(told))
             raise told from error
         try:
@@ -236,15 +276,20 @@ class BulkServer:
         finally:
             os.close(descriptor)
 
-    # ----------------------------------------------------------------------------------------------------------------- streams
+    # -------------------------------------------------------------------------------------- streams
 
-    async def _serve_streams(self, connection: ServedConnection, speaker: Speaker, transport: Transport) -> None:
+    async def _serve_streams(
+        self, connection: ServedConnection, speaker: Speaker, transport: Transport
+    ) -> None:
         """One stream after another, until the peer closes the connection or breaks a rule."""
         task = asyncio.current_task()
         assert task is not None, "it is served by a task"
 
         def gone() -> None:
-            logger.info("a bulk connection broke in a stream", extra={"transport": str(transport), "member_id": speaker.member_id})
+            logger.info(
+                "a bulk connection broke in a stream",
+                extra={"transport": str(transport), "member_id": speaker.member_id},
+            )
             task.cancel()
 
         try:
@@ -257,7 +302,9 @@ class BulkServer:
             await connection.send_last(Kind.ERROR, error_message(error))
             raise
 
-    async def _stream(self, connection: ServedConnection, frame: Frame, speaker: Speaker, transport: Transport) -> None:
+    async def _stream(
+        self, connection: ServedConnection, frame: Frame, speaker: Speaker, transport: Transport
+    ) -> None:
         """The stream that a frame begins."""
         if frame.kind in _UPLOADS:
             await self._upload(connection, _UPLOADS[frame.kind], speaker, transport)
@@ -266,10 +313,14 @@ class BulkServer:
         else:
             raise malformed(f"{frame.kind.name} where a stream must begin")
 
-    async def _upload(self, connection: ServedConnection, kind: UploadKind, speaker: Speaker, transport: Transport) -> None:
+    async def _upload(
+        self, connection: ServedConnection, kind: UploadKind, speaker: Speaker, transport: Transport
+    ) -> None:
         incoming = _Incoming(connection, speaker.member_id)
         try:
-            response = await self._transfers.upload(incoming.parts(), kind, transport, key=speaker.key)
+            response = await self._transfers.upload(
+                incoming.parts(), kind, transport, key=speaker.key
+            )
         except Disconnected:
             raise
         except Exception as error:
@@ -286,14 +337,18 @@ class BulkServer:
         async with connection.in_time():
             await connection.send(Kind.RESULT, response.SerializeToString())
 
-    async def _pull(self, connection: ServedConnection, frame: Frame, speaker: Speaker, transport: Transport) -> None:
+    async def _pull(
+        self, connection: ServedConnection, frame: Frame, speaker: Speaker, transport: Transport
+    ) -> None:
         async with connection.in_time():
             message = await connection.message(frame)
         try:
             request = pb.PullRequest.FromString(message)
             with self._metrics.counting_refusals("Pull"):
                 _check_speaker(request.member_id, speaker.member_id)
-            async with aclosing(self._transfers.pull(request, transport, key=speaker.key)) as answers:
+            async with aclosing(
+                self._transfers.pull(request, transport, key=speaker.key)
+            ) as answers:
                 async for header, reading in answers:
                     async with connection.in_time():
                         await connection.send(Kind.PARTITION, header.SerializeToString(), more=True)
@@ -321,14 +376,17 @@ class _Incoming:
         self._ended = False
 
     async def parts(self) -> AsyncGenerator[Part]:
-        """What comes, up to END. Raises Disconnected, DecodeError, PermissionDeniedError, and InvalidRequestError / STREAM_MALFORMED."""
+        """What comes, up to END. Raises Disconnected, DecodeError, PermissionDeniedError, and
+        InvalidRequestError / STREAM_MALFORMED."""
         while (frame := await self._next()) is not None:
             if frame.kind is Kind.DATA:
                 yield None, self._connection.data(frame)
             else:
                 header = pb.PushHeader.FromString(await self._connection.message(frame))
                 if not self._member_id:
-                    raise PermissionDeniedError("a bulk connection that OpenData gave to nobody's member may only pull")
+                    raise PermissionDeniedError(
+                        "a bulk connection that OpenData gave to nobody's member may only pull"
+                    )
                 _check_speaker(header.member_id, self._member_id)
                 yield header, _NOTHING
 
@@ -364,8 +422,9 @@ class _Incoming:
 
 
 async def _someone_comes(listener: socket.socket) -> None:
-    """Returns when somebody wants to connect. asyncio's own sock_accept accepts, and loses the connection where its task is cancelled just
-    then: nobody would close it, and its other end would wait."""
+    """Returns when somebody wants to connect. asyncio's own sock_accept accepts, and loses the
+    connection where its task is cancelled just then: nobody would close it, and its other end would
+    wait."""
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
     loop.add_reader(listener, came.set)
@@ -378,5 +437,6 @@ async def _someone_comes(listener: socket.socket) -> None:
 def _check_speaker(claimed: str, member_id: str) -> None:
     if claimed not in ("", member_id):
         raise PermissionDeniedError(
-            f"member_id={claimed!r} over a bulk connection of {member_id!r}: it speaks for the member that OpenData named, or for nobody"
+            f"member_id={claimed!r} over a bulk connection of {member_id!r}: it speaks for the "
+            "member that OpenData named, or for nobody"
         )

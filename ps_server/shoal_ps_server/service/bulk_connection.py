@@ -1,8 +1,10 @@
-"""One bulk connection on the server's event loop: frames in and out of a socket that never blocks, payloads without copies of our own.
+"""One bulk connection on the server's event loop: frames in and out of a socket that never blocks,
+payloads without copies of our own.
 
-Over TCP a payload goes from the kernel straight into the memory of its upload, and from a partition's values straight into the kernel;
-asyncio's own streams would copy it twice. TLS is the ssl module's, on the same socket. With shared memory the socket carries heads and
-messages alone (shoal_common.bulk).
+Over TCP a payload goes from the kernel straight into the memory of its upload, and from a
+partition's values straight into the kernel; asyncio's own streams would copy it twice. TLS is the
+ssl module's, on the same socket. With shared memory the socket carries heads and messages alone
+(shoal_common.bulk).
 """
 
 from __future__ import annotations
@@ -18,7 +20,15 @@ from functools import partial
 from typing import Final
 
 from shoal_common.bulk.area import AREA_BYTES, SharedArea
-from shoal_common.bulk.frames import DATA_BYTES, HEAD_BYTES, Frame, Kind, head, malformed, parse_head
+from shoal_common.bulk.frames import (
+    DATA_BYTES,
+    HEAD_BYTES,
+    Frame,
+    Kind,
+    head,
+    malformed,
+    parse_head,
+)
 from shoal_common.failpoints import failpoint
 
 from shoal_ps_server.shard.payload import Upload
@@ -33,10 +43,12 @@ class Disconnected(Exception):
 
 
 class ServedConnection:
-    """Used by one task at a time. Its methods raise Disconnected, and InvalidRequestError / STREAM_MALFORMED."""
+    """Used by one task at a time. Its methods raise Disconnected, and InvalidRequestError /
+    STREAM_MALFORMED."""
 
     def __init__(self, connected: socket.socket, *, idle_limit: timedelta) -> None:
-        """Takes it over; it must not block. `idle_limit`: how long the peer may leave it in the middle of something."""
+        """Takes it over; it must not block. `idle_limit`: how long the peer may leave it in the
+        middle of something."""
         self._loop = asyncio.get_running_loop()
         self._socket = connected
         self._idle_s = idle_limit.total_seconds()
@@ -51,7 +63,8 @@ class ServedConnection:
         return self._socket.fileno()
 
     async def shake_hands(self, threads: Executor) -> None:
-        """Begins TLS, where it is: its arithmetic, which anybody can ask for, on `threads`, and the waits for the peer here."""
+        """Begins TLS, where it is: its arithmetic, which anybody can ask for, on `threads`, and the
+        waits for the peer here."""
         if not isinstance(self._socket, ssl.SSLSocket):
             return
         while True:
@@ -59,7 +72,8 @@ class ServedConnection:
             try:
                 await asyncio.wait([step])
             except asyncio.CancelledError:
-                await asyncio.wait([step])  # the socket is closed next: no thread is to be at work on it
+                # the socket is closed next: no thread is to be at work on it
+                await asyncio.wait([step])
                 raise
             try:
                 step.result()
@@ -71,10 +85,12 @@ class ServedConnection:
                 return
 
     def share(self, area: SharedArea, descriptor: int) -> None:
-        """Has payloads go through `area`, which it takes over, and sends the peer its descriptor with READY. Before the first frame."""
+        """Has payloads go through `area`, which it takes over, and sends the peer its descriptor
+        with READY. Before the first frame."""
         self._area = area
         try:
-            socket.send_fds(self._socket, [head(Kind.READY, AREA_BYTES)], [descriptor])  # a new socket has room for it
+            # a new socket has room for it
+            socket.send_fds(self._socket, [head(Kind.READY, AREA_BYTES)], [descriptor])
         except OSError as error:
             raise Disconnected(str(error)) from error
 
@@ -87,13 +103,16 @@ class ServedConnection:
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise Disconnected(f"the peer let a stream stand still for {self._idle_s:g} s") from error
+            raise Disconnected(
+                f"the peer let a stream stand still for {self._idle_s:g} s"
+            ) from error
 
-    # -------------------------------------------------------------------------------------------------------------- receiving
+    # ------------------------------------------------------------------------------------ receiving
 
     async def next_frame(self) -> Frame | None:
         """The next frame's head; None: the peer has closed the connection."""
-        await asyncio.sleep(0)  # others have their turn, also while frames without end are there already
+        # others have their turn, also while frames without end are there already
+        await asyncio.sleep(0)
         data = bytearray(HEAD_BYTES)
         received = await self._receive_some(memoryview(data))
         if not received:
@@ -109,7 +128,9 @@ class ServedConnection:
         await self.receive_into(memoryview(data))
         return bytes(data)
 
-    async def receive_into(self, target: memoryview, came: Callable[[int], None] = lambda nbytes: None) -> None:
+    async def receive_into(
+        self, target: memoryview, came: Callable[[int], None] = lambda nbytes: None
+    ) -> None:
         """Fills `target`; `came` is told of each part that is there."""
         while target.nbytes:
             received = await self._receive_some(target)
@@ -124,7 +145,8 @@ class ServedConnection:
         return Data(self, frame.length)
 
     async def move(self, upload: Upload) -> None:
-        """The payload at hand, to its upload. Raises as `Upload.room`; then it can still be passed over."""
+        """The payload at hand, to its upload. Raises as `Upload.room`; then it can still be passed
+        over."""
         nbytes = self._unread
         room = upload.room(nbytes)
         if self._area is None:
@@ -151,15 +173,16 @@ class ServedConnection:
             await self._send_bytes(head(Kind.FREE))
         self._unread = 0
 
-    # ---------------------------------------------------------------------------------------------------------------- sending
+    # -------------------------------------------------------------------------------------- sending
 
     async def send(self, kind: Kind, message: bytes = b"", *, more: bool = False) -> None:
         """One frame. `more`: another one follows at once."""
         await self._send_bytes(head(kind, len(message)) + message, more=more)
 
     async def send_last(self, kind: Kind, message: bytes) -> None:
-        """One frame, after which the connection is to be closed. Takes some more of what the peer sends, and drops it: a connection that is
-        closed with bytes unread is reset, and the peer may lose the frame."""
+        """One frame, after which the connection is to be closed. Takes some more of what the peer
+        sends, and drops it: a connection that is closed with bytes unread is reset, and the peer
+        may lose the frame."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
                 await self.send(kind, message)
@@ -170,7 +193,8 @@ class ServedConnection:
                     pass
 
     async def send_values(self, reading: Reading) -> None:
-        """All that `reading` has left, as frames of DATA. Raises as `Reading.take`, between two of them."""
+        """All that `reading` has left, as frames of DATA. Raises as `Reading.take`, between two of
+        them."""
         while nbytes := min(reading.remaining, DATA_BYTES):
             async with self.in_time():
                 if self._area is None:
@@ -187,7 +211,8 @@ class ServedConnection:
             await asyncio.sleep(0)  # others have their turn
 
     async def settle(self) -> None:
-        """With shared memory: waits until the peer has read all pieces, after which both sides agree on the next one."""
+        """With shared memory: waits until the peer has read all pieces, after which both sides
+        agree on the next one."""
         while self._area is not None and self._area.in_use:
             await self._wait_for_free(self._area)
 
@@ -205,7 +230,8 @@ class ServedConnection:
             raise malformed(f"{frame.kind.name} where FREE was expected")
 
     async def _send_live(self, reading: Reading, nbytes: int) -> None:
-        """Values from where they are. They may change while the socket takes no more: then the reading goes on in a copy of them."""
+        """Values from where they are. They may change while the socket takes no more: then the
+        reading goes on in a copy of them."""
         while nbytes:
             sent = await self._send_some_live(reading, nbytes)
             reading.take(sent)
@@ -226,7 +252,8 @@ class ServedConnection:
         return await self._perform(lambda: self._socket.recv_into(target), writes=False)
 
     async def _perform(self, operation: Callable[[], int | None], *, writes: bool) -> int:
-        """Repeats what would block when it no longer would. Under TLS a write may have to wait for the peer, and a read to write."""
+        """Repeats what would block when it no longer would. Under TLS a write may have to wait for
+        the peer, and a read to write."""
         while True:
             try:
                 return operation() or 0

@@ -1,7 +1,7 @@
 """How many descriptors this process may have open, and how many of them the bulk channel may take.
 
-The other half is for the journal, the RPCs' connections and all else: without descriptors a server can neither begin a file of its journal
-nor accept anybody. Who gets no bulk connection takes gRPC.
+The other half is for the journal, the RPCs' connections and all else: without descriptors a server
+can neither begin a file of its journal nor accept anybody. Who gets no bulk connection takes gRPC.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class BulkShare:
 
 
 def raise_limit() -> None:
-    """Lets this process have as many descriptors as it may: what a shell or a service manager gives is often a small part of that."""
+    """Lets this process have as many descriptors as it may: what a shell or a service manager gives
+    is often a small part of that."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _ENOUGH if hard == resource.RLIM_INFINITY else min(hard, _ENOUGH)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,5 +1,6 @@
-"""Peers that go away while nobody reads from their connections: a stream may wait for other members or for the journal, and what its peer
-has sent already stands before the end. gRPC cancels its calls then; this is the same for bulk connections. Belongs to the event loop.
+"""Peers that go away while nobody reads from their connections: a stream may wait for other members
+or for the journal, and what its peer has sent already stands before the end. gRPC cancels its calls
+then; this is the same for bulk connections. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from contextlib import contextmanager
 
 
 class HangUps:
-    """Those of one server's connections. `close` it. On a system without epoll, where nothing says so, it notices none: a stream whose peer
-    is gone ends when it sends or receives."""
+    """Those of one server's connections. `close` it. On a system without epoll, where nothing says
+    so, it notices none: a stream whose peer is gone ends when it sends or receives."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -30,7 +31,8 @@ class HangUps:
             yield
             return
         self._waiting[descriptor] = gone
-        self._poll.register(descriptor, select.EPOLLRDHUP)  # not EPOLLIN: what it has sent may be there unread
+        # not EPOLLIN: what it has sent may be there unread
+        self._poll.register(descriptor, select.EPOLLRDHUP)
         try:
             yield
         finally:
@@ -51,6 +53,10 @@ class HangUps:
                 gone()
 
     def _forget(self, descriptor: int) -> None:
-        if self._poll is not None and self._waiting.pop(descriptor, None) is not None and not self._poll.closed:
+        if (
+            self._poll is not None
+            and self._waiting.pop(descriptor, None) is not None
+            and not self._poll.closed
+        ):
             with contextlib.suppress(OSError):  # it was closed, and is watched no more
                 self._poll.unregister(descriptor)

@@ -1,7 +1,8 @@
 """Initialize and Push: from a stream of parts to changes of the shard, and the answers back.
 
-Belongs to the event loop. While a partition is written to the journal and applied here, gRPC's own threads, or the kernel, take the next
-chunks off the wire; flow control slows senders down to what the server can do. What is not applied yet has its memory from `staging.py`.
+Belongs to the event loop. While a partition is written to the journal and applied here, gRPC's own
+threads, or the kernel, take the next chunks off the wire; flow control slows senders down to what
+the server can do. What is not applied yet has its memory from `staging.py`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class Intake:
         idle_limit: timedelta = IDLE_LIMIT,
         staging: Staging | None = None,
     ) -> None:
-        """`applied` is told of every outcome; `waited` of the seconds of every wait for other members, also of those that took none."""
+        """`applied` is told of every outcome; `waited` of the seconds of every wait for other
+        members, also of those that took none."""
         self._job_id = job_id
         self._changes = changes
         self._membership = membership
@@ -54,23 +56,32 @@ class Intake:
         self._idle_limit = idle_limit
         self._staging = staging or Staging()
 
-    async def receive(self, parts: AsyncIterator[Part], kind: UploadKind, *, key: str = "") -> pb.PushResponse:
-        """Serves one stream, of a caller that shows `key`, to its end. Raises what the .proto says of Push, and DeadlineError /
-        STREAM_IDLE."""
+    async def receive(
+        self, parts: AsyncIterator[Part], kind: UploadKind, *, key: str = ""
+    ) -> pb.PushResponse:
+        """Serves one stream, of a caller that shows `key`, to its end. Raises what the .proto says
+        of Push, and DeadlineError / STREAM_IDLE."""
         idle_s = self._idle_limit.total_seconds()
         loop = asyncio.get_running_loop()
         stream = _UploadStream()
         try:
-            async with asyncio.timeout(idle_s) as idle, aclosing(self._partitions(parts, kind, stream, key)) as partitions:
+            async with (
+                asyncio.timeout(idle_s) as idle,
+                aclosing(self._partitions(parts, kind, stream, key)) as partitions,
+            ):
                 async for upload in partitions:
                     await self._admit(upload, kind, stream)
                     idle.reschedule(loop.time() + idle_s)
         except TimeoutError as error:
             if not idle.expired():
-                raise  # another's deadline: the coordinator's, say, when it was asked for the shard map
-            raise DeadlineError(f"no partition was completed in this stream for {idle_s:g} s", reason="STREAM_IDLE") from error
+                # another's deadline: the coordinator's, say, when it was asked for the shard map
+                raise
+            raise DeadlineError(
+                f"no partition was completed in this stream for {idle_s:g} s", reason="STREAM_IDLE"
+            ) from error
         except ShoalError:
-            await self._changes.in_time(stream.results)  # where one before it is refused too, that is what is told
+            # where one before it is refused too, that is what is told
+            await self._changes.in_time(stream.results)
             raise
         finally:
             stream.release()
@@ -80,34 +91,50 @@ class Intake:
             self._membership.finished(stream.member_id, stream.clock)
         return pb.PushResponse(results=results)
 
-    def _partitions(self, parts: AsyncIterator[Part], kind: UploadKind, stream: _UploadStream, key: str) -> AsyncGenerator[Upload]:
+    def _partitions(
+        self, parts: AsyncIterator[Part], kind: UploadKind, stream: _UploadStream, key: str
+    ) -> AsyncGenerator[Upload]:
         async def open_upload(header: pb.PushHeader) -> Upload:
             check_job(header.job_id, self._job_id)
-            opened = parse_upload_header(header, await self._layout_of_epoch(header.shard_map_epoch), kind)
+            opened = parse_upload_header(
+                header, await self._layout_of_epoch(header.shard_map_epoch), kind
+            )
             self._changes.check_open(opened.spec)
             stream.check_member(opened)
             await self._membership.admit(opened.member_id, opened.generation, key=key)
             if kind is UploadKind.PUSH and not self._changes.is_settled(opened):
-                # Before it has memory here: what waits for other members must not take the place of what these are waiting to send.
+                # Before it has memory here: what waits for other members must not take the place of
+                # what these are waiting to send.
                 await self._await_turn(opened)
-            decoded = 0 if opened.codec == pb.CODEC_RAW else opened.length * opened.spec.element.itemsize
-            stream.release = await self._staging.take(opened.member_id, opened.payload_bytes + decoded)
+            decoded = (
+                0 if opened.codec == pb.CODEC_RAW else opened.length * opened.spec.element.itemsize
+            )
+            stream.release = await self._staging.take(
+                opened.member_id, opened.payload_bytes + decoded
+            )
             return Upload(opened)
 
         return received_partitions(parts, open_upload)
 
     async def _await_turn(self, push: UploadHeader) -> None:
-        """bsp: a push may have to wait until all have read what it would change. Its sender is slowed down by HTTP/2 meanwhile."""
+        """bsp: a push may have to wait until all have read what it would change. Its sender is
+        slowed down by HTTP/2 meanwhile."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
-            await self._membership.let_in(push.member_id, push.generation, push.clock, check=lambda: self._changes.check_open(push.spec))
+            await self._membership.let_in(
+                push.member_id,
+                push.generation,
+                push.clock,
+                check=lambda: self._changes.check_open(push.spec),
+            )
         finally:
             if self._membership.consistency.mode is ConsistencyMode.BSP:
                 self._waited(loop.time() - started)
 
     async def _admit(self, upload: Upload, kind: UploadKind, stream: _UploadStream) -> None:
-        """A partition has come whole; it may have taken long. The next one may come while this one is written and applied."""
+        """A partition has come whole; it may have taken long. The next one may come while this one
+        is written and applied."""
         header = upload.header
         self._membership.check(header.member_id, header.generation)
         admit = self._changes.push if kind is UploadKind.PUSH else self._changes.initialize
@@ -138,7 +165,10 @@ class _UploadStream:
     def check_member(self, upload: UploadHeader) -> None:
         """Raises InvalidRequestError unless the stream is one member's."""
         if self.member_id and upload.member_id != self.member_id:
-            raise InvalidRequestError(f"member_id={upload.member_id!r} in a stream of {self.member_id!r}: one stream, one member")
+            raise InvalidRequestError(
+                f"member_id={upload.member_id!r} in a stream of {self.member_id!r}: one stream, "
+                "one member"
+            )
         self.member_id = upload.member_id
 
     async def results(self) -> list[pb.PartitionResult]:

@@ -1,4 +1,5 @@
-"""Does what the coordinator says of moves, one thing at a time: what it has decided is made so here first, then partitions are given away.
+"""Does what the coordinator says of moves, one thing at a time: what it has decided is made so here
+first, then partitions are given away.
 
 Belongs to the event loop.
 """
@@ -27,21 +28,27 @@ logger = logging.getLogger(__name__)
 class Report(Protocol):
     """Tells the coordinator what became of a move."""
 
-    def __call__(self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False) -> None:
-        """The incarnation of the process that has the partitions, or why none has, and whether that is this server's fault."""
+    def __call__(
+        self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False
+    ) -> None:
+        """The incarnation of the process that has the partitions, or why none has, and whether that
+        is this server's fault."""
 
 
 class Mover:
     """One server's."""
 
-    def __init__(self, *, moves: Moves, giver: Giver, layouts: Layouts, changes: Changes, report: Report) -> None:
+    def __init__(
+        self, *, moves: Moves, giver: Giver, layouts: Layouts, changes: Changes, report: Report
+    ) -> None:
         self._moves = moves
         self._giver = giver
         self._layouts = layouts
         self._changes = changes
         self._report = report
         self._decided: tuple[int, int] | None = None
-        """The last move that is settled, and the epoch that says how; None: that has been made so."""
+        """The last move that is settled, and the epoch that says how; None: that has been made
+        so."""
         self._order: MoveOrder | None = None
         self._giving: tuple[int, asyncio.Task[None]] | None = None
         """The move that is under way."""
@@ -55,7 +62,8 @@ class Mover:
         self._told.set()
 
     def ordered(self, order: MoveOrder) -> None:
-        """Partitions are to be given away. Heard again while that is under way, it changes nothing: the report is to come."""
+        """Partitions are to be given away. Heard again while that is under way, it changes nothing:
+        the report is to come."""
         if self._giving is None or self._giving[0] != order.move:
             self._order = order
             self._told.set()
@@ -73,8 +81,8 @@ class Mover:
                     await self._give(order)
 
     async def _settle(self) -> None:
-        """Gets the map that the coordinator spoke of, and does away with what waited for it. What cannot be done yet is tried again, until
-        something newer is heard."""
+        """Gets the map that the coordinator spoke of, and does away with what waited for it. What
+        cannot be done yet is tried again, until something newer is heard."""
         backoff = Backoff(first_s=0.05, longest_s=2.0)
         while self._decided is not None:
             decided = move, epoch = self._decided
@@ -82,10 +90,16 @@ class Mover:
                 await self._layouts.at_least(epoch)
                 await self._end_moves(move)
             except PreconditionError as error:
-                logger.critical("the shard map cannot be this server's", extra={"epoch": epoch, "reason": error.reason, "error": error})
+                logger.critical(
+                    "the shard map cannot be this server's",
+                    extra={"epoch": epoch, "reason": error.reason, "error": error},
+                )
             except ShoalError as error:
                 again_in_s = backoff.next_s(error)
-                logger.warning("a move cannot be ended yet", extra={"move": move, "error": error, "again_in_s": round(again_in_s, 3)})
+                logger.warning(
+                    "a move cannot be ended yet",
+                    extra={"move": move, "error": error, "again_in_s": round(again_in_s, 3)},
+                )
                 await asyncio.sleep(again_in_s)
                 continue
             if self._decided == decided:
@@ -94,11 +108,14 @@ class Mover:
     async def _end_moves(self, move: int) -> None:
         # A record of the move may be on its way still.
         is_open = await asyncio.shield(self._changes.in_order(lambda: self._moves.is_open(move)))
-        self._moves.settled = max(self._moves.settled, move)  # before it is written: no stream of the move goes on behind that
+        # before it is written: no stream of the move goes on behind that
+        self._moves.settled = max(self._moves.settled, move)
         if not is_open:
             return  # a recovery is told again
         stays = frozenset() if self._moves.leaving is None else self._moves.leaving.partitions
-        await asyncio.shield(self._changes.move(settled_record(move), lambda: self._moves.settle(move)))
+        await asyncio.shield(
+            self._changes.move(settled_record(move), lambda: self._moves.settle(move))
+        )
         self._giver.freed(stays)
 
     async def _give(self, order: MoveOrder) -> None:
@@ -123,10 +140,16 @@ class Mover:
             logger.exception("partitions were not given away")
             self._report(order.move, reason=f"{type(error).__name__}: {error}", giver_failed=True)
             return
-        logger.info("partitions were given away", extra={"move": order.move, "partitions": len(order.partition_ids)})
+        logger.info(
+            "partitions were given away",
+            extra={"move": order.move, "partitions": len(order.partition_ids)},
+        )
         self._report(order.move, receiver=receiver)
         failpoint("move.reported")
 
     def _not_given(self, order: MoveOrder, error: ShoalError, *, giver_failed: bool) -> None:
-        logger.warning("partitions were not given away", extra={"move": order.move, "reason": error.reason, "error": error})
+        logger.warning(
+            "partitions were not given away",
+            extra={"move": order.move, "reason": error.reason, "error": error},
+        )
         self._report(order.move, reason=f"{error.reason}: {error}", giver_failed=giver_failed)

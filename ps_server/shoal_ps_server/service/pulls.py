@@ -1,7 +1,8 @@
-"""Pull: waits for slower members and for first values, then gives partitions to be read, one after another.
+"""Pull: waits for slower members and for first values, then gives partitions to be read, one after
+another.
 
-Belongs to the event loop. A partition is read copy-on-write (shard/reading.py): consistent in itself, without a lock, however slow the
-reader.
+Belongs to the event loop. A partition is read copy-on-write (shard/reading.py): consistent in
+itself, without a lock, however slow the reader.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ class Pulls:
         waited: Callable[[float], None],
         answered: Callable[[int | None], None],
     ) -> None:
-        """`quiet` waits for changes that are on their way. `waited` is told the seconds of every wait for slower members, also of those
-        that took none; `answered` of every partition that was answered, and how many bytes of values were sent; None: it was unchanged."""
+        """`quiet` waits for changes that are on their way. `waited` is told the seconds of every
+        wait for slower members, also of those that took none; `answered` of every partition that
+        was answered, and how many bytes of values were sent; None: it was unchanged."""
         self._shard = shard
         self._membership = membership
         self._quiet = quiet
@@ -52,14 +54,17 @@ class Pulls:
             event.set()
 
     def stop(self) -> None:
-        """The server stops: who waits for first values is told to try again, UnavailableError / SERVER_STOPPING."""
+        """The server stops: who waits for first values is told to try again, UnavailableError /
+        SERVER_STOPPING."""
         self._stopping = True
         for partition_id in list(self._first_values):
             self.initialized(partition_id)
 
-    async def serve(self, pull: Pull, *, key: str = "") -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
-        """Gives a caller that shows `key` each partition's header and its values, which are to be read before the next is asked for;
-        None: unchanged.
+    async def serve(
+        self, pull: Pull, *, key: str = ""
+    ) -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
+        """Gives a caller that shows `key` each partition's header and its values, which are to be
+        read before the next is asked for; None: unchanged.
 
         Raises what the .proto says of Pull.
         """
@@ -79,7 +84,12 @@ class Pulls:
             version = self._shard.version(wanted.spec.partition_id)
             if version <= wanted.newer_than:
                 self._note(pull, wanted.spec)
-                yield pb.PullHeader(partition_id=wanted.spec.partition_id, version=version, unchanged=True), None
+                yield (
+                    pb.PullHeader(
+                        partition_id=wanted.spec.partition_id, version=version, unchanged=True
+                    ),
+                    None,
+                )
                 self._answered(None)
             else:
                 codec = _codec(wanted.spec, pull.codec)
@@ -99,7 +109,11 @@ class Pulls:
 
     def _note(self, pull: Pull, spec: PartitionSpec) -> None:
         """What a member has now is kept for its next push, unless it has been put out meanwhile."""
-        if spec.bucket is None and pull.member_id and pull.member_id in self._membership.fence.members:
+        if (
+            spec.bucket is None
+            and pull.member_id
+            and pull.member_id in self._membership.fence.members
+        ):
             self._shard.note_pull(spec.partition_id, pull.member_id)
 
     async def _await_turn(self, pull: Pull, check: Callable[[], None]) -> None:
@@ -108,33 +122,47 @@ class Pulls:
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
-            await self._membership.proceed(pull.member_id, pull.generation, wait=pull.wait, check=check)
+            await self._membership.proceed(
+                pull.member_id, pull.generation, wait=pull.wait, check=check
+            )
             if self._membership.consistency.mode is ConsistencyMode.BSP:
-                await self._quiet()  # of a member that is gone, and that nobody waits for: all are to read with its last push, or without
+                # of a member that is gone, and that nobody waits for: all are to read with its last
+                # push, or without
+                await self._quiet()
         finally:
             if self._membership.consistency.mode is not ConsistencyMode.ASP:
                 self._waited(loop.time() - started)
 
     async def _await_values(self, spec: PartitionSpec, deadline: float) -> None:
-        """Returns when a partition has values. Raises DeadlineError / PARTITION_UNINITIALIZED, and as `Shard.check_open`."""
+        """Returns when a partition has values. Raises DeadlineError / PARTITION_UNINITIALIZED, and
+        as `Shard.check_open`."""
         self._shard.check_open(spec)
         try:
             async with asyncio.timeout_at(deadline):
                 while not self._shard.version(spec.partition_id):
                     if self._stopping:
-                        raise UnavailableError("this server is stopping; try again", reason="SERVER_STOPPING")
+                        raise UnavailableError(
+                            "this server is stopping; try again", reason="SERVER_STOPPING"
+                        )
                     await self._first_values.setdefault(spec.partition_id, asyncio.Event()).wait()
                     self._shard.check_open(spec)
         except TimeoutError as error:
             raise DeadlineError(
-                f"{describe(spec)} has no values yet: nobody sent Initialize, or not to this server; wait longer (wait_ms)",
+                f"{describe(spec)} has no values yet: nobody sent Initialize, or not to this "
+                "server; wait longer (wait_ms)",
                 reason="PARTITION_UNINITIALIZED",
             ) from error
 
 
 def _codec(spec: PartitionSpec, asked: int) -> int:
     """The codec that was asked for, where it saves something; rows come as they are."""
-    return asked if asked != codecs.RAW and spec.bucket is None and codecs.payload_bytes(asked, spec.length) < spec.nbytes else codecs.RAW
+    return (
+        asked
+        if asked != codecs.RAW
+        and spec.bucket is None
+        and codecs.payload_bytes(asked, spec.length) < spec.nbytes
+        else codecs.RAW
+    )
 
 
 def _header(wanted: Wanted, codec: int, reading: Reading, *, checksummed: bool) -> pb.PullHeader:

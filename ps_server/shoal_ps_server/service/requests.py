@@ -1,7 +1,8 @@
-"""From protobuf messages to frozen domain types: here, and only here, requests are checked for being well formed.
+"""From protobuf messages to frozen domain types: here, and only here, requests are checked for
+being well formed.
 
-What depends on the server's state (is the member fenced, has the partition values) is checked where that state is. Every refusal names the
-field, its value and what was expected.
+What depends on the server's state (is the member fenced, has the partition values) is checked where
+that state is. Every refusal names the field, its value and what was expected.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def check_job(job_id: str, expected: str) -> None:
     """Raises UnknownResourceError / JOB_UNKNOWN for a request of another job."""
     if job_id != expected:
         raise UnknownResourceError(
-            f"this server holds job {expected!r}, the request is for {job_id!r}; the coordinator says where that job's servers are",
+            f"this server holds job {expected!r}, the request is for {job_id!r}; the coordinator "
+            "says where that job's servers are",
             reason="JOB_UNKNOWN",
         )
 
@@ -89,22 +91,27 @@ def check_job(job_id: str, expected: str) -> None:
 def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind) -> UploadHeader:
     """A header, checked before a byte of its payload is kept.
 
-    Raises LimitError / PAYLOAD_TOO_LARGE, UnknownResourceError / PARTITION_UNKNOWN, InvalidRequestError: DTYPE_MISMATCH,
-    CODEC_UNSUPPORTED, PIECES_INVALID, ROWS_INVALID, LENGTH_MISMATCH, PAYLOAD_SIZE_MISMATCH, SEQUENCE_INVALID, REQUEST_INVALID.
+    Raises LimitError / PAYLOAD_TOO_LARGE, UnknownResourceError / PARTITION_UNKNOWN,
+    InvalidRequestError: DTYPE_MISMATCH, CODEC_UNSUPPORTED, PIECES_INVALID, ROWS_INVALID,
+    LENGTH_MISMATCH, PAYLOAD_SIZE_MISMATCH, SEQUENCE_INVALID, REQUEST_INVALID.
     """
     if header.payload_bytes > LARGEST_PAYLOAD_BYTES:
         raise LimitError(
-            f"payload_bytes={header.payload_bytes}: a partition may have at most {LARGEST_PAYLOAD_BYTES} bytes",
+            f"payload_bytes={header.payload_bytes}: a partition may have at most "
+            f"{LARGEST_PAYLOAD_BYTES} bytes",
             reason="PAYLOAD_TOO_LARGE",
         )
     spec = partition_of(header.partition_id, layout)
     if header.dtype != spec.element.wire:
         raise InvalidRequestError(
-            f"{describe(spec)}: dtype={_enum_name(pb.Dtype, header.dtype)}, this server holds {spec.element.name}", reason="DTYPE_MISMATCH"
+            f"{describe(spec)}: dtype={_enum_name(pb.Dtype, header.dtype)}, this server holds "
+            f"{spec.element.name}",
+            reason="DTYPE_MISMATCH",
         )
     if header.codec != pb.CODEC_RAW and kind is UploadKind.INITIALIZE:
         raise InvalidRequestError(
-            f"{describe(spec)}: codec={_enum_name(pb.Codec, header.codec)}: first values come as they are, in CODEC_RAW",
+            f"{describe(spec)}: codec={_enum_name(pb.Codec, header.codec)}: first values come as "
+            "they are, in CODEC_RAW",
             reason="CODEC_UNSUPPORTED",
         )
     absent = _absent_pieces(header, spec, kind)
@@ -112,17 +119,26 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
     length = spec.length_without(absent) if spec.bucket is None else rows * spec.bucket.dim
     nbytes = length * spec.element.itemsize + ID_BYTES * rows
     if header.length != length:
-        raise InvalidRequestError(f"{describe(spec)}: length={header.length}, expected {length} elements", reason="LENGTH_MISMATCH")
+        raise InvalidRequestError(
+            f"{describe(spec)}: length={header.length}, expected {length} elements",
+            reason="LENGTH_MISMATCH",
+        )
     if header.codec != pb.CODEC_RAW:
-        codecs.check_size(header.codec, header.payload_bytes, length, len(spec.pieces) - len(absent))
+        codecs.check_size(
+            header.codec, header.payload_bytes, length, len(spec.pieces) - len(absent)
+        )
     elif header.payload_bytes != nbytes:
         raise InvalidRequestError(
-            f"{describe(spec)}: payload_bytes={header.payload_bytes}, but {length} elements of {spec.element.name} are {nbytes}",
+            f"{describe(spec)}: payload_bytes={header.payload_bytes}, but {length} elements of "
+            f"{spec.element.name} are {nbytes}",
             reason="PAYLOAD_SIZE_MISMATCH",
         )
     first = 1 if kind is UploadKind.PUSH else 0
     if header.sequence < first:
-        raise InvalidRequestError(f"{describe(spec)}: sequence={header.sequence}: expected {first} or more", reason="SEQUENCE_INVALID")
+        raise InvalidRequestError(
+            f"{describe(spec)}: sequence={header.sequence}: expected {first} or more",
+            reason="SEQUENCE_INVALID",
+        )
     return UploadHeader(
         spec=spec,
         member_id=parse_member(header.member_id),
@@ -141,17 +157,25 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
 
 
 def parse_pull(request: pb.PullRequest, layout: Layout) -> Pull:
-    """Raises UnknownResourceError / PARTITION_UNKNOWN, LimitError / PAYLOAD_TOO_LARGE and InvalidRequestError."""
+    """Raises UnknownResourceError / PARTITION_UNKNOWN, LimitError / PAYLOAD_TOO_LARGE and
+    InvalidRequestError."""
     longest_ms = LONGEST_WAIT // timedelta(milliseconds=1)
     if not 0 <= request.wait_ms <= longest_ms:
         raise InvalidRequestError(f"wait_ms={request.wait_ms}: expected 0 to {longest_ms}")
-    wanted = tuple(_wanted(each, partition_of(each.partition_id, layout)) for each in request.partitions)
+    wanted = tuple(
+        _wanted(each, partition_of(each.partition_id, layout)) for each in request.partitions
+    )
     if len({each.spec.partition_id for each in wanted}) < len(wanted):
         raise InvalidRequestError("partitions: one is asked for twice; name each at most once")
     return Pull(
         member_id=parse_member(request.member_id) if request.member_id else "",
         generation=at_least("generation", request.generation, 0),
-        partitions=wanted or tuple(Wanted(spec=spec, newer_than=0) for spec in layout.partitions.values() if spec.bucket is None),
+        partitions=wanted
+        or tuple(
+            Wanted(spec=spec, newer_than=0)
+            for spec in layout.partitions.values()
+            if spec.bucket is None
+        ),
         clock=at_least("clock", request.clock, 0),
         wait=timedelta(milliseconds=request.wait_ms),
         checksums=request.checksums,
@@ -163,14 +187,21 @@ def _wanted(message: pb.PartitionPull, spec: PartitionSpec) -> Wanted:
     newer_than = at_least("newer_than", message.newer_than, 0)
     if spec.bucket is None:
         if message.ids:
-            raise InvalidRequestError(f"{describe(spec)}: ids: it is no bucket of a table, and has no rows", reason="ROWS_INVALID")
+            raise InvalidRequestError(
+                f"{describe(spec)}: ids: it is no bucket of a table, and has no rows",
+                reason="ROWS_INVALID",
+            )
         return Wanted(spec=spec, newer_than=newer_than)
     if len(message.ids) % ID_BYTES:
-        raise InvalidRequestError(f"{describe(spec)}: {len(message.ids)} bytes of ids: expected 8 for each", reason="ROWS_INVALID")
+        raise InvalidRequestError(
+            f"{describe(spec)}: {len(message.ids)} bytes of ids: expected 8 for each",
+            reason="ROWS_INVALID",
+        )
     ids = np.frombuffer(message.ids, dtype="<i8").astype(np.int64)
     if (nbytes := len(ids) * spec.bucket.dim * spec.element.itemsize) > LARGEST_PAYLOAD_BYTES:
         raise LimitError(
-            f"{describe(spec)}: {len(ids)} rows are {nbytes} bytes: at most {LARGEST_PAYLOAD_BYTES} may be asked for at once",
+            f"{describe(spec)}: {len(ids)} rows are {nbytes} bytes: at most "
+            f"{LARGEST_PAYLOAD_BYTES} may be asked for at once",
             reason="PAYLOAD_TOO_LARGE",
         )
     check_ids(spec, spec.bucket, ids)
@@ -182,7 +213,8 @@ def _pull_codec(codec: int) -> int:
         return codecs.RAW
     if codec not in codecs.FOR_VALUES:
         raise InvalidRequestError(
-            f"codec={codecs.name(codec)} in a pull: what is left out of values does not come later, as with gradients; expected CODEC_RAW, "
+            f"codec={codecs.name(codec)} in a pull: what is left out of values does not come "
+            "later, as with gradients; expected CODEC_RAW, "
             f"{', '.join(map(codecs.name, codecs.FOR_VALUES))}",
             reason="CODEC_UNSUPPORTED",
         )
@@ -190,7 +222,8 @@ def _pull_codec(codec: int) -> int:
 
 
 def parse_optimizer(spec: pb.OptimizerSpec, tensors: frozenset[str] | None) -> OptimizerSettings:
-    """Raises InvalidRequestError / OPTIMIZER_INVALID. `tensors`: all of the job's; None: unknown, groups are not compared with them."""
+    """Raises InvalidRequestError / OPTIMIZER_INVALID. `tensors`: all of the job's; None: unknown,
+    groups are not compared with them."""
     return optimizer_settings(
         name=spec.name,
         hyperparameters=dict(spec.hyperparameters),
@@ -209,7 +242,9 @@ async def parse_begin(requests: AsyncIterator[pb.FollowRequest]) -> pb.FollowBeg
                     begin: pb.FollowBegin = request.begin
                     return begin
                 break
-    raise InvalidRequestError("a Follow stream's first message: expected `begin`", reason="STREAM_MALFORMED")
+    raise InvalidRequestError(
+        "a Follow stream's first message: expected `begin`", reason="STREAM_MALFORMED"
+    )
 
 
 def parse_consistency(consistency: pb.Consistency) -> Consistency:
@@ -217,12 +252,15 @@ def parse_consistency(consistency: pb.Consistency) -> Consistency:
     mode = MODES.get(consistency.mode)
     if mode is None:
         raise InvalidRequestError(
-            f"consistency.mode={_enum_name(pb.Consistency.Mode, consistency.mode)}: expected MODE_ASP, MODE_SSP or MODE_BSP",
+            f"consistency.mode={_enum_name(pb.Consistency.Mode, consistency.mode)}: expected "
+            "MODE_ASP, MODE_SSP or MODE_BSP",
             reason="CONSISTENCY_INVALID",
         )
     if consistency.bound < 0 or (mode is not ConsistencyMode.SSP and consistency.bound):
         raise InvalidRequestError(
-            f"consistency.bound={consistency.bound}: expected 0 or more with ssp, and 0 with asp and bsp", reason="CONSISTENCY_INVALID"
+            f"consistency.bound={consistency.bound}: expected 0 or more with ssp, and 0 with asp "
+            "and bsp",
+            reason="CONSISTENCY_INVALID",
         )
     return Consistency(mode=mode, bound=consistency.bound)
 
@@ -251,7 +289,12 @@ def at_least(field: str, value: int, least: int) -> int:
 
 
 def _parameter_groups(groups: Iterable[pb.ParameterGroup]) -> tuple[ParameterGroup, ...]:
-    return tuple(ParameterGroup(tensors=frozenset(group.tensors), hyperparameters=dict(group.hyperparameters)) for group in groups)
+    return tuple(
+        ParameterGroup(
+            tensors=frozenset(group.tensors), hyperparameters=dict(group.hyperparameters)
+        )
+        for group in groups
+    )
 
 
 def partition_of(partition_id: int, layout: Layout) -> PartitionSpec:
@@ -260,8 +303,15 @@ def partition_of(partition_id: int, layout: Layout) -> PartitionSpec:
     if spec is not None:
         return spec
     owner = layout.owners.get(partition_id)
-    where = f"it is server {owner}'s, this is server {layout.server_index}" if owner is not None else "the job has none of that number"
-    raise UnknownResourceError(f"partition {partition_id}: {where} (shard map epoch {layout.epoch})", reason="PARTITION_UNKNOWN")
+    where = (
+        f"it is server {owner}'s, this is server {layout.server_index}"
+        if owner is not None
+        else "the job has none of that number"
+    )
+    raise UnknownResourceError(
+        f"partition {partition_id}: {where} (shard map epoch {layout.epoch})",
+        reason="PARTITION_UNKNOWN",
+    )
 
 
 def _absent_pieces(header: pb.PushHeader, spec: PartitionSpec, kind: UploadKind) -> tuple[int, ...]:
@@ -269,12 +319,20 @@ def _absent_pieces(header: pb.PushHeader, spec: PartitionSpec, kind: UploadKind)
     if not absent:
         return ()
     if kind is UploadKind.INITIALIZE:
-        raise InvalidRequestError(f"{describe(spec)}: absent_pieces: first values come whole", reason="PIECES_INVALID")
-    count = len(spec.pieces)
-    if absent[0] < 0 or absent[-1] >= count or len(absent) >= count or any(a >= b for a, b in pairwise(absent)):
         raise InvalidRequestError(
-            f"{describe(spec)}: absent_pieces={list(absent[:5])}{' and more' if len(absent) > 5 else ''}: expected positions from 0 to "
-            f"{count - 1}, ascending, and not all of them",
+            f"{describe(spec)}: absent_pieces: first values come whole", reason="PIECES_INVALID"
+        )
+    count = len(spec.pieces)
+    if (
+        absent[0] < 0
+        or absent[-1] >= count
+        or len(absent) >= count
+        or any(a >= b for a, b in pairwise(absent))
+    ):
+        raise InvalidRequestError(
+            f"{describe(spec)}: "
+            f"absent_pieces={list(absent[:5])}{' and more' if len(absent) > 5 else ''}: expected "
+            f"positions from 0 to {count - 1}, ascending, and not all of them",
             reason="PIECES_INVALID",
         )
     return absent
@@ -283,17 +341,27 @@ def _absent_pieces(header: pb.PushHeader, spec: PartitionSpec, kind: UploadKind)
 def _rows(header: pb.PushHeader, spec: PartitionSpec, kind: UploadKind) -> int:
     if spec.bucket is None:
         if header.rows:
-            raise InvalidRequestError(f"{describe(spec)}: rows={header.rows}: it is no bucket of a table", reason="ROWS_INVALID")
+            raise InvalidRequestError(
+                f"{describe(spec)}: rows={header.rows}: it is no bucket of a table",
+                reason="ROWS_INVALID",
+            )
         return 0
     if kind is UploadKind.INITIALIZE:
-        raise InvalidRequestError(f"{describe(spec)}: the rows of a table begin by themselves: push to them", reason="ROWS_INVALID")
+        raise InvalidRequestError(
+            f"{describe(spec)}: the rows of a table begin by themselves: push to them",
+            reason="ROWS_INVALID",
+        )
     if header.codec != pb.CODEC_RAW:
         raise InvalidRequestError(
-            f"{describe(spec)}: codec={_enum_name(pb.Codec, header.codec)}: rows come as they are, in CODEC_RAW", reason="CODEC_UNSUPPORTED"
+            f"{describe(spec)}: codec={_enum_name(pb.Codec, header.codec)}: rows come as they are, "
+            "in CODEC_RAW",
+            reason="CODEC_UNSUPPORTED",
         )
     return at_least("rows", header.rows, 0)
 
 
-def _enum_name(enum_type: type[pb.Dtype] | type[pb.Codec] | type[pb.Consistency.Mode], value: int) -> str:
+def _enum_name(
+    enum_type: type[pb.Dtype] | type[pb.Codec] | type[pb.Consistency.Mode], value: int
+) -> str:
     names: dict[int, str] = {number: name for name, number in enum_type.items()}
     return names.get(value, str(value))

@@ -1,7 +1,9 @@
-"""The RPCs of shoal.v1.ParameterServer: each parses its request, asks the parts of the server, and puts the answer together.
+"""The RPCs of shoal.v1.ParameterServer: each parses its request, asks the parts of the server, and
+puts the answer together.
 
-Handlers run on the event loop and raise ShoalErrors; RpcServer turns those into statuses. Uploads and pulls are moved as raw messages, so
-that their payloads are not copied by protobuf (shoal_common.wire).
+Handlers run on the event loop and raise ShoalErrors; RpcServer turns those into statuses. Uploads
+and pulls are moved as raw messages, so that their payloads are not copied by protobuf
+(shoal_common.wire).
 """
 
 from __future__ import annotations
@@ -15,7 +17,12 @@ from typing import Any, Final, TypeVar
 import grpc
 import grpc.aio
 from shoal_common.bulk.transport import Transport
-from shoal_common.errors import PermissionDeniedError, PreconditionError, UnavailableError, UnknownResourceError
+from shoal_common.errors import (
+    PermissionDeniedError,
+    PreconditionError,
+    UnavailableError,
+    UnknownResourceError,
+)
 from shoal_common.failpoints import failpoint
 from shoal_common.rpc.server_interceptor import caller, member_key
 from shoal_common.security import ANY_ROLE, Role
@@ -89,7 +96,8 @@ class Identity:
 
 
 class ParameterServerServicer:
-    """One server's RPCs. The configuration is its own; the rest belongs to the parts it is given."""
+    """One server's RPCs. The configuration is its own; the rest belongs to the parts it is
+    given."""
 
     def __init__(
         self,
@@ -111,8 +119,9 @@ class ParameterServerServicer:
         metrics: Metrics,
         configuration: Configuration | None,
     ) -> None:
-        """`receiver` makes what takes partitions over, given what configures this server as another one is. `check_place` raises
-        UnavailableError where this server cannot know that it is the one to serve."""
+        """`receiver` makes what takes partitions over, given what configures this server as another
+        one is. `check_place` raises UnavailableError where this server cannot know that it is the
+        one to serve."""
         self.configuration = configuration
         self._receiver = receiver(self.agree)
         self._backup = backup
@@ -139,16 +148,27 @@ class ParameterServerServicer:
     def register(self, server: grpc.aio.Server) -> None:
         """Adds the service to a gRPC server."""
         handlers: dict[str, grpc.RpcMethodHandler] = {
-            "Initialize": grpc.stream_unary_rpc_method_handler(self.initialize, response_serializer=pb.PushResponse.SerializeToString),
-            "Push": grpc.stream_unary_rpc_method_handler(self.push, response_serializer=pb.PushResponse.SerializeToString),
-            "Pull": grpc.unary_stream_rpc_method_handler(self.pull, request_deserializer=pb.PullRequest.FromString),
-            "ReadRows": grpc.unary_stream_rpc_method_handler(self.read_rows, request_deserializer=pb.ReadRowsRequest.FromString),
+            "Initialize": grpc.stream_unary_rpc_method_handler(
+                self.initialize, response_serializer=pb.PushResponse.SerializeToString
+            ),
+            "Push": grpc.stream_unary_rpc_method_handler(
+                self.push, response_serializer=pb.PushResponse.SerializeToString
+            ),
+            "Pull": grpc.unary_stream_rpc_method_handler(
+                self.pull, request_deserializer=pb.PullRequest.FromString
+            ),
+            "ReadRows": grpc.unary_stream_rpc_method_handler(
+                self.read_rows, request_deserializer=pb.ReadRowsRequest.FromString
+            ),
             "RestoreRows": grpc.stream_unary_rpc_method_handler(
                 self.restore_rows, response_serializer=pb.RestoreRowsResponse.SerializeToString
             ),
-            "Follow": grpc.stream_stream_rpc_method_handler(self.follow, request_deserializer=pb.FollowRequest.FromString),
+            "Follow": grpc.stream_stream_rpc_method_handler(
+                self.follow, request_deserializer=pb.FollowRequest.FromString
+            ),
             "TakePartitions": grpc.stream_unary_rpc_method_handler(
-                self.take_partitions, response_serializer=pb.TakePartitionsResponse.SerializeToString
+                self.take_partitions,
+                response_serializer=pb.TakePartitionsResponse.SerializeToString,
             ),
         }
         unary: tuple[tuple[Callable[[Any, Any], Awaitable[Any]], Any, Any], ...] = (
@@ -162,30 +182,46 @@ class ParameterServerServicer:
         for behaviour, request, response in unary:
             name = request.DESCRIPTOR.name.removesuffix("Request")
             handlers[name] = grpc.unary_unary_rpc_method_handler(
-                behaviour, request_deserializer=request.FromString, response_serializer=response.SerializeToString
+                behaviour,
+                request_deserializer=request.FromString,
+                response_serializer=response.SerializeToString,
             )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
-    # ------------------------------------------------------------------------------------------------------ tensors
+    # -------------------------------------------------------------------------------------- tensors
 
-    async def initialize(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.PushResponse:
+    async def initialize(
+        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> pb.PushResponse:
         """Initialize."""
-        return await self._transfers.upload(parts_of(messages), UploadKind.INITIALIZE, Transport.GRPC, key=member_key())
+        return await self._transfers.upload(
+            parts_of(messages), UploadKind.INITIALIZE, Transport.GRPC, key=member_key()
+        )
 
-    async def push(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.PushResponse:
+    async def push(
+        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> pb.PushResponse:
         """Push."""
-        return await self._transfers.upload(parts_of(messages), UploadKind.PUSH, Transport.GRPC, key=member_key())
+        return await self._transfers.upload(
+            parts_of(messages), UploadKind.PUSH, Transport.GRPC, key=member_key()
+        )
 
-    async def pull(self, request: pb.PullRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    async def pull(
+        self, request: pb.PullRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
         """Pull."""
         with self._metrics.counting_refusals("Pull"):
             self._check_onlooker(request.member_id)
-        async with aclosing(self._transfers.pull(request, Transport.GRPC, key=member_key())) as answers:
+        async with aclosing(
+            self._transfers.pull(request, Transport.GRPC, key=member_key())
+        ) as answers:
             async for header, reading in answers:
                 for chunk in _pull_chunks(header, reading):
                     yield chunk
 
-    async def read_rows(self, request: pb.ReadRowsRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    async def read_rows(
+        self, request: pb.ReadRowsRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
         """ReadRows."""
         with self._metrics.counting_refusals("ReadRows"):
             check_job(request.job_id, self._identity.job_id)
@@ -194,13 +230,17 @@ class ParameterServerServicer:
                 async for chunk in chunks:
                     yield chunk
 
-    async def restore_rows(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.RestoreRowsResponse:
+    async def restore_rows(
+        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> pb.RestoreRowsResponse:
         """RestoreRows."""
         with self._metrics.counting_refusals("RestoreRows"):
             await self._check_place()
             return await self._whole_buckets.restore(messages, key=member_key())
 
-    async def open_data(self, request: pb.OpenDataRequest, context: grpc.aio.ServicerContext) -> pb.OpenDataResponse:
+    async def open_data(
+        self, request: pb.OpenDataRequest, context: grpc.aio.ServicerContext
+    ) -> pb.OpenDataResponse:
         """OpenData."""
         with self._metrics.counting_refusals("OpenData"):
             check_job(request.job_id, self._identity.job_id)
@@ -210,9 +250,13 @@ class ParameterServerServicer:
             if member_id:
                 self._membership.check_key(member_id, speaker.key)
             ticket = self._tickets.issue(speaker, asyncio.get_running_loop().time())
-            return pb.OpenDataResponse(ticket=ticket, tcp_port=self._bulk.port, memory_name=self._bulk.memory_name)
+            return pb.OpenDataResponse(
+                ticket=ticket, tcp_port=self._bulk.port, memory_name=self._bulk.memory_name
+            )
 
-    async def follow(self, requests: AsyncIterator[pb.FollowRequest], context: grpc.aio.ServicerContext) -> AsyncIterator[bytes]:
+    async def follow(
+        self, requests: AsyncIterator[pb.FollowRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[bytes]:
         """Follow."""
         with self._metrics.counting_refusals("Follow"):
             begin = await parse_begin(requests)
@@ -222,16 +266,20 @@ class ParameterServerServicer:
                 async for chunk in chunks:
                     yield chunk
 
-    async def take_partitions(self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> pb.TakePartitionsResponse:
+    async def take_partitions(
+        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    ) -> pb.TakePartitionsResponse:
         """TakePartitions."""
         with self._metrics.counting_refusals("TakePartitions"):
             await self._check_place()
             await self._receiver.take(messages)
             return pb.TakePartitionsResponse(incarnation=incarnation())
 
-    # ---------------------------------------------------------------------------------------------------- the rest
+    # ------------------------------------------------------------------------------------- the rest
 
-    async def configure_optimizer(self, request: pb.ConfigureOptimizerRequest, context: Any) -> pb.ConfigureOptimizerResponse:
+    async def configure_optimizer(
+        self, request: pb.ConfigureOptimizerRequest, context: Any
+    ) -> pb.ConfigureOptimizerResponse:
         """ConfigureOptimizer."""
         with self._metrics.counting_refusals("ConfigureOptimizer"):
             check_job(request.job_id, self._identity.job_id)
@@ -243,39 +291,53 @@ class ParameterServerServicer:
             consistency = parse_consistency(request.consistency)
             if optimizer.delay_compensation and self._with_backups():
                 raise PreconditionError(
-                    f"delay_compensation={optimizer.delay_compensation}: a backup does not keep the values that each member pulled; create "
-                    "the job without parameter_server_backups, or leave delay_compensation out",
+                    f"delay_compensation={optimizer.delay_compensation}: a backup does not keep "
+                    "the values that each member pulled; create the job without "
+                    "parameter_server_backups, or leave delay_compensation out",
                     reason="OPTIMIZER_INVALID",
                 )
-            return pb.ConfigureOptimizerResponse(configured=await self._to_its_end(self._first_configuration(optimizer, consistency)))
+            return pb.ConfigureOptimizerResponse(
+                configured=await self._to_its_end(self._first_configuration(optimizer, consistency))
+            )
 
-    async def set_hyperparameters(self, request: pb.SetHyperparametersRequest, context: Any) -> pb.SetHyperparametersResponse:
+    async def set_hyperparameters(
+        self, request: pb.SetHyperparametersRequest, context: Any
+    ) -> pb.SetHyperparametersResponse:
         """SetHyperparameters."""
         with self._metrics.counting_refusals("SetHyperparameters"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
             change = parse_hyperparameter_change(request)
-            return pb.SetHyperparametersResponse(applied=await self._to_its_end(self._revision(change)))
+            return pb.SetHyperparametersResponse(
+                applied=await self._to_its_end(self._revision(change))
+            )
 
-    async def advance_clock(self, request: pb.AdvanceClockRequest, context: Any) -> pb.AdvanceClockResponse:
+    async def advance_clock(
+        self, request: pb.AdvanceClockRequest, context: Any
+    ) -> pb.AdvanceClockResponse:
         """AdvanceClock."""
         with self._metrics.counting_refusals("AdvanceClock"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
             member_id, clock = parse_member(request.member_id), at_least("clock", request.clock, 0)
-            place, generation = at_least("place", request.place, 0), at_least("generation", request.generation, 0)
+            place, generation = (
+                at_least("place", request.place, 0),
+                at_least("generation", request.generation, 0),
+            )
             if request.shard_map_epoch:
                 await self._layouts.of_epoch(request.shard_map_epoch)
             if generation:
                 await self._membership.admit(member_id, generation, key=member_key())
             elif member_id not in self._membership.fence.members:
                 raise UnknownResourceError(
-                    f"member {member_id!r} is not in generation {self._membership.fence.generation}, the newest known here",
+                    f"member {member_id!r} is not in generation "
+                    f"{self._membership.fence.generation}, the newest known here",
                     reason="MEMBER_UNKNOWN",
                 )
             else:
                 self._membership.check_key(member_id, member_key())
-            # Partitions may have begun to move, or have moved, while it waited; from here on nothing waits.
+            # Partitions may have begun to move, or have moved, while it waited; from here on
+            # nothing waits.
             if request.shard_map_epoch:
                 await self._layouts.of_epoch(request.shard_map_epoch)
             self._check_clocks_stay()
@@ -299,7 +361,11 @@ class ParameterServerServicer:
         if request.member_id:  # a worker goes on from what it hears
             await self._check_place()
         summary = self._shard.summary(request.member_id)
-        layout, configuration, clocks = self._layouts.current, self.configuration, self._membership.clocks.members
+        layout, configuration, clocks = (
+            self._layouts.current,
+            self.configuration,
+            self._membership.clocks.members,
+        )
         return pb.GetServerResponse(
             server_id=self._identity.server_id,
             job_id=self._identity.job_id,
@@ -308,8 +374,12 @@ class ParameterServerServicer:
             shard_map_epoch=0 if layout is None else layout.epoch,
             pushes_applied=summary.pushes_applied,
             pushes_deduplicated=summary.pushes_deduplicated,
-            optimizer=None if configuration is None else _optimizer_message(configuration.optimizer),
-            consistency=None if configuration is None else _consistency_message(configuration.consistency),
+            optimizer=None
+            if configuration is None
+            else _optimizer_message(configuration.optimizer),
+            consistency=None
+            if configuration is None
+            else _consistency_message(configuration.consistency),
             partitions=[
                 pb.PartitionVersion(
                     partition_id=number,
@@ -321,15 +391,20 @@ class ParameterServerServicer:
                 for number, version in summary.versions.items()
             ],
             clocks={member: each.clock for member, each in clocks.items()},
-            iterations={m: each.clock - each.origin for m, each in clocks.items() if each.origin is not None and each.takes_part},
+            iterations={
+                m: each.clock - each.origin
+                for m, each in clocks.items()
+                if each.origin is not None and each.takes_part
+            },
         )
 
     def _check_clocks_stay(self) -> None:
-        """Who takes partitions over has a copy of the clocks: what is said until the shard map names it would be lost to it."""
+        """Who takes partitions over has a copy of the clocks: what is said until the shard map
+        names it would be lost to it."""
         if self._shard.frozen and self._membership.consistency.mode is not ConsistencyMode.ASP:
             raise UnavailableError(
-                "partitions of this server are moving to another one, which has got the clocks: get the shard map anew from the "
-                "coordinator, and say it again",
+                "partitions of this server are moving to another one, which has got the clocks: "
+                "get the shard map anew from the coordinator, and say it again",
                 reason="PARTITION_MOVING",
                 retry_after=MOVING_RETRY,
             )
@@ -338,30 +413,40 @@ class ParameterServerServicer:
         """Who may only look speaks for no member: it would hold others up."""
         if member_id and caller().role is Role.READER:
             raise PermissionDeniedError(
-                f"member_id={member_id!r}: a token of role reader may pull, but as nobody's member; leave member_id empty"
+                f"member_id={member_id!r}: a token of role reader may pull, but as nobody's "
+                "member; leave member_id empty"
             )
 
-    async def _first_configuration(self, optimizer: OptimizerSettings, consistency: Consistency) -> bool:
+    async def _first_configuration(
+        self, optimizer: OptimizerSettings, consistency: Consistency
+    ) -> bool:
         async with self._configuring:
             if self.configuration is not None:
                 self.configuration.check_equal(optimizer, consistency)
                 return False
-            await self._configure(Configuration(configured=optimizer, optimizer=optimizer, consistency=consistency))
+            await self._configure(
+                Configuration(configured=optimizer, optimizer=optimizer, consistency=consistency)
+            )
             return True
 
     async def _revision(self, change: HyperparameterChange) -> bool:
         async with self._configuring:
             if self.configuration is None:
-                raise PreconditionError("this server has no optimizer yet: send ConfigureOptimizer", reason="OPTIMIZER_UNCONFIGURED")
-            revised = self.configuration.revised(change.revision, change.hyperparameters, change.groups)
+                raise PreconditionError(
+                    "this server has no optimizer yet: send ConfigureOptimizer",
+                    reason="OPTIMIZER_UNCONFIGURED",
+                )
+            revised = self.configuration.revised(
+                change.revision, change.hyperparameters, change.groups
+            )
             if revised is self.configuration:
                 return False
             await self._configure(revised)
             return True
 
     async def agree(self, given: Configuration) -> Configuration:
-        """Sees that this server is configured as another server of the job, with the newer revision of the two, and returns how it is.
-        Raises PreconditionError / OPTIMIZER_CONFLICT."""
+        """Sees that this server is configured as another server of the job, with the newer revision
+        of the two, and returns how it is. Raises PreconditionError / OPTIMIZER_CONFLICT."""
         await self._to_its_end(self._agreement(given))
         assert self.configuration is not None, "it was agreed on"
         return self.configuration
@@ -386,7 +471,8 @@ class ParameterServerServicer:
         await self._changes.configure(configuration, effect)
 
     async def _to_its_end(self, change: Coroutine[Any, Any, bool]) -> bool:
-        """Also when the caller goes away meanwhile: the next change begins with what this one leaves."""
+        """Also when the caller goes away meanwhile: the next change begins with what this one
+        leaves."""
         task = asyncio.create_task(change)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -394,7 +480,8 @@ class ParameterServerServicer:
 
 
 def _pull_chunks(header: pb.PullHeader, reading: Reading | None) -> Iterator[bytes]:
-    """One partition of a pull as PullChunks; each is a copy, made when it is asked for, before anything else can run."""
+    """One partition of a pull as PullChunks; each is a copy, made when it is asked for, before
+    anything else can run."""
     if reading is None:
         yield encode_pull_chunk((header, _NOTHING))
         return
@@ -410,7 +497,10 @@ def _optimizer_message(optimizer: OptimizerSettings) -> pb.OptimizerSpec:
         name=optimizer.name,
         hyperparameters=dict(optimizer.hyperparameters),
         groups=[
-            pb.ParameterGroup(tensors=sorted(group.tensors), hyperparameters=dict(group.hyperparameters)) for group in optimizer.groups
+            pb.ParameterGroup(
+                tensors=sorted(group.tensors), hyperparameters=dict(group.hyperparameters)
+            )
+            for group in optimizer.groups
         ],
         delay_compensation=optimizer.delay_compensation,
     )

@@ -1,4 +1,5 @@
-"""Memory for partitions that are on their way: a bound for all together, and one for each member, so that none takes the others' share.
+"""Memory for partitions that are on their way: a bound for all together, and one for each member,
+so that none takes the others' share.
 
 Belongs to the event loop.
 """
@@ -26,7 +27,8 @@ class Staging:
         """Set, and replaced, when memory is given back."""
 
     async def take(self, member: str, nbytes: int) -> Callable[[], None]:
-        """Waits for room; returns what gives it back, which may be called more than once. A partition alone always finds room."""
+        """Waits for room; returns what gives it back, which may be called more than once. A
+        partition alone always finds room."""
         while not self._fits(member, nbytes):
             await self._freed.wait()
         self._held[member] += nbytes
@@ -44,4 +46,6 @@ class Staging:
 
     def _fits(self, member: str, nbytes: int) -> bool:
         mine, together = self._held[member], self._held.total()
-        return (not mine or mine + nbytes <= self._most // SHARE) and (not together or together + nbytes <= self._most)
+        return (not mine or mine + nbytes <= self._most // SHARE) and (
+            not together or together + nbytes <= self._most
+        )

@@ -1,7 +1,8 @@
 """What a server is by the coordinator's word: which one of its job, and whether it is to serve.
 
-A server that does not know serves nobody, since another one may have been told by now what this one was. What follows from a place is not
-here: it is served by `ParameterServer`, or followed as a `Standby`. Belongs to the event loop.
+A server that does not know serves nobody, since another one may have been told by now what this one
+was. What follows from a place is not here: it is served by `ParameterServer`, or followed as a
+`Standby`. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -30,7 +31,15 @@ _PLACE_WAIT: Final = timedelta(seconds=5)
 class Standing:
     """A primary's, from its start until it is told that it is one no more."""
 
-    def __init__(self, *, job_id: str, recovered: Recovered, has_journal: bool, layouts: Layouts, backup: Backup) -> None:
+    def __init__(
+        self,
+        *,
+        job_id: str,
+        recovered: Recovered,
+        has_journal: bool,
+        layouts: Layouts,
+        backup: Backup,
+    ) -> None:
         """`recovered`: what the server holds, of which `layouts` and `backup` are."""
         self._job_id = job_id
         self._held_backup = recovered.backup
@@ -41,7 +50,8 @@ class Standing:
         self._backup = backup
         self.server_index = None if recovered.layout is None else recovered.layout.server_index
         self._is_registered = False
-        """The coordinator has welcomed this process: whatever was told of its place since is of `server_index`."""
+        """The coordinator has welcomed this process: whatever was told of its place since is of
+        `server_index`."""
         self._epoch = 0
         """Newest one of this server's place."""
         self.with_backups = False
@@ -66,19 +76,29 @@ class Standing:
     def welcomed(self, server_index: int, *, with_backups: bool) -> None:
         """See `Listener`."""
         if with_backups and not self._has_journal:
-            raise ConfigurationError("the job's parameter servers have backups, which need a journal: start each with --data-dir")
+            raise ConfigurationError(
+                "the job's parameter servers have backups, which need a journal: start each with "
+                "--data-dir"
+            )
         self.with_backups = with_backups
         if self._held_backup and not self._is_registered:
-            self.server_index = server_index  # what it holds may be of no use any more: that is said with the place
-        if self.server_index is not None and server_index != self.server_index and not self._has_given_all():
+            # what it holds may be of no use any more: that is said with the place
+            self.server_index = server_index
+        if (
+            self.server_index is not None
+            and server_index != self.server_index
+            and not self._has_given_all()
+        ):
             raise ConfigurationError(
-                f"the coordinator takes this for server {server_index} of job {self._job_id!r}, but it holds the "
-                f"partitions of server {self.server_index}; start it with the data directory of its server id, or an empty one"
+                f"the coordinator takes this for server {server_index} of job {self._job_id!r}, "
+                f"but it holds the partitions of server {self.server_index}; start it with the "
+                "data directory of its server id, or an empty one"
             )
         if self._is_registered and server_index != self.server_index:
             raise ConfigurationError(
-                f"the coordinator takes this process for server {server_index} of job {self._job_id!r}; it was server "
-                f"{self.server_index}, and others have all that it held: start it anew, as it is"
+                f"the coordinator takes this process for server {server_index} of job "
+                f"{self._job_id!r}; it was server {self.server_index}, and others have all that it "
+                "held: start it anew, as it is"
             )
         if self._layouts.current is not None and self._layouts.current.server_index != server_index:
             self._layouts.becomes(None)  # it was another server, which has nothing any more
@@ -92,7 +112,10 @@ class Standing:
     def placed(self, place: Place) -> None:
         """See `Listener`."""
         if place.epoch < self._epoch:
-            logger.error("the coordinator has lost an epoch of this server's place", extra={"known": self._epoch, "told": place.epoch})
+            logger.error(
+                "the coordinator has lost an epoch of this server's place",
+                extra={"known": self._epoch, "told": place.epoch},
+            )
             self._known.clear()  # another server may have been told what this one was
             return
         self._epoch = place.epoch
@@ -105,13 +128,15 @@ class Standing:
         self._known.set()
 
     async def check(self) -> None:
-        """Returns where this server is to serve, which it may have to wait for. Raises UnavailableError: PLACE_UNKNOWN."""
+        """Returns where this server is to serve, which it may have to wait for. Raises
+        UnavailableError: PLACE_UNKNOWN."""
         if not self._known.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PLACE_WAIT.total_seconds()):
                     await self._known.wait()
         if self.replaced.is_set() or not self._known.is_set() or self._backup.is_cut_off:
             raise UnavailableError(
-                "this server does not know whether it or a backup is to serve; ask the coordinator for the one that does, and try again",
+                "this server does not know whether it or a backup is to serve; ask the coordinator "
+                "for the one that does, and try again",
                 reason="PLACE_UNKNOWN",
             )

@@ -1,6 +1,8 @@
-"""Putting an upload stream together: chunks as they come off the wire, back into whole partitions. Nothing is applied here.
+"""Putting an upload stream together: chunks as they come off the wire, back into whole partitions.
+Nothing is applied here.
 
-A stream is refused at the first thing that is wrong with it; partitions that were complete before have been handed on already.
+A stream is refused at the first thing that is wrong with it; partitions that were complete before
+have been handed on already.
 """
 
 from __future__ import annotations
@@ -48,12 +50,15 @@ Part = tuple[pb.PushHeader | None, Chunk]
 
 
 async def parts_of(messages: AsyncIterator[bytes]) -> AsyncGenerator[Part]:
-    """The parts in encoded PushChunks. Raises InvalidRequestError / MESSAGE_MALFORMED and LimitError / PAYLOAD_TOO_LARGE."""
+    """The parts in encoded PushChunks. Raises InvalidRequestError / MESSAGE_MALFORMED and
+    LimitError / PAYLOAD_TOO_LARGE."""
     async for data in messages:
         header, payload = decode_push_chunk(data)
         if payload.nbytes > LARGEST_CHUNK_BYTES:
             raise LimitError(
-                f"a chunk of {payload.nbytes} bytes: expected at most {LARGEST_CHUNK_BYTES}, best about 1 MiB", reason="PAYLOAD_TOO_LARGE"
+                f"a chunk of {payload.nbytes} bytes: expected at most {LARGEST_CHUNK_BYTES}, best "
+                "about 1 MiB",
+                reason="PAYLOAD_TOO_LARGE",
             )
         yield header, Arrived(payload)
 
@@ -61,9 +66,11 @@ async def parts_of(messages: AsyncIterator[bytes]) -> AsyncGenerator[Part]:
 async def received_partitions(
     parts: AsyncIterator[Part], open_upload: Callable[[pb.PushHeader], Awaitable[Upload]]
 ) -> AsyncGenerator[Upload]:
-    """The partitions of a stream, one by one, each with nothing missing. `open_upload` checks a header before its payload is kept.
+    """The partitions of a stream, one by one, each with nothing missing. `open_upload` checks a
+    header before its payload is kept.
 
-    Raises what `parts` and `open_upload` do, and InvalidRequestError: STREAM_MALFORMED, PAYLOAD_TRUNCATED, PAYLOAD_SIZE_MISMATCH.
+    Raises what `parts` and `open_upload` do, and InvalidRequestError: STREAM_MALFORMED,
+    PAYLOAD_TRUNCATED, PAYLOAD_SIZE_MISMATCH.
     """
     upload: Upload | None = None
     async for header, chunk in parts:
@@ -72,9 +79,14 @@ async def received_partitions(
                 raise _truncated(upload, "the next partition began")
             upload = await open_upload(header)
         elif upload is None:
-            raise InvalidRequestError("a chunk without a header where a partition must begin", reason="STREAM_MALFORMED")
+            raise InvalidRequestError(
+                "a chunk without a header where a partition must begin", reason="STREAM_MALFORMED"
+            )
         elif not chunk.nbytes:
-            raise InvalidRequestError(f"{describe(upload.header.spec)}: an empty chunk within it", reason="STREAM_MALFORMED")
+            raise InvalidRequestError(
+                f"{describe(upload.header.spec)}: an empty chunk within it",
+                reason="STREAM_MALFORMED",
+            )
         await chunk.move_to(upload)
         if not upload.missing:
             yield upload
@@ -86,6 +98,7 @@ async def received_partitions(
 def _truncated(upload: Upload, what: str) -> InvalidRequestError:
     spec = upload.header.spec
     return InvalidRequestError(
-        f"{describe(spec)}: {what} after {upload.received} of {upload.header.payload_bytes} bytes; nothing of it was applied",
+        f"{describe(spec)}: {what} after {upload.received} of {upload.header.payload_bytes} bytes; "
+        "nothing of it was applied",
         reason="PAYLOAD_TRUNCATED",
     )

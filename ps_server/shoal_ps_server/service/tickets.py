@@ -1,4 +1,5 @@
-"""Tickets for bulk connections: each opens one, for one member, within seconds. Pure; the caller says what time it is."""
+"""Tickets for bulk connections: each opens one, for one member, within seconds. Pure; the caller
+says what time it is."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Speaker:
     member_id: str
     """Empty: for nobody."""
     key: str = field(default="", repr=False)
-    """The member's key, as the call for the ticket has shown it. Each stream is checked by it: a server may hear of the member later."""
+    """The member's key, as the call for the ticket has shown it. Each stream is checked by it: a
+    server may hear of the member later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +63,14 @@ class Tickets:
         most = MOST_OF_A_MEMBER if member_id else MOST_OF_ONLOOKERS
         if own >= most or self._open.total() + len(self._issued) >= self._most_together:
             raise LimitError(
-                f"member {member_id!r} has {own} bulk connections of at most {most}, all together {self._open.total()} of "
-                f"{self._most_together}, 1024 or what the server's limit of open files allows for; close some, or push and pull over gRPC",
+                f"member {member_id!r} has {own} bulk connections of at most {most}, all together "
+                f"{self._open.total()} of {self._most_together}, 1024 or what the server's limit "
+                "of open files allows for; close some, or push and pull over gRPC",
                 reason="CONNECTIONS_EXHAUSTED",
             )
-        issued = _Issued(ticket=secrets.token_bytes(TICKET_BYTES), speaker=speaker, until=now + GOOD_FOR_S)
+        issued = _Issued(
+            ticket=secrets.token_bytes(TICKET_BYTES), speaker=speaker, until=now + GOOD_FOR_S
+        )
         self._issued.append(issued)
         return issued.ticket
 
@@ -82,7 +87,8 @@ class Tickets:
             self._issued.remove(found)
         if found is None or found.until <= now:
             raise AuthenticationError(
-                f"the ticket is unknown, was used before, or is older than {GOOD_FOR_S:g} s; ask for another one (OpenData)",
+                f"the ticket is unknown, was used before, or is older than {GOOD_FOR_S:g} s; ask "
+                "for another one (OpenData)",
                 reason="TICKET_INVALID",
             )
         self._open[found.member_id] += 1

@@ -1,4 +1,5 @@
-"""Initialize, Push and Pull, whatever carries them: gRPC (servicer.py) or a bulk connection (bulk.py). Belongs to the event loop."""
+"""Initialize, Push and Pull, whatever carries them: gRPC (servicer.py) or a bulk connection
+(bulk.py). Belongs to the event loop."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class Transfers:
         pulls: Pulls,
         metrics: Metrics,
     ) -> None:
-        """`check_place` raises UnavailableError where this server cannot know that it is the one to serve."""
+        """`check_place` raises UnavailableError where this server cannot know that it is the one to
+        serve."""
         self._job_id = job_id
         self._check_place = check_place
         self._layouts = layouts
@@ -38,8 +40,11 @@ class Transfers:
         self._pulls = pulls
         self._metrics = metrics
 
-    async def upload(self, parts: AsyncIterator[Part], kind: UploadKind, transport: Transport, *, key: str = "") -> pb.PushResponse:
-        """Serves one Initialize or Push, of a caller that shows `key`, to its end. Raises as `Intake.receive`."""
+    async def upload(
+        self, parts: AsyncIterator[Part], kind: UploadKind, transport: Transport, *, key: str = ""
+    ) -> pb.PushResponse:
+        """Serves one Initialize or Push, of a caller that shows `key`, to its end. Raises as
+        `Intake.receive`."""
         with self._counted(kind.value, transport):
             await self._check_place()
             return await self._intake.receive(parts, kind, key=key)
@@ -47,8 +52,8 @@ class Transfers:
     async def pull(
         self, request: pb.PullRequest, transport: Transport, *, key: str = ""
     ) -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
-        """Serves one Pull of a caller that shows `key`: of each partition its header, and its values, to be read before the next is
-        asked for; None: unchanged.
+        """Serves one Pull of a caller that shows `key`: of each partition its header, and its
+        values, to be read before the next is asked for; None: unchanged.
 
         Raises what the .proto says of Pull.
         """

@@ -1,7 +1,8 @@
-"""ReadRows and RestoreRows: one bucket of a sparse table whole, for a checkpoint and from one. Belongs to the event loop.
+"""ReadRows and RestoreRows: one bucket of a sparse table whole, for a checkpoint and from one.
+Belongs to the event loop.
 
-A bucket is at most 256 MiB; those that are on their way, in either direction, have a bound of memory in common, so that a table is never in
-memory once more than it is anyway.
+A bucket is at most 256 MiB; those that are on their way, in either direction, have a bound of
+memory in common, so that a table is never in memory once more than it is anyway.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ from typing import Final
 
 from shoal_common.errors import CorruptDataError, DeadlineError, InvalidRequestError, LimitError
 from shoal_common.tables.file import BucketImage, read_bucket
-from shoal_common.wire import CHUNK_BYTES, LARGEST_CHUNK_BYTES, checksum, decode_rows_chunk, encode_rows_chunk
+from shoal_common.wire import (
+    CHUNK_BYTES,
+    LARGEST_CHUNK_BYTES,
+    checksum,
+    decode_rows_chunk,
+    encode_rows_chunk,
+)
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.consistency.membership import Membership
@@ -54,18 +61,29 @@ class WholeBuckets:
     async def read(self, request: pb.ReadRowsRequest) -> AsyncGenerator[bytes]:
         """The chunks of a bucket. Raises what the .proto says of ReadRows."""
         check_job(request.job_id, self._job_id)
-        spec, bucket = _bucket(request.partition_id, await self._layout_of_epoch(request.shard_map_epoch))
+        spec, bucket = _bucket(
+            request.partition_id, await self._layout_of_epoch(request.shard_map_epoch)
+        )
         self._shard.check_open(spec)
-        release = await self._memory.take(f"reading {spec.partition_id}", self._shard.bucket_bytes(spec))
+        release = await self._memory.take(
+            f"reading {spec.partition_id}", self._shard.bucket_bytes(spec)
+        )
         try:
             image = self._shard.bucket_image(spec)
             assert image.rows is not None, "it is of a bucket"
             whole = BucketImage(
-                table=bucket.table, number=bucket.number, buckets=bucket.spec.buckets, version=image.version, rows=image.rows
+                table=bucket.table,
+                number=bucket.number,
+                buckets=bucket.spec.buckets,
+                version=image.version,
+                rows=image.rows,
             )
             data = whole.encoded()
             header = pb.RowsHeader(
-                partition_id=spec.partition_id, payload_bytes=data.nbytes, checksum=data.checksum(), version=image.version
+                partition_id=spec.partition_id,
+                payload_bytes=data.nbytes,
+                checksum=data.checksum(),
+                version=image.version,
             )
             yield encode_rows_chunk((header, memoryview(b"")))
             for piece in data.chunks(CHUNK_BYTES):
@@ -73,47 +91,70 @@ class WholeBuckets:
         finally:
             release()
 
-    async def restore(self, messages: AsyncIterator[bytes], *, key: str = "") -> pb.RestoreRowsResponse:
-        """Serves one stream, of a caller that shows `key`, to its end. Raises what the .proto says of RestoreRows."""
+    async def restore(
+        self, messages: AsyncIterator[bytes], *, key: str = ""
+    ) -> pb.RestoreRowsResponse:
+        """Serves one stream, of a caller that shows `key`, to its end. Raises what the .proto says
+        of RestoreRows."""
         idle_s = self._idle_limit.total_seconds()
         release: Callable[[], None] = _nothing
         try:
             async with asyncio.timeout(idle_s) as idle:
                 header = await _opening(messages)
                 check_job(header.job_id, self._job_id)
-                spec, bucket = _bucket(header.partition_id, await self._layout_of_epoch(header.shard_map_epoch))
+                spec, bucket = _bucket(
+                    header.partition_id, await self._layout_of_epoch(header.shard_map_epoch)
+                )
                 _check_size(spec, header)
                 number = at_least("restoration", header.restoration, 0)
-                member_id, generation = parse_member(header.member_id), at_least("generation", header.generation, 0)
+                member_id, generation = (
+                    parse_member(header.member_id),
+                    at_least("generation", header.generation, 0),
+                )
                 self._shard.check_open(spec)
                 await self._membership.admit(member_id, generation, key=key)
-                release = await self._memory.take(member_id, 2 * header.payload_bytes)  # and the rows that are made of it
-                payload = await _received(spec, header, messages, lambda: idle.reschedule(asyncio.get_running_loop().time() + idle_s))
+                # and the rows that are made of it
+                release = await self._memory.take(member_id, 2 * header.payload_bytes)
+                payload = await _received(
+                    spec,
+                    header,
+                    messages,
+                    lambda: idle.reschedule(asyncio.get_running_loop().time() + idle_s),
+                )
             restoration = await self._prepared(spec, bucket, number, payload)
             self._membership.check(member_id, generation)
             outcome = await self._made(restoration)
         except TimeoutError as error:
             if not idle.expired():
                 raise
-            raise DeadlineError(f"nothing of a bucket came in this stream for {idle_s:g} s", reason="STREAM_IDLE") from error
+            raise DeadlineError(
+                f"nothing of a bucket came in this stream for {idle_s:g} s", reason="STREAM_IDLE"
+            ) from error
         finally:
             release()
         return pb.RestoreRowsResponse(version=outcome.version, duplicate=outcome.duplicate)
 
-    async def _prepared(self, spec: PartitionSpec, bucket: Bucket, number: int, payload: memoryview) -> Restoration:
+    async def _prepared(
+        self, spec: PartitionSpec, bucket: Bucket, number: int, payload: memoryview
+    ) -> Restoration:
         def prepare() -> Restoration:
             try:
                 image = read_bucket(payload)
             except ValueError as error:
-                raise InvalidRequestError(f"{describe(spec)}: the payload is no bucket: {error}", reason="ROWS_INVALID") from error
+                raise InvalidRequestError(
+                    f"{describe(spec)}: the payload is no bucket: {error}", reason="ROWS_INVALID"
+                ) from error
             found = (image.table, image.number, image.buckets)
             if found != (bucket.table, bucket.number, bucket.spec.buckets):
                 raise InvalidRequestError(
-                    f"{describe(spec)}: the payload is of bucket {image.number} of {image.buckets} of table {image.table!r}",
+                    f"{describe(spec)}: the payload is of bucket {image.number} of {image.buckets} "
+                    f"of table {image.table!r}",
                     reason="ROWS_INVALID",
                 )
             rows = self._shard.prepared(spec, image.rows)
-            return Restoration(spec=spec, number=number, version=image.version, rows=rows, payload=payload)
+            return Restoration(
+                spec=spec, number=number, version=image.version, rows=rows, payload=payload
+            )
 
         return await asyncio.to_thread(prepare)
 
@@ -128,34 +169,52 @@ async def _opening(messages: AsyncIterator[bytes]) -> pb.RowsHeader:
         if header is None or payload.nbytes:
             break
         return header
-    raise InvalidRequestError("the first chunk of a bucket: expected its header, and no payload", reason="STREAM_MALFORMED")
+    raise InvalidRequestError(
+        "the first chunk of a bucket: expected its header, and no payload",
+        reason="STREAM_MALFORMED",
+    )
 
 
-async def _received(spec: PartitionSpec, header: pb.RowsHeader, messages: AsyncIterator[bytes], came: Callable[[], None]) -> memoryview:
+async def _received(
+    spec: PartitionSpec,
+    header: pb.RowsHeader,
+    messages: AsyncIterator[bytes],
+    came: Callable[[], None],
+) -> memoryview:
     """The payload, whole."""
     payload, at = memoryview(bytearray(header.payload_bytes)), 0
     async for data in messages:
         opening, piece = decode_rows_chunk(data, InvalidRequestError)
         if opening is not None:
-            raise InvalidRequestError(f"{describe(spec)}: a second header: one stream, one bucket", reason="STREAM_MALFORMED")
+            raise InvalidRequestError(
+                f"{describe(spec)}: a second header: one stream, one bucket",
+                reason="STREAM_MALFORMED",
+            )
         if piece.nbytes > LARGEST_CHUNK_BYTES:
             raise LimitError(
-                f"a chunk of {piece.nbytes} bytes: expected at most {LARGEST_CHUNK_BYTES}, best about 1 MiB", reason="PAYLOAD_TOO_LARGE"
+                f"a chunk of {piece.nbytes} bytes: expected at most {LARGEST_CHUNK_BYTES}, best "
+                "about 1 MiB",
+                reason="PAYLOAD_TOO_LARGE",
             )
         if at + piece.nbytes > payload.nbytes:
             raise InvalidRequestError(
-                f"{describe(spec)}: {at + piece.nbytes} bytes came, its header declares {payload.nbytes}", reason="PAYLOAD_SIZE_MISMATCH"
+                f"{describe(spec)}: {at + piece.nbytes} bytes came, its header declares "
+                f"{payload.nbytes}",
+                reason="PAYLOAD_SIZE_MISMATCH",
             )
         payload[at : at + piece.nbytes] = piece
         at += piece.nbytes
         came()
     if at < payload.nbytes:
         raise InvalidRequestError(
-            f"{describe(spec)}: the stream ended after {at} of {payload.nbytes} bytes; nothing was changed", reason="PAYLOAD_TRUNCATED"
+            f"{describe(spec)}: the stream ended after {at} of {payload.nbytes} bytes; nothing was "
+            "changed",
+            reason="PAYLOAD_TRUNCATED",
         )
     if (found := checksum(payload)) != header.checksum:
         raise CorruptDataError(
-            f"{describe(spec)}: the payload's xxh3-64 is {found:#018x}, its header says {header.checksum:#018x}; nothing was changed",
+            f"{describe(spec)}: the payload's xxh3-64 is {found:#018x}, its header says "
+            f"{header.checksum:#018x}; nothing was changed",
             reason="CHECKSUM_MISMATCH",
         )
     return payload
@@ -164,14 +223,17 @@ async def _received(spec: PartitionSpec, header: pb.RowsHeader, messages: AsyncI
 def _bucket(partition_id: int, layout: Layout) -> tuple[PartitionSpec, Bucket]:
     spec = partition_of(partition_id, layout)
     if spec.bucket is None:
-        raise InvalidRequestError(f"{describe(spec)}: it is no bucket of a table, and has no rows", reason="ROWS_INVALID")
+        raise InvalidRequestError(
+            f"{describe(spec)}: it is no bucket of a table, and has no rows", reason="ROWS_INVALID"
+        )
     return spec, spec.bucket
 
 
 def _check_size(spec: PartitionSpec, header: pb.RowsHeader) -> None:
     if not 0 <= header.payload_bytes <= 2 * LARGEST_BUCKET_BYTES:
         raise LimitError(
-            f"{describe(spec)}: payload_bytes={header.payload_bytes}: a bucket holds at most {LARGEST_BUCKET_BYTES} bytes",
+            f"{describe(spec)}: payload_bytes={header.payload_bytes}: a bucket holds at most "
+            f"{LARGEST_BUCKET_BYTES} bytes",
             reason="PAYLOAD_TOO_LARGE",
         )
 

@@ -1,1 +1,2 @@
-"""What a server holds: the layout, the partitions with their values and optimizers, and how an upload becomes a change of one."""
+"""What a server holds: the layout, the partitions with their values and optimizers, and how an
+upload becomes a change of one."""

@@ -1,8 +1,10 @@
-"""Which leased batches were pushed to the end, so that one which is dealt again after a member's death is not applied twice.
+"""Which leased batches were pushed to the end, so that one which is dealt again after a member's
+death is not applied twice.
 
-A member says with each push which batches it has finished since the last. The batch that it is at, or died in, each partition knows by
-itself (partition.py). Keys of batches that follow one another do so too, so what is finished of an epoch grows together to one run of keys.
-Belongs to the thread that owns the shard.
+A member says with each push which batches it has finished since the last. The batch that it is at,
+or died in, each partition knows by itself (partition.py). Keys of batches that follow one another
+do so too, so what is finished of an epoch grows together to one run of keys. Belongs to the thread
+that owns the shard.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from collections.abc import Iterable
 from typing import Final
 
 MOST_RUNS: Final = 1 << 16
-"""How many runs are kept; then the oldest are forgotten. There is about one for each block of batches that somebody is at."""
+"""How many runs are kept; then the oldest are forgotten. There is about one for each block of
+batches that somebody is at."""
 
 
 class Batches:

@@ -28,7 +28,12 @@ class ElementType:
 
 
 BY_WIRE: Final[Mapping[int, ElementType]] = {
-    info.dtype: ElementType(name=info.name, wire=pb.Dtype.ValueType(info.dtype), torch=getattr(torch, info.name), itemsize=info.item_bytes)
+    info.dtype: ElementType(
+        name=info.name,
+        wire=pb.Dtype.ValueType(info.dtype),
+        torch=getattr(torch, info.name),
+        itemsize=info.item_bytes,
+    )
     for info in DTYPES.values()
 }
 

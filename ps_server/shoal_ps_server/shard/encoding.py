@@ -1,7 +1,9 @@
-"""Values as fewer bytes for who pulls them: the codecs of shoal_common.codecs that suit values, written with torch.
+"""Values as fewer bytes for who pulls them: the codecs of shoal_common.codecs that suit values,
+written with torch.
 
-Each value is rounded to the nearest that the codec has, so equal values are equal bytes: all readers of a version see the same, whichever
-server answers. What the server holds keeps its precision.
+Each value is rounded to the nearest that the codec has, so equal values are equal bytes: all
+readers of a version see the same, whichever server answers. What the server holds keeps its
+precision.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ def encode_values(values: torch.Tensor, codec: int) -> torch.Tensor:
     largest, limit = largest_of(values), _INFINITE_FROM.get(codec, math.inf)
     if not largest < limit:
         raise PreconditionError(
-            f"values of magnitude {largest:g} are above {codecs.name(codec)}, which ends below {limit:g}; pull them in another codec, or "
-            "as they are",
+            f"values of magnitude {largest:g} are above {codecs.name(codec)}, which ends below "
+            f"{limit:g}; pull them in another codec, or as they are",
             reason="VALUES_TOO_LARGE",
         )
     count = values.numel()
@@ -37,18 +39,27 @@ def encode_values(values: torch.Tensor, codec: int) -> torch.Tensor:
     if codec == codecs.INT8:
         _encode_int8(values, payload)
     else:
-        payload[: 2 * count].view(torch.float16 if codec == codecs.FLOAT16 else torch.bfloat16).copy_(values)
+        payload[: 2 * count].view(
+            torch.float16 if codec == codecs.FLOAT16 else torch.bfloat16
+        ).copy_(values)
     return payload
 
 
 def _encode_int8(values: torch.Tensor, payload: torch.Tensor) -> None:
     count, rows = values.numel(), blocks(values.numel(), INT8_BLOCK)
-    scales, levels = payload[: 4 * rows].view(torch.float32), payload[4 * rows : 4 * rows + count].view(torch.int8)
+    scales, levels = (
+        payload[: 4 * rows].view(torch.float32),
+        payload[4 * rows : 4 * rows + count].view(torch.int8),
+    )
     filled = torch.zeros(rows * INT8_BLOCK)
     filled[:count] = values
     blocked = filled.view(rows, INT8_BLOCK)
     largest = blocked.abs().amax(dim=1)
     # A magnitude so small that its scale has hardly a bit left is zero, as in pushes.
-    scales.copy_(torch.where(largest < torch.finfo(torch.float32).tiny * 256, 0.0, largest / INT8_LARGEST))
-    blocked.mul_(torch.where(scales > 0, 1 / scales, 0.0)[:, None]).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
+    scales.copy_(
+        torch.where(largest < torch.finfo(torch.float32).tiny * 256, 0.0, largest / INT8_LARGEST)
+    )
+    blocked.mul_(torch.where(scales > 0, 1 / scales, 0.0)[:, None]).round_().clamp_(
+        -INT8_LARGEST, INT8_LARGEST
+    )
     levels.copy_(filled[:count])

@@ -1,4 +1,5 @@
-"""Which partitions a server holds, as the coordinator's shard map says. Plain values; nothing here talks to the coordinator."""
+"""Which partitions a server holds, as the coordinator's shard map says. Plain values; nothing here
+talks to the coordinator."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ class Piece:
     length: int
     """Elements; >= 1."""
     row: int = 1
-    """Elements that one index of the tensor's first dimension selects; 1: it has one dimension or none, or is frozen, so that no optimizer
-    asks."""
+    """Elements that one index of the tensor's first dimension selects; 1: it has one dimension or
+    none, or is frozen, so that no optimizer asks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +51,8 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionSpec:
-    """Pieces of tensors of one element type, one after another, or a bucket of a sparse table: the unit of ownership, of atomicity and of
-    versions."""
+    """Pieces of tensors of one element type, one after another, or a bucket of a sparse table: the
+    unit of ownership, of atomicity and of versions."""
 
     partition_id: int
     pieces: tuple[Piece, ...]
@@ -88,7 +89,8 @@ class PartitionSpec:
         )
 
     def without(self, values: torch.Tensor, absent: Collection[int]) -> torch.Tensor:
-        """Values laid out like this partition's, without the pieces at these positions: where they lie if none is left out, else a copy."""
+        """Values laid out like this partition's, without the pieces at these positions: where they
+        lie if none is left out, else a copy."""
         if not absent:
             return values
         missing = frozenset(absent)
@@ -96,7 +98,8 @@ class PartitionSpec:
         return torch.cat([part for position, part in enumerate(parts) if position not in missing])
 
     def name_of(self, element: int, absent: Collection[int] = ()) -> str:
-        """Which element of which tensor stands at a place of the values, where some pieces are left out; for people."""
+        """Which element of which tensor stands at a place of the values, where some pieces are left
+        out; for people."""
         missing = frozenset(absent)
         for position, piece in enumerate(self.pieces):
             if position not in missing:
@@ -116,7 +119,8 @@ class Layout:
     partitions: Mapping[int, PartitionSpec]
     """Those that this server holds, by partition id, ascending."""
     owners: Mapping[int, int]
-    """Every partition of the job -> server index of its primary: to tell a misdirected request where to go."""
+    """Every partition of the job -> server index of its primary: to tell a misdirected request
+    where to go."""
     tensors: frozenset[str]
     """Names of all tensors of the job, whoever holds them."""
     frozen: frozenset[str] = frozenset()
@@ -126,7 +130,8 @@ class Layout:
 def layout_from_shard_map(shard_map: coordinator_pb2.ShardMap, *, server_index: int) -> Layout:
     """The part of a shard map that concerns one server.
 
-    Raises InternalError where the map contradicts itself: it comes from the coordinator, never from a user.
+    Raises InternalError where the map contradicts itself: it comes from the coordinator, never from
+    a user.
     """
     partitions: dict[int, PartitionSpec] = {}
     owners: dict[int, int] = {}
@@ -144,7 +149,9 @@ def layout_from_shard_map(shard_map: coordinator_pb2.ShardMap, *, server_index: 
     )
 
 
-def _partition(shard_map: coordinator_pb2.ShardMap, partition: coordinator_pb2.Partition) -> PartitionSpec:
+def _partition(
+    shard_map: coordinator_pb2.ShardMap, partition: coordinator_pb2.Partition
+) -> PartitionSpec:
     where = f"shard map epoch {shard_map.epoch}: partition {partition.partition_id}"
     if partition.HasField("bucket"):
         return PartitionSpec(
@@ -165,16 +172,36 @@ def _partition(shard_map: coordinator_pb2.ShardMap, partition: coordinator_pb2.P
         row = 1 if tensor.frozen else math.prod(tensor.shape[1:])
         pieces.append(Piece(tensor=tensor.name, offset=piece.offset, length=piece.length, row=row))
     if len(dtypes) != 1 or not dtypes <= BY_NAME.keys():
-        raise InternalError(f"{where} has elements of {', '.join(sorted(dtypes)) or 'no tensor'}, expected one of {', '.join(BY_NAME)}")
-    return PartitionSpec(partition_id=partition.partition_id, pieces=tuple(pieces), element=BY_NAME[dtypes.pop()])
+        raise InternalError(
+            f"{where} has elements of {', '.join(sorted(dtypes)) or 'no tensor'}, expected one of "
+            f"{', '.join(BY_NAME)}"
+        )
+    return PartitionSpec(
+        partition_id=partition.partition_id, pieces=tuple(pieces), element=BY_NAME[dtypes.pop()]
+    )
 
 
-def _bucket(where: str, shard_map: coordinator_pb2.ShardMap, bucket: coordinator_pb2.Bucket) -> Bucket:
-    if not 0 <= bucket.tensor_index < len(shard_map.tensors) or not shard_map.tensors[bucket.tensor_index].HasField("table"):
-        raise InternalError(f"{where} is a bucket of tensor {bucket.tensor_index}, which is no table")
+def _bucket(
+    where: str, shard_map: coordinator_pb2.ShardMap, bucket: coordinator_pb2.Bucket
+) -> Bucket:
+    if not 0 <= bucket.tensor_index < len(shard_map.tensors) or not shard_map.tensors[
+        bucket.tensor_index
+    ].HasField("table"):
+        raise InternalError(
+            f"{where} is a bucket of tensor {bucket.tensor_index}, which is no table"
+        )
     tensor = shard_map.tensors[bucket.tensor_index]
     spec = TableSpec.of_message(tensor.table)
     problem = wrong_shape(tuple(tensor.shape)) or spec.contradiction()
     if problem or not 0 <= bucket.number < spec.buckets:
-        raise InternalError(f"{where} is bucket {bucket.number} of table {tensor.name!r}: {problem or f'it has {spec.buckets}'}")
-    return Bucket(table=tensor.name, rows=tensor.shape[0], dim=tensor.shape[1], number=bucket.number, spec=spec)
+        raise InternalError(
+            f"{where} is bucket {bucket.number} of table {tensor.name!r}: "
+            f"{problem or f'it has {spec.buckets}'}"
+        )
+    return Bucket(
+        table=tensor.name,
+        rows=tensor.shape[0],
+        dim=tensor.shape[1],
+        number=bucket.number,
+        spec=spec,
+    )

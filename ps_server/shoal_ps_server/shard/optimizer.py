@@ -1,7 +1,8 @@
 """The server's optimizer as a job asked for it, checked.
 
-The arithmetic is torch's (runs.py). Which optimizers there are, with which hyperparameters and state, is declared in
-`shoal_common.server_optimizers`; values that torch would refuse are refused here, before anything has changed.
+The arithmetic is torch's (runs.py). Which optimizers there are, with which hyperparameters and
+state, is declared in `shoal_common.server_optimizers`; values that torch would refuse are refused
+here, before anything has changed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from typing import Final
 
 import torch
 from shoal_common.errors import InvalidRequestError
-from shoal_common.server_optimizers import SERVER_OPTIMIZERS, Hyperparameters, OptimizerDeclaration, Unit
+from shoal_common.server_optimizers import (
+    SERVER_OPTIMIZERS,
+    Hyperparameters,
+    OptimizerDeclaration,
+    Unit,
+)
 
 from shoal_ps_server.shard.dtypes import ElementType
 from shoal_ps_server.shard.layout import PartitionSpec, Piece
@@ -37,7 +43,8 @@ class ParameterGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """A job's optimizer: equal settings compare equal, however many defaults were spelled out. Made by `optimizer_settings`."""
+    """A job's optimizer: equal settings compare equal, however many defaults were spelled out. Made
+    by `optimizer_settings`."""
 
     name: str
     hyperparameters: Hyperparameters
@@ -52,7 +59,11 @@ class OptimizerSettings:
 
     def at(self, place: int) -> Hyperparameters:
         """All hyperparameters that hold for the tensors of that group; -1: for those in none."""
-        return self.hyperparameters if place < 0 else {**self.hyperparameters, **self.groups[place].hyperparameters}
+        return (
+            self.hyperparameters
+            if place < 0
+            else {**self.hyperparameters, **self.groups[place].hyperparameters}
+        )
 
     def for_tensor(self, tensor: str) -> Hyperparameters:
         """All hyperparameters that hold for one tensor."""
@@ -60,56 +71,78 @@ class OptimizerSettings:
 
     @cached_property
     def _places(self) -> Mapping[str, int]:
-        return {tensor: place for place, group in enumerate(self.groups) for tensor in group.tensors}
+        return {
+            tensor: place for place, group in enumerate(self.groups) for tensor in group.tensors
+        }
 
-    def changed(self, hyperparameters: Mapping[str, float], groups: Iterable[ParameterGroup]) -> OptimizerSettings:
-        """The settings after a schedule's step: `hyperparameters` go to every group but those in `groups`, which get their own.
+    def changed(
+        self, hyperparameters: Mapping[str, float], groups: Iterable[ParameterGroup]
+    ) -> OptimizerSettings:
+        """The settings after a schedule's step: `hyperparameters` go to every group but those in
+        `groups`, which get their own.
 
-        Raises InvalidRequestError / OPTIMIZER_INVALID on unknown names, impossible values, groups that were never configured, and changes
-        of hyperparameters that decide which state is kept.
+        Raises InvalidRequestError / OPTIMIZER_INVALID on unknown names, impossible values, groups
+        that were never configured, and changes of hyperparameters that decide which state is kept.
         """
         declared = SERVER_OPTIMIZERS[self.name]
         own = {group.tensors: group.hyperparameters for group in groups}
         known = {group.tensors for group in self.groups}
         for tensors in own:
             if tensors not in known:
-                raise _invalid(f"no parameter group was configured with the tensors {_shown(tensors)}: name exactly a group's tensors")
+                raise _invalid(
+                    f"no parameter group was configured with the tensors {_shown(tensors)}: name "
+                    "exactly a group's tensors"
+                )
         for change in (hyperparameters, *own.values()):
             for name in declared.structural & change.keys():
-                raise _invalid(f"{name} decides which state {self.name} keeps and cannot change: set it in ConfigureOptimizer")
+                raise _invalid(
+                    f"{name} decides which state {self.name} keeps and cannot change: set it in "
+                    "ConfigureOptimizer"
+                )
         return optimizer_settings(
             name=self.name,
             hyperparameters={**self.hyperparameters, **hyperparameters},
             groups=[
-                replace(group, hyperparameters={**group.hyperparameters, **own.get(group.tensors, hyperparameters)})
+                replace(
+                    group,
+                    hyperparameters={
+                        **group.hyperparameters,
+                        **own.get(group.tensors, hyperparameters),
+                    },
+                )
                 for group in self.groups
             ],
             delay_compensation=self.delay_compensation,
         )
 
     def check_pieces(self, specs: Iterable[PartitionSpec]) -> None:
-        """Raises InvalidRequestError / OPTIMIZER_INVALID where a partition has a part of what this optimizer updates as a whole."""
+        """Raises InvalidRequestError / OPTIMIZER_INVALID where a partition has a part of what this
+        optimizer updates as a whole."""
         declared = SERVER_OPTIMIZERS[self.name]
         for spec in specs:
             for piece in spec.pieces:
                 if declared.cuts_rows(row=piece.row, offset=piece.offset, length=piece.length):
                     raise _invalid(
-                        f"{self.name} needs whole rows, and those of tensor {piece.tensor!r} have {piece.row} elements, "
-                        f"{piece.row * spec.element.itemsize} bytes, more than a partition; use adagrad, or give the tensor another shape"
+                        f"{self.name} needs whole rows, and those of tensor {piece.tensor!r} have "
+                        f"{piece.row} elements, {piece.row * spec.element.itemsize} bytes, more "
+                        "than a partition; use adagrad, or give the tensor another shape"
                     )
 
     def is_calm(self, places: Collection[int]) -> bool:
-        """Whether an update by a gradient of ordinary size cannot come out infinite, nor values grow with each update by themselves, of
-        tensors in these groups."""
+        """Whether an update by a gradient of ordinary size cannot come out infinite, nor values
+        grow with each update by themselves, of tensors in these groups."""
         declared = SERVER_OPTIMIZERS[self.name]
         return all(
-            is_calm(values) and declared.growth(values) <= _CALM_GROWTH and not declared.always_tried(values)
+            is_calm(values)
+            and declared.growth(values) <= _CALM_GROWTH
+            and not declared.always_tried(values)
             for values in map(self.at, places)
         )
 
     @cached_property
     def most_growth(self) -> float:
-        """The largest factor by which one update may multiply the norm of a tensor, over all parameter groups; 1: updates only add."""
+        """The largest factor by which one update may multiply the norm of a tensor, over all
+        parameter groups; 1: updates only add."""
         declared = SERVER_OPTIMIZERS[self.name]
         return max(declared.growth(self.at(place)) for place in range(-1, len(self.groups)))
 
@@ -127,14 +160,17 @@ class OptimizerSettings:
     def most_state_bytes(self, pieces: Iterable[Piece], element: ElementType) -> int:
         """Bytes of the state that it keeps for these pieces, at most."""
         itemsize = self.state_dtype(element).itemsize
-        return self._most_state_tensors * itemsize * sum(self.state_length(piece) for piece in pieces)
+        return (
+            self._most_state_tensors * itemsize * sum(self.state_length(piece) for piece in pieces)
+        )
 
     def state_length(self, piece: Piece) -> int:
         """Elements of one state tensor for a piece."""
         return piece.length // piece.row if self.unit is Unit.ROW else piece.length
 
     def state_dtype(self, element: ElementType) -> torch.dtype:
-        """Type of the state of values of a type: theirs, and of sums over rows 32 bits or more, which costs little."""
+        """Type of the state of values of a type: theirs, and of sums over rows 32 bits or more,
+        which costs little."""
         return torch.float32 if self.unit is Unit.ROW and element.itemsize < 4 else element.torch
 
     @property
@@ -153,23 +189,42 @@ def optimizer_settings(
 ) -> OptimizerSettings:
     """Checks an optimizer as a request or a snapshot names it, and fills in the defaults.
 
-    `tensors`: the names that groups may use; None: any. Raises InvalidRequestError / OPTIMIZER_INVALID: an optimizer or hyperparameter that
-    does not exist, a value that torch would refuse, a tensor that does not exist or is in two groups.
+    `tensors`: the names that groups may use; None: any. Raises InvalidRequestError /
+    OPTIMIZER_INVALID: an optimizer or hyperparameter that does not exist, a value that torch would
+    refuse, a tensor that does not exist or is in two groups.
     """
     declared = SERVER_OPTIMIZERS.get(name)
     if declared is None:
-        raise _invalid(f"there is no optimizer {name!r}: expected one of {', '.join(sorted(SERVER_OPTIMIZERS))}")
+        raise _invalid(
+            f"there is no optimizer {name!r}: expected one of "
+            f"{', '.join(sorted(SERVER_OPTIMIZERS))}"
+        )
     checked = OptimizerSettings(
         name=name,
-        hyperparameters=MappingProxyType({**declared.defaults, **_known(declared, hyperparameters)}),
-        groups=tuple(ParameterGroup(tensors=group.tensors, hyperparameters=_known(declared, group.hyperparameters)) for group in groups),
+        hyperparameters=MappingProxyType(
+            {**declared.defaults, **_known(declared, hyperparameters)}
+        ),
+        groups=tuple(
+            ParameterGroup(
+                tensors=group.tensors, hyperparameters=_known(declared, group.hyperparameters)
+            )
+            for group in groups
+        ),
         delay_compensation=float(delay_compensation),
     )
     _check_values(declared, checked.hyperparameters)
     if not math.isfinite(delay_compensation) or delay_compensation < 0:
-        raise _invalid(f"delay_compensation={delay_compensation}: expected a finite number, 0 or above; 0: none")
-    if delay_compensation and any(checked.at(place)["maximize"] for place in range(-1, len(checked.groups))):
-        raise _invalid(f"delay_compensation={delay_compensation} with maximize: it is of a loss that falls; negate the loss instead")
+        raise _invalid(
+            f"delay_compensation={delay_compensation}: expected a finite number, 0 or above; 0: "
+            "none"
+        )
+    if delay_compensation and any(
+        checked.at(place)["maximize"] for place in range(-1, len(checked.groups))
+    ):
+        raise _invalid(
+            f"delay_compensation={delay_compensation} with maximize: it is of a loss that falls; "
+            "negate the loss instead"
+        )
     seen: set[str] = set()
     for group in checked.groups:
         if not group.tensors:
@@ -177,14 +232,17 @@ def optimizer_settings(
         if twice := seen & group.tensors:
             raise _invalid(f"tensors in two parameter groups: {_shown(twice)}")
         if tensors is not None and (unknown := group.tensors - tensors):
-            raise _invalid(f"a parameter group names tensors that the job has not declared: {_shown(unknown)}")
+            raise _invalid(
+                f"a parameter group names tensors that the job has not declared: {_shown(unknown)}"
+            )
         seen |= group.tensors
         _check_values(declared, {**checked.hyperparameters, **group.hyperparameters})
     return checked
 
 
 def is_calm(values: Hyperparameters) -> bool:
-    """Whether hyperparameters are such that an update by a gradient of ordinary size cannot come out infinite."""
+    """Whether hyperparameters are such that an update by a gradient of ordinary size cannot come
+    out infinite."""
     return (
         all(value <= _CALM_HYPERPARAMETER for value in values.values())
         and values.get("momentum", 0.0) <= 1
@@ -193,10 +251,15 @@ def is_calm(values: Hyperparameters) -> bool:
     )
 
 
-def _known(declared: OptimizerDeclaration, hyperparameters: Mapping[str, float]) -> Mapping[str, float]:
+def _known(
+    declared: OptimizerDeclaration, hyperparameters: Mapping[str, float]
+) -> Mapping[str, float]:
     for name in hyperparameters:
         if name not in declared.defaults:
-            raise _invalid(f"{declared.name} has no hyperparameter {name!r}: expected some of {', '.join(declared.defaults)}")
+            raise _invalid(
+                f"{declared.name} has no hyperparameter {name!r}: expected some of "
+                f"{', '.join(declared.defaults)}"
+            )
     return MappingProxyType({name: float(value) for name, value in sorted(hyperparameters.items())})
 
 

@@ -1,4 +1,5 @@
-"""One partition: its values, version, optimizer and the sequence numbers applied to it. They change together or not at all."""
+"""One partition: its values, version, optimizer and the sequence numbers applied to it. They change
+together or not at all."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
 from shoal_ps_server.shard.runs import PartitionOptimizer, RunImage
 
 _CALM: Final = {torch.float32: 1e16, torch.bfloat16: 1e16, torch.float64: 1e150}
-"""Magnitudes whose square is far from the largest number of the type, as Adam squares. In float16 there are none."""
+"""Magnitudes whose square is far from the largest number of the type, as Adam squares. In float16
+there are none."""
 
 _CALM_MARGIN: Final = 1e8
-"""Where an update is multiplied by the norm of the values over its own, the values must be so much smaller still."""
+"""Where an update is multiplied by the norm of the values over its own, the values must be so much
+smaller still."""
 
 MOST_LEFT: Final = 1024
 """How many batches are remembered that their members gave up."""
@@ -46,7 +49,8 @@ class PartitionImage:
     left: list[int]
     """Keys of batches that were pushed here and given up by their members: see `Settled.left`."""
     pulled: Mapping[str, int] = field(default_factory=dict)
-    """For delay compensation: member -> version that it pulled last, and, of versions before this one, their values."""
+    """For delay compensation: member -> version that it pulled last, and, of versions before this
+    one, their values."""
     base_values: Mapping[int, torch.Tensor] = field(default_factory=dict)
     rows: RowsImage | None = None
     """The rows of a bucket of a table, which has neither `values` nor `runs`; None: it is none."""
@@ -55,15 +59,24 @@ class PartitionImage:
 
     def settled(self) -> Settled:
         """Which pushes it has, in dictionaries of their own."""
-        return Settled(sequences=dict(self.sequences), batches=dict(self.batches), left=list(self.left))
+        return Settled(
+            sequences=dict(self.sequences), batches=dict(self.batches), left=list(self.left)
+        )
 
     def state(self) -> dict[str, torch.Tensor]:
         """The optimizer's tensors, by "RUN:NAME"."""
-        return {f"{place}:{name}": run.state[name] for place, run in enumerate(self.runs) for name in sorted(run.state)}
+        return {
+            f"{place}:{name}": run.state[name]
+            for place, run in enumerate(self.runs)
+            for name in sorted(run.state)
+        }
 
     def copy(self) -> PartitionImage:
         """Tensors of its own."""
-        runs = tuple(replace(run, state={name: tensor.clone() for name, tensor in run.state.items()}) for run in self.runs)
+        runs = tuple(
+            replace(run, state={name: tensor.clone() for name, tensor in run.state.items()})
+            for run in self.runs
+        )
         base_values = {version: tensor.clone() for version, tensor in self.base_values.items()}
         return replace(self, values=self.values.clone(), runs=runs, base_values=base_values)
 
@@ -75,13 +88,16 @@ class Settled:
     sequences: dict[str, int] = field(default_factory=dict)
     """Member -> the last of its sequence numbers 1, 2, 3, ..."""
     batches: dict[str, int] = field(default_factory=dict)
-    """Member -> key of the batch that its last push was computed on, if it had one. A member works on one batch at a time, so this is the
-    only one that it may have pushed and not finished when it dies; whoever gets the batch then pushes what is missing of it."""
+    """Member -> key of the batch that its last push was computed on, if it had one. A member works
+    on one batch at a time, so this is the only one that it may have pushed and not finished when it
+    dies; whoever gets the batch then pushes what is missing of it."""
     left: list[int] = field(default_factory=list)
-    """Keys of batches that were pushed here and that their members gave up for another one: other partitions may lack them."""
+    """Keys of batches that were pushed here and that their members gave up for another one: other
+    partitions may lack them."""
 
     def settle(self, push: UploadHeader, finished: Container[int]) -> None:
-        """Uses the push's number up. An older one than the last changes nothing. `finished`: batches that all partitions have."""
+        """Uses the push's number up. An older one than the last changes nothing. `finished`:
+        batches that all partitions have."""
         if push.sequence <= self.sequences.get(push.member_id, 0):
             return
         self.sequences[push.member_id] = push.sequence
@@ -95,7 +111,10 @@ class Settled:
 
     def has(self, batch: int, *, but_of: str = "") -> bool:
         """Somebody has pushed it; `but_of`: a member that is not asked about."""
-        return batch != 0 and (batch in self.left or any(key == batch for member, key in self.batches.items() if member != but_of))
+        return batch != 0 and (
+            batch in self.left
+            or any(key == batch for member, key in self.batches.items() if member != but_of)
+        )
 
     def forget(self, member_id: str) -> None:
         """A member that will not come back."""
@@ -104,20 +123,23 @@ class Settled:
 
     def copy(self) -> Settled:
         """One of its own."""
-        return Settled(sequences=dict(self.sequences), batches=dict(self.batches), left=list(self.left))
+        return Settled(
+            sequences=dict(self.sequences), batches=dict(self.batches), left=list(self.left)
+        )
 
 
 @dataclass(kw_only=True)
 class Partition:
-    """Invariants: version 0 <=> no values; version = 1 + pushes applied. Pushes are admitted, and then, in that order, all applied or, from
-    one on, all refused."""
+    """Invariants: version 0 <=> no values; version = 1 + pushes applied. Pushes are admitted, and
+    then, in that order, all applied or, from one on, all refused."""
 
     spec: PartitionSpec
     version: int = 0
     values: torch.Tensor | None = None
     settled: Settled = field(default_factory=Settled)
     largest_at_first: float = 0.0
-    """The largest magnitude among the values when they came here. Calm updates do not raise it to where they could overflow."""
+    """The largest magnitude among the values when they came here. Calm updates do not raise it to
+    where they could overflow."""
     optimizer: PartitionOptimizer | None = None
     """Made at the first push."""
     bases: BaseValues = field(default_factory=BaseValues)
@@ -127,12 +149,15 @@ class Partition:
     encoded: WeakValueDictionary[int, EncodedValues] = field(default_factory=WeakValueDictionary)
     """Codec -> the values as they are now in it, while somebody reads them so."""
     ahead: Settled | None = None
-    """`settled`, with what was admitted and is not applied yet; None: there is nothing of the kind."""
+    """`settled`, with what was admitted and is not applied yet; None: there is nothing of the
+    kind."""
     on_their_way: int = 0
-    """How many were admitted and are neither applied nor refused; and `to_apply`: how many of them will change the values."""
+    """How many were admitted and are neither applied nor refused; and `to_apply`: how many of them
+    will change the values."""
     to_apply: int = 0
     restoration: int = 0
-    """Number of the last restoration of a bucket of a table, which has set its version; 0: there was none."""
+    """Number of the last restoration of a bucket of a table, which has set its version; 0: there
+    was none."""
     is_restoring: bool = False
     """A restoration was admitted, and is neither made nor refused."""
     _is_calm: tuple[OptimizerSettings, bool] | None = None
@@ -140,7 +165,8 @@ class Partition:
 
     @classmethod
     def restored(cls, image: PartitionImage, optimizer: OptimizerSettings | None) -> Partition:
-        """Makes the partition that `image` was taken of. The image's tensors become the partition's own."""
+        """Makes the partition that `image` was taken of. The image's tensors become the partition's
+        own."""
         partition = cls(
             spec=image.spec,
             version=image.version,
@@ -150,7 +176,9 @@ class Partition:
             bases=BaseValues(pulled=image.pulled, copies=image.base_values),
         )
         if optimizer is not None and image.runs:
-            partition.optimizer = PartitionOptimizer(image.values, image.spec, optimizer, image.runs)
+            partition.optimizer = PartitionOptimizer(
+                image.values, image.spec, optimizer, image.runs
+            )
         return partition
 
     def initialize(self, values: torch.Tensor) -> None:
@@ -160,13 +188,15 @@ class Partition:
         self.version = 1
 
     def is_duplicate(self, push: UploadHeader) -> bool:
-        """True when this push was applied before, by this member or by one that had its batch; False when it is the member's next one.
+        """True when this push was applied before, by this member or by one that had its batch;
+        False when it is the member's next one.
 
         Raises PreconditionError: PARTITION_UNINITIALIZED, SEQUENCE_GAP, BASE_VERSION_AHEAD.
         """
         if self.version == 0:
             raise PreconditionError(
-                f"{describe(self.spec)} has no values yet: send Initialize before Push", reason="PARTITION_UNINITIALIZED"
+                f"{describe(self.spec)} has no values yet: send Initialize before Push",
+                reason="PARTITION_UNINITIALIZED",
             )
         known = self.ahead or self.settled
         last = known.sequences.get(push.member_id, 0)
@@ -174,14 +204,15 @@ class Partition:
             return True
         if push.sequence > last + 1:
             raise PreconditionError(
-                f"{describe(self.spec)}: sequence {push.sequence} of member {push.member_id!r} after {last}, expected {last + 1}; send "
-                "what lies between, or, if this server was restored from a snapshot, go on from the sequences in GetServer",
+                f"{describe(self.spec)}: sequence {push.sequence} of member {push.member_id!r} "
+                f"after {last}, expected {last + 1}; send what lies between, or, if this server "
+                "was restored from a snapshot, go on from the sequences in GetServer",
                 reason="SEQUENCE_GAP",
             )
         if push.base_version > self.version:
             raise PreconditionError(
-                f"{describe(self.spec)}: the gradient was computed on version {push.base_version}, this server has {self.version}: it was "
-                "restored from a snapshot; pull again",
+                f"{describe(self.spec)}: the gradient was computed on version {push.base_version}, "
+                f"this server has {self.version}: it was restored from a snapshot; pull again",
                 reason="BASE_VERSION_AHEAD",
             )
         return known.has(push.batch)
@@ -195,11 +226,13 @@ class Partition:
         return (self.ahead or self.settled).sequences.get(member_id, 0)
 
     def is_next(self, push: UploadHeader) -> bool:
-        """Whether its number is the member's next: that of a push which was known by its batch is to be used up."""
+        """Whether its number is the member's next: that of a push which was known by its batch is
+        to be used up."""
         return push.sequence > (self.ahead or self.settled).sequences.get(push.member_id, 0)
 
     def admit(self, push: UploadHeader, finished: Container[int], *, applies: bool) -> int:
-        """The push is on its way; returns the version that will be after it. `applies`: it changes the values."""
+        """The push is on its way; returns the version that will be after it. `applies`: it changes
+        the values."""
         if self.ahead is None:
             self.ahead = self.settled.copy()
         self.ahead.settle(push, finished)
@@ -207,7 +240,9 @@ class Partition:
         self.to_apply += applies
         return self.version + self.to_apply
 
-    def arrived(self, push: UploadHeader, finished: Container[int], *, applies: bool, refused: bool = False) -> None:
+    def arrived(
+        self, push: UploadHeader, finished: Container[int], *, applies: bool, refused: bool = False
+    ) -> None:
         """What was admitted first has been applied, or is refused."""
         if not refused:
             self.settled.settle(push, finished)
@@ -216,10 +251,18 @@ class Partition:
         if not self.on_their_way:
             self.ahead = None
 
-    def apply(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings, copies: Copies, base: int = 0) -> None:
-        """One optimizer step with a sound gradient of the values' dtype, which is read and not kept; the pieces at the positions `absent`
-        are not in it. Open readings read on in `copies`. `base`: the version that it is compensated with, which `bases` expects it to be;
-        0: it is not."""
+    def apply(
+        self,
+        gradient: torch.Tensor,
+        absent: Collection[int],
+        optimizer: OptimizerSettings,
+        copies: Copies,
+        base: int = 0,
+    ) -> None:
+        """One optimizer step with a sound gradient of the values' dtype, which is read and not
+        kept; the pieces at the positions `absent` are not in it. Open readings read on in `copies`.
+        `base`: the version that it is compensated with, which `bases` expects it to be; 0: it is
+        not."""
         values = self._values()
         gradient = self._compensated(gradient, absent, optimizer, base)
         if base:
@@ -234,24 +277,39 @@ class Partition:
         self.version += 1
 
     def needs_trial(self, largest: float, optimizer: OptimizerSettings) -> bool:
-        """Whether an update by a gradient of such magnitude may come out infinite: then `check_trial` finds out."""
+        """Whether an update by a gradient of such magnitude may come out infinite: then
+        `check_trial` finds out."""
         limit = _CALM.get(self.spec.element.torch, 0.0)
         if not limit or not max(largest, self.largest_at_first) <= limit:
             return True
         if self._is_calm is None or self._is_calm[0] is not optimizer:
-            self._is_calm = (optimizer, optimizer.is_calm({optimizer.place_of(piece.tensor) for piece in self.spec.pieces}))
-        return not self._is_calm[1] or (optimizer.most_growth > 1 and self._may_outgrow(limit / _CALM_MARGIN, optimizer.most_growth))
+            self._is_calm = (
+                optimizer,
+                optimizer.is_calm({optimizer.place_of(piece.tensor) for piece in self.spec.pieces}),
+            )
+        return not self._is_calm[1] or (
+            optimizer.most_growth > 1
+            and self._may_outgrow(limit / _CALM_MARGIN, optimizer.most_growth)
+        )
 
     def _may_outgrow(self, limit: float, growth: float) -> bool:
-        """Whether values may be above `limit` after what is on its way and one update more, each of which multiplies their norm by `growth`
-        at most, or moves those that are zero by about 1."""
+        """Whether values may be above `limit` after what is on its way and one update more, each of
+        which multiplies their norm by `growth` at most, or moves those that are zero by about 1."""
         norm = max(1.0, largest_of(self._values())) * math.sqrt(self.spec.length)
         return math.log(norm) + (self.to_apply + 1) * math.log(growth) > math.log(limit)
 
-    def check_trial(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings, base: int = 0) -> None:
-        """Makes the update on copies. Only while nothing is on its way. `base`: as `apply` takes it.
+    def check_trial(
+        self,
+        gradient: torch.Tensor,
+        absent: Collection[int],
+        optimizer: OptimizerSettings,
+        base: int = 0,
+    ) -> None:
+        """Makes the update on copies. Only while nothing is on its way. `base`: as `apply` takes
+        it.
 
-        Raises InvalidRequestError / RESULT_NOT_FINITE when values or the optimizer's state came out infinite or as NaN.
+        Raises InvalidRequestError / RESULT_NOT_FINITE when values or the optimizer's state came out
+        infinite or as NaN.
         """
         trial = Partition.restored(self.as_it_is().copy(), optimizer)
         gradient = self._compensated(gradient, absent, optimizer, base)
@@ -261,15 +319,18 @@ class Partition:
             if count := int(culprits.sum()):
                 first = self.spec.name_of(begin + each * int(culprits.to(torch.uint8).argmax()))
                 raise InvalidRequestError(
-                    f"{describe(self.spec)}: the update would make {count} of {tensor.numel()} {name} NaN or infinite, the first is "
-                    f"{first}; nothing of this partition was applied, and its sequence number is still free. Clip the gradients, or lower "
+                    f"{describe(self.spec)}: the update would make {count} of {tensor.numel()} "
+                    f"{name} NaN or infinite, the first is {first}; nothing of this partition was "
+                    "applied, and its sequence number is still free. Clip the gradients, or lower "
                     "the learning rate",
                     reason="RESULT_NOT_FINITE",
                 )
 
-    def reserve(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings) -> None:
-        """Sees that there is memory for what the first push of a piece will make beside the values, and for a copy of them where delay
-        compensation may need one.
+    def reserve(
+        self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings
+    ) -> None:
+        """Sees that there is memory for what the first push of a piece will make beside the values,
+        and for a copy of them where delay compensation may need one.
 
         Raises LimitError / MEMORY_EXHAUSTED.
         """
@@ -283,8 +344,9 @@ class Partition:
             torch.empty(nbytes, dtype=torch.uint8)
         except RuntimeError as error:
             raise LimitError(
-                f"{describe(self.spec)}: there is no memory for {nbytes} bytes that the optimizer keeps beside the values; nothing of this "
-                "partition was applied. Give the server more memory, or the job more servers",
+                f"{describe(self.spec)}: there is no memory for {nbytes} bytes that the optimizer "
+                "keeps beside the values; nothing of this partition was applied. Give the server "
+                "more memory, or the job more servers",
                 reason="MEMORY_EXHAUSTED",
             ) from error
 
@@ -295,8 +357,8 @@ class Partition:
             self.ahead.forget(member_id)
 
     def read(self, codec: int, copies: Copies) -> Reading:
-        """The values as they are now, in a codec, to be read in pieces. Only with values; `readings.discard` it when done. Raises as
-        `encode_values`."""
+        """The values as they are now, in a codec, to be read in pieces. Only with values;
+        `readings.discard` it when done. Raises as `encode_values`."""
         if codec != codecs.RAW:
             encoded = self.encoded.get(codec)
             if encoded is None:
@@ -308,11 +370,13 @@ class Partition:
 
     def image(self) -> PartitionImage:
         """A copy. Only with values."""
-        return replace(self.as_it_is(), pulled=dict(self.bases.pulled), base_values=dict(self.bases.copies)).copy()
+        return replace(
+            self.as_it_is(), pulled=dict(self.bases.pulled), base_values=dict(self.bases.copies)
+        ).copy()
 
     def as_it_is(self) -> PartitionImage:
-        """An image that shares the partition's tensors, so that the next change shows in it; without the copies for delay
-        compensation. Only with values."""
+        """An image that shares the partition's tensors, so that the next change shows in it;
+        without the copies for delay compensation. Only with values."""
         return PartitionImage(
             spec=self.spec,
             version=self.version,
@@ -340,12 +404,23 @@ class Partition:
         assert self.values is not None, f"partition {self.spec.partition_id} has no values"
         return self.values
 
-    def _compensated(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings, base: int) -> torch.Tensor:
+    def _compensated(
+        self,
+        gradient: torch.Tensor,
+        absent: Collection[int],
+        optimizer: OptimizerSettings,
+        base: int,
+    ) -> torch.Tensor:
         if base in (0, self.version):
             return gradient
-        now, then = (self.spec.without(values, absent) for values in (self._values(), self.bases.copies[base]))
+        now, then = (
+            self.spec.without(values, absent)
+            for values in (self._values(), self.bases.copies[base])
+        )
         limit = _CALM.get(gradient.dtype, torch.finfo(gradient.dtype).max)
-        return compensated(gradient, now=now, then=then, strength=optimizer.delay_compensation, limit=limit)
+        return compensated(
+            gradient, now=now, then=then, strength=optimizer.delay_compensation, limit=limit
+        )
 
     def _state(self) -> Iterator[tuple[str, int, int, torch.Tensor]]:
         return iter(()) if self.optimizer is None else self.optimizer.state()

@@ -1,9 +1,12 @@
-"""From the chunks of one upload to a tensor that is known to be sound: size, checksum, only finite numbers. Nothing is applied here.
+"""From the chunks of one upload to a tensor that is known to be sound: size, checksum, only finite
+numbers. Nothing is applied here.
 
-Of rows of a sparse table the payload is their ids and then their gradients; what is sound is the payload, as bytes.
+Of rows of a sparse table the payload is their ids and then their gradients; what is sound is the
+payload, as bytes.
 
-Each chunk is copied and examined when it comes, while the processor's cache still holds it; and the message that brought it is free again,
-so the next one lands in the same memory. A compressed partition is kept as it comes, and decoded when it is whole.
+Each chunk is copied and examined when it comes, while the processor's cache still holds it; and the
+message that brought it is free again, so the next one lands in the same memory. A compressed
+partition is kept as it comes, and decoded when it is whole.
 """
 
 from __future__ import annotations
@@ -49,29 +52,38 @@ class UploadHeader:
     checksum: int
     """xxh3-64 of the payload; 0: not computed."""
     batch: int = 0
-    """Key of the leased batch that a gradient was computed on, the same whoever pushes it; 0: none."""
+    """Key of the leased batch that a gradient was computed on, the same whoever pushes it; 0:
+    none."""
     absent: tuple[int, ...] = ()
     """Positions of the partition's pieces that the payload leaves out, ascending."""
     finished_batches: tuple[int, ...] = ()
     """Keys of batches that the member has finished on all servers."""
     rows: int = 0
-    """How many rows of a table the payload has gradients for; 0 where the partition is no bucket, too."""
+    """How many rows of a table the payload has gradients for; 0 where the partition is no bucket,
+    too."""
 
     @property
     def length(self) -> int:
         """Elements of the decoded payload."""
-        return self.spec.length_without(self.absent) if self.spec.bucket is None else self.rows * self.spec.bucket.dim
+        return (
+            self.spec.length_without(self.absent)
+            if self.spec.bucket is None
+            else self.rows * self.spec.bucket.dim
+        )
 
 
 class Upload:
-    """One partition while it comes, or those of its pieces that do. `add` its chunks until `missing` is 0, then take its `values`."""
+    """One partition while it comes, or those of its pieces that do. `add` its chunks until
+    `missing` is 0, then take its `values`."""
 
     def __init__(self, header: UploadHeader) -> None:
         self.header = header
         self._compressed = header.codec != pb.CODEC_RAW
         self._as_bytes = self._compressed or header.spec.bucket is not None
         element = torch.uint8 if self._as_bytes else header.spec.element.torch
-        self._tensor = torch.empty(header.payload_bytes if self._as_bytes else header.length, dtype=element)
+        self._tensor = torch.empty(
+            header.payload_bytes if self._as_bytes else header.length, dtype=element
+        )
         """What comes."""
         self._bytes = np.asarray(bytes_of(self._tensor))
         self._received = 0
@@ -102,19 +114,22 @@ class Upload:
         self.came(chunk.nbytes)
 
     def room(self, nbytes: int) -> memoryview:
-        """Where the next bytes belong: write them there, then say that they `came`, all at once or one part after another.
+        """Where the next bytes belong: write them there, then say that they `came`, all at once or
+        one part after another.
 
         Raises InvalidRequestError / PAYLOAD_SIZE_MISMATCH when the header declares fewer.
         """
         if nbytes > self.missing:
             raise InvalidRequestError(
-                f"{describe(self.header.spec)}: {self._received + nbytes} bytes came, its header declares {self._bytes.nbytes}",
+                f"{describe(self.header.spec)}: {self._received + nbytes} bytes came, its header "
+                f"declares {self._bytes.nbytes}",
                 reason="PAYLOAD_SIZE_MISMATCH",
             )
         return self._bytes.data[self._received : self._received + nbytes]
 
     def came(self, nbytes: int) -> None:
-        """The next bytes are in their place: examines them while the processor's cache holds them."""
+        """The next bytes are in their place: examines them while the processor's cache holds
+        them."""
         end = self._received + nbytes
         if self._digest is not None:
             self._digest.update(self._bytes.data[self._received : end])
@@ -123,11 +138,11 @@ class Upload:
             self._look_up_to(end // self.header.spec.element.itemsize)
 
     def values(self) -> torch.Tensor:
-        """All that came, one piece after another, or of rows the payload (`split_rows`); the same tensor each time. Only when nothing is
-        missing.
+        """All that came, one piece after another, or of rows the payload (`split_rows`); the same
+        tensor each time. Only when nothing is missing.
 
-        Raises CorruptDataError / CHECKSUM_MISMATCH, and InvalidRequestError: PAYLOAD_INVALID, ROWS_INVALID, or GRADIENT_NOT_FINITE, naming
-        the tensor, or the row.
+        Raises CorruptDataError / CHECKSUM_MISMATCH, and InvalidRequestError: PAYLOAD_INVALID,
+        ROWS_INVALID, or GRADIENT_NOT_FINITE, naming the tensor, or the row.
         """
         assert self.missing == 0, "the caller adds every chunk first"
         if self._values is None:
@@ -136,7 +151,8 @@ class Upload:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude among the `values`, or a little more (`bound_of`); 0 without elements. Raises as `values`."""
+        """The largest magnitude among the `values`, or a little more (`bound_of`); 0 without
+        elements. Raises as `values`."""
         self.values()
         return self._largest
 
@@ -144,7 +160,8 @@ class Upload:
         spec = self.header.spec
         if self._digest is not None and (found := self._digest.intdigest()) != self.header.checksum:
             raise CorruptDataError(
-                f"{describe(spec)}: the payload's xxh3-64 is {found:#018x}, its header says {self.header.checksum:#018x}; send it again",
+                f"{describe(spec)}: the payload's xxh3-64 is {found:#018x}, its header says "
+                f"{self.header.checksum:#018x}; send it again",
                 reason="CHECKSUM_MISMATCH",
             )
         if spec.bucket is not None:
@@ -168,10 +185,16 @@ class Upload:
         spec = self.header.spec
         values = torch.empty(self.header.length, dtype=torch.float32)
         try:
-            codecs.decode(self.header.codec, self._bytes.data, values.numpy(), spec.shapes_without(self.header.absent))
+            codecs.decode(
+                self.header.codec,
+                self._bytes.data,
+                values.numpy(),
+                spec.shapes_without(self.header.absent),
+            )
         except InvalidRequestError as error:
             raise InvalidRequestError(
-                f"{describe(spec)}: {error}; nothing of this partition was applied, and its sequence number is still free",
+                f"{describe(spec)}: {error}; nothing of this partition was applied, and its "
+                "sequence number is still free",
                 reason=error.reason,
             ) from error
         return values.to(spec.element.torch)
@@ -185,8 +208,8 @@ class Upload:
 
 
 def bound_of(values: torch.Tensor) -> float:
-    """No magnitude is above it by more than rounding; it is the largest one where that is above 1e16 or so, nan where one is, and as a rule
-    the norm, which is read 4 times as quickly."""
+    """No magnitude is above it by more than rounding; it is the largest one where that is above
+    1e16 or so, nan where one is, and as a rule the norm, which is read 4 times as quickly."""
     if values.dtype in _WITH_NORMS:
         squares = float(torch.dot(values, values))
         if squares < _CALM_SQUARES:
@@ -206,21 +229,27 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A contiguous tensor's bytes, where they are, writable."""
     if not tensor.numel():  # whose strides may be anything
         return memoryview(bytearray())
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type] # numpy's stubs for 3.11 lack __buffer__
+    # numpy's stubs for 3.11 lack __buffer__
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def split_rows(payload: torch.Tensor, dim: int) -> tuple[Ids, Values]:
     """The ids in a payload of rows, and their gradients, `[rows, dim]`, where they lie."""
     raw = payload.numpy()
     rows = raw.nbytes // (ID_BYTES + 4 * dim)
-    return raw[: ID_BYTES * rows].view(np.int64), raw[ID_BYTES * rows :].view(np.float32).reshape(rows, dim)
+    return raw[: ID_BYTES * rows].view(np.int64), raw[ID_BYTES * rows :].view(np.float32).reshape(
+        rows, dim
+    )
 
 
 def check_ids(spec: PartitionSpec, bucket: Bucket, ids: Ids) -> None:
-    """Raises InvalidRequestError / ROWS_INVALID where an id is not of the table, or not of this bucket."""
+    """Raises InvalidRequestError / ROWS_INVALID where an id is not of the table, or not of this
+    bucket."""
     if bucket.rows and ((ids < 0) | (ids >= bucket.rows)).any():
         culprit = int(ids[(ids < 0) | (ids >= bucket.rows)][0])
-        raise _wrong_rows(spec, f"id {culprit}: expected 0 to {bucket.rows - 1}, the rows that were declared")
+        raise _wrong_rows(
+            spec, f"id {culprit}: expected 0 to {bucket.rows - 1}, the rows that were declared"
+        )
     elsewhere = buckets_of(ids, bucket.spec.buckets) != bucket.number
     if elsewhere.any():
         culprit = int(ids[elsewhere][0])
@@ -230,11 +259,20 @@ def check_ids(spec: PartitionSpec, bucket: Bucket, ids: Ids) -> None:
 def describe(spec: PartitionSpec) -> str:
     """A partition, for people."""
     if spec.bucket is not None:
-        return f"partition {spec.partition_id} (bucket {spec.bucket.number} of table {spec.bucket.table!r})"
+        return (
+            f"partition {spec.partition_id} (bucket {spec.bucket.number} of table "
+            f"{spec.bucket.table!r})"
+        )
     first, last = spec.pieces[0], spec.pieces[-1]
     if len(spec.pieces) == 1:
-        return f"partition {spec.partition_id} (elements {first.offset} to {first.offset + first.length} of tensor {first.tensor!r})"
-    return f"partition {spec.partition_id} ({len(spec.pieces)} pieces of tensors, {first.tensor!r} to {last.tensor!r})"
+        return (
+            f"partition {spec.partition_id} (elements {first.offset} to "
+            f"{first.offset + first.length} of tensor {first.tensor!r})"
+        )
+    return (
+        f"partition {spec.partition_id} ({len(spec.pieces)} pieces of tensors, {first.tensor!r} "
+        f"to {last.tensor!r})"
+    )
 
 
 def _check_finite(header: UploadHeader, values: torch.Tensor) -> None:
@@ -242,8 +280,9 @@ def _check_finite(header: UploadHeader, values: torch.Tensor) -> None:
     if count := int(culprits.sum()):
         first = header.spec.name_of(int(culprits.to(torch.uint8).argmax()), header.absent)
         raise InvalidRequestError(
-            f"{describe(header.spec)}: {count} of {values.numel()} values are NaN or infinite, the first is {first}; "
-            "nothing of this partition was applied, and its sequence number is still free",
+            f"{describe(header.spec)}: {count} of {values.numel()} values are NaN or infinite, the "
+            f"first is {first}; nothing of this partition was applied, and its sequence number is "
+            "still free",
             reason="GRADIENT_NOT_FINITE",
         )
 
@@ -252,11 +291,14 @@ def _check_rows_finite(spec: PartitionSpec, ids: Ids, gradients: Values) -> None
     culprits = ~np.isfinite(gradients).all(axis=1)
     if count := int(culprits.sum()):
         raise InvalidRequestError(
-            f"{describe(spec)}: the gradients of {count} of {len(ids)} rows are NaN or infinite, the first is of id {ids[culprits][0]}; "
-            "nothing of this partition was applied, and its sequence number is still free",
+            f"{describe(spec)}: the gradients of {count} of {len(ids)} rows are NaN or infinite, "
+            f"the first is of id {ids[culprits][0]}; nothing of this partition was applied, and "
+            "its sequence number is still free",
             reason="GRADIENT_NOT_FINITE",
         )
 
 
 def _wrong_rows(spec: PartitionSpec, what: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{describe(spec)}: {what}; nothing of this partition was applied", reason="ROWS_INVALID")
+    return InvalidRequestError(
+        f"{describe(spec)}: {what}; nothing of this partition was applied", reason="ROWS_INVALID"
+    )

@@ -1,10 +1,13 @@
 """Reading a partition in pieces while others may change it: copy on write.
 
-A reading sees the values of the moment it was opened. As long as nobody changes the partition it reads them where they are; before a push
-is applied, the values are copied once for all that have not read to their end. So a pull normally costs no copy of its own, takes no lock,
-and a slow reader delays nobody. Where readers are so slow that the copies would be too many, those that began first are ended.
+A reading sees the values of the moment it was opened. As long as nobody changes the partition it
+reads them where they are; before a push is applied, the values are copied once for all that have
+not read to their end. So a pull normally costs no copy of its own, takes no lock, and a slow reader
+delays nobody. Where readers are so slow that the copies would be too many, those that began first
+are ended.
 
-Who reads compressed values reads a copy from the beginning, one for all that read that version at the same time.
+Who reads compressed values reads a copy from the beginning, one for all that read that version at
+the same time.
 """
 
 from __future__ import annotations
@@ -30,7 +33,9 @@ RETRY_AFTER: Final = timedelta(seconds=1)
 class Reading:
     """One reader's place in one partition. Belongs to the thread that owns the shard."""
 
-    def __init__(self, values: torch.Tensor, *, version: int, encoded: EncodedValues | None = None) -> None:
+    def __init__(
+        self, values: torch.Tensor, *, version: int, encoded: EncodedValues | None = None
+    ) -> None:
         """`encoded`: whose payload `values` is, if they are not the partition's own."""
         self.version = version
         self._encoded = encoded
@@ -39,7 +44,8 @@ class Reading:
         self._promised = 0
 
     def take(self, nbytes: int) -> memoryview:
-        """The next bytes, at most `nbytes`; empty at the end. Live: copy them before anything else happens to the shard.
+        """The next bytes, at most `nbytes`; empty at the end. Live: copy them before anything else
+        happens to the shard.
 
         Raises UnavailableError / PULL_TOO_SLOW when they were given up.
         """
@@ -49,14 +55,16 @@ class Reading:
         return piece
 
     def promise(self, nbytes: int) -> None:
-        """The reader has been told that so many bytes follow: these can be taken also when the rest is given up. Raises as `take`."""
+        """The reader has been told that so many bytes follow: these can be taken also when the rest
+        is given up. Raises as `take`."""
         self._check_held()
         self._promised = nbytes
 
     def _check_held(self) -> None:
         if self._given_up and not self._promised:
             raise UnavailableError(
-                f"the values were read too slowly: copies for readers hold {MOST_COPIES_BYTES >> 20} MiB already; pull again",
+                "the values were read too slowly: copies for readers hold "
+                f"{MOST_COPIES_BYTES >> 20} MiB already; pull again",
                 reason="PULL_TOO_SLOW",
                 retry_after=RETRY_AFTER,
             )
@@ -78,7 +86,8 @@ class Reading:
     def give_up(self) -> None:
         """The next `take` fails, but for what was promised."""
         self._given_up = True
-        self._rest = memoryview(bytes(self._rest[: self._promised]) + b"\0")  # there is something left to take, and that fails
+        # there is something left to take, and that fails
+        self._rest = memoryview(bytes(self._rest[: self._promised]) + b"\0")
 
 
 @dataclass(eq=False)
@@ -98,7 +107,8 @@ class EncodedValues:
 
 
 class Copies:
-    """What readers of a server still read that is not the values themselves: copies of such as have changed, and compressed ones."""
+    """What readers of a server still read that is not the values themselves: copies of such as have
+    changed, and compressed ones."""
 
     def __init__(self, *, limit: int = MOST_COPIES_BYTES) -> None:
         self._limit = limit
@@ -116,9 +126,11 @@ class Copies:
             reading.detach(copy)
 
     def keep(self, nbytes: int, readers: weakref.WeakSet[Reading]) -> None:
-        """So much more is held while any of these readings, or of those that join them, is not at its end. Where that is too much, those
-        that began first are ended."""
-        self._copies = deque(each for each in self._copies if any(reading.remaining for reading in each[1]))
+        """So much more is held while any of these readings, or of those that join them, is not at
+        its end. Where that is too much, those that began first are ended."""
+        self._copies = deque(
+            each for each in self._copies if any(reading.remaining for reading in each[1])
+        )
         if not any(known is readers for _, known in self._copies):
             self._copies.append((nbytes, readers))
         while len(self._copies) > 1 and sum(held for held, _ in self._copies) > self._limit:

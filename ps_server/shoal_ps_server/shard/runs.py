@@ -1,8 +1,10 @@
 """A partition's optimizer: one `torch.optim` instance over the runs of its values.
 
-A run is one tensor for pieces that lie side by side, have the same hyperparameters and have been through the same updates: torch steps them
-at once. A push that has a gradient for a part of a run splits it, since from then on the parts differ (in Adam's count of steps, say), for
-good where there is a state. Where an optimizer looks at more than one element at a time, each piece is a run by itself.
+A run is one tensor for pieces that lie side by side, have the same hyperparameters and have been
+through the same updates: torch steps them at once. A push that has a gradient for a part of a run
+splits it, since from then on the parts differ (in Adam's count of steps, say), for good where there
+is a state. Where an optimizer looks at more than one element at a time, each piece is a run by
+itself.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ class RunImage:
     """Position of its first piece; it ends before piece `end`."""
     end: int
     state: Mapping[str, torch.Tensor]
-    """The optimizer's state tensors by torch's names for them; empty before the run's first update."""
+    """The optimizer's state tensors by torch's names for them; empty before the run's first
+    update."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,14 +37,22 @@ class _Run:
     first: int
     end: int
     values: torch.Tensor
-    """Its part of the partition's values: a view, which is torch's parameter. Flat, or by rows where the optimizer goes by them."""
+    """Its part of the partition's values: a view, which is torch's parameter. Flat, or by rows
+    where the optimizer goes by them."""
 
 
 class PartitionOptimizer:
     """Changes a partition's values in place. Belongs to the thread that owns the partition."""
 
-    def __init__(self, values: torch.Tensor, spec: PartitionSpec, settings: OptimizerSettings, runs: Sequence[RunImage] = ()) -> None:
-        """`runs`: those of an earlier optimizer of the partition, whose tensors this one takes over; none: it has not been updated yet."""
+    def __init__(
+        self,
+        values: torch.Tensor,
+        spec: PartitionSpec,
+        settings: OptimizerSettings,
+        runs: Sequence[RunImage] = (),
+    ) -> None:
+        """`runs`: those of an earlier optimizer of the partition, whose tensors this one takes
+        over; none: it has not been updated yet."""
         self._values = values
         self._spec = spec
         self._place_of_piece = [settings.place_of(piece.tensor) for piece in spec.pieces]
@@ -58,7 +69,10 @@ class PartitionOptimizer:
         made: Callable[..., torch.optim.Optimizer] = declared.optimizer_class()
         least = declared.fused_from_bytes
         fused = {} if least is None else {"fused": values.element_size() >= least}
-        groups = [{"params": params, **declared.arguments(settings.at(place))} for place, params in by_place.items()]
+        groups = [
+            {"params": params, **declared.arguments(settings.at(place))}
+            for place, params in by_place.items()
+        ]
         # Adagrad takes the state's first value from its arguments, and not from the groups.
         self._torch = made(groups, **fused, **declared.arguments(settings.hyperparameters))
         for run, image in zip(self._runs, runs, strict=False):
@@ -72,7 +86,8 @@ class PartitionOptimizer:
             group.update(declared.arguments(settings.at(place)))
 
     def step(self, gradient: torch.Tensor, absent: Collection[int] = ()) -> None:
-        """One update. `gradient`: of all pieces but those at the positions `absent`, one after another; it is read and not kept."""
+        """One update. `gradient`: of all pieces but those at the positions `absent`, one after
+        another; it is read and not kept."""
         missing = frozenset(absent)
         if missing:
             self._split(missing)
@@ -105,14 +120,20 @@ class PartitionOptimizer:
                 run.values.grad = None
 
     def fresh_pieces(self, absent: Collection[int]) -> list[Piece]:
-        """The pieces that have no state yet, and would get some from an update without the pieces `absent`."""
+        """The pieces that have no state yet, and would get some from an update without the pieces
+        `absent`."""
         missing = frozenset(absent)
         fresh = (run for run in self._runs if run.values not in self._torch.state)
-        return [self._spec.pieces[position] for run in fresh for position in range(run.first, run.end) if position not in missing]
+        return [
+            self._spec.pieces[position]
+            for run in fresh
+            for position in range(run.first, run.end)
+            if position not in missing
+        ]
 
     def state(self) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-        """Every tensor of the state: the name of its kind, the element of the values that it begins at, how many each of its numbers is
-        for, and the tensor."""
+        """Every tensor of the state: the name of its kind, the element of the values that it begins
+        at, how many each of its numbers is for, and the tensor."""
         for run in self._runs:
             each = self._spec.pieces[run.first].row if self._unit is Unit.ROW else 1
             for name, tensor in self._state_of(run).items():
@@ -120,12 +141,18 @@ class PartitionOptimizer:
 
     def images(self) -> tuple[RunImage, ...]:
         """The state of all runs, in order, in the tensors that the next step changes."""
-        return tuple(RunImage(first=run.first, end=run.end, state=self._state_of(run)) for run in self._runs)
+        return tuple(
+            RunImage(first=run.first, end=run.end, state=self._state_of(run)) for run in self._runs
+        )
 
     def _state_of(self, run: _Run) -> dict[str, torch.Tensor]:
         if run.values not in self._torch.state:  # asking would make an empty one
             return {}
-        return {name: tensor for name, tensor in self._torch.state[run.values].items() if isinstance(tensor, torch.Tensor)}
+        return {
+            name: tensor
+            for name, tensor in self._torch.state[run.values].items()
+            if isinstance(tensor, torch.Tensor)
+        }
 
     def _run(self, first: int, end: int) -> _Run:
         starts = self._spec.starts
@@ -138,7 +165,10 @@ class PartitionOptimizer:
         """Cuts runs so that none has both missing pieces and others."""
         parts_of: dict[_Run, list[_Run]] = {}
         for run in self._runs:
-            parts = [list(positions) for _, positions in groupby(range(run.first, run.end), key=missing.__contains__)]
+            parts = [
+                list(positions)
+                for _, positions in groupby(range(run.first, run.end), key=missing.__contains__)
+            ]
             if len(parts) > 1:
                 parts_of[run] = [self._run(part[0], part[-1] + 1) for part in parts]
         for run, made in parts_of.items():
@@ -152,7 +182,9 @@ class PartitionOptimizer:
         runs: list[_Run] = []
         for run in self._runs:
             before = runs[-1] if runs else None
-            stateless = before is not None and not self._state_of(run) and not self._state_of(before)
+            stateless = (
+                before is not None and not self._state_of(run) and not self._state_of(before)
+            )
             if before is not None and stateless and self._place_of(before) == self._place_of(run):
                 for each in (before, run):
                     self._torch.state.pop(each.values, None)
@@ -184,7 +216,11 @@ class PartitionOptimizer:
         for part in parts:
             end = begin + part.values.numel()
             self._torch.state[part.values] = {
-                name: value if not isinstance(value, torch.Tensor) else value[begin:end] if value.shape == (length,) else value.clone()
+                name: value
+                if not isinstance(value, torch.Tensor)
+                else value[begin:end]
+                if value.shape == (length,)
+                else value.clone()
                 for name, value in state.items()
             }
             begin = end
@@ -198,6 +234,6 @@ def _alike(places: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def warm_up() -> None:
-    """Call once at the start: torch imports its compiler, for a second, when a process makes its first optimizer. No push should wait for
-    that."""
+    """Call once at the start: torch imports its compiler, for a second, when a process makes its
+    first optimizer. No push should wait for that."""
     torch.optim.SGD([torch.zeros(1)], lr=0.0)

@@ -1,11 +1,12 @@
 """A server's shard: every partition it holds, and the only ways to change one.
 
-A change is made in two steps: `admit_push` checks all that can be checked and takes its place in the order; `apply` makes it, once the
-journal has it; or `refuse` says that it cannot be made. All that are admitted are applied in the order of their admission, or, from one on,
-refused.
+A change is made in two steps: `admit_push` checks all that can be checked and takes its place in
+the order; `apply` makes it, once the journal has it; or `refuse` says that it cannot be made. All
+that are admitted are applied in the order of their admission, or, from one on, refused.
 
-The shard belongs to the event loop's thread: no method locks, waits, or may be called from elsewhere (docs/decisions/0031 has the
-measurement). gRPC's own threads take the next chunks off the wire while torch, which releases the GIL, applies a partition.
+The shard belongs to the event loop's thread: no method locks, waits, or may be called from
+elsewhere (docs/decisions/0031 has the measurement). gRPC's own threads take the next chunks off the
+wire while torch, which releases the GIL, applies a partition.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from shoal_ps_server.shard.reading import Copies, Reading
 from shoal_ps_server.shard.table_rows import TableRows, new_partition, restored_partition
 
 MOVING_RETRY: Final = timedelta(milliseconds=50)
-"""When whoever asked for a partition that is moving asks again: a move takes fractions of a second."""
+"""When whoever asked for a partition that is moving asks again: a move takes fractions of a
+second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,8 @@ class Admitted:
     version: int
     """The partition's, after it."""
     values: torch.Tensor | None
-    """The gradient, or the first values; None: a push that was known by its batch, of which only the number is used up."""
+    """The gradient, or the first values; None: a push that was known by its batch, of which only
+    the number is used up."""
     first: bool = False
     """These are the first values."""
     base: int = 0
@@ -72,7 +75,8 @@ class Admitted:
 
 @dataclass(frozen=True, kw_only=True)
 class Restoration:
-    """The rows of a bucket, which are to take the place of those that are there: see RestoreRows."""
+    """The rows of a bucket, which are to take the place of those that are there: see
+    RestoreRows."""
 
     spec: PartitionSpec
     number: int
@@ -91,7 +95,8 @@ class ShardSummary:
     versions: Mapping[int, int]
     """Partition id -> version, ascending; 0: no values yet."""
     sequences: Mapping[int, int]
-    """Partition id -> the last sequence of the member asked about that was applied, or is on its way; only those above 0."""
+    """Partition id -> the last sequence of the member asked about that was applied, or is on its
+    way; only those above 0."""
     restorations: Mapping[int, int]
     """Partition id -> number of the last restoration; only those above 0."""
     stored_bytes: int
@@ -117,7 +122,9 @@ class Shard:
         self._admitted_batches = Batches(self.batches.runs())
         """After what was admitted: what the next push is compared with."""
         self._optimizer = optimizer
-        self._partitions = {image.spec.partition_id: restored_partition(image, optimizer) for image in restored}
+        self._partitions = {
+            image.spec.partition_id: restored_partition(image, optimizer) for image in restored
+        }
         self._frozen: frozenset[int] = frozenset()
         self._copies = Copies()
         self._pushes_applied = 0
@@ -130,11 +137,13 @@ class Shard:
 
     @property
     def frozen(self) -> frozenset[int]:
-        """Partitions that are on their way to another server: nobody pulls them, and no push of them is admitted."""
+        """Partitions that are on their way to another server: nobody pulls them, and no push of
+        them is admitted."""
         return self._frozen
 
     def freeze(self, partition_ids: Iterable[int]) -> None:
-        """Lets nobody pull these partitions or push to them; what was admitted before is still applied, and then they change no more."""
+        """Lets nobody pull these partitions or push to them; what was admitted before is still
+        applied, and then they change no more."""
         self._frozen |= frozenset(partition_ids)
 
     def thaw(self, partition_ids: Iterable[int]) -> None:
@@ -153,17 +162,21 @@ class Shard:
         self._partitions[image.spec.partition_id] = restored_partition(image, self._optimizer)
 
     def check_open(self, spec: PartitionSpec) -> None:
-        """Raises UnavailableError / PARTITION_MOVING for a partition that is frozen, and PreconditionError / STALE_SHARD_MAP for one that
-        has gone to another server since its request was looked at."""
+        """Raises UnavailableError / PARTITION_MOVING for a partition that is frozen, and
+        PreconditionError / STALE_SHARD_MAP for one that has gone to another server since its
+        request was looked at."""
         if spec.partition_id in self._frozen:
             raise UnavailableError(
-                f"{describe(spec)} is moving to another server: get the shard map anew from the coordinator, and try again",
+                f"{describe(spec)} is moving to another server: get the shard map anew from the "
+                "coordinator, and try again",
                 reason="PARTITION_MOVING",
                 retry_after=MOVING_RETRY,
             )
         if spec.partition_id not in self._partitions:
             raise PreconditionError(
-                f"{describe(spec)} has moved to another server: get the shard map anew from the coordinator", reason="STALE_SHARD_MAP"
+                f"{describe(spec)} has moved to another server: get the shard map anew from the "
+                "coordinator",
+                reason="STALE_SHARD_MAP",
             )
 
     def _open(self, spec: PartitionSpec) -> Partition:
@@ -184,7 +197,8 @@ class Shard:
                 partition.optimizer.retune(optimizer)
 
     def admit_values(self, upload: Upload) -> Admitted | None:
-        """First values of a partition; None: it has some, or they are on their way. Raises as `check_open` and `Upload.values`."""
+        """First values of a partition; None: it has some, or they are on their way. Raises as
+        `check_open` and `Upload.values`."""
         started = time.perf_counter()
         header = upload.header
         partition = self._open(header.spec)
@@ -193,16 +207,23 @@ class Shard:
         values = upload.values()
         partition.on_their_way += 1
         return Admitted(
-            partition=partition, header=header, version=1, values=values, first=True, check_seconds=time.perf_counter() - started
+            partition=partition,
+            header=header,
+            version=1,
+            values=values,
+            first=True,
+            check_seconds=time.perf_counter() - started,
         )
 
     def is_settled(self, header: UploadHeader) -> bool:
-        """Whether the number of a push is used up, or will be by what is on its way. Raises as `check_open`."""
+        """Whether the number of a push is used up, or will be by what is on its way. Raises as
+        `check_open`."""
         return not self._open(header.spec).is_next(header)
 
     def needs_trial(self, upload: Upload) -> bool:
-        """Whether an update may come out infinite, so that it is tried first, which needs all before it to be applied; so does one behind
-        a restoration, which makes another version of the partition. Raises as `admit_push`."""
+        """Whether an update may come out infinite, so that it is tried first, which needs all
+        before it to be applied; so does one behind a restoration, which makes another version of
+        the partition. Raises as `admit_push`."""
         partition = self._open(upload.header.spec)
         if partition.is_restoring:
             return True
@@ -211,17 +232,21 @@ class Shard:
         return partition.needs_trial(upload.largest, self._optimizer)
 
     def admit_push(self, upload: Upload) -> Admitted | None:
-        """A gradient, which will be applied once; None: it is known, by its number. One that `needs_trial` comes when nothing else is on
-        its way to the partition.
+        """A gradient, which will be applied once; None: it is known, by its number. One that
+        `needs_trial` comes when nothing else is on its way to the partition.
 
-        Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and as `Partition.is_duplicate`), LimitError / MEMORY_EXHAUSTED,
-        InvalidRequestError / RESULT_NOT_FINITE, and as `check_open` and `Upload.values`; nothing is admitted then.
+        Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and as `Partition.is_duplicate`),
+        LimitError / MEMORY_EXHAUSTED, InvalidRequestError / RESULT_NOT_FINITE, and as `check_open`
+        and `Upload.values`; nothing is admitted then.
         """
         started = time.perf_counter()
         header = upload.header
         partition = self._open(header.spec)
         if self._optimizer is None:
-            raise PreconditionError("this server has no optimizer: send ConfigureOptimizer before Push", reason="OPTIMIZER_UNCONFIGURED")
+            raise PreconditionError(
+                "this server has no optimizer: send ConfigureOptimizer before Push",
+                reason="OPTIMIZER_UNCONFIGURED",
+            )
         duplicate = self._is_known(partition, header)
         if duplicate and not partition.is_next(header):
             return None
@@ -229,7 +254,10 @@ class Shard:
         if not duplicate:
             gradient = upload.values()
             partition.reserve(gradient, header.absent, self._optimizer)
-            if self._optimizer.delay_compensation and partition.bases.pulled.get(header.member_id) == header.base_version:
+            if (
+                self._optimizer.delay_compensation
+                and partition.bases.pulled.get(header.member_id) == header.base_version
+            ):
                 base = header.base_version
             if self.needs_trial(upload):
                 partition.check_trial(gradient, header.absent, self._optimizer, base)
@@ -238,10 +266,18 @@ class Shard:
         self._admitted_batches.add(header.finished_batches)
         version = partition.admit(header, self._admitted_batches, applies=not duplicate)
         seconds = time.perf_counter() - started
-        return Admitted(partition=partition, header=header, version=version, values=gradient, base=base, check_seconds=seconds)
+        return Admitted(
+            partition=partition,
+            header=header,
+            version=version,
+            values=gradient,
+            base=base,
+            check_seconds=seconds,
+        )
 
     def apply(self, admitted: Admitted) -> Outcome:
-        """Makes the change that was admitted first of all that are on their way to its partition."""
+        """Makes the change that was admitted first of all that are on their way to its
+        partition."""
         started = time.perf_counter()
         partition, header, values = admitted.partition, admitted.header, admitted.values
         staleness = 0
@@ -274,8 +310,8 @@ class Shard:
         return TableRows.empty(spec).prepared(image)
 
     def admit_restoration(self, restoration: Restoration) -> bool:
-        """With nothing on its way to the bucket: whether the restoration is to be made, by `restore`; else it is known. Raises as
-        `check_open`."""
+        """With nothing on its way to the bucket: whether the restoration is to be made, by
+        `restore`; else it is known. Raises as `check_open`."""
         partition = self._bucket(restoration.spec)
         partition.is_restoring = partition.takes(restoration.number)
         return partition.is_restoring
@@ -314,7 +350,9 @@ class Shard:
         if admitted.first:
             admitted.partition.on_their_way -= 1
         else:
-            admitted.partition.arrived(admitted.header, self.batches, applies=admitted.values is not None, refused=True)
+            admitted.partition.arrived(
+                admitted.header, self.batches, applies=admitted.values is not None, refused=True
+            )
             if admitted.base:
                 admitted.partition.bases.settle(admitted.base)
 
@@ -327,8 +365,9 @@ class Shard:
         self._partitions[header.spec.partition_id].settled.settle(header, self.batches)
 
     def redo(self, upload: Upload, *, compensated: bool = False) -> int:
-        """Applies a push that was admitted and applied in another process; returns the version after it. `compensated`: it was, and is
-        expected (`will_redo`). Raises as `Upload.values`."""
+        """Applies a push that was admitted and applied in another process; returns the version
+        after it. `compensated`: it was, and is expected (`will_redo`). Raises as
+        `Upload.values`."""
         assert self._optimizer is not None, "it was admitted with one"
         partition = self._partitions[upload.header.spec.partition_id]
         base = upload.header.base_version if compensated else 0
@@ -341,7 +380,8 @@ class Shard:
         self._partitions[partition_id].bases.expect(base_version)
 
     def note_pull(self, partition_id: int, member_id: str) -> None:
-        """A member is given the values that a partition has now, or has them. With delay compensation they are kept for its next push."""
+        """A member is given the values that a partition has now, or has them. With delay
+        compensation they are kept for its next push."""
         if self._optimizer is not None and self._optimizer.delay_compensation:
             partition = self._partitions[partition_id]
             partition.bases.note_pull(member_id, partition.version)
@@ -362,10 +402,16 @@ class Shard:
         if header.sequence:
             self._pushes_deduplicated += 1
         elsewhere = header.batch in self.batches or partition.has_of_another(header)
-        return Outcome(partition_id=header.spec.partition_id, version=partition.version, duplicate=True, known_batch=elsewhere)
+        return Outcome(
+            partition_id=header.spec.partition_id,
+            version=partition.version,
+            duplicate=True,
+            known_batch=elsewhere,
+        )
 
     def initialize(self, upload: Upload) -> Outcome:
-        """Gives a partition its first values at once; a duplicate if it has some. Raises as `admit_values`."""
+        """Gives a partition its first values at once; a duplicate if it has some. Raises as
+        `admit_values`."""
         admitted = self.admit_values(upload)
         return self.known(upload.header) if admitted is None else self.apply(admitted)
 
@@ -380,7 +426,8 @@ class Shard:
 
     @contextmanager
     def reading(self, partition_id: int, codec: int = codecs.RAW) -> Iterator[Reading]:
-        """A partition's values as they are now, in a codec, to be read in pieces. Only with values. Raises as `encode_values`."""
+        """A partition's values as they are now, in a codec, to be read in pieces. Only with values.
+        Raises as `encode_values`."""
         partition = self._partitions[partition_id]
         reading = partition.read(codec, self._copies)
         try:
@@ -395,13 +442,15 @@ class Shard:
         return partition.read_rows(ids, self._copies)
 
     def image(self, partition_id: int) -> PartitionImage | None:
-        """A copy of a partition for a snapshot or another server; None without values, or when it is not held."""
+        """A copy of a partition for a snapshot or another server; None without values, or when it
+        is not held."""
         partition = self._partitions.get(partition_id)
         return partition.image() if partition is not None and partition.version else None
 
     def frozen_image(self, partition_id: int) -> PartitionImage:
-        """A partition that is frozen, where it lies, with nothing on its way to it. What its members have pulled, for delay compensation,
-        is left out: another server does not know of it."""
+        """A partition that is frozen, where it lies, with nothing on its way to it. What its
+        members have pulled, for delay compensation, is left out: another server does not know of
+        it."""
         partition = self._partitions[partition_id]
         assert partition_id in self._frozen, "it would change"
         assert not partition.on_their_way, "what was admitted is waited for"
@@ -410,7 +459,9 @@ class Shard:
     def is_trained(self, frozen: AbstractSet[str]) -> bool:
         """Whether a partition here has values of a tensor that is not among these."""
         held = [partition for partition in self._partitions.values() if partition.version]
-        return any(piece.tensor not in frozen for partition in held for piece in partition.spec.pieces)
+        return any(
+            piece.tensor not in frozen for partition in held for piece in partition.spec.pieces
+        )
 
     def partition_ids(self) -> tuple[int, ...]:
         """Those held, ascending, with values or without."""
@@ -433,8 +484,14 @@ class Shard:
         held = [self._partitions[partition_id] for partition_id in self.partition_ids()]
         return ShardSummary(
             versions={each.spec.partition_id: each.version for each in held},
-            sequences={each.spec.partition_id: last for each in held if (last := each.last_sequence(member_id))},
-            restorations={each.spec.partition_id: each.restoration for each in held if each.restoration},
+            sequences={
+                each.spec.partition_id: last
+                for each in held
+                if (last := each.last_sequence(member_id))
+            },
+            restorations={
+                each.spec.partition_id: each.restoration for each in held if each.restoration
+            },
             stored_bytes=sum(each.stored_bytes for each in held),
             stored_rows=sum(each.stored_rows for each in held),
             pushes_applied=self._pushes_applied,

@@ -1,7 +1,9 @@
-"""A bucket of a sparse table as a partition: rows by id in place of values, which a push changes, and a pull only looks at.
+"""A bucket of a sparse table as a partition: rows by id in place of values, which a push changes,
+and a pull only looks at.
 
-Its version is 1 from the beginning, since a row that nobody has pushed has values too; they follow from its id, and are not kept. So it
-takes no first values, and version - 1 is the number of pushes, with rows or without.
+Its version is 1 from the beginning, since a row that nobody has pushed has values too; they follow
+from its id, and are not kept. So it takes no first values, and version - 1 is the number of pushes,
+with rows or without.
 """
 
 from __future__ import annotations
@@ -23,25 +25,30 @@ from shoal_ps_server.shard.payload import UploadHeader, check_ids, describe, lar
 from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
 
 LARGEST_BUCKET_BYTES: Final = 256 << 20
-"""A bucket is copied as a whole, for snapshots and for other servers, while nothing else is done."""
+"""A bucket is copied as a whole, for snapshots and for other servers, while nothing else is
+done."""
 _CALM: Final = 1e16
 """Magnitudes whose square is far from the largest float32, as Adagrad squares."""
 
 
 @dataclass(kw_only=True)
 class TableRows(Partition):
-    """A partition that is a bucket; `optimizer`, `values` and `bases` of `Partition` are not used."""
+    """A partition that is a bucket; `optimizer`, `values` and `bases` of `Partition` are not
+    used."""
 
     rows: Rows
     coming: int = 0
-    """Rows that were not here when their pushes were admitted, of pushes that are on their way, at most."""
+    """Rows that were not here when their pushes were admitted, of pushes that are on their way, at
+    most."""
 
     @classmethod
     def empty(cls, spec: PartitionSpec) -> TableRows:
         """No row has been pushed."""
         bucket = _bucket(spec)
         largest = bucket.spec.scale * 6  # beyond which nothing is drawn
-        return cls(spec=spec, version=1, rows=Rows(bucket.spec, bucket.dim), largest_at_first=largest)
+        return cls(
+            spec=spec, version=1, rows=Rows(bucket.spec, bucket.dim), largest_at_first=largest
+        )
 
     @classmethod
     def restored(cls, image: PartitionImage, optimizer: OptimizerSettings | None) -> TableRows:
@@ -53,14 +60,24 @@ class TableRows(Partition):
         made.version = image.version
         made.restoration = image.restoration
         made.settled = image.settled()
-        made.largest_at_first = max(made.largest_at_first, largest_of(torch.from_numpy(image.rows.values)))
+        made.largest_at_first = max(
+            made.largest_at_first, largest_of(torch.from_numpy(image.rows.values))
+        )
         return made
 
     def needs_trial(self, largest: float, optimizer: OptimizerSettings) -> bool:
         """See `Partition.needs_trial`. The optimizer is the table's own."""
-        return not max(largest, self.largest_at_first) <= _CALM or not is_calm(dict(_bucket(self.spec).spec.hyperparameters))
+        return not max(largest, self.largest_at_first) <= _CALM or not is_calm(
+            dict(_bucket(self.spec).spec.hyperparameters)
+        )
 
-    def check_trial(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings, base: int = 0) -> None:
+    def check_trial(
+        self,
+        gradient: torch.Tensor,
+        absent: Collection[int],
+        optimizer: OptimizerSettings,
+        base: int = 0,
+    ) -> None:
         """See `Partition.check_trial`."""
         ids, gradients = split_rows(gradient, _bucket(self.spec).dim)
         made = self.rows.updated(ids, gradients, self.version)
@@ -68,13 +85,16 @@ class TableRows(Partition):
             culprits = ~np.isfinite(array.reshape(len(ids), -1)).all(axis=1)
             if count := int(culprits.sum()):
                 raise InvalidRequestError(
-                    f"{describe(self.spec)}: the update would make {name} of {count} of {len(ids)} rows NaN or infinite, the first is of "
-                    f"id {ids[culprits][0]}; nothing of this partition was applied, and its sequence number is still free. Lower the "
+                    f"{describe(self.spec)}: the update would make {name} of {count} of {len(ids)} "
+                    f"rows NaN or infinite, the first is of id {ids[culprits][0]}; nothing of this "
+                    "partition was applied, and its sequence number is still free. Lower the "
                     "table's learning rate, or the loss",
                     reason="RESULT_NOT_FINITE",
                 )
 
-    def reserve(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings) -> None:
+    def reserve(
+        self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings
+    ) -> None:
         """See `Partition.reserve`: for rows that are new."""
         bucket = _bucket(self.spec)
         ids, _ = split_rows(gradient, bucket.dim)
@@ -82,16 +102,18 @@ class TableRows(Partition):
         nbytes = (len(self.rows) + more) * self.rows.row_bytes
         if nbytes > LARGEST_BUCKET_BYTES:
             raise LimitError(
-                f"{describe(self.spec)}: {len(self.rows) + more} rows are {nbytes} bytes, a bucket holds {LARGEST_BUCKET_BYTES}; nothing "
-                "of this partition was applied. Declare the table with more buckets, or with max_rows or max_age",
+                f"{describe(self.spec)}: {len(self.rows) + more} rows are {nbytes} bytes, a bucket "
+                f"holds {LARGEST_BUCKET_BYTES}; nothing of this partition was applied. Declare the "
+                "table with more buckets, or with max_rows or max_age",
                 reason="MEMORY_EXHAUSTED",
             )
         try:
             self.rows.reserve(more)
         except MemoryError as error:
             raise LimitError(
-                f"{describe(self.spec)}: there is no memory for {more} more rows; nothing of this partition was applied. Give the server "
-                "more memory, the job more servers, or the table max_rows or max_age",
+                f"{describe(self.spec)}: there is no memory for {more} more rows; nothing of this "
+                "partition was applied. Give the server more memory, the job more servers, or the "
+                "table max_rows or max_age",
                 reason="MEMORY_EXHAUSTED",
             ) from error
 
@@ -100,13 +122,23 @@ class TableRows(Partition):
         self.coming += push.rows * applies
         return super().admit(push, finished, applies=applies)
 
-    def arrived(self, push: UploadHeader, finished: Container[int], *, applies: bool, refused: bool = False) -> None:
+    def arrived(
+        self, push: UploadHeader, finished: Container[int], *, applies: bool, refused: bool = False
+    ) -> None:
         """See `Partition.arrived`."""
         self.coming -= push.rows * applies
         super().arrived(push, finished, applies=applies, refused=refused)
 
-    def apply(self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings, copies: Copies, base: int = 0) -> None:
-        """See `Partition.apply`. `gradient`: a payload of rows. Its step is numbered by the version before it."""
+    def apply(
+        self,
+        gradient: torch.Tensor,
+        absent: Collection[int],
+        optimizer: OptimizerSettings,
+        copies: Copies,
+        base: int = 0,
+    ) -> None:
+        """See `Partition.apply`. `gradient`: a payload of rows. Its step is numbered by the version
+        before it."""
         ids, gradients = split_rows(gradient, _bucket(self.spec).dim)
         self.rows.update(ids, gradients, self.version)
         self.version += 1
@@ -114,34 +146,45 @@ class TableRows(Partition):
     def prepared(self, image: RowsImage) -> Rows:
         """What `put_in_place` takes; nothing changes. On any thread.
 
-        Raises InvalidRequestError / ROWS_INVALID for rows that cannot be of this bucket, LimitError / MEMORY_EXHAUSTED for too many.
+        Raises InvalidRequestError / ROWS_INVALID for rows that cannot be of this bucket, LimitError
+        / MEMORY_EXHAUSTED for too many.
         """
         bucket = _bucket(self.spec)
         begun = Rows(bucket.spec, bucket.dim)
         if misfit := begun.misfit(image):
-            raise InvalidRequestError(f"{describe(self.spec)}: {misfit}; nothing was changed", reason="ROWS_INVALID")
+            raise InvalidRequestError(
+                f"{describe(self.spec)}: {misfit}; nothing was changed", reason="ROWS_INVALID"
+            )
         check_ids(self.spec, bucket, image.ids)
         for name, array in (("rows", image.values), *image.state.items()):
             if not np.isfinite(array).all():
-                raise InvalidRequestError(f"{describe(self.spec)}: {name} with NaN or infinity; nothing was changed", reason="ROWS_INVALID")
+                raise InvalidRequestError(
+                    f"{describe(self.spec)}: {name} with NaN or infinity; nothing was changed",
+                    reason="ROWS_INVALID",
+                )
         if (nbytes := len(image.ids) * begun.row_bytes) > LARGEST_BUCKET_BYTES:
             raise LimitError(
-                f"{describe(self.spec)}: {len(image.ids)} rows are {nbytes} bytes, a bucket holds {LARGEST_BUCKET_BYTES}; nothing was "
-                "changed. Declare the table with more buckets",
+                f"{describe(self.spec)}: {len(image.ids)} rows are {nbytes} bytes, a bucket holds "
+                f"{LARGEST_BUCKET_BYTES}; nothing was changed. Declare the table with more buckets",
                 reason="MEMORY_EXHAUSTED",
             )
         try:
             return Rows(bucket.spec, bucket.dim, image)
         except MemoryError as error:
             raise LimitError(
-                f"{describe(self.spec)}: there is no memory for {nbytes} bytes of rows; nothing was changed. Give the server more memory, "
-                "or the job more servers",
+                f"{describe(self.spec)}: there is no memory for {nbytes} bytes of rows; nothing "
+                "was changed. Give the server more memory, or the job more servers",
                 reason="MEMORY_EXHAUSTED",
             ) from error
 
     def takes(self, restoration: int) -> bool:
-        """Whether the restoration with this number, or 0, is to be made: see RowsHeader.restoration. Only with nothing on its way."""
-        return restoration > self.restoration if restoration else self.version == 1 and not self.restoration
+        """Whether the restoration with this number, or 0, is to be made: see
+        RowsHeader.restoration. Only with nothing on its way."""
+        return (
+            restoration > self.restoration
+            if restoration
+            else self.version == 1 and not self.restoration
+        )
 
     def put_in_place(self, rows: Rows, version: int, restoration: int) -> None:
         """A restoration: these are the rows from now on."""

@@ -1,4 +1,5 @@
-"""Every change of a server's state on its way: checked, written to the journal, made. Belongs to the event loop.
+"""Every change of a server's state on its way: checked, written to the journal, made. Belongs to
+the event loop.
 
 Without a data directory there is no journal, and a change is made at once.
 """
@@ -45,7 +46,8 @@ class Changes:
         members: Callable[[], Members],
         pending_limit: timedelta = PENDING_LIMIT,
     ) -> None:
-        """`layout`, `members`: as they are now; the journal has them before anything that was done under them."""
+        """`layout`, `members`: as they are now; the journal has them before anything that was done
+        under them."""
         self._shard = shard
         self._pending_limit = pending_limit
         self._layout = layout
@@ -66,7 +68,8 @@ class Changes:
 
     @property
     def write_error(self) -> Exception | None:
-        """Why the journal's last write failed; None: it did not, or there is no journal. Any thread may ask."""
+        """Why the journal's last write failed; None: it did not, or there is no journal. Any thread
+        may ask."""
         return None if self._journal is None else self._journal.write_error
 
     def members_changed(self) -> None:
@@ -74,21 +77,27 @@ class Changes:
         self._members_due = True
 
     async def push(self, upload: Upload) -> asyncio.Future[Outcome]:
-        """Admits a gradient; the future has what became of it, and is others' too: `shield` it. Raises as `Shard.admit_push`."""
+        """Admits a gradient; the future has what became of it, and is others' too: `shield` it.
+        Raises as `Shard.admit_push`."""
         while self._shard.needs_trial(upload) and (before := self._on_their_way(upload)):
             await asyncio.wait(before)
         return await self._partition(upload, self._shard.admit_push(upload))
 
     async def quiet(self) -> None:
-        """Waits for the changes of partitions that are on their way now. Raises UnavailableError when this server makes none any more."""
+        """Waits for the changes of partitions that are on their way now. Raises UnavailableError
+        when this server makes none any more."""
         if pending := [each for each in self._latest.values() if not each.done()]:
             await asyncio.wait(pending)
         if self.is_broken:
-            raise UnavailableError("this server ends, or another one has its place; try again", reason="SERVER_STOPPING")
+            raise UnavailableError(
+                "this server ends, or another one has its place; try again",
+                reason="SERVER_STOPPING",
+            )
 
     async def in_time(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Awaits what waits for changes; it is cancelled and begun anew now and then. While changes wait for a backup, whoever waits for
-        one is told to look for the server elsewhere: it may have been replaced without knowing it.
+        """Awaits what waits for changes; it is cancelled and begun anew now and then. While changes
+        wait for a backup, whoever waits for one is told to look for the server elsewhere: it may
+        have been replaced without knowing it.
 
         Raises UnavailableError / CHANGE_PENDING.
         """
@@ -102,14 +111,18 @@ class Changes:
                     raise
                 if self.holds:
                     raise UnavailableError(
-                        f"a change has waited {limit_s:g} s for this server's backup; ask the coordinator where the server is, and send it "
-                        "again",
+                        f"a change has waited {limit_s:g} s for this server's backup; ask the "
+                        "coordinator where the server is, and send it again",
                         reason="CHANGE_PENDING",
                     ) from error
 
     async def made(self, partition_ids: Iterable[int]) -> None:
         """Waits for what is on its way to these partitions, whatever becomes of it."""
-        if pending := [latest for each in partition_ids if (latest := self._latest.get(each)) is not None and not latest.done()]:
+        if pending := [
+            latest
+            for each in partition_ids
+            if (latest := self._latest.get(each)) is not None and not latest.done()
+        ]:
             await asyncio.wait(pending)
 
     async def restore(self, restoration: Restoration) -> asyncio.Future[Outcome]:
@@ -118,7 +131,9 @@ class Changes:
         while (latest := self._latest.get(number)) is not None and not latest.done():
             await asyncio.wait([latest])
         if not self._shard.admit_restoration(restoration):
-            return _done(Outcome(partition_id=number, version=self._shard.version(number), duplicate=True))
+            return _done(
+                Outcome(partition_id=number, version=self._shard.version(number), duplicate=True)
+            )
         made = self._make(
             None if self._journal is None else restoration_record(restoration),
             lambda: self._shard.restore(restoration),
@@ -132,39 +147,50 @@ class Changes:
         self._shard.check_open(spec)
 
     def is_settled(self, push: UploadHeader) -> bool:
-        """Whether the number of a push is used up, so that it will change nothing. Raises as `Shard.check_open`."""
+        """Whether the number of a push is used up, so that it will change nothing. Raises as
+        `Shard.check_open`."""
         return self._shard.is_settled(push)
 
     async def initialize(self, upload: Upload) -> asyncio.Future[Outcome]:
         """Admits first values. Raises as `Shard.admit_values`."""
         return await self._partition(upload, self._shard.admit_values(upload))
 
-    def configure(self, configuration: Configuration, effect: Callable[[], None]) -> asyncio.Future[None]:
-        """Calls `effect` once the journal has the configuration. The future fails with UnavailableError / JOURNAL_FAILED."""
+    def configure(
+        self, configuration: Configuration, effect: Callable[[], None]
+    ) -> asyncio.Future[None]:
+        """Calls `effect` once the journal has the configuration. The future fails with
+        UnavailableError / JOURNAL_FAILED."""
         self._configured = self._make(configuration_record(configuration), effect)
         return self._configured
 
     def adopt(self, layout: Layout, effect: Callable[[], None]) -> asyncio.Future[None]:
-        """Calls `effect`, by which partitions come and go, once the journal has the shard map that says so. The future fails as that of
-        `configure`."""
+        """Calls `effect`, by which partitions come and go, once the journal has the shard map that
+        says so. The future fails as that of `configure`."""
         if self._journal is None:
             effect()
             return _done(None)
         self._layout_written = self._layout_on_its_way = layout
         return self._journal.append(layout_record(layout), effect, refused=self._write_again)
 
-    def move(self, record: Record, effect: Callable[[], None], *, refused: Callable[[], None] = lambda: None) -> asyncio.Future[None]:
-        """Calls `effect` once the journal has what is said of partitions that move; `refused` where it cannot. The future fails as that of
-        `configure`."""
+    def move(
+        self,
+        record: Record,
+        effect: Callable[[], None],
+        *,
+        refused: Callable[[], None] = lambda: None,
+    ) -> asyncio.Future[None]:
+        """Calls `effect` once the journal has what is said of partitions that move; `refused` where
+        it cannot. The future fails as that of `configure`."""
         return self._make(record, effect, refused=refused)
 
     def in_order(self, look: Callable[[], T]) -> asyncio.Future[T]:
-        """Calls `look` once all that was said to the journal before has been made. The future fails as that of `configure`."""
+        """Calls `look` once all that was said to the journal before has been made. The future fails
+        as that of `configure`."""
         return self._make(None, look)
 
     def clock(self, member_id: str, clock: int, *, place: int = 0) -> None:
-        """A member's word on its clock, without a push, for the journal. Nobody waits for it: a member whose word is lost is held for
-        slower than it is, until it speaks again."""
+        """A member's word on its clock, without a push, for the journal. Nobody waits for it: a
+        member whose word is lost is held for slower than it is, until it speaks again."""
         if self._journal is not None:
             self._make(clock_record(member_id, clock, place=place), lambda: None)
 
@@ -206,7 +232,9 @@ class Changes:
         changes = (self._latest.get(upload.header.spec.partition_id), self._configured)
         return [each for each in changes if each is not None and not each.done()]
 
-    async def _partition(self, upload: Upload, admitted: Admitted | None) -> asyncio.Future[Outcome]:
+    async def _partition(
+        self, upload: Upload, admitted: Admitted | None
+    ) -> asyncio.Future[Outcome]:
         number = upload.header.spec.partition_id
         if admitted is None:
             if (latest := self._latest.get(number)) is not None:
@@ -224,10 +252,17 @@ class Changes:
 
     def _refused(self, change: Admitted) -> None:
         self._shard.refuse(change)
-        # With all that is on its way to the partition; what was applied before is known by its number.
+        # With all that is on its way to the partition; what was applied before is known by its
+        # number.
         self._latest.pop(change.header.spec.partition_id, None)
 
-    def _make(self, record: Record | None, effect: Callable[[], T], *, refused: Callable[[], None] = lambda: None) -> asyncio.Future[T]:
+    def _make(
+        self,
+        record: Record | None,
+        effect: Callable[[], T],
+        *,
+        refused: Callable[[], None] = lambda: None,
+    ) -> asyncio.Future[T]:
         journal = self._journal
         if journal is None:
             return _done(effect())
@@ -243,7 +278,11 @@ class Changes:
     def _newest_layout(self) -> Layout | None:
         """The journal never goes back to a map before one that is on its way."""
         layout, coming = self._layout(), self._layout_on_its_way
-        return coming if coming is not None and (layout is None or coming.epoch > layout.epoch) else layout
+        return (
+            coming
+            if coming is not None and (layout is None or coming.epoch > layout.epoch)
+            else layout
+        )
 
     def _write_again(self) -> None:
         self._layout_written, self._layout_on_its_way, self._members_due = None, None, True

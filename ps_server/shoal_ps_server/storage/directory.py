@@ -1,6 +1,8 @@
-"""A server's data directory: one snapshot in it, the journal of what came after it, and one server at a time.
+"""A server's data directory: one snapshot in it, the journal of what came after it, and one server
+at a time.
 
-All that is of one run of the job, which the file `run` names. What is of a run that is over is set aside in folders of their own, `run-3`.
+All that is of one run of the job, which the file `run` names. What is of a run that is over is set
+aside in folders of their own, `run-3`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from shoal_common.runs import Run
 
 from shoal_ps_server.storage.image import ServerImage
 from shoal_ps_server.storage.recovery import Recovered, recover
-from shoal_ps_server.storage.segments import JOURNAL_PREFIX, Owner, Segments, sync_directory, sync_file
+from shoal_ps_server.storage.segments import (
+    JOURNAL_PREFIX,
+    Owner,
+    Segments,
+    sync_directory,
+    sync_file,
+)
 from shoal_ps_server.storage.snapshot import read_snapshot
 
 _SNAPSHOT: Final = "snapshot.safetensors"
@@ -35,10 +43,12 @@ restarts push out nothing from before."""
 
 
 class DataDirectory:
-    """An open, locked data directory; a context manager. The lock goes with the process, however it ends."""
+    """An open, locked data directory; a context manager. The lock goes with the process, however it
+    ends."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the directory if it is not there. ConfigurationError when it cannot be used or another server uses it."""
+        """Makes the directory if it is not there. ConfigurationError when it cannot be used or
+        another server uses it."""
         self.path = path
         self.run: Run | None = None
         """The run of what is in it; None: nothing is."""
@@ -47,12 +57,16 @@ class DataDirectory:
             path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
-            raise ConfigurationError(f"data_dir={path}: {error}; give a directory that can be written to") from error
+            raise ConfigurationError(
+                f"data_dir={path}: {error}; give a directory that can be written to"
+            ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
-            raise ConfigurationError(f"data_dir={path}: another server uses it; give each its own") from error
+            raise ConfigurationError(
+                f"data_dir={path}: another server uses it; give each its own"
+            ) from error
         self._finish_setting_aside()
         self.run = self._read_run()
         if self.run is None:
@@ -66,14 +80,16 @@ class DataDirectory:
     def read(self, *, job_id: str, server_id: str) -> ServerImage | None:
         """The snapshot of this job and server; None when there is none.
 
-        Raises CorruptDataError as `read_snapshot`, and ConfigurationError / SNAPSHOT_FOREIGN for another job's or server's. Only after a
-        good read are temporary files of a server that died while writing removed.
+        Raises CorruptDataError as `read_snapshot`, and ConfigurationError / SNAPSHOT_FOREIGN for
+        another job's or server's. Only after a good read are temporary files of a server that died
+        while writing removed.
         """
         image = read_snapshot(self.snapshot)
         if image is not None and (image.state.job_id, image.state.server_id) != (job_id, server_id):
             raise ConfigurationError(
-                f"data_dir={self.path} holds server {image.state.server_id!r} of job {image.state.job_id!r}, this is server {server_id!r} "
-                f"of job {job_id!r}; give another directory",
+                f"data_dir={self.path} holds server {image.state.server_id!r} of job "
+                f"{image.state.job_id!r}, this is server {server_id!r} of job {job_id!r}; give "
+                "another directory",
                 reason="SNAPSHOT_FOREIGN",
             )
         for leftover in self.path.glob(f"{_SNAPSHOT}.*.tmp"):
@@ -81,7 +97,8 @@ class DataDirectory:
         return image
 
     def recover(self, *, job_id: str, server_id: str) -> Recovered:
-        """The server as it was when it ended, however that was. Raises as `read` and `recovery.recover`."""
+        """The server as it was when it ended, however that was. Raises as `read` and
+        `recovery.recover`."""
         if (self.path / _CLEARING).exists():
             self._remove_all()
         image = self.read(job_id=job_id, server_id=server_id)
@@ -90,11 +107,14 @@ class DataDirectory:
             self._segments.open()
             return recover(self._segments, image)
         except OSError as error:
-            raise ConfigurationError(f"data_dir={self.path}: {error}; see to its disk, and to who may read and write there") from error
+            raise ConfigurationError(
+                f"data_dir={self.path}: {error}; see to its disk, and to who may read and write "
+                "there"
+            ) from error
 
     def clear(self, *, job_id: str, server_id: str) -> None:
-        """Removes the snapshot and the journal, for what another server holds, and begins a journal. Raises OSError; who opens the
-        directory next removes the rest then."""
+        """Removes the snapshot and the journal, for what another server holds, and begins a
+        journal. Raises OSError; who opens the directory next removes the rest then."""
         (self.path / _CLEARING).touch()
         sync_directory(self.path)
         self._remove_all()
@@ -102,23 +122,30 @@ class DataDirectory:
         self._segments.open()
 
     def note_run(self, run: Run) -> None:
-        """What is in it from now on is of this run. On disk before anything else is. Raises ConfigurationError."""
+        """What is in it from now on is of this run. On disk before anything else is. Raises
+        ConfigurationError."""
         if run == self.run:
             return
         try:
             self._write(_RUN, f"{run}\n")
         except OSError as error:
-            raise ConfigurationError(f"data_dir={self.path}: {error}; make room on its disk") from error
+            raise ConfigurationError(
+                f"data_dir={self.path}: {error}; make room on its disk"
+            ) from error
         self.run = run
 
     def set_aside(self) -> Path | None:
-        """Puts what is in it into a folder of its own, of which the newest ones are kept; returns that. Raises ConfigurationError.
+        """Puts what is in it into a folder of its own, of which the newest ones are kept; returns
+        that. Raises ConfigurationError.
 
-        None: there was nothing. A run that ends before it has begun to train leaves no folder, or a few of them, as of a container that is
-        started again and again, would soon be all that is kept.
+        None: there was nothing. A run that ends before it has begun to train leaves no folder, or a
+        few of them, as of a container that is started again and again, would soon be all that is
+        kept.
         """
         number = 1 if self.run is None else self.run.number
-        names = (f"{_ASIDE}{number}" + (f".{again}" if again else "") for again in itertools.count())
+        names = (
+            f"{_ASIDE}{number}" + (f".{again}" if again else "") for again in itertools.count()
+        )
         name = next(name for name in names if not (self.path / name).exists())
         try:
             if self._holds_nothing():
@@ -130,11 +157,15 @@ class DataDirectory:
             self._write(_SETTING_ASIDE, name)
             self._finish_setting_aside()
             self._write(_RUN, "")
-            older = sorted(self.path.glob(f"{_ASIDE}*"), key=lambda folder: folder.stat().st_mtime_ns)
+            older = sorted(
+                self.path.glob(f"{_ASIDE}*"), key=lambda folder: folder.stat().st_mtime_ns
+            )
             for folder in older[:-RUNS_KEPT]:
                 shutil.rmtree(folder)
         except OSError as error:
-            raise ConfigurationError(f"data_dir={self.path}: {error}; see to its disk, and to who may write there") from error
+            raise ConfigurationError(
+                f"data_dir={self.path}: {error}; see to its disk, and to who may write there"
+            ) from error
         self.run, self._segments = None, None
         return self.path / name
 
@@ -164,7 +195,11 @@ class DataDirectory:
     def _read_run(self) -> Run | None:
         """An older release wrote no such file: then what is here is of the job's first run."""
         if not (self.path / _RUN).exists():
-            return Run(number=1) if any((self.path / name).exists() for name in self._names()) else None
+            return (
+                Run(number=1)
+                if any((self.path / name).exists() for name in self._names())
+                else None
+            )
         text = (self.path / _RUN).read_text().strip()
         return Run.parse(text, what=str(self.path / _RUN)) if text else None
 
@@ -203,5 +238,10 @@ class DataDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()

@@ -1,7 +1,7 @@
 """What a snapshot holds, as values, and its metadata as JSON.
 
-The metadata names every tensor in the file with its xxh3-64, and is itself covered by one (file.py), so a snapshot is either exactly what
-was written or refused. There is no pickle anywhere.
+The metadata names every tensor in the file with its xxh3-64, and is itself covered by one
+(file.py), so a snapshot is either exactly what was written or refused. There is no pickle anywhere.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.storage.moves import Leaving, Taken
 
 FORMAT_VERSION: Final = 7
-"""Grows when an older release could not read the file: 2 has a journal beside it, in 3 a partition has pieces of several tensors, in 4
-pieces know their rows, in 5 partitions may be on their way between servers, in 6 they may be buckets of tables, and in 7 those may have
-been put in place from a checkpoint."""
+"""Grows when an older release could not read the file: 2 has a journal beside it, in 3 a partition
+has pieces of several tensors, in 4 pieces know their rows, in 5 partitions may be on their way
+between servers, in 6 they may be buckets of tables, and in 7 those may have been put in place from
+a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +46,12 @@ class Members:
 
     def fence(self) -> Fence:
         """A fence as it was."""
-        return Fence.restored(generation=self.generation, members=self.members, put_out=self.put_out, key_digests=self.key_digests)
+        return Fence.restored(
+            generation=self.generation,
+            members=self.members,
+            put_out=self.put_out,
+            key_digests=self.key_digests,
+        )
 
     def restored_clocks(self) -> Clocks:
         """The members' clocks, to be gone on with."""
@@ -81,20 +87,24 @@ class ServerState:
     backup: str = ""
     """See `Recovered.backup`."""
     settled: int = 0
-    """The last move of partitions between servers on which the coordinator has decided; and `leaving`: those that are to go."""
+    """The last move of partitions between servers on which the coordinator has decided; and
+    `leaving`: those that are to go."""
     leaving: Leaving | None = None
     journal: int = 0
-    """Number of the journal's first file that has what a snapshot lacks; 0: there is no journal yet."""
+    """Number of the journal's first file that has what a snapshot lacks; 0: there is no journal
+    yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerImage:
-    """A whole server. Each partition is consistent in itself; they may be of slightly different moments."""
+    """A whole server. Each partition is consistent in itself; they may be of slightly different
+    moments."""
 
     state: ServerState
     partitions: tuple[PartitionImage, ...]
     taken: Taken | None = None
-    """What another server handed over and is not this one's yet; and `coming`: what came of it when not all has."""
+    """What another server handed over and is not this one's yet; and `coming`: what came of it when
+    not all has."""
     coming: Taken | None = None
 
 
@@ -104,23 +114,30 @@ def state_to_json(state: ServerState) -> dict[str, Any]:
         "job_id": state.job_id,
         "server_id": state.server_id,
         "layout": layout_to_json(state.layout),
-        "configuration": None if state.configuration is None else configuration_to_json(state.configuration),
+        "configuration": None
+        if state.configuration is None
+        else configuration_to_json(state.configuration),
         "membership": members_to_json(state.membership),
         "batches": list(state.batches),
         "backup": state.backup,
         "settled": state.settled,
-        "leaving": None if state.leaving is None else [state.leaving.move, sorted(state.leaving.partitions)],
+        "leaving": None
+        if state.leaving is None
+        else [state.leaving.move, sorted(state.leaving.partitions)],
         "journal": state.journal,
     }
 
 
 def state_from_json(value: Mapping[str, Any]) -> ServerState:
-    """The inverse. Raises KeyError, TypeError or ValueError for what `state_to_json` did not make."""
+    """The inverse. Raises KeyError, TypeError or ValueError for what `state_to_json` did not
+    make."""
     return ServerState(
         job_id=str(value["job_id"]),
         server_id=str(value["server_id"]),
         layout=layout_from_json(value["layout"]),
-        configuration=None if value["configuration"] is None else configuration_from_json(value["configuration"]),
+        configuration=None
+        if value["configuration"] is None
+        else configuration_from_json(value["configuration"]),
         membership=members_from_json(value["membership"]),
         batches=tuple((int(first), int(end)) for first, end in value["batches"]),
         backup=str(value.get("backup", "")),  # older releases had none
@@ -156,7 +173,9 @@ def layout_from_json(value: Mapping[str, Any]) -> Layout:
         epoch=int(value["epoch"]),
         server_index=int(value["server_index"]),
         partitions=MappingProxyType({spec.partition_id: spec for spec in specs}),
-        owners=MappingProxyType({int(partition): int(owner) for partition, owner in value["owners"]}),
+        owners=MappingProxyType(
+            {int(partition): int(owner) for partition, owner in value["owners"]}
+        ),
         tensors=frozenset(map(str, value["tensors"])),
         frozen=frozenset(map(str, value.get("frozen", ()))),  # not in what older releases wrote
     )
@@ -175,7 +194,8 @@ def spec_from_json(value: Sequence[Any]) -> PartitionSpec:
     return PartitionSpec(
         partition_id=int(number),
         pieces=tuple(
-            Piece(tensor=str(tensor), offset=int(offset), length=int(length), row=int(row)) for tensor, offset, length, row in pieces
+            Piece(tensor=str(tensor), offset=int(offset), length=int(length), row=int(row))
+            for tensor, offset, length, row in pieces
         ),
         element=BY_NAME[dtype],
         bucket=_bucket_from_json(bucket[0]) if bucket else None,
@@ -187,7 +207,10 @@ def configuration_to_json(configuration: Configuration) -> dict[str, Any]:
     return {
         "configured": _optimizer_to_json(configuration.configured),
         "optimizer": _optimizer_to_json(configuration.optimizer),
-        "consistency": {"mode": configuration.consistency.mode.value, "bound": configuration.consistency.bound},
+        "consistency": {
+            "mode": configuration.consistency.mode.value,
+            "bound": configuration.consistency.bound,
+        },
         "revision": configuration.revision,
     }
 
@@ -197,7 +220,10 @@ def configuration_from_json(value: Mapping[str, Any]) -> Configuration:
     return Configuration(
         configured=_optimizer_from_json(value["configured"]),
         optimizer=_optimizer_from_json(value["optimizer"]),
-        consistency=Consistency(mode=ConsistencyMode(value["consistency"]["mode"]), bound=int(value["consistency"]["bound"])),
+        consistency=Consistency(
+            mode=ConsistencyMode(value["consistency"]["mode"]),
+            bound=int(value["consistency"]["bound"]),
+        ),
         revision=int(value["revision"]),
     )
 
@@ -219,13 +245,18 @@ def members_to_json(members: Members) -> dict[str, Any]:
 
 def members_from_json(value: Mapping[str, Any]) -> Members:
     """The inverse. Raises as `state_from_json`."""
-    resting = frozenset(map(str, value.get("resting", ())))  # not in what was written before there was bsp
-    taking_part = frozenset(map(str, value.get("taking_part", ())))  # nor in what older releases wrote
+    # not in what was written before there was bsp
+    resting = frozenset(map(str, value.get("resting", ())))
+    # nor in what older releases wrote
+    taking_part = frozenset(map(str, value.get("taking_part", ())))
     return Members(
         generation=int(value["generation"]),
         members=frozenset(map(str, value["members"])),
         put_out={str(member): int(generation) for member, generation in value["put_out"]},
-        key_digests={str(member): str(digest) for member, digest in value.get("key_digests", {}).items()},  # nor those
+        # nor those
+        key_digests={
+            str(member): str(digest) for member, digest in value.get("key_digests", {}).items()
+        },
         clocks={
             str(member): MemberClock(
                 clock=int(clock),
@@ -251,14 +282,22 @@ def _bucket_to_json(bucket: Bucket) -> list[Any]:
 
 def _bucket_from_json(value: Sequence[Any]) -> Bucket:
     table, rows, dim, number, spec = value
-    return Bucket(table=str(table), rows=int(rows), dim=int(dim), number=int(number), spec=TableSpec.from_json(spec))
+    return Bucket(
+        table=str(table),
+        rows=int(rows),
+        dim=int(dim),
+        number=int(number),
+        spec=TableSpec.from_json(spec),
+    )
 
 
 def _optimizer_to_json(settings: OptimizerSettings) -> dict[str, Any]:
     return {
         "name": settings.name,
         "hyperparameters": dict(settings.hyperparameters),
-        "groups": [[sorted(group.tensors), dict(group.hyperparameters)] for group in settings.groups],
+        "groups": [
+            [sorted(group.tensors), dict(group.hyperparameters)] for group in settings.groups
+        ],
         "delay_compensation": settings.delay_compensation,
     }
 
@@ -268,7 +307,8 @@ def _optimizer_from_json(value: Mapping[str, Any]) -> OptimizerSettings:
         name=value["name"],
         hyperparameters=value["hyperparameters"],
         groups=[
-            ParameterGroup(tensors=frozenset(tensors), hyperparameters=hyperparameters) for tensors, hyperparameters in value["groups"]
+            ParameterGroup(tensors=frozenset(tensors), hyperparameters=hyperparameters)
+            for tensors, hyperparameters in value["groups"]
         ],
         delay_compensation=value["delay_compensation"],
     )

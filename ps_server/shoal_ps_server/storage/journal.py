@@ -1,11 +1,15 @@
-"""Appends records to the journal: in the order given, many to one sync, and each one's effect after it is on disk, in that same order.
+"""Appends records to the journal: in the order given, many to one sync, and each one's effect after
+it is on disk, in that same order.
 
-Threads: the event loop calls `append` and `rotate`, and runs effects; one thread writes. They share the queue alone.
+Threads: the event loop calls `append` and `rotate`, and runs effects; one thread writes. They share
+the queue alone.
 
-When the disk does not take a batch, it and all that was appended meanwhile have no effect, and whoever waits for them is told. The next
-append tries anew, in a new file, which says that nothing of that batch counts.
+When the disk does not take a batch, it and all that was appended meanwhile have no effect, and
+whoever waits for them is told. The next append tries anew, in a new file, which says that nothing
+of that batch counts.
 
-Another server may have to have each record as well (`hold`): then its effect comes once that one has said so.
+Another server may have to have each record as well (`hold`): then its effect comes once that one
+has said so.
 """
 
 from __future__ import annotations
@@ -52,7 +56,8 @@ class Follower(Protocol):
         """It is on disk, and has had its effect. While the journal does not hold."""
 
     def written(self, record: Record) -> int:
-        """It is on disk, and has its effect once this position was confirmed. While the journal holds."""
+        """It is on disk, and has its effect once this position was confirmed. While the journal
+        holds."""
 
 
 @dataclass(kw_only=True)
@@ -74,7 +79,8 @@ class _Entry(Generic[T]):
 
 class _Control(enum.Enum):
     RESUME = "resume"
-    """The loop knows of the failure: what is in the queue behind this was appended with that knowledge."""
+    """The loop knows of the failure: what is in the queue behind this was appended with that
+    knowledge."""
     CLOSE = "close"
 
 
@@ -98,9 +104,10 @@ class Journal:
         written: Callable[[int, int, float], None] = lambda records, nbytes, seconds: None,
         unwritten: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins file `number`; of the one before it, `previous_end` bytes count. `failed` is told of an effect that raised: memory lacks
-        what the disk has, so the server must end and recover. `written`: of each batch, its records, bytes and seconds; `unwritten`: of a
-        batch that the disk did not take. Raises OSError."""
+        """Begins file `number`; of the one before it, `previous_end` bytes count. `failed` is told
+        of an effect that raised: memory lacks what the disk has, so the server must end and
+        recover. `written`: of each batch, its records, bytes and seconds; `unwritten`: of a batch
+        that the disk did not take. Raises OSError."""
         self._segments = segments
         self._fsync = fsync
         self._failed = failed
@@ -118,22 +125,27 @@ class Journal:
         self._ready: deque[_Entry[Any]] = deque()
         """What is written and has had no effect yet. The loop's."""
         self._refusal: Exception | None = None
-        """Why what is in `_pending` cannot be written; it is refused once `_ready` is empty. The loop's, as what follows."""
+        """Why what is in `_pending` cannot be written; it is refused once `_ready` is empty. The
+        loop's, as what follows."""
         self._making_soon = False
         """`_make_some` is to be called."""
         self._follower: Follower | None = None
         self._holding = False
         self._position = 0
-        """Position of the last record that the follower was given while the journal holds; and `_confirmed`: up to where it has them."""
+        """Position of the last record that the follower was given while the journal holds; and
+        `_confirmed`: up to where it has them."""
         self._confirmed = 0
         self.write_error: Exception | None = None
         """Why the last write failed; None: it did not. Assigned on the loop, read by any thread."""
         self._unmade: Exception | None = None
-        """Why the effect of a record failed, or nothing is written any more: those after it have none. The loop's."""
+        """Why the effect of a record failed, or nothing is written any more: those after it have
+        none. The loop's."""
         self._broken = False
-        """The file may have a part of a batch at its end. This and what stands above but for the queue: the thread's."""
+        """The file may have a part of a batch at its end. This and what stands above but for the
+        queue: the thread's."""
         self._unwritten_batches = 0
-        """Refused since the last one that was written; `_logged_at`: when the log last said so. The thread's."""
+        """Refused since the last one that was written; `_logged_at`: when the log last said so. The
+        thread's."""
         self._logged_at = -math.inf
         self._held: _Entry[Any] | None = None
         """Taken out of the queue, for a batch of its own."""
@@ -142,29 +154,46 @@ class Journal:
         self._thread = threading.Thread(target=self._write, name="shoal-ps-journal", daemon=True)
         self._thread.start()
 
-    def append(self, record: Record | None, effect: Callable[[], T], *, refused: Callable[[], None] = lambda: None) -> asyncio.Future[T]:
-        """Writes the record, then calls `effect` on the loop; the future has its result, or UnavailableError / JOURNAL_FAILED.
+    def append(
+        self,
+        record: Record | None,
+        effect: Callable[[], T],
+        *,
+        refused: Callable[[], None] = lambda: None,
+    ) -> asyncio.Future[T]:
+        """Writes the record, then calls `effect` on the loop; the future has its result, or
+        UnavailableError / JOURNAL_FAILED.
 
-        Without a record: after all that was appended before. Where the record could not be written, `refused` is called in the effect's
-        place.
+        Without a record: after all that was appended before. Where the record could not be written,
+        `refused` is called in the effect's place.
         """
-        return self._put(_Entry(record=record, effect=effect, refused=refused, done=self._loop.create_future()))
+        return self._put(
+            _Entry(record=record, effect=effect, refused=refused, done=self._loop.create_future())
+        )
 
     def rotate(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
-        """Begins the next file, and calls `effect` with its number, between what is in the files before and what is in that one. Fails as
-        `append`."""
+        """Begins the next file, and calls `effect` with its number, between what is in the files
+        before and what is in that one. Fails as `append`."""
         done: asyncio.Future[T] = self._loop.create_future()
-        entry = _Entry(record=None, effect=lambda: effect(entry.number), refused=lambda: None, done=done, rotates=True)
+        entry = _Entry(
+            record=None,
+            effect=lambda: effect(entry.number),
+            refused=lambda: None,
+            done=done,
+            rotates=True,
+        )
         return self._put(entry)
 
     def follow(self, follower: Follower) -> None:
-        """From now on `follower` hears of what has had its effect; one that heard before does not. An effect may call it."""
+        """From now on `follower` hears of what has had its effect; one that heard before does not.
+        An effect may call it."""
         assert not self._holding, "the one before has been let go"
         self._follower = follower
 
     def hold(self, *, position: int, confirmed: int) -> None:
-        """From now on the follower is given each record before its effect, which waits for `confirm`. So far it was given records up to
-        `position`, and has those up to `confirmed`. An effect may call it."""
+        """From now on the follower is given each record before its effect, which waits for
+        `confirm`. So far it was given records up to `position`, and has those up to `confirmed`. An
+        effect may call it."""
         assert self._follower is not None, "somebody follows"
         self._holding, self._position, self._confirmed = True, position, confirmed
         for entry in self._ready:
@@ -203,12 +232,17 @@ class Journal:
         self._make_soon()
 
     async def close(self) -> None:
-        """Waits for what was appended, but not for a follower. Nothing is to be appended after that."""
+        """Waits for what was appended, but not for a follower. Nothing is to be appended after
+        that."""
         self._queue.put(_Control.CLOSE)
-        await asyncio.to_thread(self._thread.join)  # it has told the loop of all before this returns
+        # it has told the loop of all before this returns
+        await asyncio.to_thread(self._thread.join)
         if self._holding and self._ready:
             self.give_up(
-                UnavailableError("this server ends, and its backup has not confirmed the change; try again", reason="SERVER_STOPPING")
+                UnavailableError(
+                    "this server ends, and its backup has not confirmed the change; try again",
+                    reason="SERVER_STOPPING",
+                )
             )
         while self._ready:
             await asyncio.sleep(0)
@@ -221,20 +255,23 @@ class Journal:
         self._queue.put(entry)
         return entry.done
 
-    # ------------------------------------------------------------------------------------------------------ on the loop
+    # ---------------------------------------------------------------------------------- on the loop
 
     def _finish(self, batch: _Batch, error: Exception | None, seconds: float) -> None:
         """The thread is done with a batch."""
         if all(entry.over for entry in batch.entries):
             return  # refused with a batch before it
         if error is not None:
-            # What was written before is to have its effect first: what is admitted later is compared with that.
+            # What was written before is to have its effect first: what is admitted later is
+            # compared with that.
             self._refusal = self._refusal or error
             self.write_error = error
         else:
             self.write_error = None
             self.bytes_since_rotation += batch.nbytes
-            self._written(sum(each.record is not None for each in batch.entries), batch.nbytes, seconds)
+            self._written(
+                sum(each.record is not None for each in batch.entries), batch.nbytes, seconds
+            )
             for entry in batch.entries:
                 first = self._pending.popleft()
                 assert first is entry, "the journal keeps the order"
@@ -289,7 +326,8 @@ class Journal:
             self._follower.made(entry.record)
 
     def _refuse(self, error: Exception) -> None:
-        """All that is on its way, at once: what is admitted from here on must not count on any of it."""
+        """All that is on its way, at once: what is admitted from here on must not count on any of
+        it."""
         self._refusal = None
         refused, self._pending = self._pending, deque()
         for entry in refused:
@@ -299,7 +337,7 @@ class Journal:
         self._queue.put(_Control.RESUME)
         self._unwritten()
 
-    # ---------------------------------------------------------------------------------------------------- on the thread
+    # -------------------------------------------------------------------------------- on the thread
 
     def _write(self) -> None:
         failure: Exception | None = None
@@ -318,7 +356,8 @@ class Journal:
             os.close(self._descriptor)
 
     def _next(self) -> tuple[_Batch, _Control | None]:
-        """What is there, once there is something: entries that go together, and the control that came behind them, if one did."""
+        """What is there, once there is something: entries that go together, and the control that
+        came behind them, if one did."""
         batch = _Batch()
         held, self._held = self._held, None
         item = held or self._queue.get()
@@ -339,7 +378,8 @@ class Journal:
                 return batch, None
 
     def _write_batch(self, batch: _Batch) -> Exception | None:
-        """Returns why it could not be written: whatever that is, the journal goes on with the next one."""
+        """Returns why it could not be written: whatever that is, the journal goes on with the next
+        one."""
         try:
             if self._broken:
                 self._begin(self._number + 1)
@@ -351,7 +391,9 @@ class Journal:
             position = self._end
             for entry in batch.entries:
                 if entry.record is not None:
-                    encoded = entry.record.encoded(self._journal_id, file=self._number, at=position, durable=self._durable)
+                    encoded = entry.record.encoded(
+                        self._journal_id, file=self._number, at=position, durable=self._durable
+                    )
                     position += sum(map(len, encoded))
                     parts.extend(encoded)
             batch.nbytes = position - self._end
@@ -370,7 +412,10 @@ class Journal:
             self._disown()
             return error
         if self._unwritten_batches:
-            logger.info("the journal can be written again", extra={"batches_refused": self._unwritten_batches})
+            logger.info(
+                "the journal can be written again",
+                extra={"batches_refused": self._unwritten_batches},
+            )
             self._unwritten_batches, self._logged_at = 0, -math.inf
         return None
 
@@ -386,8 +431,8 @@ class Journal:
             )
 
     def _disown(self) -> None:
-        """What a failed write left in the file, and whether a failed sync left anything, is not known: it must not count, also if this
-        process is killed before the next write."""
+        """What a failed write left in the file, and whether a failed sync left anything, is not
+        known: it must not count, also if this process is killed before the next write."""
         if not self._broken:
             return
         try:
@@ -422,8 +467,8 @@ def _fail(done: asyncio.Future[Any], error: BaseException) -> None:
 
 def _refusal(error: Exception) -> UnavailableError:
     return UnavailableError(
-        f"the update could not be written to the journal ({error}); nothing was applied. Values can still be pulled; make room on the "
-        "server's disk, and send it again",
+        f"the update could not be written to the journal ({error}); nothing was applied. Values "
+        "can still be pulled; make room on the server's disk, and send it again",
         reason="JOURNAL_FAILED",
         retry_after=_RETRY_AFTER,
     )
@@ -433,7 +478,7 @@ def _ending(reason: Exception) -> UnavailableError:
     if isinstance(reason, UnavailableError):
         return reason
     return UnavailableError(
-        f"a change that is in the journal could not be made ({reason}): this server ends, and is recovered when it is started again; try "
-        "again",
+        f"a change that is in the journal could not be made ({reason}): this server ends, and is "
+        "recovered when it is started again; try again",
         reason="SERVER_STOPPING",
     )

@@ -1,7 +1,8 @@
-"""When snapshots are written: when asked, every so often, and at the end. Belongs to the event loop.
+"""When snapshots are written: when asked, every so often, and at the end. Belongs to the event
+loop.
 
-Partitions are copied one by one, between pushes, and written to disk on a thread, so training goes on; what it costs is one copy of the
-shard in memory while it lasts (docs/decisions/0034).
+Partitions are copied one by one, between pushes, and written to disk on a thread, so training goes
+on; what it costs is one copy of the shard in memory while it lasts (docs/decisions/0034).
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ class SnapshotKeeper:
         metrics: Metrics,
         journal_limit: int,
     ) -> None:
-        """`state` gives what is not in the shard; None while the server does not know its partitions. `journal_limit`: bytes of the journal
-        from which on a snapshot is due, if that is more than four times what the server holds."""
+        """`state` gives what is not in the shard; None while the server does not know its
+        partitions. `journal_limit`: bytes of the journal from which on a snapshot is due, if that
+        is more than four times what the server holds."""
         self._directory = directory
         self._shard = shard
         self._moves = moves
@@ -68,7 +70,8 @@ class SnapshotKeeper:
         self._metrics = metrics
         self._writing = asyncio.Lock()
         self._on_disk: asyncio.Future[int] | None = None
-        """The thread that writes, or wrote last; and the one that removes what a snapshot has made superfluous."""
+        """The thread that writes, or wrote last; and the one that removes what a snapshot has made
+        superfluous."""
         self._forgetting: asyncio.Future[None] | None = None
         self._last: tuple[object, ...] = ()
         self._begun = _Begun()
@@ -77,63 +80,99 @@ class SnapshotKeeper:
     async def write(self) -> Written:
         """Writes one now; returns when it is on disk.
 
-        Raises PreconditionError (SNAPSHOTS_OFF without a data directory, TENSORS_UNDECLARED before there are partitions) and
-        UnavailableError: SNAPSHOT_FAILED or JOURNAL_FAILED when the disk does not take it; the one before is still there then.
+        Raises PreconditionError (SNAPSHOTS_OFF without a data directory, TENSORS_UNDECLARED before
+        there are partitions) and UnavailableError: SNAPSHOT_FAILED or JOURNAL_FAILED when the disk
+        does not take it; the one before is still there then.
         """
         if self._directory is None:
-            raise PreconditionError("this server has no data directory: start it with --data-dir", reason="SNAPSHOTS_OFF")
+            raise PreconditionError(
+                "this server has no data directory: start it with --data-dir",
+                reason="SNAPSHOTS_OFF",
+            )
         async with self._writing:
             if self._state() is None:
-                raise PreconditionError("this server holds no partitions yet: declare the job's tensors first", reason="TENSORS_UNDECLARED")
+                raise PreconditionError(
+                    "this server holds no partitions yet: declare the job's tensors first",
+                    reason="TENSORS_UNDECLARED",
+                )
             started = time.perf_counter()
-            # What comes after this is in the journal's new file, and what came before is in the partitions that are copied now.
+            # What comes after this is in the journal's new file, and what came before is in the
+            # partitions that are copied now.
             state = await asyncio.shield(self._changes.begin_file(self._state_at))
             partitions = await self._capture()
             if state.configuration is None and (now := self._state()) is not None:
-                state = replace(state, configuration=now.configuration)  # the first one: nothing was pushed before it
+                # the first one: nothing was pushed before it
+                state = replace(state, configuration=now.configuration)
             if self._changes.is_broken:
-                raise UnavailableError("this server ends, to be recovered", reason="SERVER_STOPPING")
-            image = ServerImage(state=state, partitions=partitions, taken=self._begun.taken, coming=self._begun.coming)
+                raise UnavailableError(
+                    "this server ends, to be recovered", reason="SERVER_STOPPING"
+                )
+            image = ServerImage(
+                state=state,
+                partitions=partitions,
+                taken=self._begun.taken,
+                coming=self._begun.coming,
+            )
             self._begun = _Begun()
             if self._on_disk is not None:
-                # Cancelling whoever waited for it did not end it, and it writes the same temporary file.
+                # Cancelling whoever waited for it did not end it, and it writes the same temporary
+                # file.
                 await asyncio.wait([self._on_disk])
-            self._on_disk = asyncio.get_running_loop().run_in_executor(None, write_snapshot, self._directory.snapshot, image)
+            self._on_disk = asyncio.get_running_loop().run_in_executor(
+                None, write_snapshot, self._directory.snapshot, image
+            )
             try:
                 nbytes = await asyncio.shield(self._on_disk)
             except OSError as error:
                 self._metrics.snapshot_failures.inc()
                 raise UnavailableError(
-                    f"the snapshot could not be written to {self._directory.path}: {error}; make room on its disk",
+                    f"the snapshot could not be written to {self._directory.path}: {error}; make "
+                    "room on its disk",
                     reason="SNAPSHOT_FAILED",
                     retry_after=_RETRY_AFTER,
                 ) from error
             await self._forget_journal_before(state.journal)
-            self._last = _fingerprint(image.state, {each.spec.partition_id: (each.version, each.restoration) for each in image.partitions})
+            self._last = _fingerprint(
+                image.state,
+                {
+                    each.spec.partition_id: (each.version, each.restoration)
+                    for each in image.partitions
+                },
+            )
             self._metrics.snapshot_written(nbytes=nbytes, seconds=time.perf_counter() - started)
-            logger.info("snapshot written", extra={"path": self._directory.snapshot, "bytes": nbytes})
+            logger.info(
+                "snapshot written", extra={"path": self._directory.snapshot, "bytes": nbytes}
+            )
             return Written(path=self._directory.snapshot, nbytes=nbytes)
 
     async def write_if_changed(self) -> None:
-        """Writes one unless there is nothing to write, or nothing was applied since the last. Raises UnavailableError as `write`."""
+        """Writes one unless there is nothing to write, or nothing was applied since the last.
+        Raises UnavailableError as `write`."""
         state = self._state()
         if self._directory is None or state is None:
             return
         held = self._shard.summary()
-        versions = {number: (version, held.restorations.get(number, 0)) for number, version in held.versions.items() if version}
+        versions = {
+            number: (version, held.restorations.get(number, 0))
+            for number, version in held.versions.items()
+            if version
+        }
         if _fingerprint(state, versions) == self._last:
             return
         await self.write()
 
     async def idle(self) -> None:
-        """Waits until no thread of this keeper's is at work in the directory. No snapshot is to be asked for meanwhile."""
-        threads: list[asyncio.Future[Any]] = [each for each in (self._on_disk, self._forgetting) if each is not None]
+        """Waits until no thread of this keeper's is at work in the directory. No snapshot is to be
+        asked for meanwhile."""
+        threads: list[asyncio.Future[Any]] = [
+            each for each in (self._on_disk, self._forgetting) if each is not None
+        ]
         if threads:
             await asyncio.wait(threads)
 
     async def periodically(self, interval: timedelta) -> None:
-        """Writes one every `interval` (0: never), and when the journal has grown enough, until cancelled. A failure is logged and counted;
-        training goes on."""
+        """Writes one every `interval` (0: never), and when the journal has grown enough, until
+        cancelled. A failure is logged and counted; training goes on."""
         loop = asyncio.get_running_loop()
         due = loop.time() + interval.total_seconds() if interval else float("inf")
         while True:
@@ -154,7 +193,9 @@ class SnapshotKeeper:
         state, moves = self._state(), self._moves
         assert state is not None, "what is known of the partitions is not forgotten"
         # What others handed over is served, and changes, when it becomes this server's own.
-        taken, coming = (None if each is None else each.copy() for each in (moves.taken, moves.coming))
+        taken, coming = (
+            None if each is None else each.copy() for each in (moves.taken, moves.coming)
+        )
         self._begun = _Begun(due=set(self._shard.partition_ids()), taken=taken, coming=coming)
         return replace(state, batches=self._shard.batches.runs(), journal=journal_file)
 
@@ -163,13 +204,19 @@ class SnapshotKeeper:
         if not number:
             return
         try:
-            self._forgetting = asyncio.get_running_loop().run_in_executor(None, self._directory.forget_journal_before, number)
+            self._forgetting = asyncio.get_running_loop().run_in_executor(
+                None, self._directory.forget_journal_before, number
+            )
             await asyncio.shield(self._forgetting)
         except OSError as error:
-            logger.error("files of the journal that are not needed any more could not be removed", extra={"error": error})
+            logger.error(
+                "files of the journal that are not needed any more could not be removed",
+                extra={"error": error},
+            )
 
     async def _capture(self) -> tuple[PartitionImage, ...]:
-        """All partitions of the moment when the journal's file was begun, also those that go to another server meanwhile."""
+        """All partitions of the moment when the journal's file was begun, also those that go to
+        another server meanwhile."""
         begun = self._begun
         while begun.due:
             self._copy_now([min(begun.due)])

@@ -1,16 +1,20 @@
 """A record: one change of a server, as bytes that tell by themselves whether they are whole.
 
     magic        8 bytes
-    file         8 bytes: number of the file that it belongs to: what stands behind it may be left of an older one
+    file         8 bytes: number of the file that it belongs to: what stands behind it may be left
+                 of an older one
     header size  4 bytes, little-endian, as all numbers
     payload size 8 bytes
     durable      8 bytes: so much of this file was on disk for certain when this record was written
-    checksum     8 bytes: xxh3-64 of all of the above, of where in the file the record begins, and of what follows; its seed is the
-                 journal's id, so that nothing that came in a payload passes for a record
+    checksum     8 bytes: xxh3-64 of all of the above, of where in the file the record begins, and
+                 of what follows; its seed is the journal's id, so that nothing that came in a
+                 payload passes for a record
     header       JSON
-    payload      a partition as it came over the wire, from a member or from another server; empty in records that have none
+    payload      a partition as it came over the wire, from a member or from another server; empty
+                 in records that have none
 
-`durable` tells a write that a crash tore, which nobody was told of, from damage to what was acknowledged (segments.py).
+`durable` tells a write that a crash tore, which nobody was told of, from damage to what was
+acknowledged (segments.py).
 """
 
 from __future__ import annotations
@@ -43,12 +47,18 @@ class Record:
     """JSON values."""
     payload: memoryview = _NOTHING
 
-    def encoded(self, journal_id: int, *, file: int, at: int, durable: int) -> tuple[bytes, memoryview]:
-        """The record's bytes: what stands before the payload, and the payload where it lies. It will begin at byte `at`. `file`, `durable`:
-        see above."""
-        header = json.dumps({"kind": self.kind, **self.fields}, separators=(",", ":"), allow_nan=False).encode()
+    def encoded(
+        self, journal_id: int, *, file: int, at: int, durable: int
+    ) -> tuple[bytes, memoryview]:
+        """The record's bytes: what stands before the payload, and the payload where it lies. It
+        will begin at byte `at`. `file`, `durable`: see above."""
+        header = json.dumps(
+            {"kind": self.kind, **self.fields}, separators=(",", ":"), allow_nan=False
+        ).encode()
         fixed = _FIXED.pack(MAGIC, file, len(header), self.payload.nbytes, durable)
-        return fixed + _CHECKSUM.pack(_digest(journal_id, at, fixed, header, self.payload)) + header, self.payload
+        return fixed + _CHECKSUM.pack(
+            _digest(journal_id, at, fixed, header, self.payload)
+        ) + header, self.payload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,17 +72,29 @@ class Found:
 
 
 def read(data: memoryview, start: int, journal_id: int, file: int) -> Found | None:
-    """The record that begins at `start`; None when none of that journal and file does, or not all of it is there or right."""
+    """The record that begins at `start`; None when none of that journal and file does, or not all
+    of it is there or right."""
     if start + OVERHEAD_BYTES > data.nbytes:
         return None
     magic, number, header_size, payload_size, durable = _FIXED.unpack_from(data, start)
-    if (magic, number) != (MAGIC, file) or durable > start or header_size > _LARGEST_HEADER or payload_size > _LARGEST_PAYLOAD:
+    if (
+        (magic, number) != (MAGIC, file)
+        or durable > start
+        or header_size > _LARGEST_HEADER
+        or payload_size > _LARGEST_PAYLOAD
+    ):
         return None
     body = start + OVERHEAD_BYTES
     end = body + header_size + payload_size
     if end > data.nbytes:
         return None
-    found = _digest(journal_id, start, data[start : start + _FIXED.size], data[body : body + header_size], data[body + header_size : end])
+    found = _digest(
+        journal_id,
+        start,
+        data[start : start + _FIXED.size],
+        data[body : body + header_size],
+        data[body + header_size : end],
+    )
     if found != _CHECKSUM.unpack_from(data, start + _FIXED.size)[0]:
         return None
     try:
@@ -80,7 +102,11 @@ def read(data: memoryview, start: int, journal_id: int, file: int) -> Found | No
         kind = str(fields.pop("kind"))
     except (ValueError, AttributeError, KeyError, TypeError):
         return None
-    return Found(record=Record(kind=kind, fields=fields, payload=data[body + header_size : end]), end=end, durable=durable)
+    return Found(
+        record=Record(kind=kind, fields=fields, payload=data[body + header_size : end]),
+        end=end,
+        durable=durable,
+    )
 
 
 def read_all(data: memoryview, journal_id: int, file: int) -> Iterator[Found]:

@@ -1,10 +1,13 @@
-"""From a snapshot and the journal after it to the server as it was: every change that was acknowledged, once, in the order it was made.
+"""From a snapshot and the journal after it to the server as it was: every change that was
+acknowledged, once, in the order it was made.
 
-What is written of each kind of change, and how it is made again. A partition's changes carry the version that they led to: what the
-snapshot of that partition has already is passed over. The arithmetic is the same as the first time, so the values are the same to the bit.
+What is written of each kind of change, and how it is made again. A partition's changes carry the
+version that they led to: what the snapshot of that partition has already is passed over. The
+arithmetic is the same as the first time, so the values are the same to the bit.
 
-A push that was compensated for its delay (shard/compensation.py) needs values of an earlier version, which only it refers to. So where a
-job has that switched on, the journal is looked through for such pushes before the first of them is made.
+A push that was compensated for its delay (shard/compensation.py) needs values of an earlier
+version, which only it refers to. So where a job has that switched on, the journal is looked through
+for such pushes before the first of them is made.
 """
 
 from __future__ import annotations
@@ -58,14 +61,15 @@ BACKUP: Final = "backup"
 KNOWN: Final = "known"
 """A push that was known by its batch: its number is used up, and nothing else changes."""
 RESTORED: Final = "restored"
-"""The rows of a bucket were put in place from a checkpoint. From here on its versions are counted anew, so that records of pushes say after
-which restoration they were made."""
+"""The rows of a bucket were put in place from a checkpoint. From here on its versions are counted
+anew, so that records of pushes say after which restoration they were made."""
 COMING: Final = "coming"
 """A partition that another server hands over."""
 TAKEN: Final = "taken"
 """All partitions of a move have come. They are this server's once a LAYOUT says so."""
 LEAVING: Final = "leaving"
-"""Another server has taken partitions; from here on nothing of them changes. A LAYOUT without them drops them."""
+"""Another server has taken partitions; from here on nothing of them changes. A LAYOUT without them
+drops them."""
 SETTLED: Final = "settled"
 """The coordinator has decided on all moves up to this one, as the last LAYOUT says."""
 
@@ -86,17 +90,23 @@ def configuration_record(configuration: Configuration) -> Record:
 
 
 def clock_record(member_id: str, clock: int, *, place: int = 0) -> Record:
-    """Makes the record of a member's word that it has finished so many iterations, and of the clock that it says this is, if any."""
-    return Record(kind=CLOCK, fields={"member": member_id, "clock": clock} | ({"place": place} if place else {}))
+    """Makes the record of a member's word that it has finished so many iterations, and of the clock
+    that it says this is, if any."""
+    return Record(
+        kind=CLOCK,
+        fields={"member": member_id, "clock": clock} | ({"place": place} if place else {}),
+    )
 
 
 def backup_record(server_id: str) -> Record:
-    """Makes the record of the backup that has to have each change from now on; empty: none has to."""
+    """Makes the record of the backup that has to have each change from now on; empty: none has
+    to."""
     return Record(kind=BACKUP, fields={"server_id": server_id})
 
 
 def coming_record(move: int, entry: Mapping[str, Any], payload: memoryview) -> Record:
-    """Makes the record of a partition that another server hands over, as `coming_fields` and its tensors came."""
+    """Makes the record of a partition that another server hands over, as `coming_fields` and its
+    tensors came."""
     return Record(kind=COMING, fields={**entry, "move": move}, payload=payload)
 
 
@@ -106,14 +116,22 @@ def coming_fields(image: PartitionImage) -> tuple[dict[str, Any], bytes]:
     return entry | {"spec": spec_to_json(image.spec)}, data
 
 
-def coming_image(entry: Mapping[str, Any], data: memoryview, optimizer: OptimizerSettings | None) -> PartitionImage:
+def coming_image(
+    entry: Mapping[str, Any], data: memoryview, optimizer: OptimizerSettings | None
+) -> PartitionImage:
     """The inverse. Raises as `partition_from_bytes`."""
     return partition_from_bytes(entry, data, spec_from_json(entry["spec"]), optimizer)
 
 
-def taken_record(move: int, partition_ids: Iterable[int], batches: Iterable[tuple[int, int]]) -> Record:
-    """Makes the record of a move whose partitions have all come. `batches`: finished ones, as the giver knows them."""
-    return Record(kind=TAKEN, fields={"move": move, "partitions": list(partition_ids), "batches": list(batches)})
+def taken_record(
+    move: int, partition_ids: Iterable[int], batches: Iterable[tuple[int, int]]
+) -> Record:
+    """Makes the record of a move whose partitions have all come. `batches`: finished ones, as the
+    giver knows them."""
+    return Record(
+        kind=TAKEN,
+        fields={"move": move, "partitions": list(partition_ids), "batches": list(batches)},
+    )
 
 
 def leaving_record(move: int, partition_ids: Iterable[int]) -> Record:
@@ -127,7 +145,8 @@ def settled_record(move: int) -> Record:
 
 
 def moves_records(moves: Moves) -> Iterator[Record]:
-    """Makes the records of what other servers have handed over so far, for who begins to follow. Their payloads are copies."""
+    """Makes the records of what other servers have handed over so far, for who begins to follow.
+    Their payloads are copies."""
     for taken in (moves.taken, moves.coming):
         if taken is not None:
             for image in taken.images.values():
@@ -143,7 +162,12 @@ def partition_record(admitted: Admitted, upload: Upload) -> Record:
     fields: dict[str, Any] = {"partition": header.spec.partition_id, "version": admitted.version}
     if admitted.first:
         return Record(kind=VALUES, fields=fields, payload=upload.payload)
-    fields |= {"member": header.member_id, "sequence": header.sequence, "batch": header.batch, "clock": header.clock}
+    fields |= {
+        "member": header.member_id,
+        "sequence": header.sequence,
+        "batch": header.batch,
+        "clock": header.clock,
+    }
     if header.finished_batches:
         fields["finished"] = list(header.finished_batches)
     if admitted.values is None:
@@ -160,7 +184,11 @@ def partition_record(admitted: Admitted, upload: Upload) -> Record:
 
 def restoration_record(restoration: Restoration) -> Record:
     """Makes the record of rows that take the place of a bucket's."""
-    fields = {"partition": restoration.spec.partition_id, "version": restoration.version, "restoration": restoration.number or 1}
+    fields = {
+        "partition": restoration.spec.partition_id,
+        "version": restoration.version,
+        "restoration": restoration.number or 1,
+    }
     return Record(kind=RESTORED, fields=fields, payload=restoration.payload)
 
 
@@ -176,7 +204,8 @@ class Recovered:
     configuration: Configuration | None = None
     members: Members = field(default_factory=Members)
     backup: str = ""
-    """The backup that had to have all that was acknowledged: it may have taken this server's place since. Empty: none."""
+    """The backup that had to have all that was acknowledged: it may have taken this server's place
+    since. Empty: none."""
     next_file: int = 0
     """Number of the journal's file to begin."""
     last_end: int = 0
@@ -184,7 +213,8 @@ class Recovered:
 
 
 def recover(segments: Segments, image: ServerImage | None) -> Recovered:
-    """Raises CorruptDataError as `Segments.records`, and for records that contradict each other or the snapshot; OSError."""
+    """Raises CorruptDataError as `Segments.records`, and for records that contradict each other or
+    the snapshot; OSError."""
     started = time.perf_counter()
     failpoint("recovery.begun")
     first = 0 if image is None else image.state.journal
@@ -193,25 +223,38 @@ def recover(segments: Segments, image: ServerImage | None) -> Recovered:
     for made, record in enumerate(segments.records(first), 1):
         try:
             replay.make(record)
-        except (LookupError, TypeError, ValueError, AttributeError, AssertionError, ShoalError) as error:
+        except (
+            LookupError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            AssertionError,
+            ShoalError,
+        ) as error:
             raise CorruptDataError(
-                f"record {made} of the journal ({record.kind}, {dict(record.fields)}) cannot be made again: {type(error).__name__}: "
-                f"{error}; remove the data directory to start without values",
+                f"record {made} of the journal ({record.kind}, {dict(record.fields)}) cannot be "
+                f"made again: {type(error).__name__}: {error}; remove the data directory to start "
+                "without values",
                 reason="JOURNAL_CORRUPT",
             ) from error
         failpoint("recovery.record_made")
     failpoint("recovery.done")
     if made:
-        logger.info("the journal was made again", extra={"records": made, "seconds": round(time.perf_counter() - started, 3)})
+        logger.info(
+            "the journal was made again",
+            extra={"records": made, "seconds": round(time.perf_counter() - started, 3)},
+        )
     return replay.recovered(next_file=max([0, *segments.numbers()]) + 1, last_end=segments.last_end)
 
 
 class Replay:
     """Makes the changes of records again, one after the other."""
 
-    def __init__(self, image: ServerImage | None, records: Callable[[], Iterable[Record]] = tuple) -> None:
-        """`image`: the server before them; its tensors become the shard's own. None: it held nothing. `records`: all that will be made, as
-        far as that is known before."""
+    def __init__(
+        self, image: ServerImage | None, records: Callable[[], Iterable[Record]] = tuple
+    ) -> None:
+        """`image`: the server before them; its tensors become the shard's own. None: it held
+        nothing. `records`: all that will be made, as far as that is known before."""
         self._records = records
         self._looked_ahead: frozenset[int] = frozenset()
         """Partitions of the layout that the journal was looked through for."""
@@ -285,7 +328,9 @@ class Replay:
 
     def _bring(self, record: Record) -> None:
         optimizer = None if self.configuration is None else self.configuration.optimizer
-        self.moves.bring(int(record.fields["move"]), coming_image(record.fields, record.payload, optimizer))
+        self.moves.bring(
+            int(record.fields["move"]), coming_image(record.fields, record.payload, optimizer)
+        )
 
     def _take(self, record: Record) -> None:
         fields = record.fields
@@ -299,15 +344,22 @@ class Replay:
         self.moves.settle(int(record.fields["move"]))
 
     def _look_ahead(self) -> None:
-        """Once it is known that there may be compensated pushes, says which values they will need; again of partitions that come later."""
-        compensates = self.configuration is not None and self.configuration.optimizer.delay_compensation
+        """Once it is known that there may be compensated pushes, says which values they will need;
+        again of partitions that come later."""
+        compensates = (
+            self.configuration is not None and self.configuration.optimizer.delay_compensation
+        )
         if not compensates or self.layout is None:
             return
         fresh = self.layout.partitions.keys() - self._looked_ahead
         self._looked_ahead = frozenset(self.layout.partitions)
         for record in self._records() if fresh else ():
             fields = record.fields
-            if record.kind != PUSH or not fields.get("compensated") or fields["partition"] not in fresh:
+            if (
+                record.kind != PUSH
+                or not fields.get("compensated")
+                or fields["partition"] not in fresh
+            ):
                 continue
             if int(fields["version"]) > self.shard.version(fields["partition"]):
                 self.shard.will_redo(fields["partition"], int(fields["base"]))
@@ -323,7 +375,9 @@ class Replay:
 
     def _tick(self, record: Record) -> None:
         fields = record.fields
-        self._finished(str(fields["member"]), int(fields["clock"]), place=int(fields.get("place", 0)))
+        self._finished(
+            str(fields["member"]), int(fields["clock"]), place=int(fields.get("place", 0))
+        )
 
     def _finished(self, member_id: str, clock: int, *, place: int = 0) -> None:
         if member_id in self._clocks.members:
@@ -332,8 +386,15 @@ class Replay:
     def _let_in(self, push: UploadHeader) -> None:
         """The iteration before the push was finished for certain; its own may have come in part."""
         self._finished(push.member_id, max(0, push.clock - 1))
-        if self.configuration is not None and self.configuration.consistency.mode is ConsistencyMode.BSP:
-            origin = self._clocks.members[push.member_id].origin if push.member_id in self._clocks.members else None
+        if (
+            self.configuration is not None
+            and self.configuration.consistency.mode is ConsistencyMode.BSP
+        ):
+            origin = (
+                self._clocks.members[push.member_id].origin
+                if push.member_id in self._clocks.members
+                else None
+            )
             if origin is not None:
                 self._clocks.open(origin + push.clock)
                 self._clocks.has_pushed(push.member_id)
@@ -370,11 +431,16 @@ class Replay:
                 raise ValueError("the partition has no values")
             self.shard.settle(header)
             return
-        restoration, newest = int(fields.get("restoration", 0)), self.shard.restoration(spec.partition_id)
+        restoration, newest = (
+            int(fields.get("restoration", 0)),
+            self.shard.restoration(spec.partition_id),
+        )
         if restoration < newest or (restoration == newest and version <= have):
             return  # the snapshot has it, or rows that were put in place after it
         if restoration > newest:
-            raise ValueError(f"it was made after restoration {restoration}, the partition is at {newest}")
+            raise ValueError(
+                f"it was made after restoration {restoration}, the partition is at {newest}"
+            )
         if version != have + 1:
             raise ValueError(f"it leads to version {version}, the partition is at {have}")
         upload = Upload(header)
@@ -388,9 +454,16 @@ class Replay:
 
     def _restore(self, record: Record) -> None:
         assert self.layout is not None, "it stands before all partitions"
-        spec, number = self.layout.partitions[record.fields["partition"]], int(record.fields["restoration"])
+        spec, number = (
+            self.layout.partitions[record.fields["partition"]],
+            int(record.fields["restoration"]),
+        )
         if number <= self.shard.restoration(spec.partition_id):
             return  # the snapshot has it
         rows = self.shard.prepared(spec, read_bucket(record.payload).rows)
         version = int(record.fields["version"])
-        self.shard.restore(Restoration(spec=spec, number=number, version=version, rows=rows, payload=record.payload))
+        self.shard.restore(
+            Restoration(
+                spec=spec, number=number, version=version, rows=rows, payload=record.payload
+            )
+        )

@@ -1,13 +1,16 @@
-"""The journal's files: `journal.NUMBER`, one after the other, each opened once to be written from its beginning on.
+"""The journal's files: `journal.NUMBER`, one after the other, each opened once to be written from
+its beginning on.
 
-A snapshot begins a new file, and when it is on disk those before are not needed any more. One of them is kept as a spare, which the next
-file is made of: to write over pages that are there takes the kernel a tenth of the time that new ones take. So what stands behind the last
-record of a file may be left of an older one; records know their file.
+A snapshot begins a new file, and when it is on disk those before are not needed any more. One of
+them is kept as a spare, which the next file is made of: to write over pages that are there takes
+the kernel a tenth of the time that new ones take. So what stands behind the last record of a file
+may be left of an older one; records know their file.
 
-The first record of a file says whose it is, and where the file before it ends. The file `journal.id` has a random number, which the
-checksums of all records begin with. The last file ends where its records do. A crash may have
-torn the last of them, which nobody was told of. Where a record behind the damage says that the damaged bytes had been on disk for certain,
-the disk has lost what was acknowledged, and the server does not start.
+The first record of a file says whose it is, and where the file before it ends. The file
+`journal.id` has a random number, which the checksums of all records begin with. The last file ends
+where its records do. A crash may have torn the last of them, which nobody was told of. Where a
+record behind the damage says that the damaged bytes had been on disk for certain, the disk has lost
+what was acknowledged, and the server does not start.
 """
 
 from __future__ import annotations
@@ -31,8 +34,9 @@ from shoal_ps_server.storage.record import Found, Record, later, read_all
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION: Final = 6
-"""Grows when an older release could not read the file: in 2 a partition has pieces of several tensors, in 3 pieces know their rows, in 4
-partitions move between servers, in 5 they may be buckets of tables, and in 6 those may be put in place from a checkpoint."""
+"""Grows when an older release could not read the file: in 2 a partition has pieces of several
+tensors, in 3 pieces know their rows, in 4 partitions move between servers, in 5 they may be buckets
+of tables, and in 6 those may be put in place from a checkpoint."""
 _OLDEST_READABLE: Final = 3
 OPENING: Final = "journal"
 """Kind of a file's first record."""
@@ -51,8 +55,14 @@ class Owner:
     server_id: str
 
     def opening(self, number: int, *, previous_end: int) -> Record:
-        """The first record of file `number`. `previous_end`: how many bytes of the file before it count."""
-        fields = {"version": FORMAT_VERSION, "job_id": self.job_id, "server_id": self.server_id, "previous_end": previous_end}
+        """The first record of file `number`. `previous_end`: how many bytes of the file before it
+        count."""
+        fields = {
+            "version": FORMAT_VERSION,
+            "job_id": self.job_id,
+            "server_id": self.server_id,
+            "previous_end": previous_end,
+        }
         return Record(kind=OPENING, fields=fields)
 
 
@@ -68,7 +78,8 @@ class Segments:
         """The random number. After `open`."""
 
     def open(self) -> None:
-        """Reads the journal's id, or makes one. Raises OSError, and CorruptDataError / JOURNAL_CORRUPT."""
+        """Reads the journal's id, or makes one. Raises OSError, and CorruptDataError /
+        JOURNAL_CORRUPT."""
         path = self._directory / _ID
         if not path.exists():
             if self.numbers():
@@ -89,7 +100,10 @@ class Segments:
 
     def numbers(self) -> list[int]:
         """Numbers of the files that are there, ascending."""
-        names = (path.name.removeprefix(JOURNAL_PREFIX) for path in self._directory.glob(f"{JOURNAL_PREFIX}*"))
+        names = (
+            path.name.removeprefix(JOURNAL_PREFIX)
+            for path in self._directory.glob(f"{JOURNAL_PREFIX}*")
+        )
         return sorted(int(name) for name in names if re.fullmatch(r"\d{8,}", name, re.ASCII))
 
     def nbytes(self) -> int:
@@ -97,26 +111,30 @@ class Segments:
         return sum(self.path(number).stat().st_size for number in self.numbers())
 
     def create(self, number: int, *, previous_end: int) -> tuple[int, int]:
-        """Makes the file, on disk with its first record; returns a descriptor, and where to write on. Raises OSError; there is no such file
-        then."""
+        """Makes the file, on disk with its first record; returns a descriptor, and where to write
+        on. Raises OSError; there is no such file then."""
         path = self.path(number)
         with contextlib.suppress(FileNotFoundError):
             (self._directory / _SPARE).rename(path)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
-            opening, _ = self._owner.opening(number, previous_end=previous_end).encoded(self.journal_id, file=number, at=0, durable=0)
+            opening, _ = self._owner.opening(number, previous_end=previous_end).encoded(
+                self.journal_id, file=number, at=0, durable=0
+            )
             end = write_all(descriptor, [opening], at=0)
             os.fdatasync(descriptor)
             sync_directory(self._directory)
         except BaseException:
-            with contextlib.suppress(OSError):  # what is left of it does not count, and is written over
+            with contextlib.suppress(OSError):
+                # what is left of it does not count, and is written over
                 os.close(descriptor)
                 path.unlink(missing_ok=True)
             raise
         return descriptor, end
 
     def forget_before(self, number: int) -> None:
-        """A snapshot has what is in the files before `number`: the newest of them is the spare from now on. Raises OSError."""
+        """A snapshot has what is in the files before `number`: the newest of them is the spare from
+        now on. Raises OSError."""
         *older, newest = [0, *(each for each in self.numbers() if each < number)]
         if newest:
             self.path(newest).rename(self._directory / _SPARE)
@@ -126,17 +144,23 @@ class Segments:
         failpoint("snapshot.journal_shortened")
 
     def records(self, first: int) -> Iterator[Record]:
-        """All records of the files from `first` on, in order; 0: of all. Their payloads lie in the files.
+        """All records of the files from `first` on, in order; 0: of all. Their payloads lie in the
+        files.
 
-        Raises CorruptDataError: JOURNAL_CORRUPT, JOURNAL_NEWER, JOURNAL_OLDER; ConfigurationError / JOURNAL_FOREIGN for another server's.
+        Raises CorruptDataError: JOURNAL_CORRUPT, JOURNAL_NEWER, JOURNAL_OLDER; ConfigurationError /
+        JOURNAL_FOREIGN for another server's.
         """
         numbers = [number for number in self.numbers() if number >= first]
         if numbers and self._opening(numbers[-1]) is None:
             last = numbers.pop()
             if last == first:
-                raise _corrupt(self.path(last), "its first record is not whole, and a snapshot has named it")
+                raise _corrupt(
+                    self.path(last), "its first record is not whole, and a snapshot has named it"
+                )
             if any(found.durable for found in self._later(last, 0)):
-                raise _corrupt(self.path(last), "its first record is not whole, and others are behind it")
+                raise _corrupt(
+                    self.path(last), "its first record is not whole, and others are behind it"
+                )
             self.path(last).unlink()  # a crash came while it was made
         if first and not numbers:
             raise _missing(self.path(first))
@@ -152,7 +176,9 @@ class Segments:
             raise _corrupt(path, "its first record is not whole, or that of another file")
         following = None if last else self._opening(number + 1)
         if following is None and not last:
-            raise _corrupt(self.path(number + 1), "its first record is not whole, or that of another file")
+            raise _corrupt(
+                self.path(number + 1), "its first record is not whole, or that of another file"
+            )
         counted = data.nbytes if following is None else int(following.fields["previous_end"])
         end = 0
         for found in read_all(data[:counted], self.journal_id, number):
@@ -162,17 +188,23 @@ class Segments:
         if last:
             behind = list(self._later(number, end))
             if any(found.durable > end for found in behind):
-                raise _corrupt(path, f"damaged at byte {end}, which was on disk: a later record says so")
+                raise _corrupt(
+                    path, f"damaged at byte {end}, which was on disk: a later record says so"
+                )
             if behind:
                 logger.warning(
-                    "a crash left records behind a torn one: they are not made. With --fsync never they may have been acknowledged",
+                    "a crash left records behind a torn one: they are not made. With --fsync never "
+                    "they may have been acknowledged",
                     extra={"path": path, "byte": end, "records": len(behind)},
                 )
-            # What was written by a process that was killed may not be on disk yet; from here on it is counted on.
+            # What was written by a process that was killed may not be on disk yet; from here on it
+            # is counted on.
             sync_file(path)
             self.last_end = end
         elif end != counted:
-            raise _corrupt(path, f"damaged at byte {end}, and its records went on to byte {counted}")
+            raise _corrupt(
+                path, f"damaged at byte {end}, and its records went on to byte {counted}"
+            )
 
     def _opening(self, number: int) -> Record | None:
         """The first record of a file, checked; None: it is not whole, or not of this number."""
@@ -184,15 +216,16 @@ class Segments:
             return None
         if not _OLDEST_READABLE <= (version := fields["version"]) <= FORMAT_VERSION:
             raise CorruptDataError(
-                f"{path} has format version {version}, this release reads {_OLDEST_READABLE} to {FORMAT_VERSION}; start the "
-                "release that wrote it",
+                f"{path} has format version {version}, this release reads {_OLDEST_READABLE} to "
+                f"{FORMAT_VERSION}; start the release that wrote it",
                 reason="JOURNAL_NEWER" if version > FORMAT_VERSION else "JOURNAL_OLDER",
             )
         theirs = Owner(job_id=fields["job_id"], server_id=fields["server_id"])
         if theirs != self._owner:
             raise ConfigurationError(
-                f"{path} is of server {theirs.server_id!r} of job {theirs.job_id!r}, this is server {self._owner.server_id!r} of job "
-                f"{self._owner.job_id!r}; give another directory",
+                f"{path} is of server {theirs.server_id!r} of job {theirs.job_id!r}, this is "
+                f"server {self._owner.server_id!r} of job {self._owner.job_id!r}; give another "
+                "directory",
                 reason="JOURNAL_FOREIGN",
             )
         return found.record
@@ -206,7 +239,8 @@ class Segments:
 
 
 def write_all(descriptor: int, parts: list[bytes | memoryview], *, at: int) -> int:
-    """Writes all of them, from byte `at` on; returns how many bytes. Raises OSError: any part of them may have been written."""
+    """Writes all of them, from byte `at` on; returns how many bytes. Raises OSError: any part of
+    them may have been written."""
     views = [memoryview(part).cast("B") for part in parts if len(part)]
     total = sum(view.nbytes for view in views)
     while views:
@@ -239,14 +273,15 @@ def sync_directory(directory: Path) -> None:
 
 def _missing(path: Path) -> CorruptDataError:
     return CorruptDataError(
-        f"{path} is missing: it has updates that were acknowledged; put it back, or remove the data directory to start without values",
+        f"{path} is missing: it has updates that were acknowledged; put it back, or remove the "
+        "data directory to start without values",
         reason="JOURNAL_CORRUPT",
     )
 
 
 def _corrupt(path: Path, what: str) -> CorruptDataError:
     return CorruptDataError(
-        f"{path} is damaged: {what}. Acknowledged updates are lost; put a copy of it in its place, or remove the data directory to start "
-        "without values",
+        f"{path} is damaged: {what}. Acknowledged updates are lost; put a copy of it in its place, "
+        "or remove the data directory to start without values",
         reason="JOURNAL_CORRUPT",
     )

@@ -1,11 +1,14 @@
-"""A snapshot on disk: a safetensors file that any tool can open, written under a temporary name, synced, and renamed into place.
+"""A snapshot on disk: a safetensors file that any tool can open, written under a temporary name,
+synced, and renamed into place.
 
-Tensors are named `PARTITION:values`, `PARTITION:state:RUN:NAME` and `PARTITION:base:VERSION` (of earlier versions, for delay
-compensation), and of a bucket of a table `PARTITION:rows:ids`, `PARTITION:rows:values`, `PARTITION:rows:updated_at` and
-`PARTITION:rows:state:NAME`, with `taken:` or `coming:` before that where another server handed them over; which pieces a run has is in the
-metadata. That has three entries: `format` says whose file it is, `shoal` is the JSON of image.py with each tensor's xxh3-64, `xxh3` is the
-xxh3-64 of that JSON. The file is written by hand, since the library's writer would hold all of it in memory once more, and read by the
-library, whose parser is strict.
+Tensors are named `PARTITION:values`, `PARTITION:state:RUN:NAME` and `PARTITION:base:VERSION` (of
+earlier versions, for delay compensation), and of a bucket of a table `PARTITION:rows:ids`,
+`PARTITION:rows:values`, `PARTITION:rows:updated_at` and `PARTITION:rows:state:NAME`, with `taken:`
+or `coming:` before that where another server handed them over; which pieces a run has is in the
+metadata. That has three entries: `format` says whose file it is, `shoal` is the JSON of image.py
+with each tensor's xxh3-64, `xxh3` is the xxh3-64 of that JSON. The file is written by hand, since
+the library's writer would hold all of it in memory once more, and read by the library, whose parser
+is strict.
 """
 
 from __future__ import annotations
@@ -58,11 +61,18 @@ _DTYPES: Final = {name: dtype for dtype, name in _SAFETENSORS_NAMES.items()}
 
 
 def write_snapshot(path: Path, image: ServerImage) -> int:
-    """Replaces `path` atomically; returns its size in bytes. On OSError the old file is still there, and nothing else is left."""
-    tensors = {name: tensor for partition in image.partitions for name, tensor in _named(partition).items()}
+    """Replaces `path` atomically; returns its size in bytes. On OSError the old file is still
+    there, and nothing else is left."""
+    tensors = {
+        name: tensor for partition in image.partitions for name, tensor in _named(partition).items()
+    }
     for prefix, taken in ((_TAKEN, image.taken), (_COMING, image.coming)):
         if taken is not None:
-            tensors |= {name: tensor for each in taken.images.values() for name, tensor in _named(each, prefix).items()}
+            tensors |= {
+                name: tensor
+                for each in taken.images.values()
+                for name, tensor in _named(each, prefix).items()
+            }
     header = _header(tensors, _metadata(image))
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
@@ -87,8 +97,8 @@ def write_snapshot(path: Path, image: ServerImage) -> int:
 def read_snapshot(path: Path) -> ServerImage | None:
     """The image that was written; None when there is no file.
 
-    Raises CorruptDataError: SNAPSHOT_CORRUPT (truncated, changed, unreadable), SNAPSHOT_FOREIGN (another program's file), SNAPSHOT_NEWER
-    and SNAPSHOT_OLDER (another release's).
+    Raises CorruptDataError: SNAPSHOT_CORRUPT (truncated, changed, unreadable), SNAPSHOT_FOREIGN
+    (another program's file), SNAPSHOT_NEWER and SNAPSHOT_OLDER (another release's).
     """
     if not path.exists():
         return None
@@ -103,38 +113,61 @@ def read_snapshot(path: Path) -> ServerImage | None:
                 tensor: torch.Tensor = file.get_tensor(name)
                 return tensor.clone()
 
-            partitions = tuple(_partition(read, specs[entry["partition_id"]], optimizer, entry) for entry in metadata["partitions"])
+            partitions = tuple(
+                _partition(read, specs[entry["partition_id"]], optimizer, entry)
+                for entry in metadata["partitions"]
+            )
             named = {name for partition in partitions for name in _named(partition)}
             handed_over = {}
             for prefix in (_TAKEN, _COMING):
                 handed_over[prefix] = _taken_from(read, prefix, metadata.get(prefix), optimizer)
                 if (taken := handed_over[prefix]) is not None:
-                    named |= {name for each in taken.images.values() for name in _named(each, prefix)}
+                    named |= {
+                        name for each in taken.images.values() for name in _named(each, prefix)
+                    }
             if extra := set(file.keys()) - named:
-                raise ValueError(f"tensors that the metadata does not name: {', '.join(sorted(extra)[:5])}")
+                raise ValueError(
+                    f"tensors that the metadata does not name: {', '.join(sorted(extra)[:5])}"
+                )
     except CorruptDataError:
         raise
-    except (SafetensorError, OSError, ShoalError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (
+        SafetensorError,
+        OSError,
+        ShoalError,
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+    ) as error:
         raise CorruptDataError(
-            f"{path} is damaged ({type(error).__name__}: {error}); put back a copy of the whole data directory, or remove it to start "
-            "without values",
+            f"{path} is damaged ({type(error).__name__}: {error}); put back a copy of the whole "
+            "data directory, or remove it to start without values",
             reason="SNAPSHOT_CORRUPT",
         ) from error
-    return ServerImage(state=state, partitions=partitions, taken=handed_over[_TAKEN], coming=handed_over[_COMING])
+    return ServerImage(
+        state=state, partitions=partitions, taken=handed_over[_TAKEN], coming=handed_over[_COMING]
+    )
 
 
 def partition_to_bytes(partition: PartitionImage) -> tuple[dict[str, Any], bytes]:
-    """One partition for another server: what the metadata of a snapshot says of it, and its tensors as a safetensors file."""
+    """One partition for another server: what the metadata of a snapshot says of it, and its tensors
+    as a safetensors file."""
     tensors = _named(partition)
     header = _header(tensors, {})
-    return _entry(partition), b"".join([len(header).to_bytes(8, "little"), header, *map(bytes_of, tensors.values())])
+    return _entry(partition), b"".join(
+        [len(header).to_bytes(8, "little"), header, *map(bytes_of, tensors.values())]
+    )
 
 
 def partition_from_bytes(
-    entry: Mapping[str, Any], data: memoryview, spec: PartitionSpec, optimizer: OptimizerSettings | None
+    entry: Mapping[str, Any],
+    data: memoryview,
+    spec: PartitionSpec,
+    optimizer: OptimizerSettings | None,
 ) -> PartitionImage:
-    """The inverse, in tensors of its own. `optimizer`: what the partition's state is of. Raises KeyError, TypeError or ValueError for what
-    `partition_to_bytes` did not make."""
+    """The inverse, in tensors of its own. `optimizer`: what the partition's state is of. Raises
+    KeyError, TypeError or ValueError for what `partition_to_bytes` did not make."""
     begin = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(bytes(data[8:begin]))
 
@@ -154,26 +187,44 @@ def partition_from_bytes(
 def _taken_to_json(taken: Taken | None, prefix: str) -> dict[str, Any] | None:
     if taken is None:
         return None
-    entries = [_entry(image, prefix) | {"spec": spec_to_json(image.spec)} for image in taken.images.values()]
+    entries = [
+        _entry(image, prefix) | {"spec": spec_to_json(image.spec)}
+        for image in taken.images.values()
+    ]
     return {"move": taken.move, "partitions": entries}
 
 
 def _taken_from(
-    read: Callable[[str], torch.Tensor], prefix: str, value: Mapping[str, Any] | None, optimizer: OptimizerSettings | None
+    read: Callable[[str], torch.Tensor],
+    prefix: str,
+    value: Mapping[str, Any] | None,
+    optimizer: OptimizerSettings | None,
 ) -> Taken | None:
     if value is None:
         return None
     entries: Sequence[Mapping[str, Any]] = value["partitions"]
-    images = (_partition(read, spec_from_json(entry["spec"]), optimizer, entry, prefix) for entry in entries)
-    return Taken(move=int(value["move"]), images={image.spec.partition_id: image for image in images})
+    images = (
+        _partition(read, spec_from_json(entry["spec"]), optimizer, entry, prefix)
+        for entry in entries
+    )
+    return Taken(
+        move=int(value["move"]), images={image.spec.partition_id: image for image in images}
+    )
 
 
 def _named(partition: PartitionImage, prefix: str = "") -> dict[str, torch.Tensor]:
     number = f"{prefix}{partition.spec.partition_id}"
     state = {f"{number}:state:{name}": tensor for name, tensor in partition.state().items()}
     if partition.rows is not None:
-        return {f"{number}:rows:{name}": torch.from_numpy(array) for name, array in _arrays(partition.rows).items()}
-    return {f"{number}:values": partition.values} | state | {f"{number}:base:{v}": tensor for v, tensor in partition.base_values.items()}
+        return {
+            f"{number}:rows:{name}": torch.from_numpy(array)
+            for name, array in _arrays(partition.rows).items()
+        }
+    return (
+        {f"{number}:values": partition.values}
+        | state
+        | {f"{number}:base:{v}": tensor for v, tensor in partition.base_values.items()}
+    )
 
 
 def _arrays(rows: RowsImage) -> dict[str, npt.NDArray[Any]]:
@@ -205,7 +256,10 @@ def _entry(partition: PartitionImage, prefix: str = "") -> dict[str, Any]:
         "pulled": dict(partition.pulled),
         "base_values": sorted(partition.base_values),
         "runs": [[run.first, run.end] for run in partition.runs],
-        "digests": {name: f"{checksum(bytes_of(tensor)):016x}" for name, tensor in _named(partition, prefix).items()},
+        "digests": {
+            name: f"{checksum(bytes_of(tensor)):016x}"
+            for name, tensor in _named(partition, prefix).items()
+        },
     }
 
 
@@ -214,7 +268,11 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
     position = 0
     for name, tensor in tensors.items():
         end = position + tensor.nbytes
-        entries[name] = {"dtype": _SAFETENSORS_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+        entries[name] = {
+            "dtype": _SAFETENSORS_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
         position = end
     header = json.dumps(entries, separators=(",", ":")).encode()
     return header + b" " * (-len(header) % 8)  # the format asks for aligned data
@@ -223,8 +281,8 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
 def _checked_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if metadata.get("format") != FORMAT:
         raise CorruptDataError(
-            f"{path} is a safetensors file, but no snapshot of a parameter server (format={metadata.get('format')!r}); "
-            "remove it, or give another --data-dir",
+            f"{path} is a safetensors file, but no snapshot of a parameter server "
+            f"(format={metadata.get('format')!r}); remove it, or give another --data-dir",
             reason="SNAPSHOT_FOREIGN",
         )
     text = metadata["shoal"]
@@ -233,8 +291,8 @@ def _checked_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]
     parsed: dict[str, Any] = json.loads(text)
     if not _OLDEST_READABLE <= (version := parsed["version"]) <= FORMAT_VERSION:
         raise CorruptDataError(
-            f"{path} has format version {version}, this release reads {_OLDEST_READABLE} to {FORMAT_VERSION}; start the "
-            "release that wrote it",
+            f"{path} has format version {version}, this release reads {_OLDEST_READABLE} to "
+            f"{FORMAT_VERSION}; start the release that wrote it",
             reason="SNAPSHOT_NEWER" if version > FORMAT_VERSION else "SNAPSHOT_OLDER",
         )
     return parsed
@@ -248,7 +306,9 @@ def _partition(
     prefix: str = "",
 ) -> PartitionImage:
     if entry["partition_id"] != spec.partition_id:
-        raise ValueError(f"partition {entry['partition_id']} with the pieces of partition {spec.partition_id}")
+        raise ValueError(
+            f"partition {entry['partition_id']} with the pieces of partition {spec.partition_id}"
+        )
     tensors: dict[str, torch.Tensor] = {}
     for name, digest in entry["digests"].items():
         tensor = read(name)
@@ -259,13 +319,21 @@ def _partition(
         return _bucket(spec, spec.bucket, entry, tensors)
     values = tensors.pop(f"{spec.partition_id}:values")
     _check_shape(spec, "values", values, spec.length, spec.element.torch)
-    base_values = {int(version): tensors.pop(f"{spec.partition_id}:base:{version}") for version in entry["base_values"]}
+    base_values = {
+        int(version): tensors.pop(f"{spec.partition_id}:base:{version}")
+        for version in entry["base_values"]
+    }
     for version, copy in base_values.items():
         _check_shape(spec, f"version {version}", copy, spec.length, spec.element.torch)
-    runs = tuple(_run(spec, place, first, end, tensors, optimizer) for place, (first, end) in enumerate(entry["runs"]))
+    runs = tuple(
+        _run(spec, place, first, end, tensors, optimizer)
+        for place, (first, end) in enumerate(entry["runs"])
+    )
     bounds = [0, *(run.end for run in runs)]
     if runs and ([run.first for run in runs] != bounds[:-1] or bounds[-1] != len(spec.pieces)):
-        raise ValueError(f"the runs of partition {spec.partition_id} are not its {len(spec.pieces)} pieces")
+        raise ValueError(
+            f"the runs of partition {spec.partition_id} are not its {len(spec.pieces)} pieces"
+        )
     if tensors:
         raise ValueError(f"tensor {min(tensors)!r} is no state of the optimizer")
     return PartitionImage(
@@ -281,7 +349,9 @@ def _partition(
     )
 
 
-def _bucket(spec: PartitionSpec, bucket: Bucket, entry: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> PartitionImage:
+def _bucket(
+    spec: PartitionSpec, bucket: Bucket, entry: Mapping[str, Any], tensors: dict[str, torch.Tensor]
+) -> PartitionImage:
     """A bucket of a table."""
     prefix = f"{spec.partition_id}:rows:"
     arrays = {name.removeprefix(prefix): tensor.numpy() for name, tensor in tensors.items()}
@@ -291,7 +361,10 @@ def _bucket(spec: PartitionSpec, bucket: Bucket, entry: Mapping[str, Any], tenso
         "ids": ((count,), np.int64),
         "values": ((count, bucket.dim), np.float32),
         "updated_at": ((count,), np.int64),
-        **{f"state:{name}": ((count, *begun.state_shape(name)), np.float32) for name in begun.state_names},
+        **{
+            f"state:{name}": ((count, *begun.state_shape(name)), np.float32)
+            for name in begun.state_names
+        },
     }
     if {name: (array.shape, array.dtype.type) for name, array in arrays.items()} != expected:
         raise ValueError(f"the rows of partition {spec.partition_id} are not what the layout says")
@@ -314,7 +387,12 @@ def _bucket(spec: PartitionSpec, bucket: Bucket, entry: Mapping[str, Any], tenso
 
 
 def _run(
-    spec: PartitionSpec, place: int, first: int, end: int, tensors: dict[str, torch.Tensor], optimizer: OptimizerSettings | None
+    spec: PartitionSpec,
+    place: int,
+    first: int,
+    end: int,
+    tensors: dict[str, torch.Tensor],
+    optimizer: OptimizerSettings | None,
 ) -> RunImage:
     """Takes a run's tensors out of a partition's."""
     if not 0 <= first < end <= len(spec.pieces):
@@ -322,7 +400,11 @@ def _run(
     if optimizer is None:
         return RunImage(first=first, end=end, state={})
     prefix = f"{spec.partition_id}:state:{place}:"
-    state = {name: tensors.pop(prefix + name) for name in optimizer.state_names if prefix + name in tensors}
+    state = {
+        name: tensors.pop(prefix + name)
+        for name in optimizer.state_names
+        if prefix + name in tensors
+    }
     length = sum(optimizer.state_length(piece) for piece in spec.pieces[first:end])
     for name, tensor in state.items():
         if tensor.ndim:  # scalars count steps
@@ -330,9 +412,14 @@ def _run(
     return RunImage(first=first, end=end, state=state)
 
 
-def _check_shape(spec: PartitionSpec, name: str, tensor: torch.Tensor, length: int, dtype: torch.dtype) -> None:
+def _check_shape(
+    spec: PartitionSpec, name: str, tensor: torch.Tensor, length: int, dtype: torch.dtype
+) -> None:
     if tuple(tensor.shape) != (length,) or tensor.dtype != dtype:
-        raise ValueError(f"{name} of partition {spec.partition_id} is {tensor.dtype}{list(tensor.shape)}, the layout says otherwise")
+        raise ValueError(
+            f"{name} of partition {spec.partition_id} is {tensor.dtype}{list(tensor.shape)}, the "
+            "layout says otherwise"
+        )
 
 
 def _sync_directory(directory: Path) -> None:

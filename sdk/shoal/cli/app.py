@@ -1,5 +1,5 @@
-"""The program: its commands, and how errors reach a person. Each command's flags are in its own module; what it needs is imported when it
-is called.
+"""The program: its commands, and how errors reach a person. Each command's flags are in its own
+module; what it needs is imported when it is called.
 
 Flags may be spelled with hyphens or underscores, as torchrun allows. Exit statuses:
 docs/exit-status.md; what errors mean, and what to do: docs/troubleshooting.md.
@@ -36,14 +36,21 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"token_normalize_func": lambda token: token.replace("_", "-"), "help_option_names": ["-h", "--help"]},
+    context_settings={
+        "token_normalize_func": lambda token: token.replace("_", "-"),
+        "help_option_names": ["-h", "--help"],
+    },
 )
 # What follows the script is the script's own, flags too.
 app.command(context_settings={"allow_interspersed_args": False})(with_credentials(run))
 app.command(context_settings={"allow_interspersed_args": False})(up)
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False})(
-    with_credentials(submit)
-)
+app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+    }
+)(with_credentials(submit))
 app.command()(plan)
 app.command()(with_credentials(jobs))
 app.command(context_settings={"allow_interspersed_args": False})(with_credentials(coordinate))
@@ -55,7 +62,13 @@ app.command()(with_credentials(logs))
 app.command()(with_credentials(drain))
 app.command()(with_credentials(stop))
 app.command()(with_credentials(kill))
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(demo)
+app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "help_option_names": [],
+    }
+)(demo)
 
 
 def run_command() -> None:
@@ -63,12 +76,14 @@ def run_command() -> None:
     try:
         app(prog_name="shoal")
     except ShoalError as error:
-        # The word by which docs/troubleshooting.md has more; a class's own says no more than the message.
+        # The word by which docs/troubleshooting.md has more; a class's own says no more than the
+        # message.
         reason = "" if error.reason == error.default_reason else f" [{error.reason}]"
         print(f"shoal: {error}{reason}", file=sys.stderr)  # noqa: T201 - errors become text here
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)
     except OSError as error:
-        print(f"shoal: {_described(error)}", file=sys.stderr)  # noqa: T201 - errors become text here
+        # errors become text here
+        print(f"shoal: {_described(error)}", file=sys.stderr)  # noqa: T201
         sys.exit(1)
 
 
@@ -92,7 +107,10 @@ def _show_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     show_version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Elastic distributed training for PyTorch."""

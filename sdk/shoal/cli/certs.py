@@ -13,12 +13,18 @@ _ALWAYS: Final = ("localhost", "127.0.0.1", "::1")
 
 
 def certs(
-    directory: Annotated[Path, typer.Argument(help="Where to write them; nothing there is overwritten.", show_default=False)],
+    directory: Annotated[
+        Path,
+        typer.Argument(
+            help="Where to write them; nothing there is overwritten.", show_default=False
+        ),
+    ],
     names: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[NAME|ADDRESS]...",
-            help="How the services' machines are reached. Always among them: localhost, and this machine's name.",
+            help="How the services' machines are reached. Always among them: localhost, and this "
+            "machine's name.",
             show_default=False,
         ),
     ] = None,
@@ -26,12 +32,15 @@ def certs(
 ) -> None:
     """Make certificates of a private authority, for development and private networks.
 
-    `ca.pem` is what everybody trusts (--tls-ca), `server.pem` and `server.key` are for coordinator and servers (--tls-cert, --tls-key),
-    `client.pem` and `client.key` for everybody else where servers ask for certificates (--tls-client-ca ca.pem). The authority's key is
-    not kept.
+    `ca.pem` is what everybody trusts (--tls-ca), `server.pem` and `server.key` are for coordinator
+    and servers (--tls-cert, --tls-key), `client.pem` and `client.key` for everybody else where
+    servers ask for certificates (--tls-client-ca ca.pem). The authority's key is not kept.
     """
     from shoal_common.certificates import development_files, write_files
 
     known = list(dict.fromkeys((*_ALWAYS, socket.gethostname(), *(names or ()))))
     write_files(directory, development_files(known, lifetime=timedelta(days=days)))
-    typer.echo(f"{directory}: ca.pem, server.pem and client.pem with their keys, for {', '.join(known)}, good for {days} days")
+    typer.echo(
+        f"{directory}: ca.pem, server.pem and client.pem with their keys, for {', '.join(known)}, "
+        f"good for {days} days"
+    )

@@ -37,13 +37,18 @@ class RunExit(SystemExit):
 
 def tell(text: str) -> None:
     """A line of the launcher's own, before anything runs."""
-    print(f"shoal: {text}", file=sys.stderr, flush=True)  # noqa: T201 - a command speaks to its person
+    # a command speaks to its person
+    print(f"shoal: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def run_to_exit(settings: RunSettings, *, live: bool = False) -> NoReturn:
-    """Runs, and exits with the run's status. `live`: under a table, if standard output is a terminal."""
+    """Runs, and exits with the run's status. `live`: under a table, if standard output is a
+    terminal."""
     if settings.workers > 1 and "OMP_NUM_THREADS" not in os.environ:
-        tell("OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what suits your script")
+        tell(
+            "OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what suits your "
+            "script"
+        )
     try:
         raise _run(settings, live=live)
     except TerminalStuckError as error:
@@ -66,7 +71,11 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
         if live and Stream.OUT.is_terminal:
             from shoal.cli.live import LiveView
 
-            view = stack.enter_context(LiveView(site.coordinator, settings.job_id, fallback=writer, progress=settings.progress))
+            view = stack.enter_context(
+                LiveView(
+                    site.coordinator, settings.job_id, fallback=writer, progress=settings.progress
+                )
+            )
             writer, show = view.write, view.show
         elif settings.progress and Stream.ERR.is_terminal:
             bar = BarWriter(writer)
@@ -95,16 +104,21 @@ def _tell_figures(settings: RunSettings, figures: RunFigures, note: Note) -> Non
     if settings.plot is None:
         return
     if not figures.points:
-        note(f"--plot {settings.plot}: nothing is drawn, for no step was committed by a worker of a job (shoal.init)")
+        note(
+            f"--plot {settings.plot}: nothing is drawn, for no step was committed by a worker of a "
+            "job (shoal.init)"
+        )
         return
     try:
         draw(figures, settings.plot, title=f"{Path(settings.program).name}: job {settings.job_id}")
-    except Exception as error:  # of any kind: the run has ended as it has, whatever becomes of its picture
+    except Exception as error:
+        # of any kind: the run has ended as it has, whatever becomes of its picture
         note(f"--plot {settings.plot}: the picture could not be drawn: {error}")
 
 
 def _leave(error: TerminalStuckError) -> NoReturn:
-    """All that was started has ended. Nothing may be written to this terminal any more, not even what the interpreter would flush."""
+    """All that was started has ended. Nothing may be written to this terminal any more, not even
+    what the interpreter would flush."""
     if not Stream.ERR.is_terminal and select.select([], [Stream.ERR], [], 0)[1]:
         os.write(Stream.ERR, f"shoal: {error}\n".encode())
     os._exit(1)
@@ -113,7 +127,8 @@ def _leave(error: TerminalStuckError) -> NoReturn:
 def _site(settings: RunSettings, note: Note) -> Site:
     if settings.endpoint is None:
         return StandaloneSite(settings, note=note)
-    # Imported here: it brings gRPC's and the settings' modules, which a local run loads only once its workers are on their way.
+    # Imported here: it brings gRPC's and the settings' modules, which a local run loads only once
+    # its workers are on their way.
     from shoal.launcher.nodes import SharedSite
 
     return SharedSite(settings, note=note)

@@ -1,4 +1,5 @@
-"""`shoal kill`, `shoal drain` and `shoal stop`: ending one rank by force, a rank or a parameter server by request, and a whole job."""
+"""`shoal kill`, `shoal drain` and `shoal stop`: ending one rank by force, a rank or a parameter
+server by request, and a whole job."""
 
 from __future__ import annotations
 
@@ -20,37 +21,48 @@ def kill(rank: Rank, coordinator: Coordinator = None, job: Job = None) -> None:
         generation = found.client.job(found.job_id).generation
         member = found.client.kill(found.job_id, rank=rank)
         assert member is not None, "a rank was named"
-    typer.echo(f"killed rank {rank} of job {found.job_id}: SIGKILL to pid {member.pid} (generation {generation})")
+    typer.echo(
+        f"killed rank {rank} of job {found.job_id}: SIGKILL to pid {member.pid} (generation "
+        f"{generation})"
+    )
 
 
 def drain(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Job = None) -> None:
     """Ask the worker of a rank, or a parameter server, to leave.
 
-    Nothing is lost. A worker goes at its next step border. A server hands what it holds to the others while training goes on; then it ends,
-    and its backup does.
+    Nothing is lost. A worker goes at its next step border. A server hands what it holds to the
+    others while training goes on; then it ends, and its backup does.
     """
     from shoal.cli.target import target
 
     with target(coordinator, job) as found:
         if rank_or_server.isdecimal():
-            member_id = found.client.drain(found.job_id, rank=int(rank_or_server), reason="shoal drain")
-            typer.echo(f"rank {rank_or_server} of job {found.job_id} leaves at its next step border (member {member_id})")
+            member_id = found.client.drain(
+                found.job_id, rank=int(rank_or_server), reason="shoal drain"
+            )
+            typer.echo(
+                f"rank {rank_or_server} of job {found.job_id} leaves at its next step border "
+                f"(member {member_id})"
+            )
         else:
             found.client.drain(found.job_id, server=rank_or_server, reason="shoal drain")
             typer.echo(
-                f"parameter server {rank_or_server} of job {found.job_id} hands its partitions to the others and then ends; "
-                "`shoal status` shows how many are left"
+                f"parameter server {rank_or_server} of job {found.job_id} hands its partitions to "
+                "the others and then ends; `shoal status` shows how many are left"
             )
 
 
 def stop(
     coordinator: Coordinator = None,
     job: Job = None,
-    reason: Annotated[str, typer.Option(help="Why, for people: it is kept with the job.", show_default=False)] = "shoal stop",
+    reason: Annotated[
+        str, typer.Option(help="Why, for people: it is kept with the job.", show_default=False)
+    ] = "shoal stop",
 ) -> None:
     """Ask all workers of a job to stop.
 
-    They stop together at their next step border, and the code after the loop runs. A plain torchrun script has none: end its launcher.
+    They stop together at their next step border, and the code after the loop runs. A plain torchrun
+    script has none: end its launcher.
     """
     from shoal.cli.target import target
 

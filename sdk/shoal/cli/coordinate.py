@@ -10,30 +10,43 @@ import typer
 
 
 def coordinate(
-    command: Annotated[list[str], typer.Argument(help="What starts the launchers, here or elsewhere.", show_default=False)],
+    command: Annotated[
+        list[str],
+        typer.Argument(help="What starts the launchers, here or elsewhere.", show_default=False),
+    ],
     host: Annotated[
         str,
         typer.Option(
             metavar="ADDRESS|INTERFACE|HOSTNAME",
-            help="This machine, as the others reach it. Default: its own name; if that is none for others, the address of the way to them.",
+            help="This machine, as the others reach it. Default: its own name; if that is none for "
+            "others, the address of the way to them.",
             envvar="SHOAL_LOCAL_ADDR",
             show_envvar=False,
             show_default=False,
         ),
     ] = "",
-    insecure: Annotated[bool, typer.Option("--insecure", help="Serve other machines without TLS or tokens: on a private network.")] = False,
+    insecure: Annotated[
+        bool,
+        typer.Option(
+            "--insecure", help="Serve other machines without TLS or tokens: on a private network."
+        ),
+    ] = False,
 ) -> None:
     """Run a command with a coordinator beside it, on as many machines as it reaches.
 
-    What COMMAND starts finds the coordinator by its environment: `shoal coordinate --insecure -- srun shoal run train.py`. Under SLURM it
-    finds there the job's id and the number of machines as well. The status is COMMAND's.
+    What COMMAND starts finds the coordinator by its environment: `shoal coordinate --insecure --
+    srun shoal run train.py`. Under SLURM it finds there the job's id and the number of machines as
+    well. The status is COMMAND's.
 
-    The coordinator's own settings are its variables, SHOAL_COORDINATOR_... Without SHOAL_COORDINATOR_REDIS it brings a Redis of its own.
+    The coordinator's own settings are its variables, SHOAL_COORDINATOR_... Without
+    SHOAL_COORDINATOR_REDIS it brings a Redis of its own.
     """
     from shoal_common.own_address import own_host
 
     from shoal.cli.console import tell
     from shoal.launcher.coordination import Coordination
 
-    coordination = Coordination(command, host=own_host(host), insecure=insecure, environment=os.environ, note=tell)
+    coordination = Coordination(
+        command, host=own_host(host), insecure=insecure, environment=os.environ, note=tell
+    )
     sys.exit(coordination.run())

@@ -1,4 +1,5 @@
-"""Where the program starts. Its commands are loaded here, so that Ctrl-C ends it without a traceback while they are, too."""
+"""Where the program starts. Its commands are loaded here, so that Ctrl-C ends it without a
+traceback while they are, too."""
 
 from __future__ import annotations
 

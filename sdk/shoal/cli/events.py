@@ -13,8 +13,15 @@ from shoal.cli.options import Coordinator, Job
 def events(
     coordinator: Coordinator = None,
     job: Job = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Further ones as they happen, until the cluster ends or Ctrl-C.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, one a line, for programs.")] = False,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow", "-f", help="Further ones as they happen, until the cluster ends or Ctrl-C."
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="As JSON, one a line, for programs.")
+    ] = False,
 ) -> None:
     """Show what has happened in a job, oldest first."""
     from rich.console import Console
@@ -23,9 +30,13 @@ def events(
     from shoal.cli.view import event_json, event_line
 
     console = Console()
-    with target(coordinator, job) as found, found.client.events(found.job_id, follow=follow) as stream:
+    with (
+        target(coordinator, job) as found,
+        found.client.events(found.job_id, follow=follow) as stream,
+    ):
         for event in stream:
             if as_json:
-                print(json.dumps(event_json(event)), flush=True)  # noqa: T201 - a command speaks to its person
+                # a command speaks to its person
+                print(json.dumps(event_json(event)), flush=True)  # noqa: T201
             else:
                 console.print(event_line(event), soft_wrap=True)

@@ -1,4 +1,5 @@
-"""What `shoal top` shows at one moment: the job, what has happened last, and other jobs that have not ended."""
+"""What `shoal top` shows at one moment: the job, what has happened last, and other jobs that have
+not ended."""
 
 from __future__ import annotations
 
@@ -34,11 +35,16 @@ class Frames:
         self._seen = ""
 
     def take(self) -> RenderableType:
-        """The newest. What was known stays while nobody answers, and is said to be old. Raises ShoalError: nothing is known yet."""
+        """The newest. What was known stays while nobody answers, and is said to be old. Raises
+        ShoalError: nothing is known yet."""
         away: ShoalError | None = None
         try:
             self._job = self._client.job(self._job_id)
-            self._jobs = tuple(each for each in self._client.jobs() if each.job_id == self._job_id or each.phase is not JobPhase.FINISHED)
+            self._jobs = tuple(
+                each
+                for each in self._client.jobs()
+                if each.job_id == self._job_id or each.phase is not JobPhase.FINISHED
+            )
             for event in self._client.events(self._job_id, after=self._seen):
                 self._events.append(event)
                 self._seen = event.event_id
@@ -46,20 +52,32 @@ class Frames:
             if self._job is None:
                 raise
             away = error
-        return _Frame(self._job, self._jobs, list(self._events), away, full_screen=self._full_screen)
+        return _Frame(
+            self._job, self._jobs, list(self._events), away, full_screen=self._full_screen
+        )
 
 
 class _Frame:
     """A renderable of rich's. What does not fit on the terminal is the older events."""
 
-    def __init__(self, job: Job, jobs: tuple[JobSummary, ...], events: list[Event], away: ShoalError | None, *, full_screen: bool) -> None:
+    def __init__(
+        self,
+        job: Job,
+        jobs: tuple[JobSummary, ...],
+        events: list[Event],
+        away: ShoalError | None,
+        *,
+        full_screen: bool,
+    ) -> None:
         self._full_screen = full_screen
         self._job = job
         self._jobs = jobs
         self._events = events
         self._away = away
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
         above: list[RenderableType] = [self._title(options.max_width), Text(), job_view(self._job)]
         if len(self._jobs) > 1:
             above += [Text(), jobs_view(self._jobs, shown=self._job.job_id)]
@@ -67,7 +85,11 @@ class _Frame:
             above += [Text(), Text("events", style="bold")]
         yield from above
         used = len(console.render_lines(Group(*above), options.update(height=None), pad=False))
-        room = max(options.size.height - used, _EVENTS_AT_LEAST) if self._full_screen else _EVENTS_PLAIN
+        room = (
+            max(options.size.height - used, _EVENTS_AT_LEAST)
+            if self._full_screen
+            else _EVENTS_PLAIN
+        )
         for event in self._events[-room:]:
             line = event_line(event)
             line.truncate(options.max_width, overflow="ellipsis")

@@ -16,7 +16,8 @@ def jobs(
 ) -> None:
     """List jobs.
 
-    By default those of this machine: of clusters that run, and of `shoal submit`, also when they have ended.
+    By default those of this machine: of clusters that run, and of `shoal submit`, also when they
+    have ended.
     """
     from rich.console import Console
 
@@ -30,4 +31,8 @@ def jobs(
     elif found:
         Console().print(jobs_view(found))
     else:
-        typer.echo("no jobs" if coordinator else "no jobs of yours on this machine; start one with `shoal run` or `shoal submit`")
+        typer.echo(
+            "no jobs"
+            if coordinator
+            else "no jobs of yours on this machine; start one with `shoal run` or `shoal submit`"
+        )

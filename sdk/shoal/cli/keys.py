@@ -12,14 +12,16 @@ from typing import Self
 
 
 class Keys:
-    """A context manager: while it is open, keys come at once and are not shown. Ctrl-C stays KeyboardInterrupt."""
+    """A context manager: while it is open, keys come at once and are not shown. Ctrl-C stays
+    KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self._fd = sys.stdin.fileno()
         self._before = termios.tcgetattr(self._fd)
 
     def wait(self, timeout_s: float) -> str:
-        """The key that was pressed; empty: none was within `timeout_s`. A terminal that is gone is Ctrl-D."""
+        """The key that was pressed; empty: none was within `timeout_s`. A terminal that is gone is
+        Ctrl-D."""
         if not select.select([self._fd], [], [], timeout_s)[0]:
             return ""
         return os.read(self._fd, 1).decode(errors="replace") or "\x04"
@@ -28,5 +30,10 @@ class Keys:
         tty.setcbreak(self._fd)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)

@@ -1,6 +1,7 @@
 """The live table of `shoal up`: the job's state below the workers' scrolling output.
 
-A thread of its own asks the coordinator twice a second; the output pump's thread prints the workers' lines; rich's lock keeps them apart.
+A thread of its own asks the coordinator twice a second; the output pump's thread prints the
+workers' lines; rich's lock keeps them apart.
 """
 
 from __future__ import annotations
@@ -28,15 +29,19 @@ class LiveView:
     """A context manager: shown while it is open."""
 
     def __init__(self, coordinator: str, job_id: str, *, fallback: Writer, progress: bool) -> None:
-        """`fallback` writes streams that are no terminal. `progress`: how far the run is stands below the table, once `show` is told."""
+        """`fallback` writes streams that are no terminal. `progress`: how far the run is stands
+        below the table, once `show` is told."""
         self._coordinator = coordinator
         self._job_id = job_id
         self._fallback = fallback
-        # What this terminal's encoding lacks becomes a question mark: an error would end the pump's thread, and workers stop at full pipes.
+        # What this terminal's encoding lacks becomes a question mark: an error would end the pump's
+        # thread, and workers stop at full pipes.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
         self._console = Console()
-        self._live = Live(Text("starting", style="dim"), console=self._console, auto_refresh=False, transient=True)
+        self._live = Live(
+            Text("starting", style="dim"), console=self._console, auto_refresh=False, transient=True
+        )
         """Not transient once there is something that is worth to stay."""
         self._progress = progress
         self._status: Status | None = None
@@ -44,14 +49,15 @@ class LiveView:
         self._thread = threading.Thread(target=self._follow, name="shoal-live", daemon=True)
 
     def write(self, stream: Stream, data: bytes) -> None:
-        """Prints workers' lines above the table; safe on any thread. Of lines that overwrite one another (progress bars) the last one is
-        shown: the table comes between."""
+        """Prints workers' lines above the table; safe on any thread. Of lines that overwrite one
+        another (progress bars) the last one is shown: the table comes between."""
         if not stream.is_terminal:
             self._fallback(stream, data)
             return
         whole = b"".join(line for line in data.splitlines(keepends=True) if line.endswith(b"\n"))
         if whole:
-            lines = whole.replace(b"\r\n", b"\n")  # of a line that ends with \r\n, rich shows nothing
+            # of a line that ends with \r\n, rich shows nothing
+            lines = whole.replace(b"\r\n", b"\n")
             text = Text.from_ansi(lines.decode(errors="replace").removesuffix("\n"))
             self._console.print(text, soft_wrap=True)
 
@@ -64,13 +70,21 @@ class LiveView:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self._closed.set()
         if isinstance(error, TerminalStuckError):
             return  # what follows would be stuck as well
         self._thread.join(_LAST_TABLE_TIMEOUT.total_seconds())
         if self._thread.is_alive():
-            raise TerminalStuckError(f"the terminal did not take the last table within {_LAST_TABLE_TIMEOUT.total_seconds():g} s")
+            raise TerminalStuckError(
+                "the terminal did not take the last table within "
+                f"{_LAST_TABLE_TIMEOUT.total_seconds():g} s"
+            )
         self._live.stop()
 
     def _follow(self) -> None:
@@ -89,5 +103,8 @@ class LiveView:
                     # Not there yet, or away for a moment: what was known stays on the screen.
                     continue
                 status = self._status if self._progress else None
-                self._live.update(job_view(job) if status is None else Group(job_view(job), StatusLine(status)), refresh=True)
+                self._live.update(
+                    job_view(job) if status is None else Group(job_view(job), StatusLine(status)),
+                    refresh=True,
+                )
                 self._live.transient = False

@@ -13,8 +13,18 @@ from shoal.cli.options import Coordinator, Job
 def logs(
     coordinator: Coordinator = None,
     job: Job = None,
-    rank: Annotated[int | None, typer.Option(help="Only the worker that was started as this rank.", min=0, show_default=False)] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Further lines as they come, until the job has ended or Ctrl-C.")] = False,
+    rank: Annotated[
+        int | None,
+        typer.Option(
+            help="Only the worker that was started as this rank.", min=0, show_default=False
+        ),
+    ] = None,
+    follow: Annotated[
+        bool,
+        typer.Option(
+            "--follow", "-f", help="Further lines as they come, until the job has ended or Ctrl-C."
+        ),
+    ] = False,
 ) -> None:
     """Show what a job has printed that was started with `shoal submit`, or by shoal.Client.
 
@@ -22,7 +32,10 @@ def logs(
     """
     from shoal.client import Client
 
-    with Client(coordinator) as client, client.logs(job or _newest(), rank=rank, follow=follow) as lines:
+    with (
+        Client(coordinator) as client,
+        client.logs(job or _newest(), rank=rank, follow=follow) as lines,
+    ):
         for line in lines:
             print(line, flush=follow)  # noqa: T201 - a command speaks to its person
 
@@ -33,6 +46,8 @@ def _newest() -> str:
     found = Submissions().all()
     if not found:
         raise UnknownResourceError(
-            "no job was submitted on this machine by this user; `shoal submit` starts one, and keeps its output", reason="LOG_UNKNOWN"
+            "no job was submitted on this machine by this user; `shoal submit` starts one, and "
+            "keeps its output",
+            reason="LOG_UNKNOWN",
         )
     return found[0].job_id

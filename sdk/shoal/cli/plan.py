@@ -15,7 +15,9 @@ from shoal_common.errors import ConfigurationError
 if TYPE_CHECKING:
     from torch import nn
 
-_EXPECTED = "(model, optimizer), (model, optimizer, inputs) or (model, optimizer, inputs, targets, loss_fn)"
+_EXPECTED = (
+    "(model, optimizer), (model, optimizer, inputs) or (model, optimizer, inputs, targets, loss_fn)"
+)
 
 
 def plan(
@@ -23,36 +25,66 @@ def plan(
         str,
         typer.Argument(
             metavar="MODULE:FUNCTION",
-            help=f"What makes the model, called without arguments: of a module, or of a file. It returns {_EXPECTED}; the last three as "
+            help="What makes the model, called without arguments: of a module, or of a file. It "
+            f"returns {_EXPECTED}; the last three as "
             "`train_step` takes them.",
             show_default=False,
         ),
     ],
     world_size: Annotated[int, typer.Option(help="Number of ranks.", show_default=False)],
     device_memory: Annotated[
-        str | None, typer.Option(help="Memory of each rank: 80GB, 80GiB. Default: everything fits.", metavar="SIZE", show_default=False)
+        str | None,
+        typer.Option(
+            help="Memory of each rank: 80GB, 80GiB. Default: everything fits.",
+            metavar="SIZE",
+            show_default=False,
+        ),
     ] = None,
     global_batch_size: Annotated[
-        int | None, typer.Option(help="Samples of a step. Default: as many for each rank as the inputs have.", show_default=False)
+        int | None,
+        typer.Option(
+            help="Samples of a step. Default: as many for each rank as the inputs have.",
+            show_default=False,
+        ),
     ] = None,
     ranks_per_host: Annotated[int, typer.Option(help="How many ranks share a host's links.")] = 8,
     device_flops: Annotated[
-        str, typer.Option(help="Operations a second of a device at its best. The default is an A100's in bfloat16.", metavar="RATE")
+        str,
+        typer.Option(
+            help="Operations a second of a device at its best. The default is an A100's in "
+            "bfloat16.",
+            metavar="RATE",
+        ),
     ] = "312T",
-    efficiency: Annotated[float, typer.Option(help="The share of them that training reaches.")] = 0.4,
-    bandwidth: Annotated[str, typer.Option(help="What a rank sends to other hosts in a second: 12.5GB/s, 100Gbit/s.", metavar="RATE")] = (
-        "100Gbit/s"
-    ),
-    local_bandwidth: Annotated[str, typer.Option(help="What it sends to others of its host.", metavar="RATE")] = "150GB/s",
+    efficiency: Annotated[
+        float, typer.Option(help="The share of them that training reaches.")
+    ] = 0.4,
+    bandwidth: Annotated[
+        str,
+        typer.Option(
+            help="What a rank sends to other hosts in a second: 12.5GB/s, 100Gbit/s.",
+            metavar="RATE",
+        ),
+    ] = ("100Gbit/s"),
+    local_bandwidth: Annotated[
+        str, typer.Option(help="What it sends to others of its host.", metavar="RATE")
+    ] = "150GB/s",
     activation_checkpointing: Annotated[
-        bool, typer.Option("--activation-checkpointing", help="Blocks compute their activations again, instead of keeping them.")
+        bool,
+        typer.Option(
+            "--activation-checkpointing",
+            help="Blocks compute their activations again, instead of keeping them.",
+        ),
     ] = False,
     everything: Annotated[bool, typer.Option("--all", help="Show every mesh.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs; bytes and seconds.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="As JSON, for programs; bytes and seconds.")
+    ] = False,
 ) -> None:
     """Say what each strategy would cost a model: memory by role, bytes sent, a step's time.
 
-    Nothing is started and no device is needed. The model is built without values, if its code allows that.
+    Nothing is started and no device is needed. The model is built without values, if its code
+    allows that.
     """
     from shoal_worker.config import ShardingConfiguration
     from shoal_worker.planning.plan import render
@@ -90,10 +122,11 @@ def _made(subject: str) -> tuple[nn.Module, Any, Any]:
     try:
         with torch.device("meta"):
             made = function()
-    except Exception as error:  # whatever the user's code raises there; if it raises again with values, that is the error
+    except Exception as error:
+        # whatever the user's code raises there; if it raises again with values, that is the error
         typer.echo(
-            f"shoal plan: {subject} does not run on the meta device ({type(error).__name__}: {_first_line(error)}): the model is built "
-            "with its values",
+            f"shoal plan: {subject} does not run on the meta device ({type(error).__name__}: "
+            f"{_first_line(error)}): the model is built with its values",
             err=True,
         )
         made = function()
@@ -106,14 +139,26 @@ def _made(subject: str) -> tuple[nn.Module, Any, Any]:
 def _function(subject: str) -> Callable[[], Any]:
     name, colon, attribute = subject.rpartition(":")
     if not colon or not name or not attribute:
-        raise ConfigurationError(f"MODULE:FUNCTION={subject!r}: expected a module or a file, a colon and a function, as in train:make")
+        raise ConfigurationError(
+            f"MODULE:FUNCTION={subject!r}: expected a module or a file, a colon and a function, as "
+            "in train:make"
+        )
     module = _module(subject, name)
     found: Any = module
     for part in attribute.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        there = ", ".join(sorted(key for key, value in vars(module).items() if callable(value) and not key.startswith("_"))[:8])
-        raise ConfigurationError(f"MODULE:FUNCTION={subject!r}: {name} has no function {attribute!r}; it has {there or 'none'}")
+        there = ", ".join(
+            sorted(
+                key
+                for key, value in vars(module).items()
+                if callable(value) and not key.startswith("_")
+            )[:8]
+        )
+        raise ConfigurationError(
+            f"MODULE:FUNCTION={subject!r}: {name} has no function {attribute!r}; it has "
+            f"{there or 'none'}"
+        )
     made: Callable[[], Any] = found
     return made
 
@@ -133,8 +178,8 @@ def _module(subject: str, name: str) -> Any:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # it is there, and what it imports is not
         raise ConfigurationError(
-            f"MODULE:FUNCTION={subject!r}: there is no module {name!r}, here ({Path.cwd()}) or installed; give its path with .py, or run "
-            "the command where it can be imported"
+            f"MODULE:FUNCTION={subject!r}: there is no module {name!r}, here ({Path.cwd()}) or "
+            "installed; give its path with .py, or run the command where it can be imported"
         ) from error
 
 

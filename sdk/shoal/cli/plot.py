@@ -1,4 +1,5 @@
-"""A run's course as a picture: loss and throughput over time, and where somebody was lost, came or went."""
+"""A run's course as a picture: loss and throughput over time, and where somebody was lost, came or
+went."""
 
 from __future__ import annotations
 
@@ -21,13 +22,18 @@ def check_plot(file: Path) -> None:
     if file.suffix.lower() not in _KINDS:
         raise ConfigurationError(f"--plot {file}: expected a file whose name ends in .png or .svg")
     if not file.absolute().parent.is_dir():
-        raise ConfigurationError(f"--plot {file}: there is no directory {file.absolute().parent}; make it first")
+        raise ConfigurationError(
+            f"--plot {file}: there is no directory {file.absolute().parent}; make it first"
+        )
     if find_spec("matplotlib") is None:
-        raise ConfigurationError("--plot needs the package matplotlib; install it with `pip install 'shoal[plot]'`")
+        raise ConfigurationError(
+            "--plot needs the package matplotlib; install it with `pip install 'shoal[plot]'`"
+        )
 
 
 def draw(figures: RunFigures, file: Path, *, title: str) -> None:
-    """Draws the picture. Each change has the gid `fault-1`, `join-1`, `leave-1`, ... in an SVG. Raises OSError: it cannot be written."""
+    """Draws the picture. Each change has the gid `fault-1`, `join-1`, `leave-1`, ... in an SVG.
+    Raises OSError: it cannot be written."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -36,11 +42,18 @@ def draw(figures: RunFigures, file: Path, *, title: str) -> None:
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shoal"}):
         figure, (upper, lower) = plt.subplots(2, 1, figsize=(7.2, 4.6), sharex=True)
         end_ns = figures.began_ns + figures.seconds * 1e9
-        whole = sum(point.at_ns < end_ns for point in figures.points) + 1  # of what follows the last commit nothing is to be seen
+        # of what follows the last commit nothing is to be seen
+        whole = sum(point.at_ns < end_ns for point in figures.points) + 1
         points = figures.points[:whole]
         at = [min(point.at_ns - figures.began_ns, figures.seconds * 1e9) / 1e9 for point in points]
-        told = [(second, point.loss) for second, point in zip(at, points, strict=True) if not math.isnan(point.loss)]
-        upper.plot([second for second, _ in told], [loss for _, loss in told], color="C0", linewidth=1.2)
+        told = [
+            (second, point.loss)
+            for second, point in zip(at, points, strict=True)
+            if not math.isnan(point.loss)
+        ]
+        upper.plot(
+            [second for second, _ in told], [loss for _, loss in told], color="C0", linewidth=1.2
+        )
         if told and all(loss > 0 for _, loss in told):
             upper.set_yscale("log")
         upper.set(ylabel="loss", title=title)
@@ -59,12 +72,26 @@ def _mark(upper: Any, lower: Any, figures: RunFigures) -> list[Any]:
     named, counted = [], dict.fromkeys(_COLOURS, 0)
     for pause in figures.pauses:
         still = pause.standstill
-        began, ended = ((moment - figures.began_ns) / 1e9 for moment in (still.began_ns, still.ended_ns))
-        kind = "fault" if pause.is_fault else "join" if any(change.joins for change in pause.changes) else "leave"
+        began, ended = (
+            (moment - figures.began_ns) / 1e9 for moment in (still.began_ns, still.ended_ns)
+        )
+        kind = (
+            "fault"
+            if pause.is_fault
+            else "join"
+            if any(change.joins for change in pause.changes)
+            else "leave"
+        )
         counted[kind] += 1
         for axis in (upper, lower):
             axis.axvspan(began, ended, color=_COLOURS[kind], alpha=0.25, linewidth=0)
-            line = axis.axvline(began, color=_COLOURS[kind], linestyle="--", linewidth=1, label=f"{kind}: {still.seconds:.2f} s pause")
+            line = axis.axvline(
+                began,
+                color=_COLOURS[kind],
+                linestyle="--",
+                linewidth=1,
+                label=f"{kind}: {still.seconds:.2f} s pause",
+            )
             line.set_gid(f"{kind}-{counted[kind]}" if axis is upper else None)
         named.append(line)
     return named[:6]

@@ -1,4 +1,5 @@
-"""How far a run is, on a terminal or in a log: a bar below the workers' output, or a plain line now and then."""
+"""How far a run is, on a terminal or in a log: a bar below the workers' output, or a plain line now
+and then."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _ERASE: Final = b"\r\x1b[2K"
 
 
 class StatusLine:
-    """How far a run is, for rich to render: a bar, if the number of steps is known and the width allows, and the text of `status_text`."""
+    """How far a run is, for rich to render: a bar, if the number of steps is known and the width
+    allows, and the text of `status_text`."""
 
     def __init__(self, status: Status) -> None:
         self._status = status
@@ -38,7 +40,11 @@ class StatusLine:
         status, text = self._status, Text(f"{status_text(self._status)}")
         cells = min(_BAR_CELLS, options.max_width - text.cell_len - 1)
         if status.steps_in_all and cells >= _LEAST_CELLS:
-            bar = ProgressBar(total=status.steps_in_all, completed=min(status.steps, status.steps_in_all), width=cells)
+            bar = ProgressBar(
+                total=status.steps_in_all,
+                completed=min(status.steps, status.steps_in_all),
+                width=cells,
+            )
             yield from console.render(bar, options.update_width(cells))
             yield Segment(" ")
         text.truncate(options.max_width, overflow="ellipsis")
@@ -60,7 +66,9 @@ def status_text(status: Status) -> str:
 class PlainLines:
     """A line every 30 s, for logs."""
 
-    def __init__(self, note: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, note: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`note` writes a line."""
         self._note = note
         self._clock = clock
@@ -74,8 +82,9 @@ class PlainLines:
 
 
 class BarWriter:
-    """A writer for an output pump that keeps a bar on the terminal's last line. All but `show` runs on the pump's thread: no line of
-    a worker comes between two halves of another one. Of lines that overwrite each other (a worker's own bars) the last one is shown."""
+    """A writer for an output pump that keeps a bar on the terminal's last line. All but `show` runs
+    on the pump's thread: no line of a worker comes between two halves of another one. Of lines that
+    overwrite each other (a worker's own bars) the last one is shown."""
 
     def __init__(self, write: Writer) -> None:
         """`write` does the writing; standard error is a terminal."""
@@ -147,7 +156,13 @@ def _bar(status: Status, width: int) -> bytes:
     """One line that no terminal wraps, with its colours."""
     from rich.console import Console
 
-    console = Console(file=io.StringIO(), force_terminal=True, width=max(1, width - 1), legacy_windows=False, highlight=False)
+    console = Console(
+        file=io.StringIO(),
+        force_terminal=True,
+        width=max(1, width - 1),
+        legacy_windows=False,
+        highlight=False,
+    )
     with console.capture() as capture:
         console.print(StatusLine(status), end="")
     return capture.get().replace("\n", "").encode()

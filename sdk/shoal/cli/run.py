@@ -27,7 +27,13 @@ from shoal.cli.options import (
     Warm,
 )
 from shoal.launcher.jobs import new_job_id
-from shoal.launcher.settings import LogSettings, NodeRange, RunSettings, parse_workers, worker_command
+from shoal.launcher.settings import (
+    LogSettings,
+    NodeRange,
+    RunSettings,
+    parse_workers,
+    worker_command,
+)
 
 _DEFAULT_JOB_ID = "default"
 
@@ -35,9 +41,16 @@ _DEFAULT_JOB_ID = "default"
 def run(
     script: Script,
     arguments: Arguments = None,
-    nnodes: Annotated[str, typer.Option(help="Machines, or MIN:MAX.", envvar="PET_NNODES", show_envvar=False)] = "1",
+    nnodes: Annotated[
+        str, typer.Option(help="Machines, or MIN:MAX.", envvar="PET_NNODES", show_envvar=False)
+    ] = "1",
     nproc_per_node: Annotated[
-        str, typer.Option(help="Workers per machine: a number, auto, cpu or gpu.", envvar="PET_NPROC_PER_NODE", show_envvar=False)
+        str,
+        typer.Option(
+            help="Workers per machine: a number, auto, cpu or gpu.",
+            envvar="PET_NPROC_PER_NODE",
+            show_envvar=False,
+        ),
     ] = "1",
     min_workers: MinWorkers = None,
     standalone: Annotated[
@@ -59,32 +72,47 @@ def run(
         ),
     ] = "",
     rdzv_id: Annotated[
-        str, typer.Option(help="The job's id, the same on all machines.", envvar="PET_RDZV_ID", show_envvar=False, show_default=False)
+        str,
+        typer.Option(
+            help="The job's id, the same on all machines.",
+            envvar="PET_RDZV_ID",
+            show_envvar=False,
+            show_default=False,
+        ),
     ] = "",
     resume: Annotated[
         bool,
         typer.Option(
             "--resume",
-            help="The job's newest run goes on if it failed or was stopped, with its parameter servers' data; of a completed one it is an "
-            "error. Without it a start after the end is a new run; a run that was interrupted goes on in any case.",
+            help="The job's newest run goes on if it failed or was stopped, with its parameter "
+            "servers' data; of a completed one it is an "
+            "error. Without it a start after the end is a new run; a run that was interrupted goes "
+            "on in any case.",
         ),
     ] = False,
     run_number: Annotated[
         int,
         typer.Option(
             "--run",
-            help="Take part in this run of the job only: status 0 if it is completed. Default: the one that goes on, else the next.",
+            help="Take part in this run of the job only: status 0 if it is completed. Default: the "
+            "one that goes on, else the next.",
             show_default=False,
             min=0,
         ),
     ] = 0,
     rdzv_backend: Annotated[
-        str, typer.Option(help="Accepted for torchrun's sake: it is always shoal.", envvar="PET_RDZV_BACKEND", show_envvar=False)
+        str,
+        typer.Option(
+            help="Accepted for torchrun's sake: it is always shoal.",
+            envvar="PET_RDZV_BACKEND",
+            show_envvar=False,
+        ),
     ] = "shoal",
     rdzv_conf: Annotated[
         str,
         typer.Option(
-            help="last_call_timeout=SECONDS: the wait for more than MIN machines; join_timeout=SECONDS: for MIN.",
+            help="last_call_timeout=SECONDS: the wait for more than MIN machines; "
+            "join_timeout=SECONDS: for MIN.",
             envvar="PET_RDZV_CONF",
             show_envvar=False,
             show_default=False,
@@ -94,17 +122,35 @@ def run(
     fail_fast: FailFast = True,
     allow_restart_from_scratch: FromScratch = False,
     monitor_interval: Annotated[
-        float, typer.Option(help="Accepted for torchrun's sake: exits are noticed at once.", show_default=False)
+        float,
+        typer.Option(
+            help="Accepted for torchrun's sake: exits are noticed at once.", show_default=False
+        ),
     ] = 0,
-    start_method: Annotated[str, typer.Option(help="Accepted for torchrun's sake.", hidden=True)] = "",
-    role: Annotated[str, typer.Option(help="ROLE_NAME of the workers.", envvar="PET_ROLE", show_envvar=False)] = "default",
+    start_method: Annotated[
+        str, typer.Option(help="Accepted for torchrun's sake.", hidden=True)
+    ] = "",
+    role: Annotated[
+        str, typer.Option(help="ROLE_NAME of the workers.", envvar="PET_ROLE", show_envvar=False)
+    ] = "default",
     module: Module = False,
     no_python: Annotated[
-        bool, typer.Option("--no-python", help="SCRIPT is a program of its own.", envvar="PET_NO_PYTHON", show_envvar=False)
+        bool,
+        typer.Option(
+            "--no-python",
+            help="SCRIPT is a program of its own.",
+            envvar="PET_NO_PYTHON",
+            show_envvar=False,
+        ),
     ] = False,
     log_dir: Annotated[
         Path | None,
-        typer.Option(help="Keep each worker's output in files there.", envvar="PET_LOG_DIR", show_envvar=False, show_default=False),
+        typer.Option(
+            help="Keep each worker's output in files there.",
+            envvar="PET_LOG_DIR",
+            show_envvar=False,
+            show_default=False,
+        ),
     ] = None,
     redirects: Annotated[
         str,
@@ -118,12 +164,21 @@ def run(
     ] = "0",
     tee: Annotated[
         str,
-        typer.Option("--tee", "-t", help="Output for files and console, written like --redirects.", envvar="PET_TEE", show_envvar=False),
+        typer.Option(
+            "--tee",
+            "-t",
+            help="Output for files and console, written like --redirects.",
+            envvar="PET_TEE",
+            show_envvar=False,
+        ),
     ] = "0",
     local_ranks_filter: Annotated[
         str,
         typer.Option(
-            help="Local ranks that the console shows: 0,1.", envvar="PET_LOCAL_RANKS_FILTER", show_envvar=False, show_default=False
+            help="Local ranks that the console shows: 0,1.",
+            envvar="PET_LOCAL_RANKS_FILTER",
+            show_envvar=False,
+            show_default=False,
         ),
     ] = "",
     node_rank: Annotated[
@@ -138,13 +193,19 @@ def run(
     master_addr: Annotated[
         str | None,
         typer.Option(
-            help="MASTER_ADDR of the workers. Default: agreed on.", envvar="PET_MASTER_ADDR", show_envvar=False, show_default=False
+            help="MASTER_ADDR of the workers. Default: agreed on.",
+            envvar="PET_MASTER_ADDR",
+            show_envvar=False,
+            show_default=False,
         ),
     ] = None,
     master_port: Annotated[
         int | None,
         typer.Option(
-            help="MASTER_PORT of the workers. Default: a free one.", envvar="PET_MASTER_PORT", show_envvar=False, show_default=False
+            help="MASTER_PORT of the workers. Default: a free one.",
+            envvar="PET_MASTER_PORT",
+            show_envvar=False,
+            show_default=False,
         ),
     ] = None,
     local_addr: Annotated[
@@ -161,7 +222,8 @@ def run(
         str | None,
         typer.Option(
             metavar="ADDRESS|INTERFACE|HOSTNAME",
-            help="Where workers listen, if others reach them elsewhere (NAT): 0.0.0.0, say. Default: --local-addr.",
+            help="Where workers listen, if others reach them elsewhere (NAT): 0.0.0.0, say. "
+            "Default: --local-addr.",
             envvar="SHOAL_LISTEN_ADDR",
             show_envvar=False,
             show_default=False,
@@ -170,7 +232,8 @@ def run(
     shutdown_timeout: Annotated[
         int | None,
         typer.Option(
-            help="Seconds from SIGTERM to SIGKILL when workers are stopped. Default: 30; 300 for elastic ones of a healthy run.",
+            help="Seconds from SIGTERM to SIGKILL when workers are stopped. Default: 30; 300 for "
+            "elastic ones of a healthy run.",
             envvar="PET_SHUTDOWN_TIMEOUT",
             show_envvar=False,
             show_default=False,
@@ -188,17 +251,22 @@ def run(
 ) -> None:
     """Run a script on many workers, as torchrun does.
 
-    The flags are torchrun's, and so are the variables that the workers get: a plain torchrun script runs unchanged. A script that calls
-    shoal.init() is elastic: when a worker dies, the others go on and another takes its place. torchrun's PET_... variables are read too.
+    The flags are torchrun's, and so are the variables that the workers get: a plain torchrun script
+    runs unchanged. A script that calls shoal.init() is elastic: when a worker dies, the others go
+    on and another takes its place. torchrun's PET_... variables are read too.
 
-    The status is 0 only if the script came to its end; else that of the script, or 75 (unfinished), 143 (preempted): docs/exit-status.md.
+    The status is 0 only if the script came to its end; else that of the script, or 75 (unfinished),
+    143 (preempted): docs/exit-status.md.
     """
     from shoal.cli.console import run_to_exit, tell
 
     if rdzv_backend not in ("shoal", "static"):
         tell(f"--rdzv-backend {rdzv_backend} is ignored: launchers meet at Shoal's coordinator")
     if monitor_interval or start_method:
-        tell("--monitor-interval and --start-method are ignored: exits are noticed at once, workers are programs of their own")
+        tell(
+            "--monitor-interval and --start-method are ignored: exits are noticed at once, workers "
+            "are programs of their own"
+        )
     if standalone and rdzv_endpoint:
         tell("--rdzv-endpoint is ignored: --standalone brings a coordinator of its own")
     endpoint = None if standalone or not rdzv_endpoint else rdzv_endpoint
@@ -225,7 +293,9 @@ def run(
         local_address=local_addr,
         listen_address=listen_addr,
         role=role,
-        logs=LogSettings.parse(directory=log_dir, redirects=redirects, tee=tee, console_ranks=local_ranks_filter),
+        logs=LogSettings.parse(
+            directory=log_dir, redirects=redirects, tee=tee, console_ranks=local_ranks_filter
+        ),
         record_directory=record_dir,
         metrics=metrics,
         warm=warm,
@@ -237,7 +307,8 @@ def run(
 
 
 def _rendezvous(configuration: str) -> dict[str, Any]:
-    """The parts of --rdzv-conf that mean something here, as fields of RunSettings; torchrun's others are those of its own backends."""
+    """The parts of --rdzv-conf that mean something here, as fields of RunSettings; torchrun's
+    others are those of its own backends."""
     fields = {"last_call_timeout": "join_grace", "join_timeout": "join_timeout"}
     found = {}
     for setting in filter(None, configuration.split(",")):
@@ -246,5 +317,8 @@ def _rendezvous(configuration: str) -> dict[str, Any]:
             try:
                 found[field] = timedelta(seconds=float(value))
             except (ValueError, OverflowError):
-                raise ConfigurationError(f"--rdzv-conf {configuration!r}: {name.strip()} is a number of seconds, found {value!r}") from None
+                raise ConfigurationError(
+                    f"--rdzv-conf {configuration!r}: {name.strip()} is a number of seconds, found "
+                    f"{value!r}"
+                ) from None
     return found

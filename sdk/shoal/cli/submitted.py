@@ -1,7 +1,9 @@
-"""The process of a run in the background: `python -m shoal.cli.submitted DIRECTORY RECORD ARGUMENTS`.
+"""The process of a run in the background: `python -m shoal.cli.submitted DIRECTORY RECORD
+ARGUMENTS`.
 
-It forks, before anything heavy is imported: the parent writes the submission's record and ends, so that who submitted knows that the
-launcher is there; the child leads a session of its own, runs `shoal run ARGUMENTS`, and writes at the end how that ended.
+It forks, before anything heavy is imported: the parent writes the submission's record and ends, so
+that who submitted knows that the launcher is there; the child leads a session of its own, runs
+`shoal run ARGUMENTS`, and writes at the end how that ended.
 """
 
 from __future__ import annotations
@@ -55,7 +57,9 @@ def _run(directory: Path, arguments: list[str]) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        write_outcome(directory, Outcome(exit_status=status, summary=summary, ended_unix_s=time.time()))
+        write_outcome(
+            directory, Outcome(exit_status=status, summary=summary, ended_unix_s=time.time())
+        )
     sys.exit(status)
 
 
@@ -67,7 +71,9 @@ def _end_early(*_: object) -> None:
 def _last_words(directory: Path) -> str:
     """What the command said last of its own."""
     lines = log_of(directory).read_text(errors="replace").splitlines()
-    return next((line.removeprefix("shoal: ") for line in reversed(lines) if line.startswith("shoal: ")), "")
+    return next(
+        (line.removeprefix("shoal: ") for line in reversed(lines) if line.startswith("shoal: ")), ""
+    )
 
 
 if __name__ == "__main__":

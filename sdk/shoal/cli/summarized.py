@@ -1,6 +1,8 @@
-"""`shoal`, whose summary of failed workers is left in a file as well: `python -m shoal.cli.summarized FILE ARGUMENTS`.
+"""`shoal`, whose summary of failed workers is left in a file as well:
+`python -m shoal.cli.summarized FILE ARGUMENTS`.
 
-For a program that has to know whether a launcher's status is that of its own workers, which a number does not say (`shoal.ray`).
+For a program that has to know whether a launcher's status is that of its own workers, which a
+number does not say (`shoal.ray`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A table that fits: where the terminal is too narrow for all columns, the least important ones are left out, and no name is cut."""
+"""A table that fits: where the terminal is too narrow for all columns, the least important ones are
+left out, and no name is cut."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ class Column:
 
     @property
     def width(self) -> int:
-        return max(cell_len(each if isinstance(each, str) else each.plain) for each in (self.name, *self.cells))
+        return max(
+            cell_len(each if isinstance(each, str) else each.plain)
+            for each in (self.name, *self.cells)
+        )
 
 
 class FittingTable:

@@ -1,4 +1,5 @@
-"""Which coordinator and job a command is about: named by flags or the environment, else the newest cluster of this machine.
+"""Which coordinator and job a command is about: named by flags or the environment, else the newest
+cluster of this machine.
 
 Where there are several, or none that answers, it says so on standard error, and how to choose.
 """
@@ -10,7 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import typer
-from shoal_common.errors import ConfigurationError, DeadlineError, ShoalError, UnavailableError, UnknownResourceError
+from shoal_common.errors import (
+    ConfigurationError,
+    DeadlineError,
+    ShoalError,
+    UnavailableError,
+    UnknownResourceError,
+)
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.reach import find_obstacle
 
@@ -19,7 +26,11 @@ from shoal.launcher.credentials import channel_settings
 from shoal.launcher.registry import ClusterRecord, newest_cluster, running_clusters
 
 _MOST_NAMED = 5
-_NOT_A_COORDINATORS = (UnavailableError.default_reason, DeadlineError.default_reason, "UNIMPLEMENTED")
+_NOT_A_COORDINATORS = (
+    UnavailableError.default_reason,
+    DeadlineError.default_reason,
+    "UNIMPLEMENTED",
+)
 """Reasons that gRPC gives: nobody is there, or another program."""
 
 
@@ -35,14 +46,18 @@ class Target:
 
 @contextmanager
 def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
-    """Connects. Raises UnknownResourceError with the remedy where there is no cluster or no one job to mean, UnavailableError where nobody
-    answers; ShoalErrors of the channel. So does what the caller asks within."""
+    """Connects. Raises UnknownResourceError with the remedy where there is no cluster or no one job
+    to mean, UnavailableError where nobody answers; ShoalErrors of the channel. So does what the
+    caller asks within."""
     settings: ChannelSettings | None
     http = ""
     if coordinator:
         settings = channel_settings(coordinator)
         address = settings.address
-        remedy = "check --coordinator (or SHOAL_COORDINATOR); without it, the clusters of this machine are found by themselves"
+        remedy = (
+            "check --coordinator (or SHOAL_COORDINATOR); without it, the clusters of this "
+            "machine are found by themselves"
+        )
     else:
         record = newest_cluster(job=job)
         if job is None:
@@ -53,21 +68,30 @@ def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
     with Client(settings) as client:
         try:
             job_id = job or _only_job(client, address)
-            yield Target(client=client, job_id=job_id, page=f"http://{http}/#job={job_id}" if http else "")
+            yield Target(
+                client=client, job_id=job_id, page=f"http://{http}/#job={job_id}" if http else ""
+            )
         except ShoalError as error:
             if error.reason not in _NOT_A_COORDINATORS:
                 raise
             obstacle = find_obstacle(settings or ChannelSettings(address=address))
-            cause = str(error).rpartition(": ")[2].rstrip("]") if obstacle is None else obstacle.cause
-            raise UnavailableError(f"no coordinator answers at {address} ({cause}); {remedy}") from error
+            cause = (
+                str(error).rpartition(": ")[2].rstrip("]") if obstacle is None else obstacle.cause
+            )
+            raise UnavailableError(
+                f"no coordinator answers at {address} ({cause}); {remedy}"
+            ) from error
 
 
 def _tell_others(shown: ClusterRecord) -> None:
     others = [record for record in running_clusters() if record.coordinator != shown.coordinator]
     if others:
-        named = ", ".join(f"--job {other.job_id}" for other in others[:_MOST_NAMED]) + (", ..." if len(others) > _MOST_NAMED else "")
+        named = ", ".join(f"--job {other.job_id}" for other in others[:_MOST_NAMED]) + (
+            ", ..." if len(others) > _MOST_NAMED else ""
+        )
         typer.echo(
-            f"shoal: job {shown.job_id} is that of the newest of {len(others) + 1} clusters on this machine; choose another with {named}",
+            f"shoal: job {shown.job_id} is that of the newest of {len(others) + 1} clusters on "
+            f"this machine; choose another with {named}",
             err=True,
         )
 
@@ -75,7 +99,12 @@ def _tell_others(shown: ClusterRecord) -> None:
 def _only_job(client: Client, address: str) -> str:
     jobs = [summary.job_id for summary in client.jobs()]
     if not jobs:
-        raise UnknownResourceError(f"the coordinator at {address} has no jobs", reason="JOB_UNKNOWN")
+        raise UnknownResourceError(
+            f"the coordinator at {address} has no jobs", reason="JOB_UNKNOWN"
+        )
     if len(jobs) > 1:
-        raise ConfigurationError(f"the coordinator at {address} has {len(jobs)} jobs: name one with --job ({', '.join(jobs[:10])})")
+        raise ConfigurationError(
+            f"the coordinator at {address} has {len(jobs)} jobs: name one with --job "
+            f"({', '.join(jobs[:10])})"
+        )
     return jobs[0]

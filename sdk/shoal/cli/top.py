@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 def top(
     coordinator: Coordinator = None,
     job: Job = None,
-    interval: Annotated[float, typer.Option(help="Seconds between two frames.", min=0.1, max=3600)] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame and end; so it is without a terminal.")] = False,
+    interval: Annotated[
+        float, typer.Option(help="Seconds between two frames.", min=0.1, max=3600)
+    ] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one frame and end; so it is without a terminal.")
+    ] = False,
 ) -> None:
-    """Watch a job: its ranks, its parameter servers, what has happened last, and what other jobs there are. `q` ends it."""
+    """Watch a job: its ranks, its parameter servers, what has happened last, and what other jobs
+    there are. `q` ends it."""
     from rich.console import Console
 
     from shoal.cli.frame import Frames

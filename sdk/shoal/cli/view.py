@@ -1,4 +1,5 @@
-"""How a job looks on a terminal and as JSON. Pure: from what the client tells of it to tables and plain values."""
+"""How a job looks on a terminal and as JSON. Pure: from what the client tells of it to tables and
+plain values."""
 
 from __future__ import annotations
 
@@ -11,7 +12,19 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from shoal.cli.table import Column, FittingTable
-from shoal.client import Event, Job, JobEnding, JobPhase, JobSummary, Member, MemberPhase, PastRun, Result, Server, ServerRole
+from shoal.client import (
+    Event,
+    Job,
+    JobEnding,
+    JobPhase,
+    JobSummary,
+    Member,
+    MemberPhase,
+    PastRun,
+    Result,
+    Server,
+    ServerRole,
+)
 
 _PHASE_STYLES: Final = {
     MemberPhase.RANKED: "green",
@@ -38,21 +51,31 @@ def job_view(job: Job) -> RenderableType:
         parts.append(Text(job.ending_reason, style="yellow"))
     if job.members:
         parts.append(_member_table(job))
-        notes = dict.fromkeys(_note(member) for member in job.members if member.note)  # the same one of two ranks is said once
+        # the same one of two ranks is said once
+        notes = dict.fromkeys(_note(member) for member in job.members if member.note)
         parts += [Text(note, style="yellow") for note in notes]
     elif job.phase is JobPhase.WAITING:
-        hint = "no members yet: workers join when their script calls shoal.init(); a plain torchrun script never does"
+        hint = (
+            "no members yet: workers join when their script calls shoal.init(); a plain "
+            "torchrun script never does"
+        )
         parts.append(Text("no members any more" if job.generation else hint, style="dim"))
     if job.servers:
         parts.append(_server_table(job))
-    parts += [Text(_past_run(past, job.now), style="dim") for past in job.past_runs[-_MOST_PAST_RUNS:]]
+    parts += [
+        Text(_past_run(past, job.now), style="dim") for past in job.past_runs[-_MOST_PAST_RUNS:]
+    ]
     return Group(*parts)
 
 
 def jobs_view(jobs: Sequence[JobSummary], *, shown: str | None = None) -> RenderableType:
     """A table of jobs; the one that is `shown` below it is marked."""
     return FittingTable(
-        Column("job", [Text(job.job_id, style="bold" if job.job_id == shown else "") for job in jobs], right=False),
+        Column(
+            "job",
+            [Text(job.job_id, style="bold" if job.job_id == shown else "") for job in jobs],
+            right=False,
+        ),
         Column("phase", [_phase(job.phase) for job in jobs], right=False),
         Column("generation", [str(job.generation or _NOTHING) for job in jobs]),
         Column("ranks", [str(job.world_size or _NOTHING) for job in jobs]),
@@ -65,7 +88,9 @@ def _ended(result: Result | None) -> Text:
         return Text(_NOTHING)
     if result.ok:
         return Text("well", style="green")
-    return Text("killed" if result.exit_status is None else f"with status {result.exit_status}", style="red")
+    return Text(
+        "killed" if result.exit_status is None else f"with status {result.exit_status}", style="red"
+    )
 
 
 def event_line(event: Event) -> Text:
@@ -91,7 +116,9 @@ def _clock(moment: datetime) -> str:
 def _headline(job: Job) -> Text:
     ranked = sum(member.rank is not None for member in job.members)
     run = f", run {job.run}" if job.run > 1 else ""
-    text = Text.assemble((f"job {job.job_id}", "bold"), f"{run}  {job.phase}, generation {job.generation}")
+    text = Text.assemble(
+        (f"job {job.job_id}", "bold"), f"{run}  {job.phase}, generation {job.generation}"
+    )
     if job.phase is not JobPhase.FINISHED:
         text.append(f", {ranked} of {job.max_workers} workers have a rank")
     elif job.ending is not None:
@@ -101,7 +128,10 @@ def _headline(job: Job) -> Text:
 
 def _past_run(past: PastRun, now: datetime) -> str:
     why = f": {past.reason}" if past.reason else ""
-    return f"run {past.number} {past.ending} {_whole(now - past.ended)} ago, after {_whole(past.ended - past.began)}{why}"
+    return (
+        f"run {past.number} {past.ending} {_whole(now - past.ended)} ago, after "
+        f"{_whole(past.ended - past.began)}{why}"
+    )
 
 
 def _whole(duration: timedelta) -> timedelta:
@@ -109,7 +139,11 @@ def _whole(duration: timedelta) -> timedelta:
 
 
 def _note(member: Member) -> str:
-    who = f"rank {member.rank} ({member.host})" if member.rank is not None else f"member {member.member_id} ({member.host})"
+    who = (
+        f"rank {member.rank} ({member.host})"
+        if member.rank is not None
+        else f"member {member.member_id} ({member.host})"
+    )
     return member.note or "" if who in (member.note or "") else f"{who}: {member.note}"
 
 
@@ -121,17 +155,35 @@ def _member_table(job: Job) -> FittingTable:
     members = job.members
     asynchronous = any(member.staleness for member in members)
     return FittingTable(
-        Column("rank", [_NOTHING if member.rank is None else str(member.rank) for member in members]),
+        Column(
+            "rank", [_NOTHING if member.rank is None else str(member.rank) for member in members]
+        ),
         Column("phase", [_phase(member.phase) for member in members], dispensable=1, right=False),
         Column("host", [member.host for member in members], dispensable=2, right=False),
         Column("pid", [str(member.pid) for member in members], dispensable=3),
         Column("epoch", [str(member.epoch) for member in members]),
         Column("step", [str(member.step) for member in members]),
-        Column("samples/s", [f"{member.samples_per_s:,.0f}" if member.samples_per_s else _NOTHING for member in members]),
-        Column("loss", [_NOTHING if member.loss is None or not member.step else f"{member.loss:.4g}" for member in members]),
+        Column(
+            "samples/s",
+            [
+                f"{member.samples_per_s:,.0f}" if member.samples_per_s else _NOTHING
+                for member in members
+            ],
+        ),
+        Column(
+            "loss",
+            [
+                _NOTHING if member.loss is None or not member.step else f"{member.loss:.4g}"
+                for member in members
+            ],
+        ),
         Column("step time", [_milliseconds(member.step_time) for member in members]),
         Column("waiting", [_waiting(member) for member in members]),
-        *((Column("staleness", [f"{member.staleness:.0f}" for member in members]),) if asynchronous else ()),
+        *(
+            (Column("staleness", [f"{member.staleness:.0f}" for member in members]),)
+            if asynchronous
+            else ()
+        ),
     )
 
 
@@ -154,7 +206,12 @@ def _server_table(job: Job) -> FittingTable:
         Column("server", [str(server.place) for server in servers]),
         Column("role", [server.role for server in servers], dispensable=1, right=False),
         Column("id", [server.server_id for server in servers], right=False),
-        Column("address", [server.address or _NOTHING for server in servers], dispensable=2, right=False),
+        Column(
+            "address",
+            [server.address or _NOTHING for server in servers],
+            dispensable=2,
+            right=False,
+        ),
         Column("state", [_server_state(server) for server in servers], right=False),
         Column("partitions", [str(server.partitions) for server in servers]),
         Column("values", [f"{server.value_bytes / (1 << 20):,.1f} MiB" for server in servers]),
@@ -164,14 +221,19 @@ def _server_table(job: Job) -> FittingTable:
 def _server_state(server: Server) -> Text:
     state = Text("alive", style="green") if server.alive else Text("gone", style="red")
     if server.alive and server.role is ServerRole.BACKUP:
-        state = Text("in sync", style="green") if server.in_sync else Text("catching up", style="yellow")
+        state = (
+            Text("in sync", style="green")
+            if server.in_sync
+            else Text("catching up", style="yellow")
+        )
     if server.draining:
         state.append(", draining", style="yellow")
     return state
 
 
 def job_json(job: Job) -> dict[str, Any]:
-    """The same as plain values. Unknown numbers are null; times are milliseconds of the Unix epoch, by the Redis server's clock."""
+    """The same as plain values. Unknown numbers are null; times are milliseconds of the Unix epoch,
+    by the Redis server's clock."""
     return {
         "job_id": job.job_id,
         "run": job.run,
@@ -221,7 +283,9 @@ def summary_json(job: JobSummary) -> dict[str, Any]:
         "phase": job.phase,
         "generation": job.generation,
         "world_size": job.world_size,
-        "result": None if result is None else {"ok": result.ok, "exit_status": result.exit_status, "summary": result.summary},
+        "result": None
+        if result is None
+        else {"ok": result.ok, "exit_status": result.exit_status, "summary": result.summary},
     }
 
 

@@ -1,8 +1,19 @@
-"""Jobs from outside of them: `Client`, `AsyncClient`, and the plain values that they give. No torch here, and no protobuf to be seen."""
+"""Jobs from outside of them: `Client`, `AsyncClient`, and the plain values that they give. No torch
+here, and no protobuf to be seen."""
 
 from shoal.client.aio import AsyncClient
 from shoal.client.event import Event
-from shoal.client.job import Job, JobEnding, JobPhase, JobSummary, Member, MemberPhase, PastRun, Server, ServerRole
+from shoal.client.job import (
+    Job,
+    JobEnding,
+    JobPhase,
+    JobSummary,
+    Member,
+    MemberPhase,
+    PastRun,
+    Server,
+    ServerRole,
+)
 from shoal.client.result import Result
 from shoal.client.streams import EventStream, LogStream
 from shoal.client.sync import Client

@@ -1,5 +1,5 @@
-"""`shoal.AsyncClient`: the calls of `shoal.Client` for asyncio. Each runs on a thread of this client's, so that none blocks the loop;
-`wait` sleeps on the loop."""
+"""`shoal.AsyncClient`: the calls of `shoal.Client` for asyncio. Each runs on a thread of this
+client's, so that none blocks the loop; `wait` sleeps on the loop."""
 
 from __future__ import annotations
 
@@ -35,15 +35,20 @@ class _Stream(Protocol[ItemT_co]):
 
 
 class AsyncClient:
-    """`shoal.Client` for asyncio; that one's calls say more. An asynchronous context manager; belongs to one event loop. A call that is
-    cancelled is over for its caller at once; what was asked of a coordinator by then may be done."""
+    """`shoal.Client` for asyncio; that one's calls say more. An asynchronous context manager;
+    belongs to one event loop. A call that is cancelled is over for its caller at once; what was
+    asked of a coordinator by then may be done."""
 
-    def __init__(self, coordinator: str | ChannelSettings | None = None, *, timeout: timedelta = CALL_TIMEOUT) -> None:
+    def __init__(
+        self, coordinator: str | ChannelSettings | None = None, *, timeout: timedelta = CALL_TIMEOUT
+    ) -> None:
         """See `Client`."""
         self._client = Client(coordinator, timeout=timeout)
-        self._threads = ThreadPoolExecutor(max_workers=_MOST_THREADS, thread_name_prefix="shoal-client")
+        self._threads = ThreadPoolExecutor(
+            max_workers=_MOST_THREADS, thread_name_prefix="shoal-client"
+        )
 
-    # ----------------------------------------------------------------------------------------------------------- submitting
+    # ----------------------------------------------------------------------------------- submitting
 
     async def submit(
         self,
@@ -86,7 +91,7 @@ class AsyncClient:
         """See `Client.outcome`."""
         return await self._call(lambda: self._client.outcome(job_id))
 
-    # -------------------------------------------------------------------------------------------------------------- looking
+    # -------------------------------------------------------------------------------------- looking
 
     async def jobs(self) -> tuple[JobSummary, ...]:
         """See `Client.jobs`."""
@@ -113,7 +118,9 @@ class AsyncClient:
         timeout: timedelta | None = None,
     ) -> AsyncIterator[Event]:
         """See `Client.events`; an asynchronous generator."""
-        stream = await self._call(lambda: self._client.events(job_id, after=after, follow=follow, timeout=timeout))
+        stream = await self._call(
+            lambda: self._client.events(job_id, after=after, follow=follow, timeout=timeout)
+        )
         async for event in self._each(stream):
             yield event
 
@@ -126,29 +133,37 @@ class AsyncClient:
         timeout: timedelta | None = None,
     ) -> AsyncIterator[str]:
         """See `Client.logs`; an asynchronous generator."""
-        stream = await self._call(lambda: self._client.logs(job_id, rank=rank, follow=follow, timeout=timeout))
+        stream = await self._call(
+            lambda: self._client.logs(job_id, rank=rank, follow=follow, timeout=timeout)
+        )
         async for line in self._each(stream):
             yield line
 
-    async def state_dict(self, job_id: str, *, timeout: timedelta = PATIENCE) -> dict[str, torch.Tensor]:
+    async def state_dict(
+        self, job_id: str, *, timeout: timedelta = PATIENCE
+    ) -> dict[str, torch.Tensor]:
         """See `Client.state_dict`."""
         return await self._call(lambda: self._client.state_dict(job_id, timeout=timeout))
 
-    # --------------------------------------------------------------------------------------------------------------- ending
+    # --------------------------------------------------------------------------------------- ending
 
     async def stop(self, job_id: str, *, reason: str = "") -> None:
         """See `Client.stop`."""
         await self._call(lambda: self._client.stop(job_id, reason=reason))
 
-    async def drain(self, job_id: str, *, rank: int | None = None, server: str | None = None, reason: str = "") -> str:
+    async def drain(
+        self, job_id: str, *, rank: int | None = None, server: str | None = None, reason: str = ""
+    ) -> str:
         """See `Client.drain`."""
-        return await self._call(lambda: self._client.drain(job_id, rank=rank, server=server, reason=reason))
+        return await self._call(
+            lambda: self._client.drain(job_id, rank=rank, server=server, reason=reason)
+        )
 
     async def kill(self, job_id: str, *, rank: int | None = None) -> Member | None:
         """See `Client.kill`."""
         return await self._call(lambda: self._client.kill(job_id, rank=rank))
 
-    # -------------------------------------------------------------------------------------------------------------- closing
+    # -------------------------------------------------------------------------------------- closing
 
     async def close(self) -> None:
         """See `Client.close`."""
@@ -158,14 +173,20 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         await self.close()
 
     async def _call(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def _each(self, stream: _Stream[T]) -> AsyncIterator[T]:
-        """One item after another, each taken on a thread; closed with the generator, which frees that thread."""
+        """One item after another, each taken on a thread; closed with the generator, which frees
+        that thread."""
         try:
             while items := await self._call(lambda: list(islice(stream, 1))):
                 yield items[0]

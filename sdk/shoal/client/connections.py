@@ -15,7 +15,8 @@ from shoal.launcher.registry import newest_cluster, running_clusters
 
 
 class Connections:
-    """To one coordinator, or to those of the clusters that run on this machine. Any thread may call."""
+    """To one coordinator, or to those of the clusters that run on this machine. Any thread may
+    call."""
 
     def __init__(self, coordinator: str | ChannelSettings | None, *, timeout: timedelta) -> None:
         """`timeout`: of each call."""
@@ -30,8 +31,11 @@ class Connections:
         self._closed = False
 
     def settings(self, job_id: str) -> ChannelSettings:
-        """How to speak to the coordinator of a job. Raises UnknownResourceError: no cluster of this machine runs it."""
-        return self.shared or ChannelSettings(address=newest_cluster(job=job_id).coordinator, deadline=self._timeout)
+        """How to speak to the coordinator of a job. Raises UnknownResourceError: no cluster of this
+        machine runs it."""
+        return self.shared or ChannelSettings(
+            address=newest_cluster(job=job_id).coordinator, deadline=self._timeout
+        )
 
     def of(self, job_id: str) -> CoordinatorClient:
         """A client of the coordinator of a job. Raises likewise."""
@@ -43,7 +47,10 @@ class Connections:
             return [self._client(self.shared)]
         addresses = dict.fromkeys(record.coordinator for record in running_clusters())
         self._forget_others(set(addresses))
-        return [self._client(ChannelSettings(address=address, deadline=self._timeout)) for address in addresses]
+        return [
+            self._client(ChannelSettings(address=address, deadline=self._timeout))
+            for address in addresses
+        ]
 
     def close(self) -> None:
         """Calls in progress end with UnavailableError. Idempotent."""
@@ -56,7 +63,9 @@ class Connections:
     def _client(self, settings: ChannelSettings) -> CoordinatorClient:
         with self._lock:
             if self._closed:
-                raise UnavailableError("this client is closed; make a new one", reason="CLIENT_CLOSED")
+                raise UnavailableError(
+                    "this client is closed; make a new one", reason="CLIENT_CLOSED"
+                )
             if settings.address not in self._clients:
                 self._clients[settings.address] = CoordinatorClient(settings)
             return self._clients[settings.address]

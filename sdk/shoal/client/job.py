@@ -1,4 +1,5 @@
-"""A job as its coordinator describes it, with its members and parameter servers. Plain values; nothing here asks anybody."""
+"""A job as its coordinator describes it, with its members and parameter servers. Plain values;
+nothing here asks anybody."""
 
 from __future__ import annotations
 
@@ -127,7 +128,8 @@ class JobSummary:
     world_size: int
     """Ranks in it."""
     result: Result | None = None
-    """How it ended, of one that was submitted here; None: it goes on, or only its coordinator knows."""
+    """How it ended, of one that was submitted here; None: it goes on, or only its coordinator
+    knows."""
 
 
 @dataclass(frozen=True, kw_only=True)

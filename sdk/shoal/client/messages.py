@@ -10,7 +10,17 @@ from typing import Any, TypeVar
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal.client.event import Event
-from shoal.client.job import Job, JobEnding, JobPhase, JobSummary, Member, MemberPhase, PastRun, Server, ServerRole
+from shoal.client.job import (
+    Job,
+    JobEnding,
+    JobPhase,
+    JobSummary,
+    Member,
+    MemberPhase,
+    PastRun,
+    Server,
+    ServerRole,
+)
 
 _EnumT = TypeVar("_EnumT", bound=StrEnum)
 
@@ -72,7 +82,9 @@ def member_of(message: pb.MemberStatus) -> Member:
         samples=progress.samples,
         samples_per_s=progress.samples_per_s,
         # A member that has not told any progress yet has no loss, either.
-        loss=None if math.isnan(progress.loss) or not message.HasField("progress") else progress.loss,
+        loss=None
+        if math.isnan(progress.loss) or not message.HasField("progress")
+        else progress.loss,
         step_time=timedelta(seconds=progress.step_time_s),
         busy_time=timedelta(seconds=progress.busy_time_s),
         waiting=timedelta(seconds=progress.waiting_s),

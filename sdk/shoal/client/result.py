@@ -14,8 +14,8 @@ class Result:
     ok: bool
     """It is finished: its script came to its end, or it was stopped and did."""
     exit_status: int | None
-    """That of `shoal run` (docs/exit-status.md). None: its launcher was killed before it could say; or the job was not submitted from this
-    machine, so that no launcher of it is known here."""
+    """That of `shoal run` (docs/exit-status.md). None: its launcher was killed before it could say;
+    or the job was not submitted from this machine, so that no launcher of it is known here."""
     summary: str
     """For people: which workers failed and why, or why it is not finished. May be empty."""
     ended: datetime | None

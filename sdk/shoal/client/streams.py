@@ -31,13 +31,18 @@ class Deadline:
     @property
     def left(self) -> timedelta | None:
         """None: for ever."""
-        return None if self._at is None else timedelta(seconds=max(0.0, self._at - time.monotonic()))
+        return (
+            None if self._at is None else timedelta(seconds=max(0.0, self._at - time.monotonic()))
+        )
 
     def check(self, what: str) -> None:
         """Raises DeadlineError when it has passed. `what`: was waited for."""
         if self._at is not None and time.monotonic() >= self._at:
             assert self._timeout is not None
-            raise DeadlineError(f"waited {self._timeout.total_seconds():g} s for {what}; give timeout= more, or None")
+            raise DeadlineError(
+                f"waited {self._timeout.total_seconds():g} s for {what}; give timeout= more, or "
+                "None"
+            )
 
 
 class _Watch(Protocol):
@@ -47,7 +52,8 @@ class _Watch(Protocol):
 
 
 class EventStream:
-    """Events, oldest first. Iterate it on one thread; `close` from any, which ends the iteration. A context manager."""
+    """Events, oldest first. Iterate it on one thread; `close` from any, which ends the iteration. A
+    context manager."""
 
     def __init__(
         self,
@@ -60,8 +66,8 @@ class EventStream:
         timeout: timedelta | None,
         patience: timedelta,
     ) -> None:
-        """`gone`: the coordinator has ended and will not come back. `patience`: how long a stream that is followed outlives one that is
-        away."""
+        """`gone`: the coordinator has ended and will not come back. `patience`: how long a stream
+        that is followed outlives one that is away."""
         self._watch = watch
         self._gone = gone
         self._what = what
@@ -90,7 +96,12 @@ class EventStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _run(self) -> Iterator[Event]:
@@ -109,7 +120,11 @@ class EventStream:
                 if self._closed.is_set() or (self._follow and self._gone()):
                     return
                 away_since = time.monotonic() if away_since is None else away_since
-                if not self._follow or error.reason == "CLIENT_CLOSED" or time.monotonic() > away_since + self._patience.total_seconds():
+                if (
+                    not self._follow
+                    or error.reason == "CLIENT_CLOSED"
+                    or time.monotonic() > away_since + self._patience.total_seconds()
+                ):
                     raise
                 self._closed.wait(backoff.next_s(error))
 
@@ -123,11 +138,20 @@ class EventStream:
 
 
 class LogStream:
-    """Lines of a log, without their ends. Iterate it on one thread; `close` from any, which ends the iteration. A context manager."""
+    """Lines of a log, without their ends. Iterate it on one thread; `close` from any, which ends
+    the iteration. A context manager."""
 
-    def __init__(self, path: Path, *, what: str, rank: int | None, ended: Callable[[], bool] | None, timeout: timedelta | None) -> None:
-        """`rank`: only lines of the worker that was started as this rank. `ended`: nothing will be written any more when it is true; None:
-        what is there is all that is wanted."""
+    def __init__(
+        self,
+        path: Path,
+        *,
+        what: str,
+        rank: int | None,
+        ended: Callable[[], bool] | None,
+        timeout: timedelta | None,
+    ) -> None:
+        """`rank`: only lines of the worker that was started as this rank. `ended`: nothing will be
+        written any more when it is true; None: what is there is all that is wanted."""
         self._path = path
         self._what = what
         self._prefix = "" if rank is None else f"[{rank}]: "
@@ -149,14 +173,20 @@ class LogStream:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _run(self) -> Iterator[str]:
         with self._path.open("rb") as file:
             rest = b""
             while not self._closed.is_set():
-                last = self._ended is None or self._ended()  # asked before reading: what comes after the end is nothing
+                # asked before reading: what comes after the end is nothing
+                last = self._ended is None or self._ended()
                 while data := file.readline():
                     rest += data
                     if rest.endswith(b"\n"):

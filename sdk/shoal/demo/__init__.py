@@ -1,4 +1,5 @@
-"""`shoal demo`: the main job on real handwritten digits, on a cluster of processes of this machine, with faults.
+"""`shoal demo`: the main job on real handwritten digits, on a cluster of processes of this machine,
+with faults.
 
 digits      the data set and the network
 train       what each worker runs, synchronously or asynchronously: an ordinary training script

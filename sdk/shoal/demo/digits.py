@@ -1,6 +1,8 @@
-"""Real handwritten digits (scikit-learn's bundled set: UCI, 1797 images of 8 x 8 pixels) and a small convolutional network for them.
+"""Real handwritten digits (scikit-learn's bundled set: UCI, 1797 images of 8 x 8 pixels) and a
+small convolutional network for them.
 
-The set's file is read where it lies: importing scikit-learn for it takes a second of every worker that starts, and so of the replacement.
+The set's file is read where it lies: importing scikit-learn for it takes a second of every worker
+that starts, and so of the replacement.
 """
 
 from __future__ import annotations
@@ -21,12 +23,14 @@ _GREY_LEVELS: Final = 16
 
 
 def datasets() -> tuple[TensorDataset, TensorDataset]:
-    """Training set and test set, the same in every process: 1437 and 360 images, (1, 8, 8) float32 in 0..1.
+    """Training set and test set, the same in every process: 1437 and 360 images, (1, 8, 8) float32
+    in 0..1.
 
     Raises:
         ConfigurationError: scikit-learn is not there, or has no such file.
     """
-    rows = np.loadtxt(_file(), delimiter=",", dtype=np.float32)  # each image's 64 pixels and its digit
+    # each image's 64 pixels and its digit
+    rows = np.loadtxt(_file(), delimiter=",", dtype=np.float32)
     np.random.default_rng(0).shuffle(rows)
     return _dataset(rows[_TEST_IMAGES:]), _dataset(rows[:_TEST_IMAGES])
 
@@ -50,10 +54,16 @@ def network() -> nn.Module:
 def _file() -> Path:
     found = find_spec("sklearn")  # does not import it
     if found is None or found.origin is None:
-        raise ConfigurationError("the demo's digits come with scikit-learn, which is not installed; run `pip install scikit-learn`")
+        raise ConfigurationError(
+            "the demo's digits come with scikit-learn, which is not installed; run `pip install "
+            "scikit-learn`"
+        )
     file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if not file.exists():
-        raise ConfigurationError(f"scikit-learn has no {file}, where it keeps its digits; install another version of it: 1.9.1 has them")
+        raise ConfigurationError(
+            f"scikit-learn has no {file}, where it keeps its digits; install another version of "
+            "it: 1.9.1 has them"
+        )
     return file
 
 

@@ -46,11 +46,20 @@ def plans(*, sync_epochs: int, async_epochs: int) -> list[Plan]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the demo; 0 if everything held."""
-    parser = argparse.ArgumentParser(prog="shoal demo", description="Train on handwritten digits on a cluster of processes, with faults.")
+    parser = argparse.ArgumentParser(
+        prog="shoal demo",
+        description="Train on handwritten digits on a cluster of processes, with faults.",
+    )
     parser.add_argument("--sync-epochs", type=int, default=80, help="epochs of the synchronous run")
-    parser.add_argument("--async-epochs", type=int, default=20, help="epochs of the asynchronous run")
-    parser.add_argument("--plot", type=Path, default=Path("out/demo.png"), help="where to write the plot")
-    parser.add_argument("--keep", type=Path, help="keep records, traces and output in this directory")
+    parser.add_argument(
+        "--async-epochs", type=int, default=20, help="epochs of the asynchronous run"
+    )
+    parser.add_argument(
+        "--plot", type=Path, default=Path("out/demo.png"), help="where to write the plot"
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="keep records, traces and output in this directory"
+    )
     options = parser.parse_args(arguments)
     console = Console()
     started = time.monotonic()
@@ -59,13 +68,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes = []
         try:
             with Screen(console) as screen:
-                for plan in plans(sync_epochs=options.sync_epochs, async_epochs=options.async_epochs):
+                for plan in plans(
+                    sync_epochs=options.sync_epochs, async_epochs=options.async_epochs
+                ):
                     outcomes.append(perform(plan, base / plan.strategy, screen.show))
         except ShoalError as error:
             console.print(f"[red]{error}[/]")
             return 1
         figures = [report.measure(outcome) for outcome in outcomes]
-        faults = [fault for outcome, f in zip(outcomes, figures, strict=True) for fault in report.faults(outcome, f)]
+        faults = [
+            fault
+            for outcome, f in zip(outcomes, figures, strict=True)
+            for fault in report.faults(outcome, f)
+        ]
         report.print_table(console, figures)
         options.plot.parent.mkdir(parents=True, exist_ok=True)
         report.plot(options.plot, outcomes, figures)
@@ -74,9 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"[red]FAILED[/] {fault}")
         for outcome in outcomes:
             if outcome.exit_code != 0:
-                console.print(outcome.log.read_text(errors="replace")[-4000:], markup=False, highlight=False)
+                console.print(
+                    outcome.log.read_text(errors="replace")[-4000:], markup=False, highlight=False
+                )
         if not faults:
             console.print(
-                "[green]all held[/]: no restart of the survivors, no sample or update lost or counted twice, no process left behind"
+                "[green]all held[/]: no restart of the survivors, no sample or update lost or "
+                "counted twice, no process left behind"
             )
     return 1 if faults else 0

@@ -29,8 +29,8 @@ class Figures:
     accuracy: float | None
     samples_per_s: float
     pause_at_kill_s: float | None
-    """Seconds from the SIGKILL of a worker to the next committed step; of a parameter server, the longest time between two steps in the 20
-    seconds after its SIGKILL."""
+    """Seconds from the SIGKILL of a worker to the next committed step; of a parameter server, the
+    longest time between two steps in the 20 seconds after its SIGKILL."""
     pause_at_join_s: float | None
     """From the last step before the replacement's generation to the first in it."""
     staleness_p50: float | None
@@ -71,7 +71,9 @@ def measure(outcome: Outcome) -> Figures:
     )
 
 
-def _pauses(outcome: Outcome, steps: Sequence[trace.CommittedStep]) -> tuple[float | None, tuple[float, float] | None]:
+def _pauses(
+    outcome: Outcome, steps: Sequence[trace.CommittedStep]
+) -> tuple[float | None, tuple[float, float] | None]:
     if outcome.killed_unix_s is None:
         return None, None
     if outcome.plan.servers:
@@ -94,20 +96,35 @@ def faults(outcome: Outcome, figures: Figures) -> list[str]:
     """What went wrong, for people; empty: nothing."""
     found = []
     if outcome.exit_code != 0:
-        found.append(f"{figures.title}: the run ended with status {outcome.exit_code}; its output is in {outcome.log}")
+        found.append(
+            f"{figures.title}: the run ended with status {outcome.exit_code}; its output is in "
+            f"{outcome.log}"
+        )
     if figures.accuracy is None or figures.accuracy < LEAST_ACCURACY:
         got = "none" if figures.accuracy is None else f"{figures.accuracy:.4f}"
         found.append(f"{figures.title}: test accuracy {got}, expected at least {LEAST_ACCURACY}")
     if figures.samples_lost or figures.samples_repeated or not figures.samples_once:
-        found.append(f"{figures.title}: {figures.samples_lost} samples lost, {figures.samples_repeated} seen more than once")
+        found.append(
+            f"{figures.title}: {figures.samples_lost} samples lost, {figures.samples_repeated} "
+            "seen more than once"
+        )
     if outcome.plan.kill_at is not None and outcome.killed_unix_s is None:
         found.append(f"{figures.title}: nobody was killed before the end")
-    elif outcome.plan.kill_at is not None and not outcome.plan.servers and figures.pause_at_join_s is None:
+    elif (
+        outcome.plan.kill_at is not None
+        and not outcome.plan.servers
+        and figures.pause_at_join_s is None
+    ):
         found.append(f"{figures.title}: no replacement joined before the end")
     if outcome.plan.servers and _LOST_UPDATES in outcome.log.read_text(errors="replace"):
-        found.append(f"{figures.title}: a parameter server lost updates that it had acknowledged; the output is in {outcome.log}")
+        found.append(
+            f"{figures.title}: a parameter server lost updates that it had acknowledged; the "
+            f"output is in {outcome.log}"
+        )
     if outcome.left_running:
-        found.append(f"{figures.title}: processes were left running: {'; '.join(outcome.left_running)}")
+        found.append(
+            f"{figures.title}: processes were left running: {'; '.join(outcome.left_running)}"
+        )
     return found
 
 
@@ -124,9 +141,20 @@ def print_table(console: Console, all_figures: Sequence[Figures]) -> None:
         ("pause at the join", [_or_dash(f.pause_at_join_s, ".3f", " s") for f in all_figures]),
         (
             "staleness p50 / p99",
-            [f"{f.staleness_p50:.0f} / {f.staleness_p99:.0f}" if f.staleness_p50 is not None else "-" for f in all_figures],
+            [
+                f"{f.staleness_p50:.0f} / {f.staleness_p99:.0f}"
+                if f.staleness_p50 is not None
+                else "-"
+                for f in all_figures
+            ],
         ),
-        ("samples seen exactly once", [f"{f.samples_once} of {f.samples_once + f.samples_lost + f.samples_repeated}" for f in all_figures]),
+        (
+            "samples seen exactly once",
+            [
+                f"{f.samples_once} of {f.samples_once + f.samples_lost + f.samples_repeated}"
+                for f in all_figures
+            ],
+        ),
     ]
     for name, values in rows:
         table.add_row(name, *values)
@@ -140,7 +168,9 @@ def plot(path: Path, outcomes: Sequence[Outcome], all_figures: Sequence[Figures]
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(all_figures), figsize=(6.4 * len(all_figures), 4), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, len(all_figures), figsize=(6.4 * len(all_figures), 4), sharey=True, squeeze=False
+    )
     for axis, outcome, figures in zip(axes[0], outcomes, all_figures, strict=True):
         axis.plot(
             figures.times_s,

@@ -21,12 +21,17 @@ class Screen:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._live = Live(console=console, refresh_per_second=8, transient=True) if console.is_terminal else None
+        self._live = (
+            Live(console=console, refresh_per_second=8, transient=True)
+            if console.is_terminal
+            else None
+        )
         self._last_line = 0.0
         self._started: dict[str, float] = {}
         self._most_steps: dict[str, int] = {}
         self._last_ranked: dict[str, pb.GetJobResponse] = {}
-        """By run: the job as it was when it had ranks. At its end they leave, and the launcher takes some seconds to clear up."""
+        """By run: the job as it was when it had ranks. At its end they leave, and the launcher
+        takes some seconds to clear up."""
 
     def __enter__(self) -> Screen:
         if self._live is not None:
@@ -44,21 +49,38 @@ class Screen:
         if job is not None and any(m.rank >= 0 for m in job.members):
             self._last_ranked[plan.title] = job
         job = self._last_ranked.get(plan.title, job)
-        members = sorted((m for m in job.members if m.rank >= 0), key=lambda m: m.rank) if job is not None else []
+        members = (
+            sorted((m for m in job.members if m.rank >= 0), key=lambda m: m.rank)
+            if job is not None
+            else []
+        )
         # Members that leave take their share along: never go back.
-        done = max(plan.total_steps if finished else steps_done(plan, members), self._most_steps.get(plan.title, 0))
+        done = max(
+            plan.total_steps if finished else steps_done(plan, members),
+            self._most_steps.get(plan.title, 0),
+        )
         self._most_steps[plan.title] = done
         if self._live is not None:
             self._live.update(_table(plan, job, outcome, members, done, time.monotonic() - started))
         elif time.monotonic() - self._last_line > _LINE_EVERY_S:
             self._last_line = time.monotonic()
-            loss = next((f"{m.progress.loss:.3f}" for m in members if not math.isnan(m.progress.loss)), "-")
+            loss = next(
+                (f"{m.progress.loss:.3f}" for m in members if not math.isnan(m.progress.loss)), "-"
+            )
             generation = job.generation.number if job is not None else 0
-            self._console.print(f"{plan.title}: step {done}/{plan.total_steps}, {len(members)} ranks, generation {generation}, loss {loss}")
+            self._console.print(
+                f"{plan.title}: step {done}/{plan.total_steps}, {len(members)} ranks, generation "
+                f"{generation}, loss {loss}"
+            )
 
 
 def _table(
-    plan: Plan, job: pb.GetJobResponse | None, outcome: Outcome, members: list[pb.MemberStatus], done: int, elapsed_s: float
+    plan: Plan,
+    job: pb.GetJobResponse | None,
+    outcome: Outcome,
+    members: list[pb.MemberStatus],
+    done: int,
+    elapsed_s: float,
 ) -> Table:
     fault = f"   [red]SIGKILL to {outcome.killed}[/]" if outcome.killed else ""
     grid = Table.grid(padding=(0, 1))
@@ -80,6 +102,15 @@ def _table(
         )
     for m in job.members:
         if m.rank < 0:
-            table.add_row("-", str(m.pid), pb.MemberPhase.Name(m.phase).removeprefix("MEMBER_PHASE_").lower(), "-", "-", "-", "-", "-")
+            table.add_row(
+                "-",
+                str(m.pid),
+                pb.MemberPhase.Name(m.phase).removeprefix("MEMBER_PHASE_").lower(),
+                "-",
+                "-",
+                "-",
+                "-",
+                "-",
+            )
     grid.add_row(table)
     return grid

@@ -1,5 +1,5 @@
-"""One training run of the demo: starts it as a user would, watches it through the coordinator, makes the faults, and sees that nothing
-stays behind."""
+"""One training run of the demo: starts it as a user would, watches it through the coordinator,
+makes the faults, and sees that nothing stays behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class Plan:
     workers: int = 3
     servers: int = 0
     kill_at: float | None = None
-    """Share of the run after which a parameter server gets SIGKILL, or a worker where there are none; None: nobody does."""
+    """Share of the run after which a parameter server gets SIGKILL, or a worker where there are
+    none; None: nobody does."""
     environment: Mapping[str, str] = field(default_factory=dict)
     patience: timedelta = timedelta(seconds=60)
     """Longest time without a new step: the run itself takes as long as the machine needs."""
@@ -89,8 +90,16 @@ def perform(plan: Plan, directory: Path, show: Show) -> Outcome:
     outcome = Outcome(plan=plan, directory=directory)
     outcome.traces.mkdir(parents=True)
     mark = uuid.uuid4().hex
-    environment = {**os.environ, **plan.environment, trace.ENVIRONMENT: str(outcome.traces), _MARK: mark}
-    with outcome.log.open("wb") as log, _process(_command(plan, outcome.records), environment, log) as process:
+    environment = {
+        **os.environ,
+        **plan.environment,
+        trace.ENVIRONMENT: str(outcome.traces),
+        _MARK: mark,
+    }
+    with (
+        outcome.log.open("wb") as log,
+        _process(_command(plan, outcome.records), environment, log) as process,
+    ):
         _watch(process, outcome, show, mark)
         outcome.exit_code = process.wait()
     outcome.left_running = _marked_processes(mark)
@@ -117,8 +126,11 @@ def _command(plan: Plan, records: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _process(command: list[str], environment: Mapping[str, str], log: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    tied = tied_to_parent(command, death_signal=signal.SIGTERM)  # the run then ends as it does when told to
+def _process(
+    command: list[str], environment: Mapping[str, str], log: IO[bytes]
+) -> Iterator[subprocess.Popen[bytes]]:
+    # the run then ends as it does when told to
+    tied = tied_to_parent(command, death_signal=signal.SIGTERM)
     process = subprocess.Popen(tied, env=dict(environment), stdout=log, stderr=subprocess.STDOUT)
     try:
         yield process
@@ -142,14 +154,18 @@ def _watch(process: subprocess.Popen[bytes], outcome: Outcome, show: Show, mark:
         while process.poll() is None:
             if client is None:
                 cluster = next((c for c in running_clusters() if c.pid == process.pid), None)
-                client = CoordinatorClient(ChannelSettings(address=cluster.coordinator)) if cluster is not None else None
+                client = (
+                    CoordinatorClient(ChannelSettings(address=cluster.coordinator))
+                    if cluster is not None
+                    else None
+                )
             job = _job(client, cluster)
             if job is not None and (reached := steps_done(plan, job.members)) > step:
                 step, progressed_at = reached, time.monotonic()
             if time.monotonic() > progressed_at + patience_s:
                 raise DeadlineError(
-                    f"{plan.title} made no step for {patience_s:.0f} s after step {step} of {plan.total_steps}; "
-                    f"its output is in {outcome.log}"
+                    f"{plan.title} made no step for {patience_s:.0f} s after step {step} of "
+                    f"{plan.total_steps}; its output is in {outcome.log}"
                 )
             if job is not None and plan.kill_at is not None and outcome.killed_unix_s is None:
                 _kill_when_due(job, plan, outcome, mark)
@@ -161,7 +177,9 @@ def _watch(process: subprocess.Popen[bytes], outcome: Outcome, show: Show, mark:
             client.close()
 
 
-def _job(client: CoordinatorClient | None, cluster: ClusterRecord | None) -> pb.GetJobResponse | None:
+def _job(
+    client: CoordinatorClient | None, cluster: ClusterRecord | None
+) -> pb.GetJobResponse | None:
     if client is None or cluster is None:
         return None
     try:
@@ -197,14 +215,23 @@ def _kill_when_due(job: pb.GetJobResponse, plan: Plan, outcome: Outcome, mark: s
 
 
 def _marked_processes(mark: str) -> list[str]:
-    """Processes that carry the run's mark in their environment, "PID: COMMAND": its descendants, whatever became of their parents."""
+    """Processes that carry the run's mark in their environment, "PID: COMMAND": its descendants,
+    whatever became of their parents."""
     if not Path("/proc/self/environ").exists():
-        raise InternalError("the demo looks for processes left behind in /proc, which this system does not have")
+        raise InternalError(
+            "the demo looks for processes left behind in /proc, which this system does not have"
+        )
     wanted = f"{_MARK}={mark}".encode()
     found = []
     for directory in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if wanted in (directory / "environ").read_bytes().split(b"\0"):
-                command = (directory / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                command = (
+                    (directory / "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                    .strip()
+                )
                 found.append(f"{directory.name}: {command}")
     return found

@@ -1,4 +1,5 @@
-"""What each worker of the demo notes down of its committed steps, and the reader of it. One file of JSON lines per process."""
+"""What each worker of the demo notes down of its committed steps, and the reader of it. One file of
+JSON lines per process."""
 
 from __future__ import annotations
 
@@ -45,9 +46,22 @@ class TraceWriter:
     def __init__(self) -> None:
         self._member = os.environ.get("SHOAL_MEMBER_ID", "alone")
         directory = os.environ.get(ENVIRONMENT)
-        self._file = (Path(directory) / f"{self._member}.jsonl").open("a", buffering=1) if directory else None
+        self._file = (
+            (Path(directory) / f"{self._member}.jsonl").open("a", buffering=1)
+            if directory
+            else None
+        )
 
-    def committed(self, *, rank: int, generation: int, step: int, loss: float, samples: int, staleness: float = 0.0) -> None:
+    def committed(
+        self,
+        *,
+        rank: int,
+        generation: int,
+        step: int,
+        loss: float,
+        samples: int,
+        staleness: float = 0.0,
+    ) -> None:
         """Notes one step."""
         self._write(
             "step",
@@ -83,16 +97,20 @@ class Trace:
     accuracies: tuple[Accuracy, ...]
 
     def loss_curve(self, *, common_steps: bool) -> tuple[list[float], list[float]]:
-        """Seconds since the first step, and losses: of each step the mean over the workers that noted it, or, without common steps, of each
-        push."""
+        """Seconds since the first step, and losses: of each step the mean over the workers that
+        noted it, or, without common steps, of each push."""
         if not self.steps:
             return [], []
         start = self.steps[0].unix_s
         by_step: dict[tuple[int, int, str], list[CommittedStep]] = {}
         for s in self.steps:
-            by_step.setdefault((s.generation, s.step, "" if common_steps else s.member), []).append(s)
+            by_step.setdefault((s.generation, s.step, "" if common_steps else s.member), []).append(
+                s
+            )
         groups: Iterable[list[CommittedStep]] = by_step.values()
-        points = sorted((min(s.unix_s for s in g) - start, sum(s.loss for s in g) / len(g)) for g in groups)
+        points = sorted(
+            (min(s.unix_s for s in g) - start, sum(s.loss for s in g) / len(g)) for g in groups
+        )
         return [t for t, _ in points], [loss for _, loss in points]
 
 

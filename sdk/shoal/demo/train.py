@@ -1,4 +1,5 @@
-"""What each worker of the demo runs: an ordinary training loop, with Shoal's lines marked. `python -m shoal.demo.train ddp|async_sgd`."""
+"""What each worker of the demo runs: an ordinary training loop, with Shoal's lines marked.
+`python -m shoal.demo.train ddp|async_sgd`."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def main() -> None:
     train_set, test_set = digits.datasets()
     net = digits.network()
     if options.strategy == "ddp":
-        model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-3))  # Shoal
+        # Shoal
+        model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-3))
         loader = shoal.ElasticDataLoader(train_set, global_batch_size=GLOBAL_BATCH)  # Shoal
     else:
         sgd = torch.optim.SGD(net.parameters(), lr=0.02, momentum=0.9)
@@ -40,7 +42,11 @@ def main() -> None:
     test_loader = shoal.ElasticDataLoader(test_set, global_batch_size=120, train=False)
 
     trace = TraceWriter()
-    drag = Drag(SLOW_FACTOR if os.environ.get(SLOW_INDEX) == os.environ.get("SHOAL_LOCAL_INDEX", "none") else 1)
+    drag = Drag(
+        SLOW_FACTOR
+        if os.environ.get(SLOW_INDEX) == os.environ.get("SHOAL_LOCAL_INDEX", "none")
+        else 1
+    )
     for _ in loader.epochs(options.epochs):
         for images, labels in loader:
             drag.begin()
@@ -69,8 +75,8 @@ def main() -> None:
 
 
 class Drag:
-    """A machine that is busy otherwise: an iteration takes `factor` times what its fastest one took by itself. (Not the last: that may have
-    waited for others.)"""
+    """A machine that is busy otherwise: an iteration takes `factor` times what its fastest one took
+    by itself. (Not the last: that may have waited for others.)"""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
@@ -96,7 +102,10 @@ class Drag:
 def count_correct(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, float]:
     """Sums over one batch, for `shoal.evaluate`."""
     images, labels = batch
-    return {"correct": float((model(images).argmax(1) == labels).sum()), "samples": float(len(labels))}
+    return {
+        "correct": float((model(images).argmax(1) == labels).sum()),
+        "samples": float(len(labels)),
+    }
 
 
 if __name__ == "__main__":

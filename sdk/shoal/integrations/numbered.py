@@ -1,4 +1,5 @@
-"""Evaluation batches that carry their numbers, for what has to know which batch it is given: `shoal.evaluate` gives batches alone."""
+"""Evaluation batches that carry their numbers, for what has to know which batch it is given:
+`shoal.evaluate` gives batches alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What a launcher tells of its run: a line for each fault with its pause, how far the run is, and the figures at the end. Pure.
+"""What a launcher tells of its run: a line for each fault with its pause, how far the run is, and
+the figures at the end. Pure.
 
-Two sources are put together: what the workers of this machine commit (`course`), and who came and went, on all machines (`changes`).
+Two sources are put together: what the workers of this machine commit (`course`), and who came and
+went, on all machines (`changes`).
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ _IDLE_NS: Final = 1_000_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """A standstill by people or faults: who came or went, or why a step stood, and how long no step was committed."""
+    """A standstill by people or faults: who came or went, or why a step stood, and how long no step
+    was committed."""
 
     standstill: Standstill
     changes: tuple[Change, ...]
@@ -38,7 +41,11 @@ class Pause:
         sizes = [change.world_size for change in self.changes if change.world_size]
         if sizes:
             line += f" and went on from step {still.steps} with {_counted(sizes[-1], 'rank')}"
-        return line + (f"; {_counted(still.undone, 'step')} from there on had been taken before" if still.undone else "")
+        return line + (
+            f"; {_counted(still.undone, 'step')} from there on had been taken before"
+            if still.undone
+            else ""
+        )
 
     @property
     def is_fault(self) -> bool:
@@ -102,7 +109,8 @@ class RunFigures:
 
 
 def figures_lines(figures: RunFigures) -> list[str]:
-    """A line for people, and where something happened a second one; none of a run that has committed nothing."""
+    """A line for people, and where something happened a second one; none of a run that has
+    committed nothing."""
     if not figures.steps:
         return []
     did = f"{_counted(figures.steps, 'step')}"
@@ -110,16 +118,24 @@ def figures_lines(figures: RunFigures) -> list[str]:
         did += f" (up to step {figures.last_step:,})"
     if figures.samples:
         did += f", {_counted(figures.samples, 'sample')}"
-    rate = f"{figures.samples_per_s:,.0f} samples/s" if figures.samples else f"{figures.steps / max(figures.seconds, 1e-9):,.1f} steps/s"
+    rate = (
+        f"{figures.samples_per_s:,.0f} samples/s"
+        if figures.samples
+        else f"{figures.steps / max(figures.seconds, 1e-9):,.1f} steps/s"
+    )
     first = f"{did} in {figures.seconds:.1f} s: {rate}"
     if not math.isnan(figures.loss):
         first += f"; loss {figures.loss:.4g}"
     if not (figures.faults or figures.joins or figures.leaves or figures.pauses):
         return [f"{first}; no faults"]
-    second = f"{_counted(figures.faults, 'fault')}, {_counted(figures.joins, 'join')}, {_counted(figures.leaves, 'leave')}: "
+    second = (
+        f"{_counted(figures.faults, 'fault')}, {_counted(figures.joins, 'join')}, "
+        f"{_counted(figures.leaves, 'leave')}: "
+    )
     if figures.pauses:
         second += (
-            f"{_counted(len(figures.pauses), 'pause')}, {figures.paused_s:.3f} s in all, {figures.longest_pause_s:.3f} s the longest; "
+            f"{_counted(len(figures.pauses), 'pause')}, {figures.paused_s:.3f} s in all, "
+            f"{figures.longest_pause_s:.3f} s the longest; "
         )
     else:
         second += "no pause; "
@@ -138,7 +154,8 @@ class RunAccount:
         self._standing: list[Standstill] = []
         """Standstills of which nobody has said yet what they are by."""
         self._servers: list[tuple[int, Change]] = []
-        """Parameter servers that were lost, and steps that stood, with the moment in which that was heard."""
+        """Parameter servers that were lost, and steps that stood, with the moment in which that was
+        heard."""
         self._asked_ns = 0
 
     def take(self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False) -> None:
@@ -146,14 +163,25 @@ class RunAccount:
         self._standing += self.course.take(tallies, now_ns, settle=settle)
 
     def wants_events(self, now_ns: int) -> bool:
-        """Something has happened that the coordinator can explain. Not said twice within a second."""
+        """Something has happened that the coordinator can explain. Not said twice within a
+        second."""
         if not self.course.has_begun or now_ns < self._asked_ns + _IDLE_NS:
             return False
-        known, idle_ns = self.changes.generation, max(_IDLE_NS, round(OUTLIES * self.course.usual_step_s * 1e9))
-        return self.course.generation > known or bool(self._standing) or now_ns > self.course.last_ns + idle_ns
+        known, idle_ns = (
+            self.changes.generation,
+            max(_IDLE_NS, round(OUTLIES * self.course.usual_step_s * 1e9)),
+        )
+        return (
+            self.course.generation > known
+            or bool(self._standing)
+            or now_ns > self.course.last_ns + idle_ns
+        )
 
-    def explain(self, events: Iterable[JobEvent], endings: Mapping[str, str], now_ns: int) -> list[str]:
-        """Takes up what the coordinator tells. Returns lines for people. `endings`: see `Changes.take`."""
+    def explain(
+        self, events: Iterable[JobEvent], endings: Mapping[str, str], now_ns: int
+    ) -> list[str]:
+        """Takes up what the coordinator tells. Returns lines for people. `endings`: see
+        `Changes.take`."""
         self._asked_ns = now_ns
         for change in self.changes.take(events, endings):
             if change.generation:
@@ -165,20 +193,29 @@ class RunAccount:
     def _lines(self, now_ns: int) -> list[str]:
         lines, kept = [], []
         for standstill in self._standing:
-            changes = [change for change in self._untold if standstill.before < change.generation <= standstill.generation]
+            changes = [
+                change
+                for change in self._untold
+                if standstill.before < change.generation <= standstill.generation
+            ]
             self._untold = [change for change in self._untold if change not in changes]
             lost = [entry for entry in self._servers if _meet(entry[0], standstill)]
             self._servers = [entry for entry in self._servers if entry not in lost]
             changes += [change for _, change in lost]
-            changes = [change for change in changes if not change.stood] or changes  # what happened says more
-            if not changes and standstill.generation > max(standstill.before, self.changes.generation):
+            # what happened says more
+            changes = [change for change in changes if not change.stood] or changes
+            if not changes and standstill.generation > max(
+                standstill.before, self.changes.generation
+            ):
                 kept.append(standstill)  # the coordinator was away
                 continue
             if changes:
                 self.pauses.append(Pause(standstill=standstill, changes=tuple(changes)))
                 lines.append(self.pauses[-1].text)
         self._standing = kept
-        self._servers = [entry for entry in self._servers if now_ns < entry[0] + _SERVER_PATIENCE_NS]
+        self._servers = [
+            entry for entry in self._servers if now_ns < entry[0] + _SERVER_PATIENCE_NS
+        ]
         if self.course.asynchronous:  # the others do not wait
             lines += [f"{change.text}: the others went on meanwhile" for change in self._untold]
             self._untold = []
@@ -191,12 +228,18 @@ class RunAccount:
         if not course.has_begun:
             return None
         recent = course.points[-5:]
-        left = max(0, course.steps_in_all - course.steps) * course.usual_step_s if course.steps_in_all and course.usual_step_s else None
+        left = (
+            max(0, course.steps_in_all - course.steps) * course.usual_step_s
+            if course.steps_in_all and course.usual_step_s
+            else None
+        )
         return Status(
             steps=course.steps,
             steps_in_all=course.steps_in_all,
             left=None if left is None else timedelta(seconds=left),
-            samples_per_s=sum(point.samples_per_s for point in recent) / len(recent) if recent else 0.0,
+            samples_per_s=sum(point.samples_per_s for point in recent) / len(recent)
+            if recent
+            else 0.0,
             loss=course.loss,
         )
 
@@ -204,7 +247,10 @@ class RunAccount:
     def figures(self) -> RunFigures:
         """What the run has come to by now."""
         course, usual_s = self.course, self.course.usual_step_s
-        costs = [max(0.0, pause.standstill.seconds - usual_s) + pause.standstill.undone * usual_s for pause in self.pauses]
+        costs = [
+            max(0.0, pause.standstill.seconds - usual_s) + pause.standstill.undone * usual_s
+            for pause in self.pauses
+        ]
         return RunFigures(
             steps=max(0, course.steps - course.steps_before),
             last_step=course.steps,
@@ -223,8 +269,11 @@ class RunAccount:
 
 
 def _meet(heard_ns: int, standstill: Standstill) -> bool:
-    """Whether a parameter server whose loss was heard of then may be what a standstill is by. It is heard of late, never early."""
-    return standstill.began_ns < heard_ns + _SERVER_NS and heard_ns < standstill.ended_ns + _SERVER_NS
+    """Whether a parameter server whose loss was heard of then may be what a standstill is by. It is
+    heard of late, never early."""
+    return (
+        standstill.began_ns < heard_ns + _SERVER_NS and heard_ns < standstill.ended_ns + _SERVER_NS
+    )
 
 
 def _counted(number: int, what: str) -> str:

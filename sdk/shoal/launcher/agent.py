@@ -1,9 +1,12 @@
-"""Runs a script's workers on this machine, from their start to the run's exit status: what `shoal run` does.
+"""Runs a script's workers on this machine, from their start to the run's exit status: what
+`shoal run` does.
 
-The thread that calls `run` owns everything: an asyncio loop on it starts the processes, hears of their ends through pidfds, and acts as
-`policy` decides. RPCs that block go to a small pool of threads, and output to the pump's thread, so neither the coordinator's absence nor
-a terminal that stands still delays the notice of a death. Where the run takes place, alone or among launchers of other machines, is the
-`Site`'s business. Workers that live are stopped for what is known, never for what is not.
+The thread that calls `run` owns everything: an asyncio loop on it starts the processes, hears of
+their ends through pidfds, and acts as `policy` decides. RPCs that block go to a small pool of
+threads, and output to the pump's thread, so neither the coordinator's absence nor a terminal that
+stands still delays the notice of a death. Where the run takes place, alone or among launchers of
+other machines, is the `Site`'s business. Workers that live are stopped for what is known, never for
+what is not.
 """
 
 from __future__ import annotations
@@ -54,8 +57,9 @@ _QUIET: Final = timedelta(seconds=10)
 _PUT_OUT_GRACE: Final = timedelta(seconds=20)
 """How long a worker that was put out has to end by itself. It hears of it in a second or two."""
 _REPLACEMENT_DELAY: Final = timedelta(milliseconds=250)
-"""Between a worker's death and its replacement's start in a fresh interpreter, while others run: it imports torch for a second or more,
-on the cores on which the others are forming their next generation."""
+"""Between a worker's death and its replacement's start in a fresh interpreter, while others run: it
+imports torch for a second or more, on the cores on which the others are forming their next
+generation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,17 +87,27 @@ class Agent:
         colour: bool,
         show: Show | None = None,
     ) -> None:
-        """`note` tells a person what happens; `colour`: the workers' prefixes are for a terminal; `show` is given how far the run is."""
+        """`note` tells a person what happens; `colour`: the workers' prefixes are for a terminal;
+        `show` is given how far the run is."""
         self._settings = settings
         self._site = site
         self._pump = pump
         self._note = note
         self._files = ScratchDirectory("run")
         self._starter = WorkerStarter(
-            settings, coordinator=site.coordinator, directory=self._files.path, pump=pump, note=note, colour=colour
+            settings,
+            coordinator=site.coordinator,
+            directory=self._files.path,
+            pump=pump,
+            note=note,
+            colour=colour,
         )
         self._follower = RunFollower(note=note, show=show)
-        self._policy = RestartPolicy(workers=settings.workers, max_restarts=settings.max_restarts, fail_fast=settings.fail_fast)
+        self._policy = RestartPolicy(
+            workers=settings.workers,
+            max_restarts=settings.max_restarts,
+            fail_fast=settings.fail_fast,
+        )
         self._workers: set[Worker] = set()
         self._asked_to_end: set[Worker] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,7 +124,8 @@ class Agent:
         self._why = ""
         """Why the job ends, as the coordinator says it."""
         self._holders: int | None = None
-        """How many members of the job hold the training state, as the coordinator said it last; None: it has not."""
+        """How many members of the job hold the training state, as the coordinator said it last;
+        None: it has not."""
         self._ending = False
         """The run is being ended: nothing is started any more."""
 
@@ -120,8 +135,8 @@ class Agent:
         return self._follower.account.figures
 
     def run(self) -> RunResult:
-        """Runs to the end. Raises ShoalError when the run could not be started or kept up, OSError when a process could not be started.
-        Either way nothing is left running."""
+        """Runs to the end. Raises ShoalError when the run could not be started or kept up, OSError
+        when a process could not be started. Either way nothing is left running."""
         ending = Ending.FAILED
         try:
             code = asyncio.run(self._run())
@@ -131,7 +146,11 @@ class Agent:
                 ending = Ending.STOPPED
         finally:
             self._end(ending)
-        return RunResult(exit_code=code, failures=tuple(self._policy.failures), survived=tuple(self._policy.survived))
+        return RunResult(
+            exit_code=code,
+            failures=tuple(self._policy.failures),
+            survived=tuple(self._policy.survived),
+        )
 
     async def _run(self) -> int:
         self._finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -149,7 +168,9 @@ class Agent:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
                 await self._starter.warm.close()
-                await self._follower.finish(self._ask_for_events if self._reporter is not None else None)
+                await self._follower.finish(
+                    self._ask_for_events if self._reporter is not None else None
+                )
 
     async def _ask_for_events(self, after: str) -> Sequence[JobEvent]:
         reporter = self._reporter
@@ -171,7 +192,7 @@ class Agent:
             finally:
                 self._files.close()
 
-    # ----------------------------------------------------------------------------------------------------------- tasks
+    # ---------------------------------------------------------------------------------------- tasks
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
@@ -181,7 +202,11 @@ class Agent:
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._finished.done():
+        if (
+            not task.cancelled()
+            and (error := task.exception()) is not None
+            and not self._finished.done()
+        ):
             self._finished.set_exception(error)
 
     async def _open(self) -> None:
@@ -216,34 +241,44 @@ class Agent:
                 await self._start_over(again=False, left=left)
 
     async def _kill_those_put_out(self, reporter: ExitReporter) -> None:
-        """A worker that the job goes on without ends by itself when it hears of it. One that hangs does not: it would keep its memory, and
-        its place from a replacement, and the run from its end."""
+        """A worker that the job goes on without ends by itself when it hears of it. One that hangs
+        does not: it would keep its memory, and its place from a replacement, and the run from its
+        end."""
         known: dict[Worker, float] = {}
         while True:
             await asyncio.sleep(_LOOK_S)
             now = asyncio.get_running_loop().time()
             for worker in [each for each in self._workers if each.may_hang(_QUIET)]:
-                if not await self._in_thread(functools.partial(reporter.is_put_out, worker.member_id)):
+                if not await self._in_thread(
+                    functools.partial(reporter.is_put_out, worker.member_id)
+                ):
                     known.pop(worker, None)  # it may be back
                 elif now >= known.setdefault(worker, now) + _PUT_OUT_GRACE.total_seconds():
                     self._note(
-                        f"worker {worker.index} (pid {worker.child.pid}) was put out of the job and has not ended for "
-                        f"{now - known[worker]:.0f} s: it hangs, and is killed"
+                        f"worker {worker.index} (pid {worker.child.pid}) was put out of the job "
+                        f"and has not ended for {now - known[worker]:.0f} s: it hangs, and is "
+                        "killed"
                     )
                     worker.child.kill()
 
     async def _tell_missing_servers(self, reporter: ExitReporter) -> None:
-        """Says every ten seconds which parameter servers are missing, until the first step is committed."""
+        """Says every ten seconds which parameter servers are missing, until the first step is
+        committed."""
         while not self._follower.account.course.has_begun:
             await asyncio.sleep(_TELL_EVERY_S)
             if missing := await self._in_thread(reporter.missing_servers):
                 self._note(f"job {self._settings.job_id}: {missing}")
 
     async def _is_elastic(self) -> bool:
-        """Whether workers of this launcher have joined the job, once that is known. While nobody can say it, workers that live stay."""
+        """Whether workers of this launcher have joined the job, once that is known. While nobody
+        can say it, workers that live stay."""
         while not self._policy.elastic:
-            news = await self._in_thread(self._reporter.news) if self._reporter is not None else None
-            if any(worker.has_joined for worker in self._workers) or (news is not None and news.ours):
+            news = (
+                await self._in_thread(self._reporter.news) if self._reporter is not None else None
+            )
+            if any(worker.has_joined for worker in self._workers) or (
+                news is not None and news.ours
+            ):
                 self._policy.joined()
             elif news is not None:
                 return False
@@ -254,7 +289,7 @@ class Agent:
     async def _in_thread(self, call: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
-    # --------------------------------------------------------------------------------------------------------- signals
+    # -------------------------------------------------------------------------------------- signals
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -272,30 +307,41 @@ class Agent:
         now = asyncio.get_running_loop().time()
         if self._signal is not None:
             if number is not signal.SIGINT and now < self._signalled_at + _SAME_SIGNAL_S:
-                return  # batch systems and supervisors may send theirs to several processes, each of which passes it on
+                # batch systems and supervisors may send theirs to several processes, each of which
+                # passes it on
+                return
             self._note(f"{number.name} again: killing the workers")
             for worker in self._workers:
                 worker.child.kill()
             return
         self._signal, self._signalled_at = number, now
-        grace = self._settings.shutdown_grace(elastic=self._policy.elastic or any(worker.has_joined for worker in self._workers))
+        grace = self._settings.shutdown_grace(
+            elastic=self._policy.elastic or any(worker.has_joined for worker in self._workers)
+        )
         if self._workers:
-            self._note(f"{number.name}: the workers have {grace.total_seconds():g} s to end by themselves; once more kills them")
+            self._note(
+                f"{number.name}: the workers have {grace.total_seconds():g} s to end by "
+                "themselves; once more kills them"
+            )
         self._spawn(self._wind_down(grace))
 
-    # --------------------------------------------------------------------------------------------------------- workers
+    # -------------------------------------------------------------------------------------- workers
 
     async def _start_over(self, *, again: bool, left: NodePlacement | None = None) -> None:
         """Starts all workers: the first time, or after stopping those that run.
 
-        `left` is the place that does not hold any more; if there is another one by now, all is done.
+        `left` is the place that does not hold any more; if there is another one by now, all is
+        done.
         """
         async with self._changing:
             if self._ending:
                 return
             if left is not None:
-                if left is not self._node or (self._workers and all(worker.has_succeeded for worker in self._workers)):
-                    return  # the script has come to its end here, which the coordinator is being told
+                if left is not self._node or (
+                    self._workers and all(worker.has_succeeded for worker in self._workers)
+                ):
+                    # the script has come to its end here, which the coordinator is being told
+                    return
                 self._note("the set of launchers has changed: starting all workers anew")
             await self._stop_workers(self._settings.shutdown_grace(elastic=False))
             self._node = await self._site.place(again=again)
@@ -323,10 +369,15 @@ class Agent:
         self._drain(worker)
         self._workers.discard(worker)
         worker.ended.set()
-        self._after_exit(worker, worker.exit_record(status, rank=report.rank if report is not None else -1), report)
+        self._after_exit(
+            worker,
+            worker.exit_record(status, rank=report.rank if report is not None else -1),
+            report,
+        )
 
     def _drain(self, worker: Worker) -> None:
-        """Its last output comes before anything noted from now on. Does not wait for that: the terminal may stand still."""
+        """Its last output comes before anything noted from now on. Does not wait for that: the
+        terminal may stand still."""
         for source in worker.sources:
             self._pump.finish(source)
 
@@ -336,7 +387,11 @@ class Agent:
         if reporter is None:
             return None
         answer = asyncio.ensure_future(
-            self._in_thread(lambda: reporter.report(worker.member_id, status, key=worker.member_key, finished=worker.has_finished))
+            self._in_thread(
+                lambda: reporter.report(
+                    worker.member_id, status, key=worker.member_key, finished=worker.has_finished
+                )
+            )
         )
         stopping = asyncio.ensure_future(self._stopping.wait())
         first: list[asyncio.Future[Any]] = [answer, stopping]
@@ -351,7 +406,11 @@ class Agent:
             self._hear(report.job)
         if ended.status.ok and worker.has_finished:
             policy.finished()
-        action = policy.exited(ended, elastic=worker.has_joined or (report is not None and (report.was_member or report.job.ours > 0)))
+        action = policy.exited(
+            ended,
+            elastic=worker.has_joined
+            or (report is not None and (report.was_member or report.job.ours > 0)),
+        )
         if policy.fails_job and policy.fatal is ended:
             self._tell_failure(worker, ended)
         what = f"{ended.who} (pid {ended.pid}) ended with {ended.status}"
@@ -359,12 +418,18 @@ class Agent:
             self._replace(ended.index, what)
         elif action is Action.RESTART_ALL:
             self._stopping.set()
-            self._note(f"{what}; starting all workers anew, restart {policy.restarts} of {self._settings.max_restarts}")
+            self._note(
+                f"{what}; starting all workers anew, restart {policy.restarts} of "
+                f"{self._settings.max_restarts}"
+            )
             self._spawn(self._start_over(again=True))
         elif action is Action.STOP:
             self._stopping.set()
             if policy.elastic:
-                self._note(f"{what}: it raised, and no restart cures that: the job ends (--no-fail-fast, --max-restarts)")
+                self._note(
+                    f"{what}: it raised, and no restart cures that: the job ends (--no-fail-fast, "
+                    "--max-restarts)"
+                )
             self._spawn(self._wind_down(self._settings.failure_grace))
         elif not self._stopping.is_set():
             if not self._workers and (policy.end.is_over or not self._replacing):
@@ -382,21 +447,29 @@ class Agent:
             await asyncio.sleep(_REPLACEMENT_DELAY.total_seconds())
         pid = self._start(index, restarts=self._policy.replaced(index)).child.pid
         if self._holders == 0:
-            self._note(f"{what}; NOBODY IS LEFT WHO HOLDS THE TRAINING STATE: pid {pid} needs a checkpoint to go on from")
+            self._note(
+                f"{what}; NOBODY IS LEFT WHO HOLDS THE TRAINING STATE: pid {pid} needs a "
+                "checkpoint to go on from"
+            )
         else:
             self._note(f"{what}; the others go on, pid {pid} takes its place")
 
-    # ---------------------------------------------------------------------------------------------------------- the end
+    # -------------------------------------------------------------------------------------- the end
 
     def _conclude(self, *, known: bool) -> None:
-        """Nobody is left, and nobody is started any more. `known`: the coordinator has just said what is to be known of the job."""
+        """Nobody is left, and nobody is started any more. `known`: the coordinator has just said
+        what is to be known of the job."""
         policy, job = self._policy, self._settings.job_id
         if policy.elastic and policy.end in (JobEnd.NONE, JobEnd.UNKNOWN) and not policy.failures:
             if known:
-                self._note(f"job {job} is not finished: its last workers here were asked to leave, and did (exit status {PUT_OUT})")
+                self._note(
+                    f"job {job} is not finished: its last workers here were asked to leave, and "
+                    f"did (exit status {PUT_OUT})"
+                )
             else:
                 self._note(
-                    f"nobody can say whether job {job} is finished: its workers here ended, and {self._site.coordinator} does not answer"
+                    f"nobody can say whether job {job} is finished: its workers here ended, and "
+                    f"{self._site.coordinator} does not answer"
                 )
         if self._telling:
             self._spawn(self._wind_down(timedelta(0)))
@@ -410,7 +483,9 @@ class Agent:
             return
 
         def tell() -> None:
-            reporter.report(worker.member_id, ended.status, key=worker.member_key, failure=failure_line(ended))
+            reporter.report(
+                worker.member_id, ended.status, key=worker.member_key, failure=failure_line(ended)
+            )
             self._site.fail(failure_line(ended))
 
         task = self._spawn(self._in_thread(tell))
@@ -424,13 +499,16 @@ class Agent:
         self._finish_as_known()
 
     async def _hear_the_end(self) -> None:
-        """Others are told of a failure, and it is known whether the job is finished; or some seconds have passed."""
+        """Others are told of a failure, and it is known whether the job is finished; or some
+        seconds have passed."""
         reporter = self._reporter
         if self._telling:
             await asyncio.wait(self._telling, timeout=_TELL_TIMEOUT.total_seconds())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_NEWS_TIMEOUT.total_seconds()):
-                while reporter is not None and self._policy.elastic and not self._policy.end.is_over:
+                while (
+                    reporter is not None and self._policy.elastic and not self._policy.end.is_over
+                ):
                     news = await self._in_thread(reporter.news)
                     if news is not None:
                         self._hear(news)
@@ -444,12 +522,16 @@ class Agent:
     def _finish_as_known(self) -> None:
         code = self._policy.exit_code(signal_number=self._signal or 0)
         if self._policy.end is JobEnd.FAILED and self._policy.fatal is None:
-            self._note(f"job {self._settings.job_id} has failed: {self._why}; started again, it is a new run")
+            self._note(
+                f"job {self._settings.job_id} has failed: {self._why}; started again, it is a new "
+                "run"
+            )
         if not self._finished.done():
             self._finished.set_result(code)
 
     async def _stop_workers(self, grace: timedelta) -> None:
-        """SIGTERM, on which elastic workers leave at their next border, and SIGKILL after the grace."""
+        """SIGTERM, on which elastic workers leave at their next border, and SIGKILL after the
+        grace."""
         self._policy.stopping()
         self._stopping.set()
         for replacement in self._replacing:
@@ -459,8 +541,9 @@ class Agent:
         self._asked_to_end |= self._workers
         if not await all_ended(self._workers, grace, note=self._note):
             self._note(
-                f"killing {named(self._workers)} after {grace.total_seconds():g} s (--shutdown-timeout): a checkpoint that is still being "
-                "written will not count, the one before it stays"
+                f"killing {named(self._workers)} after {grace.total_seconds():g} s "
+                "(--shutdown-timeout): a checkpoint that is still being written will not count, "
+                "the one before it stays"
             )
             for worker in self._workers:
                 worker.child.kill()

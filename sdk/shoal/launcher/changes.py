@@ -29,7 +29,8 @@ class JobEvent(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """Reasons for a pause: changes of membership, events of a parameter server, or a stalled step."""
+    """Reasons for a pause: changes of membership, events of a parameter server, or a stalled
+    step."""
 
     generation: int
     """The new one's number; 0: there is no new one."""
@@ -47,7 +48,11 @@ class Change:
         """One line without an end."""
         if self.stood:
             return self.stood
-        told = [*self.faults, *(f"{who} joined" for who in self.joins), *(f"{who} left" for who in self.leaves)]
+        told = [
+            *self.faults,
+            *(f"{who} joined" for who in self.joins),
+            *(f"{who} left" for who in self.leaves),
+        ]
         return "; ".join(told) or f"the ranks changed (generation {self.generation})"
 
 
@@ -75,7 +80,8 @@ class Changes:
     _is_over: bool = False
 
     def take(self, events: Iterable[JobEvent], endings: Mapping[str, str]) -> list[Change]:
-        """Returns the changes that these events tell of. `endings`: member id -> how a worker of this launcher ended."""
+        """Returns the changes that these events tell of. `endings`: member id -> how a worker of
+        this launcher ended."""
         before = len(self.found)
         for event in events:
             self.newest_event = event.event_id
@@ -91,15 +97,25 @@ class Changes:
                 self._lost.append(f"{told.get('who') or f'member {event.member_id}'} {how}")
                 self.faults += 1
             case "member_quarantined" if told.get("rank"):
-                self._lost.append(f"{told.get('who') or f'member {event.member_id}'} was kept out: {told.get('reason', '')}")
+                self._lost.append(
+                    f"{told.get('who') or f'member {event.member_id}'} was kept out: "
+                    f"{told.get('reason', '')}"
+                )
                 self.faults += 1
             case "step_stands" if not self._is_over:
                 self.found.append(Change(generation=0, stood=told.get("reason", "")))
-            case "member_left" if told.get("rank") and told.get("ending") in _LEAVES and not self._is_over:
+            case "member_left" if (
+                told.get("rank") and told.get("ending") in _LEAVES and not self._is_over
+            ):
                 self._left.append(told.get("who") or f"member {event.member_id}")
             case "server_lost" if not self._is_over:
                 self.faults += 1
-                self.found.append(Change(generation=0, faults=(f"parameter server {told.get('server_id', '')} was lost",)))
+                self.found.append(
+                    Change(
+                        generation=0,
+                        faults=(f"parameter server {told.get('server_id', '')} was lost",),
+                    )
+                )
             case "generation_formed":
                 self._formed(event)
             case "run_began" | "run_resumed":

@@ -1,7 +1,9 @@
-"""A cluster on this machine: the coordinator with its embedded Valkey, and parameter servers, as processes. Workers are not part of it.
+"""A cluster on this machine: the coordinator with its embedded Valkey, and parameter servers, as
+processes. Workers are not part of it.
 
-`LocalCluster` is a context manager. A caller with an event loop of its own (`keeper`) takes the steps of `open` one by one and waits in
-between as it likes. When a cluster is closed, all its processes are gone, and that is checked.
+`LocalCluster` is a context manager. A caller with an event loop of its own (`keeper`) takes the
+steps of `open` one by one and waits in between as it likes. When a cluster is closed, all its
+processes are gone, and that is checked.
 
 A cluster belongs to the thread that opens it; its processes are killed when that thread ends.
 """
@@ -44,7 +46,8 @@ def _start_fresh(command: Sequence[str], environment: Mapping[str, str], log: IO
 
 
 class Service:
-    """One service process of the cluster: a program that writes a port file once it serves, and logs into a file."""
+    """One service process of the cluster: a program that writes a port file once it serves, and
+    logs into a file."""
 
     def __init__(
         self,
@@ -77,8 +80,18 @@ class Service:
         """host:port of its gRPC service: known before it serves, and kept over restarts."""
         self.log = directory / f"{name}.log"
         self._port_file = directory / f"{name}.json"
-        # -P: the caller's working directory holds a user's files, which must not stand in for a service's modules.
-        self._command = [sys.executable, "-P", "-m", program, "--listen", self.address, "--http", "127.0.0.1:0"]
+        # -P: the caller's working directory holds a user's files, which must not stand in for a
+        # service's modules.
+        self._command = [
+            sys.executable,
+            "-P",
+            "-m",
+            program,
+            "--listen",
+            self.address,
+            "--http",
+            "127.0.0.1:0",
+        ]
         self._command += [*arguments, "--port-file", str(self._port_file)]
         self._environment = environment
         self._start = start or _start_fresh
@@ -107,12 +120,16 @@ class Service:
             self._child = self._start(self._command, self._environment, log)
 
     def ready(self) -> bool:
-        """Whether it serves. Raises UnavailableError, with the end of its log, when it has ended instead."""
+        """Whether it serves. Raises UnavailableError, with the end of its log, when it has ended
+        instead."""
         if self._addresses is None:
             ended = self.child.poll()
             self._addresses = read_port_file(self._port_file)
             if ended is not None and self._addresses is None:
-                raise UnavailableError(f"{self.name} did not start ({ended}); its last words: {self.last_words()}", reason="SERVICE_FAILED")
+                raise UnavailableError(
+                    f"{self.name} did not start ({ended}); its last words: {self.last_words()}",
+                    reason="SERVICE_FAILED",
+                )
         return self._addresses is not None
 
     def wait_ready(self, timeout: timedelta) -> None:
@@ -124,7 +141,10 @@ class Service:
             time.sleep(POLL_INTERVAL.total_seconds())
 
     def late(self, timeout: timedelta) -> DeadlineError:
-        return DeadlineError(f"{self.name} did not serve within {timeout.total_seconds():g} s; its last words: {self.last_words()}")
+        return DeadlineError(
+            f"{self.name} did not serve within {timeout.total_seconds():g} s; its last words: "
+            f"{self.last_words()}"
+        )
 
     def release(self) -> None:
         """Gives the port back; after its process was stopped."""
@@ -141,13 +161,17 @@ class Service:
 class LocalCluster:
     """Coordinator, Valkey and parameter servers of one job, on loopback without tokens."""
 
-    def __init__(self, job: JobSettings, *, command: str = "", log_directory: Path | None = None) -> None:
+    def __init__(
+        self, job: JobSettings, *, command: str = "", log_directory: Path | None = None
+    ) -> None:
         """Starts nothing yet.
 
         Args:
-            job: created at the coordinator; its parameter servers and their backups are started for it.
+            job: created at the coordinator; its parameter servers and their backups are started for
+                it.
             command: what `shoal status` shows as this cluster's purpose.
-            log_directory: keeps the services' logs; None: they are deleted with the cluster's other files.
+            log_directory: keeps the services' logs; None: they are deleted with the cluster's other
+                files.
         """
         self.job = job
         self._scratch = ScratchDirectory("cluster")
@@ -156,7 +180,10 @@ class LocalCluster:
         self._log_directory = log_directory
         self._environment = _service_environment()
         self.coordinator = self._service(
-            "coordinator", "shoal_coordinator", "--redis", f"embedded://{quote(str(self.directory / 'redis'))}"
+            "coordinator",
+            "shoal_coordinator",
+            "--redis",
+            f"embedded://{quote(str(self.directory / 'redis'))}",
         )
         self.servers: list[Service] = []
         self.start_server_process: StartService | None = None
@@ -164,10 +191,11 @@ class LocalCluster:
         self._client: CoordinatorClient | None = None
         self._registration: Registration | None = None
 
-    # ------------------------------------------------------------------------------------------------------------- opening
+    # -------------------------------------------------------------------------------------- opening
 
     def open(self) -> None:
-        """Blocks until all serve. Raises UnavailableError or DeadlineError; then everything is stopped again."""
+        """Blocks until all serve. Raises UnavailableError or DeadlineError; then everything is
+        stopped again."""
         try:
             self.start_coordinator()
             self.coordinator.wait_ready(START_TIMEOUT)
@@ -185,13 +213,15 @@ class LocalCluster:
         self.coordinator.start()
 
     def create_job(self) -> None:
-        """The second step, once the coordinator is ready. Blocks for an RPC, so it may be called on any thread, unlike the others."""
+        """The second step, once the coordinator is ready. Blocks for an RPC, so it may be called on
+        any thread, unlike the others."""
         self.client.create_job(self.job.message())
 
     def register(self) -> str | None:
         """The third step: makes the cluster known to `shoal status` and the like.
 
-        Returns None, or the reason why those commands need --coordinator. The run itself does not depend on it.
+        Returns None, or the reason why those commands need --coordinator. The run itself does not
+        depend on it.
         """
         try:
             self._registration = Registration(
@@ -202,7 +232,10 @@ class LocalCluster:
                 command=self._command,
             )
         except (OSError, ConfigurationError) as error:
-            return f"shoal status and shoal top need --coordinator {self.coordinator.address} for this run: {error}"
+            return (
+                f"shoal status and shoal top need --coordinator {self.coordinator.address} for "
+                f"this run: {error}"
+            )
         return None
 
     def start_servers(self) -> None:
@@ -247,13 +280,22 @@ class LocalCluster:
         }
 
     def _service(self, name: str, program: str, *arguments: str) -> Service:
-        return Service(name, program, arguments, directory=self.directory, environment=self._environment)
+        return Service(
+            name, program, arguments, directory=self.directory, environment=self._environment
+        )
 
     def _server(self, index: int) -> Service:
         name = f"server-{index}"
         data = self.directory / name
         data.mkdir()
-        identity = ("--coordinator", self.coordinator.address, "--job", self.job.job_id, "--server-id", name)
+        identity = (
+            "--coordinator",
+            self.coordinator.address,
+            "--job",
+            self.job.job_id,
+            "--server-id",
+            name,
+        )
         arguments = (*identity, "--data-dir", str(data))
         return Service(
             name,
@@ -264,10 +306,11 @@ class LocalCluster:
             start=self.start_server_process,
         )
 
-    # ------------------------------------------------------------------------------------------------------------- closing
+    # -------------------------------------------------------------------------------------- closing
 
     def close(self) -> None:
-        """Stops all: servers first, so that they can take their leave of the coordinator. Idempotent.
+        """Stops all: servers first, so that they can take their leave of the coordinator.
+        Idempotent.
 
         Raises DeadlineError if a process of the cluster is still there afterwards.
         """
@@ -279,7 +322,9 @@ class LocalCluster:
             stop_all([server.child for server in self.servers if server.started], grace=_STOP_GRACE)
         finally:
             try:
-                stop_all([self.coordinator.child] if self.coordinator.started else [], grace=_STOP_GRACE)
+                stop_all(
+                    [self.coordinator.child] if self.coordinator.started else [], grace=_STOP_GRACE
+                )
             finally:
                 self._clean_up()
 
@@ -299,13 +344,24 @@ class LocalCluster:
         self.open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 def _service_environment() -> dict[str, str]:
-    """The caller's, without the settings that belong to other services of the same names: those of the workers that it runs itself."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_COORDINATOR_", "SHOAL_PS_SERVER_"))}
-    # Each service has a core's worth of work at most; more threads would only take the workers' cores.
+    """The caller's, without the settings that belong to other services of the same names: those of
+    the workers that it runs itself."""
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SHOAL_COORDINATOR_", "SHOAL_PS_SERVER_"))
+    }
+    # Each service has a core's worth of work at most; more threads would only take the workers'
+    # cores.
     environment.setdefault("OMP_NUM_THREADS", "1")
     return environment

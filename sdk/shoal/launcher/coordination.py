@@ -1,7 +1,8 @@
 """A coordinator for as long as a command runs: `shoal coordinate -- srun shoal run train.py`.
 
-A batch system, or a loop over ssh, starts launchers on many machines, and is told nothing but a command line. They need one coordinator,
-whose address is known only when it serves. Here it comes first, with a Redis of its own; then the command, whose environment names it.
+A batch system, or a loop over ssh, starts launchers on many machines, and is told nothing but a
+command line. They need one coordinator, whose address is known only when it serves. Here it comes
+first, with a Redis of its own; then the command, whose environment names it.
 
 The coordinator ends when the command has ended (`hosted_coordinator`).
 
@@ -33,19 +34,28 @@ from shoal.launcher.process import ExitStatus
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOOK_MS: Final = 500
-"""A signal that comes just before a wait begins does not end it: its handler runs when this is over."""
+"""A signal that comes just before a wait begins does not end it: its handler runs when this is
+over."""
 
 
 class Coordination:
     """One command with its coordinator. `run` may be called once."""
 
     def __init__(
-        self, command: Sequence[str], *, host: str, insecure: bool, environment: Mapping[str, str], note: Callable[[str], None]
+        self,
+        command: Sequence[str],
+        *,
+        host: str,
+        insecure: bool,
+        environment: Mapping[str, str],
+        note: Callable[[str], None],
     ) -> None:
-        """`host`: how other machines name this one. `insecure`: without TLS or tokens. Raises ConfigurationError."""
+        """`host`: how other machines name this one. `insecure`: without TLS or tokens. Raises
+        ConfigurationError."""
         if shutil.which(command[0]) is None:
             raise ConfigurationError(
-                f"the command {command[0]!r} is not on PATH; expected a program and its arguments, as in -- srun shoal run"
+                f"the command {command[0]!r} is not on PATH; expected a program and its arguments, "
+                "as in -- srun shoal run"
             )
         self._command = command
         self._environment = environment
@@ -53,7 +63,11 @@ class Coordination:
         self._scratch = ScratchDirectory("coordinate")
         try:
             self._coordinator = HostedCoordinator(
-                self._scratch.path, host=host, arguments=["--insecure"] if insecure else [], environment=environment, note=note
+                self._scratch.path,
+                host=host,
+                arguments=["--insecure"] if insecure else [],
+                environment=environment,
+                note=note,
             )
             self._variables = _variables(self._coordinator.address, command[0], environment)
         except BaseException:
@@ -62,24 +76,32 @@ class Coordination:
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """The command's status. Raises ShoalError when the coordinator does not start, OSError when the command does not."""
+        """The command's status. Raises ShoalError when the coordinator does not start, OSError when
+        the command does not."""
         try:
             self._coordinator.start()
             told = self._variables
             self._note(
                 f"coordinator at {self._coordinator.address} for job {told['PET_RDZV_ID']}"
-                + (f", {told['PET_NNODES']} machines (SLURM)" if slurm.allocated(self._environment) else "")
+                + (
+                    f", {told['PET_NNODES']} machines (SLURM)"
+                    if slurm.allocated(self._environment)
+                    else ""
+                )
             )
             with self._signals():
                 # Its end is a signal's that it may act on; this process's own is SIGKILL's at most.
                 command = tied_to_parent(self._command, death_signal=signal.SIGTERM)
-                self._child = subprocess.Popen(command, env={**_for_command(self._environment), **told})
+                self._child = subprocess.Popen(
+                    command, env={**_for_command(self._environment), **told}
+                )
                 return ExitStatus.from_returncode(self._wait(self._child)).code
         finally:
             self._close()
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
-        """Until the command has ended; a coordinator that dies meanwhile is started again, with what it knew."""
+        """Until the command has ended; a coordinator that dies meanwhile is started again, with
+        what it knew."""
         ending = os.pidfd_open(child.pid)
         try:
             while True:
@@ -105,9 +127,13 @@ class Coordination:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Passed on, but for what the command gets by itself: a terminal's Ctrl-C, and SLURM's signals to its steps. srun would
-        answer one of its own by killing them."""
-        if self._child is not None and number != signal.SIGINT and not slurm.allocated(self._environment):
+        """Passed on, but for what the command gets by itself: a terminal's Ctrl-C, and SLURM's
+        signals to its steps. srun would answer one of its own by killing them."""
+        if (
+            self._child is not None
+            and number != signal.SIGINT
+            and not slurm.allocated(self._environment)
+        ):
             self._child.send_signal(number)
 
     def _close(self) -> None:
@@ -118,14 +144,21 @@ class Coordination:
 
 
 def _for_command(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without the coordinator's secrets; with those of the launchers, which may be on other machines, where no file of this one is."""
-    return {**{name: value for name, value in environment.items() if name not in SERVICE_SECRETS}, **secrets_to_hand_on()}
+    """Without the coordinator's secrets; with those of the launchers, which may be on other
+    machines, where no file of this one is."""
+    return {
+        **{name: value for name, value in environment.items() if name not in SERVICE_SECRETS},
+        **secrets_to_hand_on(),
+    }
 
 
 def _variables(address: str, program: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """What the command's processes read. A job id or a number of machines that is set already stays; the coordinator is this one."""
+    """What the command's processes read. A job id or a number of machines that is set already
+    stays; the coordinator is this one."""
     in_slurm = slurm.allocated(environment)
-    job_id = environment.get("PET_RDZV_ID") or (slurm.run_id(environment) if in_slurm else new_job_id(Path(program).name))
+    job_id = environment.get("PET_RDZV_ID") or (
+        slurm.run_id(environment) if in_slurm else new_job_id(Path(program).name)
+    )
     run = {"PET_RDZV_ID": job_id, **(slurm.run_variables(environment) if in_slurm else {})}
     return {
         **{name: environment.get(name) or value for name, value in run.items()},

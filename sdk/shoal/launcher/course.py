@@ -1,8 +1,9 @@
-"""The course of a run, put together from what its workers commit: how far it is, how fast, its loss, and when training stood still. Pure.
+"""The course of a run, put together from what its workers commit: how far it is, how fast, its
+loss, and when training stood still. Pure.
 
-It is given the tallies of this launcher's workers (`shoal_common.tally`) again and again, also of dead ones. Training *stands
-still* while none of them commits a step, from the last commit before a change of the ranks to the first one after it, or for half a second
-and some steps' time.
+It is given the tallies of this launcher's workers (`shoal_common.tally`) again and again, also of
+dead ones. Training *stands still* while none of them commits a step, from the last commit before a
+change of the ranks to the first one after it, or for half a second and some steps' time.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Course:
         """The newest in which a step was committed."""
         self._tallies: dict[str, Tally] = {}
         self._pending: dict[str, list[Span]] = {}
-        """Spans that no settled time covers: of each worker at most its newest one that has been looked at."""
+        """Spans that no settled time covers: of each worker at most its newest one that has been
+        looked at."""
         self._seen: dict[str, int] = {}
         """How many of a worker's spans, the newest one left out, have been taken up."""
         self._until: Span | None = None
@@ -79,11 +81,12 @@ class Course:
         self._began: tuple[int, int, int] | None = None
         """When the first step was committed, and the run's steps and samples before it."""
         self._took: tuple[int, int, float, int] | None = None
-        """What the last point was made at: the moment, samples, the sum of the losses and their number."""
+        """What the last point was made at: the moment, samples, the sum of the losses and their
+        number."""
         self._per_point = 1
         self._skipped = 0
 
-    # ------------------------------------------------------------------------------------------------------------- figures
+    # -------------------------------------------------------------------------------------- figures
 
     @property
     def has_begun(self) -> bool:
@@ -97,12 +100,14 @@ class Course:
 
     @property
     def steps_before(self) -> int:
-        """Steps that the run had before this launcher's part of it: of a checkpoint, or of other machines."""
+        """Steps that the run had before this launcher's part of it: of a checkpoint, or of other
+        machines."""
         return 0 if self.asynchronous or self._began is None else self._began[1]
 
     @property
     def steps(self) -> int:
-        """Committed steps of the run that stand; of asynchronous training, those of this launcher's workers."""
+        """Committed steps of the run that stand; of asynchronous training, those of this launcher's
+        workers."""
         if self.asynchronous:
             pushed = sum(tally.own_steps for tally in self._tallies.values())
             return pushed + sum(steps for steps, _ in self._left_behind.values())
@@ -114,13 +119,21 @@ class Course:
         if self.asynchronous:
             pushed = sum(tally.own_samples for tally in self._tallies.values())
             return pushed + sum(samples for _, samples in self._left_behind.values())
-        return max(0, self._newest.counts.samples - self._began[2]) if self._began is not None else 0
+        return (
+            max(0, self._newest.counts.samples - self._began[2]) if self._began is not None else 0
+        )
 
     @property
     def _left_behind(self) -> dict[int, tuple[int, int]]:
-        """Steps and samples, by key, of batches that a worker pushed and did not live to count; another one found them on the servers."""
+        """Steps and samples, by key, of batches that a worker pushed and did not live to count;
+        another one found them on the servers."""
         in_doubt = {tally.in_doubt for tally in self._tallies.values()}
-        return {key: each for tally in self._tallies.values() for key, each in tally.known.items() if key in in_doubt}
+        return {
+            key: each
+            for tally in self._tallies.values()
+            for key, each in tally.known.items()
+            if key in in_doubt
+        }
 
     @property
     def steps_in_all(self) -> int:
@@ -135,7 +148,11 @@ class Course:
         if not self._tallies:
             return math.nan
         newest = self._newest.spans[-1]
-        now = [t for t in self._tallies.values() if t.spans[-1].generation == newest.generation or t.counts.asynchronous]
+        now = [
+            t
+            for t in self._tallies.values()
+            if t.spans[-1].generation == newest.generation or t.counts.asynchronous
+        ]
         losses = [t.counts.loss for t in now if t.counts.losses or not math.isnan(t.counts.loss)]
         return sum(losses) / len(losses) if losses else math.nan
 
@@ -152,13 +169,15 @@ class Course:
 
     @property
     def _moved(self) -> tuple[float, int]:
-        """Seconds in which training did not stand still, and how many intervals between commits are in them."""
+        """Seconds in which training did not stand still, and how many intervals between commits are
+        in them."""
         moved = self.seconds - sum(standstill.seconds for standstill in self.standstills)
         undone = sum(standstill.undone for standstill in self.standstills)
         return moved, self.steps - self.steps_before - 1 + undone - len(self.standstills)
 
     def _is_long(self, apart_ns: int) -> bool:
-        """Returns True if the time between two commits is far longer than that of all other steps."""
+        """Returns True if the time between two commits is far longer than that of all other
+        steps."""
         moved, intervals = self._moved
         if apart_ns < LONG_GAP_NS or intervals < 2:
             return False
@@ -174,10 +193,13 @@ class Course:
         """When the last one was; 0: none was."""
         return self._newest.spans[-1].last_ns if self._tallies else 0
 
-    # --------------------------------------------------------------------------------------------------------------- input
+    # ---------------------------------------------------------------------------------------- input
 
-    def take(self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False) -> list[Standstill]:
-        """Takes up what the workers have committed by now. Returns what has turned out to be a standstill. `settle`: nothing more comes."""
+    def take(
+        self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False
+    ) -> list[Standstill]:
+        """Takes up what the workers have committed by now. Returns what has turned out to be a
+        standstill. `settle`: nothing more comes."""
         if not tallies:
             return []
         self._tallies.update(tallies)
@@ -191,7 +213,11 @@ class Course:
 
     def _take_spans(self, name: str, tally: Tally) -> None:
         if name not in self._seen:
-            began = (tally.spans[0].first_ns, tally.counts.steps_before, tally.counts.samples_before)
+            began = (
+                tally.spans[0].first_ns,
+                tally.counts.steps_before,
+                tally.counts.samples_before,
+            )
             self._began = min(self._began or began, began)
         seen, pending = self._seen.get(name, 0), self._pending.setdefault(name, [])
         if pending and pending[-1].first_ns == tally.spans[-1].first_ns:
@@ -204,7 +230,10 @@ class Course:
 
     def _find_standstills(self, horizon_ns: int) -> list[Standstill]:
         found = []
-        spans = sorted((span for pending in self._pending.values() for span in pending), key=lambda span: (span.first_ns, span.last_ns))
+        spans = sorted(
+            (span for pending in self._pending.values() for span in pending),
+            key=lambda span: (span.first_ns, span.last_ns),
+        )
         for span in spans:
             if span.first_ns > horizon_ns:
                 break
@@ -213,24 +242,43 @@ class Course:
                 self._until = span
                 continue
             apart = span.first_ns - until.last_ns
-            changed = span.generation != until.generation and not self.asynchronous  # else they do not wait for each other
+            # else they do not wait for each other
+            changed = span.generation != until.generation and not self.asynchronous
             if self._is_long(apart) or (apart > 0 and changed):
                 found.append(self._standstill(until, span))
             if span.last_ns >= until.last_ns:
                 self._until = span
         if self._until is not None:
             for name, pending in self._pending.items():
-                self._pending[name] = [span for span in pending[:-1] if span.first_ns > horizon_ns] + pending[-1:]
+                self._pending[name] = [
+                    span for span in pending[:-1] if span.first_ns > horizon_ns
+                ] + pending[-1:]
         return found
 
     def _standstill(self, before: Span, after: Span) -> Standstill:
         steps, done = after.began_after, before.steps
         if after.generation != before.generation:
-            # A rank that was in doubt of a step commits it in the new generation: others have it already.
-            begun = [[span for span in spans if span.first_ns >= after.first_ns] for spans in self._pending.values()]
-            steps = max(spans[0].began_after for spans in begun if spans and spans[0].generation == after.generation)
-            ended = [span for spans in self._pending.values() for span in spans if span.last_ns <= before.last_ns]
-            done = max((span.steps for span in ended if span.generation == before.generation), default=before.steps)
+            # A rank that was in doubt of a step commits it in the new generation: others have it
+            # already.
+            begun = [
+                [span for span in spans if span.first_ns >= after.first_ns]
+                for spans in self._pending.values()
+            ]
+            steps = max(
+                spans[0].began_after
+                for spans in begun
+                if spans and spans[0].generation == after.generation
+            )
+            ended = [
+                span
+                for spans in self._pending.values()
+                for span in spans
+                if span.last_ns <= before.last_ns
+            ]
+            done = max(
+                (span.steps for span in ended if span.generation == before.generation),
+                default=before.steps,
+            )
         return Standstill(
             began_ns=before.last_ns,
             ended_ns=after.first_ns,
@@ -262,7 +310,9 @@ class Course:
             )
         )
         if len(self.points) >= _MOST_POINTS:
-            self.points = [_joined(*self.points[at : at + 2]) for at in range(0, len(self.points) - 1, 2)]
+            self.points = [
+                _joined(*self.points[at : at + 2]) for at in range(0, len(self.points) - 1, 2)
+            ]
             self._per_point *= 2
 
     @property

@@ -1,8 +1,10 @@
-"""Bearer token and certificates towards a shared coordinator, and how the processes that a command starts get them.
+"""Bearer token and certificates towards a shared coordinator, and how the processes that a command
+starts get them.
 
-The names of the variables are those that workers read, so one setting serves both. A command's flags (`--tls-ca`, ...) become these
-variables, in its own process; a token that stood in a variable is taken out of it (shoal_common.credentials) and given to workers as a
-file that they alone are told of.
+The names of the variables are those that workers read, so one setting serves both. A command's
+flags (`--tls-ca`, ...) become these variables, in its own process; a token that stood in a variable
+is taken out of it (shoal_common.credentials) and given to workers as a file that they alone are
+told of.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 def channel_settings(coordinator: str) -> ChannelSettings:
     """How to speak to the coordinator at `coordinator`, host:port. Raises ConfigurationError."""
-    from shoal_common.credentials import CallerSettings  # settings and gRPC: workers of a local run start before these are loaded
+    # settings and gRPC: workers of a local run start before these are loaded
+    from shoal_common.credentials import CallerSettings
 
     return CallerSettings.load().channel(coordinator)
 
@@ -32,8 +35,8 @@ def member_channel(coordinator: str) -> ChannelSettings:
 
 
 def secrets_as_files(directory: Path) -> dict[str, str]:
-    """Writes the secrets that this process has taken out of its environment into files in `directory`, which only this user can read, and
-    returns the variables that name these."""
+    """Writes the secrets that this process has taken out of its environment into files in
+    `directory`, which only this user can read, and returns the variables that name these."""
     named = {}
     for name, secret in secrets_to_hand_on().items():
         if os.environ.get(f"{name}_FILE"):

@@ -1,4 +1,5 @@
-"""The environment of a worker process: torchrun's variables, so that its scripts run unchanged, and Shoal's."""
+"""The environment of a worker process: torchrun's variables, so that its scripts run unchanged, and
+Shoal's."""
 
 from __future__ import annotations
 
@@ -67,7 +68,13 @@ class WorkerIdentity:
 
 
 def torchrun_variables(
-    placement: WorkerPlacement, *, run_id: str, role: str, restarts: int, max_restarts: int, error_file: Path
+    placement: WorkerPlacement,
+    *,
+    run_id: str,
+    role: str,
+    restarts: int,
+    max_restarts: int,
+    error_file: Path,
 ) -> dict[str, str]:
     """What torchrun sets, with its meanings."""
     node = placement.node
@@ -86,7 +93,8 @@ def torchrun_variables(
         "TORCHELASTIC_RESTART_COUNT": str(restarts),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
         "TORCHELASTIC_RUN_ID": run_id,
-        # The store of init_method="env://" is hosted by rank 0 and not by the launcher, which has no torch.
+        # The store of init_method="env://" is hosted by rank 0 and not by the launcher, which has
+        # no torch.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(error_file),
     }
@@ -122,11 +130,16 @@ def shoal_variables(identity: WorkerIdentity, *, index: int) -> dict[str, str]:
 def inherited(environment: Mapping[str, str], *, workers: int, local: bool) -> dict[str, str]:
     """What workers take over from the launcher's own environment.
 
-    With several workers a node and OMP_NUM_THREADS unset, each gets one thread, as under torchrun. `local`: the cluster is this
-    launcher's own, knows neither tokens nor certificates, and is reached from this machine alone.
+    With several workers a node and OMP_NUM_THREADS unset, each gets one thread, as under torchrun.
+    `local`: the cluster is this launcher's own, knows neither tokens nor certificates, and is
+    reached from this machine alone.
     """
     of_others = ("SHOAL_TOKEN", "SHOAL_TLS_", "SHOAL_LOCAL_ADDR", "SHOAL_LISTEN_ADDR")
-    kept = {name: value for name, value in environment.items() if not (local and name.startswith(of_others))}
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if not (local and name.startswith(of_others))
+    }
     kept.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if workers > 1:
         kept.setdefault("OMP_NUM_THREADS", "1")
@@ -134,14 +147,24 @@ def inherited(environment: Mapping[str, str], *, workers: int, local: bool) -> d
 
 
 _OWN: Final = frozenset(
-    {"CUDA_VISIBLE_DEVICES", "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK"}
+    {
+        "CUDA_VISIBLE_DEVICES",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK",
+    }
     | {"ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "WORLD_SIZE"}
 )
 _OWN_PREFIXES: Final = ("SHOAL_", "TORCHELASTIC_")
 
 
 def is_own_of_worker(name: str) -> bool:
-    """Whether a variable may differ between workers of one run. Nothing reads these before a script runs."""
+    """Whether a variable may differ between workers of one run. Nothing reads these before a script
+    runs."""
     return name in _OWN or name.startswith(_OWN_PREFIXES)
 
 
@@ -154,19 +177,22 @@ def interface_variables(environment: Mapping[str, str], interface: str | None) -
 
 
 def visible_slices(environment: Mapping[str, str]) -> list[str]:
-    """The slices of GPUs (NVIDIA's MIG) that CUDA_VISIBLE_DEVICES lists; empty: it lists none, or whole devices as well."""
+    """The slices of GPUs (NVIDIA's MIG) that CUDA_VISIBLE_DEVICES lists; empty: it lists none, or
+    whole devices as well."""
     listed = [each.strip() for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return listed if all(each.startswith("MIG-") for each in listed) else []
 
 
 def slice_variables(environment: Mapping[str, str], *, index: int) -> dict[str, str]:
-    """The one slice that worker `index` sees, where the launcher is shown several: CUDA gives a process the first of a list alone."""
+    """The one slice that worker `index` sees, where the launcher is shown several: CUDA gives a
+    process the first of a list alone."""
     slices = visible_slices(environment)
     return {"CUDA_VISIBLE_DEVICES": slices[index % len(slices)]} if slices else {}
 
 
 def metrics_listen(environment: Mapping[str, str], *, index: int, enabled: bool) -> str | None:
-    """Where worker `index` serves its metrics: SHOAL_METRICS_LISTEN, with the index added to a fixed port; else any port of loopback."""
+    """Where worker `index` serves its metrics: SHOAL_METRICS_LISTEN, with the index added to a
+    fixed port; else any port of loopback."""
     if not enabled:
         return None
     host, _, port = environment.get("SHOAL_METRICS_LISTEN", "127.0.0.1:0").rpartition(":")

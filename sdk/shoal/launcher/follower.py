@@ -1,6 +1,8 @@
-"""Follows a run while it goes on: reads its workers' tallies some times a second, and asks the coordinator what has happened.
+"""Follows a run while it goes on: reads its workers' tallies some times a second, and asks the
+coordinator what has happened.
 
-Belongs to the launcher's event loop; questions go to a thread. Nothing here decides anything, and nothing that fails here fails the run.
+Belongs to the launcher's event loop; questions go to a thread. Nothing here decides anything, and
+nothing that fails here fails the run.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class RunFollower:
             await asyncio.sleep(_LOOK_S)
 
     async def finish(self, ask: Ask | None) -> None:
-        """All workers have ended: takes up what they have left. `ask`: None where the coordinator cannot be asked."""
+        """All workers have ended: takes up what they have left. `ask`: None where the coordinator
+        cannot be asked."""
         self.look(settle=True)
         if ask is not None and self.account.course.has_begun:
             try:
@@ -72,11 +75,16 @@ class RunFollower:
 
     def look(self, *, settle: bool = False) -> None:
         """Reads the tallies. `settle`: nothing more will be in them."""
-        tallies = {name: tally for name, path in self._files.items() if (tally := read_tally(path)) is not None}
+        tallies = {
+            name: tally
+            for name, path in self._files.items()
+            if (tally := read_tally(path)) is not None
+        }
         self.account.take(tallies, time.monotonic_ns(), settle=settle)
         for name in self._endings.keys() & self._files.keys() if not settle else ():
             if name in tallies or not self._files[name].exists():
-                del self._files[name]  # it commits nothing any more, and the course keeps what it had
+                # it commits nothing any more, and the course keeps what it had
+                del self._files[name]
         if self._show is not None and not settle and (status := self.account.status) is not None:
             self._show(status)
 

@@ -1,4 +1,5 @@
-"""A job as launchers describe it: durations and plain values, turned into the message that the coordinator takes."""
+"""A job as launchers describe it: durations and plain values, turned into the message that the
+coordinator takes."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ class JobSettings:
     parameter_server_backups: int = 0
     """Backups of each of them, 0 or 1."""
     max_parameter_servers: int = 0
-    """Servers that it may have; 0: as many as `parameter_servers`. More than 0 where `parameter_servers` is 0: one is started when a script
-    asks for it."""
+    """Servers that it may have; 0: as many as `parameter_servers`. More than 0 where
+    `parameter_servers` is 0: one is started when a script asks for it."""
     join_grace: timedelta = timedelta(seconds=30)
     """How long the first ready worker waits for others, when the world is not full."""
     lease: timedelta | None = None
@@ -71,7 +72,10 @@ def new_job_id(program: str) -> str:
 def check_job_id(job_id: str) -> None:
     """Raises ConfigurationError unless a job may be called so."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", job_id):
-        raise ConfigurationError(f"job id {job_id!r}: expected 1 to 64 characters of A-Z a-z 0-9 . _ -, starting with a letter or digit")
+        raise ConfigurationError(
+            f"job id {job_id!r}: expected 1 to 64 characters of A-Z a-z 0-9 . _ -, starting with a "
+            "letter or digit"
+        )
 
 
 def _milliseconds(duration: timedelta | None) -> int:

@@ -1,7 +1,8 @@
-"""Opens a local cluster without blocking an event loop, and keeps its services running: one that dies is started again at its address.
+"""Opens a local cluster without blocking an event loop, and keeps its services running: one that
+dies is started again at its address.
 
-The coordinator's state is in Redis and the members reconnect, so training does not notice; a parameter server comes back with all that it
-had acknowledged.
+The coordinator's state is in Redis and the members reconnect, so training does not notice; a
+parameter server comes back with all that it had acknowledged.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
 from shoal.launcher.cluster import POLL_INTERVAL, START_TIMEOUT, LocalCluster, Service
 
 _SHORT_LIFE_S: Final = 5.0
-"""One that has served for so long has started well: its end is something else, and does not count."""
+"""One that has served for so long has started well: its end is something else, and does not
+count."""
 _MOST_SHORT_LIVES: Final = 4
 """One that ended so often in a row, and never served for long, would end again."""
 _ASK_EVERY_S: Final = 0.5
-"""How often the coordinator is asked whether a script waits for parameter servers, where none was started with the job; and, where it was
-started again, about the job."""
+"""How often the coordinator is asked whether a script waits for parameter servers, where none was
+started with the job; and, where it was started again, about the job."""
 NOBODY: Final = "nobody"
 """Asked about one member, the coordinator leaves out all others."""
 
@@ -34,7 +36,8 @@ class ClusterKeeper:
         self._note = note
 
     async def open(self) -> None:
-        """The rest of the way after `start_coordinator`. Raises UnavailableError, DeadlineError; the caller closes the cluster."""
+        """The rest of the way after `start_coordinator`. Raises UnavailableError, DeadlineError;
+        the caller closes the cluster."""
         cluster = self._cluster
         await _until_ready(cluster.coordinator)
         # gRPC is imported here, which takes longer than the call.
@@ -48,7 +51,9 @@ class ClusterKeeper:
     async def keep(self) -> None:
         """Never returns; to be cancelled before the cluster is closed."""
         kept = [self._keep(service) for service in self._cluster.services]
-        await asyncio.gather(*kept, *([self._serve_when_asked()] if self._cluster.serves_when_asked else []))
+        await asyncio.gather(
+            *kept, *([self._serve_when_asked()] if self._cluster.serves_when_asked else [])
+        )
 
     async def _serve_when_asked(self) -> None:
         """Starts a parameter server once a worker waits for one, and keeps it."""
@@ -56,12 +61,20 @@ class ClusterKeeper:
         while not await asyncio.to_thread(self._servers_awaited):
             await asyncio.sleep(_ASK_EVERY_S)
         server = cluster.start_server()
-        self._note(f"the script uses parameter servers: {server.name} was started for it; --servers N starts more, from the beginning")
+        self._note(
+            f"the script uses parameter servers: {server.name} was started for it; --servers N "
+            "starts more, from the beginning"
+        )
         await self._keep(server)
 
     def _servers_awaited(self) -> bool:
         try:
-            return self._cluster.client.get_job(self._cluster.job.job_id, member_id=NOBODY).servers_awaited > 0
+            return (
+                self._cluster.client.get_job(
+                    self._cluster.job.job_id, member_id=NOBODY
+                ).servers_awaited
+                > 0
+            )
         except ShoalError:
             return False  # the coordinator is being started again
 
@@ -77,8 +90,9 @@ class ClusterKeeper:
             short_lives = 0 if served_long else short_lives + 1
             if short_lives >= _MOST_SHORT_LIVES:
                 self._note(
-                    f"{service.name} (pid {pid}) ended ({status}) for the {_MOST_SHORT_LIVES}th time in a row within "
-                    f"{_SHORT_LIFE_S:g} s of serving, and is given up; its last words: {service.last_words()}"
+                    f"{service.name} (pid {pid}) ended ({status}) for the {_MOST_SHORT_LIVES}th "
+                    f"time in a row within {_SHORT_LIFE_S:g} s of serving, and is given up; its "
+                    f"last words: {service.last_words()}"
                 )
                 return
             service.start()
@@ -92,11 +106,15 @@ class ClusterKeeper:
                 if service.child.poll() is None:  # else its end is noticed above
                     self._note(str(error))
             else:
-                self._note(f"{service.name} (pid {pid}) ended ({status}) and serves again as pid {service.child.pid}")
+                self._note(
+                    f"{service.name} (pid {pid}) ended ({status}) and serves again as pid "
+                    f"{service.child.pid}"
+                )
 
     async def _create_job_again(self, coordinator: Service) -> None:
-        """The coordinator's data may be gone too; else this changes nothing. Asks until it answers: for a while after failures gRPC answers
-        in its place that it cannot be reached. Raises ShoalError: it has ended, or does not answer."""
+        """The coordinator's data may be gone too; else this changes nothing. Asks until it answers:
+        for a while after failures gRPC answers in its place that it cannot be reached. Raises
+        ShoalError: it has ended, or does not answer."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + START_TIMEOUT.total_seconds()
         while True:

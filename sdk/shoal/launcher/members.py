@@ -1,5 +1,5 @@
-"""Kills workers that this process has not started: those that the coordinator describes, or all of one launcher. A worker is known by its
-member id in its environment."""
+"""Kills workers that this process has not started: those that the coordinator describes, or all of
+one launcher. A worker is known by its member id in its environment."""
 
 from __future__ import annotations
 
@@ -16,18 +16,23 @@ _MEMBER_ID: Final = b"SHOAL_MEMBER_ID="
 
 
 def kill_member(*, rank: int, host: str, pid: int, member_id: str) -> None:
-    """SIGKILL. The number could be another's on this host, or in this container: the process must be this member's.
+    """SIGKILL. The number could be another's on this host, or in this container: the process must
+    be this member's.
 
     Raises:
-        PreconditionError: MEMBER_ELSEWHERE: it runs on another machine; PROCESS_NOT_OURS: this user may not.
+        PreconditionError: MEMBER_ELSEWHERE: it runs on another machine; PROCESS_NOT_OURS: this user
+            may not.
         UnknownResourceError: PROCESS_UNKNOWN: it is not there any more.
     """
     if host != socket.gethostname():
         raise PreconditionError(
-            f"rank {rank} runs on {host}, not on this machine ({socket.gethostname()}); run this there, or `shoal drain {rank}`",
+            f"rank {rank} runs on {host}, not on this machine ({socket.gethostname()}); run this "
+            f"there, or `shoal drain {rank}`",
             reason="MEMBER_ELSEWHERE",
         )
-    gone = UnknownResourceError(f"the process of rank {rank} (pid {pid}) is not here any more", reason="PROCESS_UNKNOWN")
+    gone = UnknownResourceError(
+        f"the process of rank {rank} (pid {pid}) is not here any more", reason="PROCESS_UNKNOWN"
+    )
     try:
         process = Handle(pid)
     except ProcessLookupError:
@@ -37,15 +42,21 @@ def kill_member(*, rank: int, host: str, pid: int, member_id: str) -> None:
             raise gone
         process.kill()
     except (PermissionError, FileNotFoundError) as error:
-        raise PreconditionError(f"pid {pid} (rank {rank}) cannot be killed: {error}", reason="PROCESS_NOT_OURS") from error
+        raise PreconditionError(
+            f"pid {pid} (rank {rank}) cannot be killed: {error}", reason="PROCESS_NOT_OURS"
+        ) from error
     finally:
         process.close()
 
 
 def kill_workers(launcher: int) -> None:
-    """SIGKILL to all workers that this launcher runs, and to what they have started. Its services go on."""
+    """SIGKILL to all workers that this launcher runs, and to what they have started. Its services
+    go on."""
     for process in descendants(launcher):
-        with contextlib.closing(process), contextlib.suppress(PermissionError, FileNotFoundError, ProcessLookupError):
+        with (
+            contextlib.closing(process),
+            contextlib.suppress(PermissionError, FileNotFoundError, ProcessLookupError),
+        ):
             if any(variable.startswith(_MEMBER_ID) for variable in _environment(process.pid)):
                 process.kill()
 

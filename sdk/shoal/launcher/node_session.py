@@ -1,7 +1,9 @@
-"""One launcher's membership among the launchers of its job: the coordinator's session, held by a thread.
+"""One launcher's membership among the launchers of its job: the coordinator's session, held by a
+thread.
 
-The thread reads directives, reconnects, and calls `on_change` after whatever it has heard; gRPC's own thread draws the messages to send.
-What was heard is in attributes that only the session's thread writes, each of them replaced as a whole.
+The thread reads directives, reconnects, and calls `on_change` after whatever it has heard; gRPC's
+own thread draws the messages to send. What was heard is in attributes that only the session's
+thread writes, each of them replaced as a whole.
 """
 
 from __future__ import annotations
@@ -16,7 +18,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.errors import DeadlineError, PreconditionError, ShoalError, StaleGenerationError, UnavailableError, UnknownResourceError
+from shoal_common.errors import (
+    DeadlineError,
+    PreconditionError,
+    ShoalError,
+    StaleGenerationError,
+    UnavailableError,
+    UnknownResourceError,
+)
 from shoal_common.settings import parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -39,14 +48,16 @@ class Standing:
     placement: NodePlacement | None
     """None: no place now."""
     starts: tuple[str, ...] = ()
-    """For each node in rank order, a key that names this start of its workers. When they change, plain workers start anew;
-    the same ones in another generation mean that the coordinator had missed somebody who was there all the time."""
+    """For each node in rank order, a key that names this start of its workers. When they change,
+    plain workers start anew; the same ones in another generation mean that the coordinator had
+    missed somebody who was there all the time."""
     why: str = ""
     """Why not, for people."""
 
 
 class NodeSession:
-    """A launcher as a member that always wants a rank. Put out (it was silent for too long), it comes back as another member."""
+    """A launcher as a member that always wants a rank. Put out (it was silent for too long), it
+    comes back as another member."""
 
     def __init__(
         self,
@@ -58,10 +69,11 @@ class NodeSession:
         on_change: Callable[[], None],
         on_job_lost: Callable[[], None],
     ) -> None:
-        """Opens the session. `address` is host:port for the first worker of all nodes, should this launcher become rank 0.
+        """Opens the session. `address` is host:port for the first worker of all nodes, should this
+        launcher become rank 0.
 
-        Both are called on the session's thread. `on_job_lost` creates the job anew, since the coordinator does not know it any more; raises
-        ShoalError.
+        Both are called on the session's thread. `on_job_lost` creates the job anew, since the
+        coordinator does not know it any more; raises ShoalError.
         """
         self.standing = Standing(generation=0, placement=None, why="no word from the coordinator")
         self.stopped: str | None = None
@@ -69,7 +81,8 @@ class NodeSession:
         self.error: ShoalError | None = None
         """Why the session is over. Where `is_closed`, the run has come to its end elsewhere."""
         self.works_in = 0
-        """The generation that the launcher's workers were started in; the launcher sets it, heartbeats tell it."""
+        """The generation that the launcher's workers were started in; the launcher sets it,
+        heartbeats tell it."""
         self._client = client
         self._join = pb.Join(
             job_id=job_id,
@@ -79,7 +92,8 @@ class NodeSession:
             launcher_id=launcher_id,
             donor_address=address,
             run=client.run,
-            donor_key=uuid.uuid4().hex,  # names this start of the workers, over all incarnations of the session
+            # names this start of the workers, over all incarnations of the session
+            donor_key=uuid.uuid4().hex,
         )
         self._on_change = on_change
         self._on_job_lost = on_job_lost
@@ -101,7 +115,7 @@ class NodeSession:
         self._outgoing.put(pb.Leave(reason=reason, detail=detail[:1024]))
         self._thread.join(_LEAVE_TIMEOUT_S)
 
-    # ------------------------------------------------------------------------------------------------ the session's thread
+    # ------------------------------------------------------------------------- the session's thread
 
     def _run(self) -> None:
         while not self._leaving.is_set() and self.error is None:
@@ -128,7 +142,9 @@ class NodeSession:
             self._come_back(str(error))
 
     def _refused(self, error: ShoalError) -> None:
-        if error.reason in _OVER or (not isinstance(error, PreconditionError) and error.reason != _GENERATION_UNKNOWN):
+        if error.reason in _OVER or (
+            not isinstance(error, PreconditionError) and error.reason != _GENERATION_UNKNOWN
+        ):
             self.error = error
             return
         self._come_back(str(error))
@@ -148,22 +164,32 @@ class NodeSession:
                 if ranks:
                     placement = _placement(ranks, self._join.member_id)
                     starts = tuple(rank.donor_key for rank in ranks)
-                    self.standing = Standing(generation=generation.number, placement=placement, starts=starts)
+                    self.standing = Standing(
+                        generation=generation.number, placement=placement, starts=starts
+                    )
             case "standby":
-                self.standing = Standing(generation=self.standing.generation, placement=None, why=directive.standby.reason)
+                self.standing = Standing(
+                    generation=self.standing.generation,
+                    placement=None,
+                    why=directive.standby.reason,
+                )
             case "stop":
                 self.stopped = directive.stop.reason or "nobody said why"
             case "drain":
                 self.stopped = directive.drain.reason or "this launcher was drained"
 
     def _ask_ranks(self, generation: pb.Generation) -> Sequence[pb.Rank]:
-        """Who is in a generation that is too large to be told whole; nobody: there is a newer one, of which this launcher is told next.
+        """Who is in a generation that is too large to be told whole; nobody: there is a newer one,
+        of which this launcher is told next.
 
         Raises:
-            UnavailableError, DeadlineError: the coordinator is away, and tells of the generation again when it is back.
+            UnavailableError, DeadlineError: the coordinator is away, and tells of the generation
+                again when it is back.
         """
         try:
-            answer = self._client.get_ranks(self._join.job_id, generation=generation.number, nonce=generation.nonce)
+            answer = self._client.get_ranks(
+                self._join.job_id, generation=generation.number, nonce=generation.nonce
+            )
         except StaleGenerationError:
             return ()
         return list(answer.ranks)
@@ -182,7 +208,8 @@ class NodeSession:
                 yield pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self.works_in))
                 continue
             if leave is not None:
-                # Where its workers work comes first: as the end of an older generation's, this one's would stop those who came since.
+                # Where its workers work comes first: as the end of an older generation's, this
+                # one's would stop those who came since.
                 yield pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self.works_in))
                 yield pb.MemberMessage(leave=leave)
             return
@@ -191,4 +218,6 @@ class NodeSession:
 def _placement(ranks: Sequence[pb.Rank], member_id: str) -> NodePlacement:
     rank = next(rank.rank for rank in ranks if rank.member_id == member_id)
     master = parse_address(ranks[0].donor_address)
-    return NodePlacement(node_rank=rank, node_count=len(ranks), master_address=master.host, master_port=master.port)
+    return NodePlacement(
+        node_rank=rank, node_count=len(ranks), master_address=master.host, master_port=master.port
+    )

@@ -1,10 +1,13 @@
-"""A run on several machines, at a coordinator that all launchers share: `shoal run --rdzv-endpoint`.
+"""A run on several machines, at a coordinator that all launchers share:
+`shoal run --rdzv-endpoint`.
 
-torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR) must agree on all machines before any worker starts. So the launchers are members of
-a job of their own, `<job>.nodes`, and take their node ranks from its generations: one with other launchers, or other starts of theirs, is a
-new start of all plain workers. Elastic workers get their ranks from the job itself, and stay as they are.
+torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR) must agree on all machines before any worker
+starts. So the launchers are members of a job of their own, `<job>.nodes`, and take their node ranks
+from its generations: one with other launchers, or other starts of theirs, is a new start of all
+plain workers. Elastic workers get their ranks from the job itself, and stay as they are.
 
-Nothing ends because the coordinator is away, or has lost its data: the launchers wait for it, and create anew what it has lost.
+Nothing ends because the coordinator is away, or has lost its data: the launchers wait for it, and
+create anew what it has lost.
 
 The site belongs to the event loop's thread; the session's thread only wakes it.
 """
@@ -52,7 +55,8 @@ _REMINDER_S: Final = 10.0
 _EXPLAIN_AFTER_S: Final = 2.0
 """A coordinator that does not answer for longer is probed for the cause."""
 _WITHOUT_A_PLACE: Final = timedelta(seconds=60)
-"""So long plain workers go on while their launcher has no place among the others: after a cut, all may come back to where they were."""
+"""So long plain workers go on while their launcher has no place among the others: after a cut, all
+may come back to where they were."""
 _DEFAULT_MASTER_PORT: Final = 29500
 _RUN_ENDING: Final = "RUN_ENDING"
 
@@ -61,17 +65,21 @@ class SharedSite:
     """See `site.Site`."""
 
     def __init__(self, settings: RunSettings, *, note: Callable[[str], None]) -> None:
-        """`note` tells a person what happens; called on any thread. Raises ConfigurationError for addresses and certificates that cannot
-        work."""
+        """`note` tells a person what happens; called on any thread. Raises ConfigurationError for
+        addresses and certificates that cannot work."""
         assert settings.endpoint is not None
         if settings.master_address is not None and settings.node_rank is None:
-            raise ConfigurationError("--master-addr without --node-rank: give both, or neither and let the launchers agree")
+            raise ConfigurationError(
+                "--master-addr without --node-rank: give both, or neither and let the launchers "
+                "agree"
+            )
         self.coordinator = settings.endpoint
         self.run: Run | None = None
         self._settings = settings
         self._note = note
         self._own = self._find_own() if settings.local_address or settings.listen_address else None
-        """What was said of this machine's addresses; None: nothing, and the way to the coordinator is known only when that is."""
+        """What was said of this machine's addresses; None: nothing, and the way to the coordinator
+        is known only when that is."""
         self._client = CoordinatorClient(member_channel(settings.endpoint))
         self._nodes_job = JobSettings(
             job_id=launchers_job_id(settings.job_id),
@@ -87,7 +95,8 @@ class SharedSite:
         self._told: Standing | None = None
         """What `moved` and `place` have told the agent last; None before the first place."""
         self._left_alone = False
-        """The session was refused while workers ran: they go on, and nobody hears of launchers that come or go."""
+        """The session was refused while workers ran: they go on, and nobody hears of launchers that
+        come or go."""
         self._before = ""
         """How the run before ended, for people; empty: none is known."""
         self._give_up_at = 0.0
@@ -112,9 +121,17 @@ class SharedSite:
         while True:
             self._raise_if_stopped(self._session)
             error = self._session.error
-            if error is not None and not self._session.is_closed and self._told is not None and not self._left_alone:
+            if (
+                error is not None
+                and not self._session.is_closed
+                and self._told is not None
+                and not self._left_alone
+            ):
                 self._left_alone = True
-                self._note(f"the workers go on, but launchers that come or go are not noticed any more: {error}")
+                self._note(
+                    "the workers go on, but launchers that come or go are not noticed any more: "
+                    f"{error}"
+                )
             await self._wait_for_change()
 
     async def place(self, *, again: bool) -> NodePlacement:
@@ -132,7 +149,8 @@ class SharedSite:
         except TimeoutError:
             why = self._session.standing.why if self._session is not None else ""
             raise DeadlineError(
-                f"{self._settings.nodes.least} launchers for {self._run_name} did not come together within {timeout_s:g} s"
+                f"{self._settings.nodes.least} launchers for {self._run_name} did not come "
+                f"together within {timeout_s:g} s"
                 + (f" ({why})" if why else "")
                 + (f"; {self._before}" if self._before else "")
             ) from None
@@ -144,7 +162,12 @@ class SharedSite:
         while True:
             session, told = self._session, self._told
             standing = session.standing if session is not None else None
-            if session is None or standing is None or told is None or (standing.placement is None and told.placement is None):
+            if (
+                session is None
+                or standing is None
+                or told is None
+                or (standing.placement is None and told.placement is None)
+            ):
                 await self._wait_for_change()
                 continue
             if standing.placement is None:
@@ -163,9 +186,14 @@ class SharedSite:
     def fail(self, reason: str) -> None:
         if self._session is not None:
             try:
-                self._client.stop_job(self._nodes_job.job_id, reason=reason, deadline=_CALL_DEADLINE)
+                self._client.stop_job(
+                    self._nodes_job.job_id, reason=reason, deadline=_CALL_DEADLINE
+                )
             except ShoalError as error:
-                self._note(f"the launchers of other machines could not be told that this one has failed: {error}")
+                self._note(
+                    "the launchers of other machines could not be told that this one has failed: "
+                    f"{error}"
+                )
 
     def close(self, ending: Ending) -> None:
         try:
@@ -178,7 +206,7 @@ class SharedSite:
             if self._port is not None:
                 self._port.close()
 
-    # ---------------------------------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
 
     @property
     def _settled(self) -> bool:
@@ -211,7 +239,11 @@ class SharedSite:
     @property
     def _run_name(self) -> str:
         """For people."""
-        return f"run {self.run.number} of job {self._settings.job_id}" if self.run is not None else f"job {self._settings.job_id}"
+        return (
+            f"run {self.run.number} of job {self._settings.job_id}"
+            if self.run is not None
+            else f"job {self._settings.job_id}"
+        )
 
     async def _enter_run(self) -> None:
         """The job's run that goes on, or the next one; and a place among its launchers."""
@@ -222,7 +254,11 @@ class SharedSite:
         try:
             made = await self._create(self._job(), number=settings.run, resume=settings.resume)
         except PreconditionError as error:
-            if error.reason == "RUN_ENDED" and settings.run and await asyncio.to_thread(self._is_completed, settings.run):
+            if (
+                error.reason == "RUN_ENDED"
+                and settings.run
+                and await asyncio.to_thread(self._is_completed, settings.run)
+            ):
                 raise RunCompletedError(f"{error}: nothing is left to do") from error
             raise
         self._client.run = made.run
@@ -239,39 +275,61 @@ class SharedSite:
             self._join()
 
     def _check_run_before(self, number: int) -> None:
-        """Raises PreconditionError where launchers say that the run before goes on: the coordinator ends one that has no members, and a
-        plain script's workers are none."""
+        """Raises PreconditionError where launchers say that the run before goes on: the coordinator
+        ends one that has no members, and a plain script's workers are none."""
         try:
             before = self._client.get_job(self._settings.job_id, deadline=_CALL_DEADLINE)
             nodes = self._client.get_job(self._nodes_job.job_id, deadline=_CALL_DEADLINE)
         except ShoalError:
             return  # away, and then creating the job waits for it; or it has no such job
         hosts = sorted({member.host for member in nodes.members})
-        if hosts and nodes.run == before.run and before.run.number == number - 1 and before.phase in _GOING_ON:
+        if (
+            hosts
+            and nodes.run == before.run
+            and before.run.number == number - 1
+            and before.phase in _GOING_ON
+        ):
             raise PreconditionError(
-                f"run {before.run.number} of job {self._settings.job_id} goes on, with {len(nodes.members)} launchers "
-                f"({', '.join(hosts[:5])}{', ...' if len(hosts) > 5 else ''}): stop it before run {number}, or leave out --run to join it",
+                f"run {before.run.number} of job {self._settings.job_id} goes on, with "
+                f"{len(nodes.members)} launchers "
+                f"({', '.join(hosts[:5])}{', ...' if len(hosts) > 5 else ''}): stop it before run "
+                f"{number}, or leave out --run to join it",
                 reason="RUN_UNDER_WAY",
             )
 
     def _is_completed(self, number: int) -> bool:
         self._client.run = pb.RunId(number=number)
         try:
-            return self._client.get_job(self._settings.job_id, deadline=_CALL_DEADLINE).ending == pb.JOB_ENDING_COMPLETED
+            return (
+                self._client.get_job(self._settings.job_id, deadline=_CALL_DEADLINE).ending
+                == pb.JOB_ENDING_COMPLETED
+            )
         except ShoalError:
             return False
 
-    async def _create(self, job: JobSettings, *, number: int = 0, resume: bool = False, follow: bool = False) -> pb.CreateJobResponse:
-        """Creates a job at the coordinator, which may start later than its launchers. While members of a run that has ended are there,
-        waits for them."""
+    async def _create(
+        self, job: JobSettings, *, number: int = 0, resume: bool = False, follow: bool = False
+    ) -> pb.CreateJobResponse:
+        """Creates a job at the coordinator, which may start later than its launchers. While members
+        of a run that has ended are there, waits for them."""
         began, answered = self._loop.time(), False
         said_at = began - _REMINDER_S
         explain_at = began + _EXPLAIN_AFTER_S
         while True:
-            limit = self._settings.join_timeout if answered else min(_CONNECT_TIMEOUT, self._settings.join_timeout)
+            limit = (
+                self._settings.join_timeout
+                if answered
+                else min(_CONNECT_TIMEOUT, self._settings.join_timeout)
+            )
             left_s = began + limit.total_seconds() - self._loop.time()
             try:
-                return await asyncio.to_thread(self._client.create_job, job.message(), number=number, resume=resume, follow=follow)
+                return await asyncio.to_thread(
+                    self._client.create_job,
+                    job.message(),
+                    number=number,
+                    resume=resume,
+                    follow=follow,
+                )
             except (UnavailableError, DeadlineError) as error:
                 answered |= error.reason == _RUN_ENDING
                 if not answered and (left_s <= 0 or self._loop.time() >= explain_at):
@@ -280,12 +338,22 @@ class SharedSite:
                     cause = str(error) if obstacle is None else obstacle.cause
                     if left_s <= 0 or (obstacle is not None and obstacle.permanent):
                         raise UnavailableError(
-                            f"no coordinator has answered at {self.coordinator} (--rdzv-endpoint) for {self._loop.time() - began:.0f} s: "
-                            f"{cause}" + ("" if _secured(obstacle) else "; on one machine use --standalone, which brings its own")
+                            f"no coordinator has answered at {self.coordinator} (--rdzv-endpoint) "
+                            f"for {self._loop.time() - began:.0f} s: {cause}"
+                            + (
+                                ""
+                                if _secured(obstacle)
+                                else "; on one machine use --standalone, which brings its own"
+                            )
                         ) from error
-                    self._note(f"waiting for up to {left_s:.0f} s more for the coordinator at {self.coordinator}: {cause}")
+                    self._note(
+                        f"waiting for up to {left_s:.0f} s more for the coordinator at "
+                        f"{self.coordinator}: {cause}"
+                    )
                 if left_s <= 0:
-                    raise DeadlineError(f"waited {limit.total_seconds():g} s for the end of the run before: {error}") from error
+                    raise DeadlineError(
+                        f"waited {limit.total_seconds():g} s for the end of the run before: {error}"
+                    ) from error
                 if error.reason == _RUN_ENDING and self._loop.time() >= said_at + _REMINDER_S:
                     said_at = self._loop.time()
                     self._note(f"waiting for up to {left_s:.0f} s more: {error}")
@@ -293,13 +361,18 @@ class SharedSite:
 
     def _find_own(self) -> OwnAddress:
         endpoint = parse_address(self.coordinator)
-        return OwnAddress.find(self._settings.local_address, self._settings.listen_address, towards=(endpoint.host, endpoint.port))
+        return OwnAddress.find(
+            self._settings.local_address,
+            self._settings.listen_address,
+            towards=(endpoint.host, endpoint.port),
+        )
 
     def _join(self) -> None:
         """A new incarnation of this launcher among the launchers."""
         own = self._own or self._find_own()
         if self._port is None and self._settings.master_port is None:
-            self._port = ReservedPort(host="0.0.0.0")  # noqa: S104 - only kept; the worker of rank 0 listens on all interfaces
+            # only kept; the worker of rank 0 listens on all interfaces
+            self._port = ReservedPort(host="0.0.0.0")  # noqa: S104
         port = self._settings.master_port or (self._port.port if self._port is not None else 0)
         self._session = NodeSession(
             self._client,
@@ -311,20 +384,24 @@ class SharedSite:
         )
 
     async def _join_anew(self, why: str) -> None:
-        """A death, to the other launchers: they stop their workers and wait for a new generation, as this one does."""
+        """A death, to the other launchers: they stop their workers and wait for a new generation,
+        as this one does."""
         assert self._session is not None
         await asyncio.to_thread(self._session.leave, pb.Leave.REASON_FAILED, why)
         self._join()
 
     def _create_lost(self) -> None:
-        """The coordinator has lost its data. Any of the launchers creates the jobs anew; the others find them. Raises ShoalError."""
+        """The coordinator has lost its data. Any of the launchers creates the jobs anew; the others
+        find them. Raises ShoalError."""
         created = self._client.create_job(self._job().message(), deadline=_CALL_DEADLINE).created
         if not self._settled:
-            created |= self._client.create_job(self._nodes_job.message(), follow=True, deadline=_CALL_DEADLINE).created
+            created |= self._client.create_job(
+                self._nodes_job.message(), follow=True, deadline=_CALL_DEADLINE
+            ).created
         if created:
             self._note(
-                f"the coordinator at {self.coordinator} has lost its data, and job {self._settings.job_id} with it: created anew; "
-                "workers that live go on"
+                f"the coordinator at {self.coordinator} has lost its data, and job "
+                f"{self._settings.job_id} with it: created anew; workers that live go on"
             )
 
     def _look_for_job(self) -> None:
@@ -346,13 +423,15 @@ class SharedSite:
         try:
             job = self._client.get_job(self._nodes_job.job_id, deadline=_CALL_DEADLINE)
         except ShoalError as error:
-            return f"{what}: the coordinator at {self.coordinator} does not say who is there ({error})"
+            return (
+                f"{what}: the coordinator at {self.coordinator} does not say who is there ({error})"
+            )
         hosts = sorted(member.host for member in job.members)
         least = self._settings.nodes.least
         before = f"; {self._before}" if self._before else ""
         return (
-            f"{what}: {len(hosts)} of at least {least} are there ({', '.join(hosts) or 'none'}), {max(0, least - len(hosts))} more have to "
-            f"come{before}"
+            f"{what}: {len(hosts)} of at least {least} are there ({', '.join(hosts) or 'none'}), "
+            f"{max(0, least - len(hosts))} more have to come{before}"
         )
 
     def _wake(self) -> None:
@@ -366,8 +445,11 @@ class SharedSite:
             assert session is not None, "joined before the site counted as open"
             self._raise_if_stopped(session)
             if session.is_closed and self._told is not None:
-                raise PreconditionError(f"{self._run_name} came to its end on another machine", reason="RUN_ENDED")
-            if session.is_closed:  # between this launcher's first word and its second: it comes after that run's end
+                raise PreconditionError(
+                    f"{self._run_name} came to its end on another machine", reason="RUN_ENDED"
+                )
+            if session.is_closed:
+                # between this launcher's first word and its second: it comes after that run's end
                 await self._enter_run()
                 continue
             if session.error is not None:
@@ -376,7 +458,8 @@ class SharedSite:
             if standing.placement is None:
                 await self._wait_for_change()
             elif standing.starts == self._placed:
-                # The workers here were stopped, and this is where they were before: to the others too they have to be new ones.
+                # The workers here were stopped, and this is where they were before: to the others
+                # too they have to be new ones.
                 await self._join_anew("its workers are started anew")
             else:
                 self._told, self._placed = standing, standing.starts
@@ -385,11 +468,13 @@ class SharedSite:
 
     def _raise_if_stopped(self, session: NodeSession) -> None:
         if session.stopped is not None:
-            raise PreconditionError(f"job {self._settings.job_id} was stopped: {session.stopped}", reason="JOB_STOPPED")
+            raise PreconditionError(
+                f"job {self._settings.job_id} was stopped: {session.stopped}", reason="JOB_STOPPED"
+            )
 
     async def _wait_for_change(self, *, timeout_s: float | None = None) -> None:
-        """Until the session has heard something, or the time is over. Each waiter looks at the state before it waits, so they may share the
-        event."""
+        """Until the session has heard something, or the time is over. Each waiter looks at the
+        state before it waits, so they may share the event."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -397,23 +482,34 @@ class SharedSite:
 
     def _take_leave(self, session: NodeSession, ending: Ending) -> None:
         session.leave(*_LEAVES[ending])
-        if self._settings.nodes.fixed and session.error is None and session.stopped is None and ending is not Ending.STOPPED:
+        if (
+            self._settings.nodes.fixed
+            and session.error is None
+            and session.stopped is None
+            and ending is not Ending.STOPPED
+        ):
             # None of a fixed number can do without this launcher: nobody is to wait for it.
             with contextlib.suppress(ShoalError):
-                self._stop_those_that_wait("have finished" if ending is Ending.FINISHED else "failed")
+                self._stop_those_that_wait(
+                    "have finished" if ending is Ending.FINISHED else "failed"
+                )
 
     def _tell_end(self, ending: Ending) -> None:
-        """A plain script's run ends by its launchers' word: its workers are no members, who would say it. For others it is not heeded."""
+        """A plain script's run ends by its launchers' word: its workers are no members, who would
+        say it. For others it is not heeded."""
         if ending is Ending.STOPPED or (ending is Ending.FAILED and not self._settings.nodes.fixed):
             return
         came_to = pb.JOB_ENDING_COMPLETED if ending is Ending.FINISHED else pb.JOB_ENDING_FAILED
         what = "finished" if ending is Ending.FINISHED else "failed"
         with contextlib.suppress(ShoalError):
             reason = f"the workers on {socket.gethostname()} {what}"
-            self._client.stop_job(self._settings.job_id, reason=reason, ending=came_to, deadline=_CALL_DEADLINE)
+            self._client.stop_job(
+                self._settings.job_id, reason=reason, ending=came_to, deadline=_CALL_DEADLINE
+            )
 
     def _stop_those_that_wait(self, what: str) -> None:
-        """Where a launcher finished while all had their places, the job is finished, and the others come to their end by themselves."""
+        """Where a launcher finished while all had their places, the job is finished, and the others
+        come to their end by themselves."""
         job_id = self._nodes_job.job_id
         if self._client.get_job(job_id).phase != pb.JOB_PHASE_FINISHED:
             self._client.stop_job(job_id, reason=f"the workers on {socket.gethostname()} {what}")
@@ -431,7 +527,9 @@ def _told_run(made: pb.CreateJobResponse) -> str:
     past = made.previous
     how = _ENDINGS.get(past.ending, "ended")
     ago_s = max(0, made.now_unix_ms - past.ended_unix_ms) // 1000
-    return f"run {past.run.number} {how} {ago_s} s ago" + (f" ({past.ending_reason})" if past.ending_reason else "")
+    return f"run {past.run.number} {how} {ago_s} s ago" + (
+        f" ({past.ending_reason})" if past.ending_reason else ""
+    )
 
 
 _GOING_ON: Final = (pb.JOB_PHASE_WAITING, pb.JOB_PHASE_RUNNING)

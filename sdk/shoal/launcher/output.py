@@ -1,7 +1,9 @@
-"""Brings the output of many processes to one terminal: whole lines, each with its rank in front, and into a file per process.
+"""Brings the output of many processes to one terminal: whole lines, each with its rank in front,
+and into a file per process.
 
-One thread, the pump's, reads all pipes and writes all output; so a terminal that stands still (Ctrl-S, `less`) holds up the workers' output
-and nothing else. That thread owns the sources; `attach` and `finish` may be called from any thread and hand it work.
+One thread, the pump's, reads all pipes and writes all output; so a terminal that stands still
+(Ctrl-S, `less`) holds up the workers' output and nothing else. That thread owns the sources;
+`attach` and `finish` may be called from any thread and hand it work.
 """
 
 from __future__ import annotations
@@ -42,13 +44,15 @@ Writer = Callable[[Stream, bytes], None]
 
 
 class LineSplitter:
-    """Cuts a stream of bytes into lines. A carriage return ends a line too, so that progress bars show while they move."""
+    """Cuts a stream of bytes into lines. A carriage return ends a line too, so that progress bars
+    show while they move."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that `data` completes, with their ends. A line of more than 1 MiB comes in pieces."""
+        """The lines that `data` completes, with their ends. A line of more than 1 MiB comes in
+        pieces."""
         lines = (self._rest + data).splitlines(keepends=True)
         # A final carriage return may be the first half of the pair \r\n.
         self._rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
@@ -87,14 +91,15 @@ def rank_prefix(rank: int, *, colour: bool) -> bytes:
 
 
 class TerminalStuckError(DeadlineError):
-    """The terminal does not take what is written to it: it was stopped (Ctrl-S), or nobody reads it."""
+    """The terminal does not take what is written to it: it was stopped (Ctrl-S), or nobody reads
+    it."""
 
     default_reason = "TERMINAL_STUCK"
 
 
 class ConsoleWriter:
-    """Writes to this process's standard output and error, past Python's buffers. A stream whose reader is gone is dropped: losing the
-    terminal must not end the training."""
+    """Writes to this process's standard output and error, past Python's buffers. A stream whose
+    reader is gone is dropped: losing the terminal must not end the training."""
 
     def __init__(self) -> None:
         self._gone: set[Stream] = set()
@@ -139,7 +144,8 @@ class OutputPump:
     def finish(self, source: Source) -> None:
         """The process of this pipe has ended: moves what the pipe still holds, and closes it.
 
-        The pipe's own end is not waited for, since a process that the dead one started may hold it open.
+        The pipe's own end is not waited for, since a process that the dead one started may hold it
+        open.
         """
         self.order(lambda: self._end(source))
 
@@ -153,15 +159,19 @@ class OutputPump:
         os.eventfd_write(self._wakeup, 1)
 
     def close(self, timeout: timedelta) -> None:
-        """Moves what is left and ends the thread. Raises TerminalStuckError when the terminal does not take the output in time."""
+        """Moves what is left and ends the thread. Raises TerminalStuckError when the terminal does
+        not take the output in time."""
         self.order(self._begin_closing)
         self._thread.join(timeout.total_seconds())
         if self._thread.is_alive():
-            raise TerminalStuckError(f"the terminal did not take the workers' last output within {timeout.total_seconds():g} s")
+            raise TerminalStuckError(
+                "the terminal did not take the workers' last output within "
+                f"{timeout.total_seconds():g} s"
+            )
         os.close(self._wakeup)
         self._selector.close()
 
-    # ---------------------------------------------------------------------------------------------------- the pump's thread
+    # ---------------------------------------------------------------------------- the pump's thread
 
     def _run(self) -> None:
         while not self._closing:
@@ -193,7 +203,8 @@ class OutputPump:
             self._release(source)
 
     def _move(self, source: Source) -> bool:
-        """Moves one read's worth; False when there is nothing more to be had now. Releases the source at its end."""
+        """Moves one read's worth; False when there is nothing more to be had now. Releases the
+        source at its end."""
         try:
             data = os.read(source.pipe.fileno(), _READ_SIZE)
         except BlockingIOError:

@@ -1,11 +1,14 @@
-"""What a launcher does when a worker ends, and what its own exit status is: a pure state machine. It is told of exits and answers with an
-action; no clock, no processes.
+"""What a launcher does when a worker ends, and what its own exit status is: a pure state machine.
+It is told of exits and answers with an action; no clock, no processes.
 
-A plain script's workers are one whole, as under torchrun: one that fails takes the others with it, and all are started anew or none.
+A plain script's workers are one whole, as under torchrun: one that fails takes the others with it,
+and all are started anew or none.
 
-Elastic workers (those that had joined the job) are replaced one by one, and the others go on meanwhile, if what ended them may not happen
-again: a signal, or being put out. One that *raised* would most likely raise again, and in the others too: unless --max-restarts allows for
-it, the job has failed. What is known of the job decides whether a run that nobody's failure ended has come to its end.
+Elastic workers (those that had joined the job) are replaced one by one, and the others go on
+meanwhile, if what ended them may not happen again: a signal, or being put out. One that *raised*
+would most likely raise again, and in the others too: unless --max-restarts allows for it, the job
+has failed. What is known of the job decides whether a run that nobody's failure ended has come to
+its end.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from shoal_common.exit_status import PREEMPTED, PUT_OUT
 from shoal.launcher.process import ExitStatus
 
 ELASTIC_RESTARTS: Final = 3
-"""How often an elastic worker that a signal killed, or that was put out, is replaced where --max-restarts was not given."""
+"""How often an elastic worker that a signal killed, or that was put out, is replaced where
+--max-restarts was not given."""
 
 
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGKILL)
@@ -74,31 +78,42 @@ class WorkerExit:
     unix_s: float
     """When it raised, else when its process had ended."""
     message: str = ""
-    """The exception that it did not catch, in a line or more; empty: none, or it could not say so."""
+    """The exception that it did not catch, in a line or more; empty: none, or it could not say
+    so."""
     traceback: str = ""
 
     @property
     def who(self) -> str:
         """For people."""
-        return f"rank {self.rank}" + (f" (output [{self.started_as}])" if self.rank != self.started_as else "")
+        return f"rank {self.rank}" + (
+            f" (output [{self.started_as}])" if self.rank != self.started_as else ""
+        )
 
     @property
     def left(self) -> bool:
         """It ended well, or because it was asked to, and says so; not: SIGTERM killed it."""
-        return self.status.ok or (self.status.code == PREEMPTED and not self.status.signal and not self.message)
+        return self.status.ok or (
+            self.status.code == PREEMPTED and not self.status.signal and not self.message
+        )
 
     @property
     def raised(self) -> bool:
-        """Its script failed, by an exception or an exit code of its own; whatever ended the process after that. Not: it was put out."""
-        return not self.left and self.status.code != PUT_OUT and (bool(self.message) or not self.status.signal)
+        """Its script failed, by an exception or an exit code of its own; whatever ended the process
+        after that. Not: it was put out."""
+        return (
+            not self.left
+            and self.status.code != PUT_OUT
+            and (bool(self.message) or not self.status.signal)
+        )
 
 
 class RestartPolicy:
     """The state of one launcher's workers, as far as restarting is concerned."""
 
     def __init__(self, *, workers: int, max_restarts: int | None, fail_fast: bool = True) -> None:
-        """For `workers` processes. `max_restarts` is of all together for a plain script, of each worker for an elastic one; None: 0, and
-        ELASTIC_RESTARTS for elastic ones that did not raise. Without `fail_fast` the others go on when one has raised."""
+        """For `workers` processes. `max_restarts` is of all together for a plain script, of each
+        worker for an elastic one; None: 0, and ELASTIC_RESTARTS for elastic ones that did not
+        raise. Without `fail_fast` the others go on when one has raised."""
         self.restarts = 0
         """Restarts of all workers so far."""
         self.elastic = False
@@ -121,8 +136,11 @@ class RestartPolicy:
 
     @property
     def failures(self) -> list[WorkerExit]:
-        """Those that nothing has made up for: what scripts did first, then what happened to workers, each in the order of time."""
-        return sorted(self._failures, key=lambda failure: (failure.status.code == PUT_OUT, failure.unix_s))
+        """Those that nothing has made up for: what scripts did first, then what happened to
+        workers, each in the order of time."""
+        return sorted(
+            self._failures, key=lambda failure: (failure.status.code == PUT_OUT, failure.unix_s)
+        )
 
     def started_all(self) -> None:
         """All workers are started, at first or anew."""
@@ -138,12 +156,14 @@ class RestartPolicy:
         self.elastic = True
 
     def heard(self, end: JobEnd) -> None:
-        """What the coordinator says of the job. A job that is over does not begin again; not to know changes nothing."""
+        """What the coordinator says of the job. A job that is over does not begin again; not to
+        know changes nothing."""
         if end is not JobEnd.UNKNOWN and (end.is_over or not self.end.is_over):
             self.end = end
 
     def finished(self) -> None:
-        """A worker has come to the end of its script, as a member that nobody had asked to stop: the job is completed, whoever knows it."""
+        """A worker has come to the end of its script, as a member that nobody had asked to stop:
+        the job is completed, whoever knows it."""
         if not self.end.is_over:
             self.end = JobEnd.COMPLETED
 
@@ -151,7 +171,8 @@ class RestartPolicy:
         """A worker has ended. `elastic`: it had joined the job."""
         self.elastic |= elastic
         if self._stopping:
-            # Those that fail of themselves while the others are being stopped belong into the account.
+            # Those that fail of themselves while the others are being stopped belong into the
+            # account.
             of_itself = bool(worker.message) or worker.status.signal not in _STOP_SIGNALS
             if self._failures and not worker.left and of_itself:
                 self._failures.append(worker)
@@ -159,15 +180,20 @@ class RestartPolicy:
         if worker.status.ok or (self.elastic and worker.left):
             self._outlive()
             return Action.NONE
-        action = self._after_elastic_failure(worker) if self.elastic else self._after_plain_failure()
+        action = (
+            self._after_elastic_failure(worker) if self.elastic else self._after_plain_failure()
+        )
         # Once others have come to the end of the script, they have made up for one that is killed.
-        made_up_for = action is Action.REPLACE or (self.elastic and self.end is JobEnd.COMPLETED and not worker.raised)
+        made_up_for = action is Action.REPLACE or (
+            self.elastic and self.end is JobEnd.COMPLETED and not worker.raised
+        )
         (self.survived if made_up_for else self._failures).append(worker)
         self._stopping = action in (Action.RESTART_ALL, Action.STOP)
         return action
 
     def _outlive(self) -> None:
-        """A worker succeeded, or all are started anew: but for the one that raised, and was an elastic one, that makes up for failures."""
+        """A worker succeeded, or all are started anew: but for the one that raised, and was an
+        elastic one, that makes up for failures."""
         self.survived += [failure for failure in self._failures if failure is not self.fatal]
         self._failures = [self.fatal] if self.fatal is not None else []
 
@@ -195,11 +221,18 @@ class RestartPolicy:
         return self.fatal is not None and self._fail_fast
 
     def exit_code(self, *, signal_number: int = 0) -> int:
-        """Returns the exit code of the run, after its last worker; `signal_number`: the launcher was asked to end by it, 0: it was not."""
+        """Returns the exit code of the run, after its last worker; `signal_number`: the launcher
+        was asked to end by it, 0: it was not."""
         if self.fatal is not None:
             return self.fatal.status.code
         if not self.elastic:
-            return 128 + signal_number if signal_number else self.failures[0].status.code if self._failures else 0
+            return (
+                128 + signal_number
+                if signal_number
+                else self.failures[0].status.code
+                if self._failures
+                else 0
+            )
         if self.end is JobEnd.COMPLETED or (self.end is JobEnd.STOPPED and not signal_number):
             return 0
         if self.end is JobEnd.FAILED:

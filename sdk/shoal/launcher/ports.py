@@ -1,4 +1,5 @@
-"""Addresses on this machine: ports kept for a process that is about to start, and the files in which services tell their own."""
+"""Addresses on this machine: ports kept for a process that is about to start, and the files in
+which services tell their own."""
 
 from __future__ import annotations
 
@@ -13,9 +14,11 @@ from shoal_common.errors import CorruptDataError
 
 
 class ReservedPort:
-    """A free TCP port that the operating system gives to nobody else until `close`, so that it can be told before it is listened on.
+    """A free TCP port that the operating system gives to nobody else until `close`, so that it can
+    be told before it is listened on.
 
-    The port is bound but not listened on, with SO_REUSEADDR; a listener that sets this too, as torch's TCPStore and gRPC do, can take it.
+    The port is bound but not listened on, with SO_REUSEADDR; a listener that sets this too, as
+    torch's TCPStore and gRPC do, can take it.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
@@ -31,7 +34,12 @@ class ReservedPort:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -48,13 +56,18 @@ class ServiceAddresses:
 
 
 def read_port_file(path: Path) -> ServiceAddresses | None:
-    """None while the file is not there: services rename it into place when they serve. Raises CorruptDataError."""
+    """None while the file is not there: services rename it into place when they serve. Raises
+    CorruptDataError."""
     try:
         text = path.read_text()
     except FileNotFoundError:
         return None
     try:
         content = json.loads(text)
-        return ServiceAddresses(grpc=content["grpc"], http=content.get("http") or "", redis=content.get("redis") or "")
+        return ServiceAddresses(
+            grpc=content["grpc"], http=content.get("http") or "", redis=content.get("redis") or ""
+        )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptDataError(f"{path}: expected a port file, JSON with the field grpc, found {text[:200]!r}") from error
+        raise CorruptDataError(
+            f"{path}: expected a port file, JSON with the field grpc, found {text[:200]!r}"
+        ) from error

@@ -1,8 +1,10 @@
 """Child processes whose end is noticed at once and which leave nothing behind.
 
-Every child leads a session of its own, so that a terminal's Ctrl-C reaches the launcher alone, which then decides; and it is tied to the
-launcher: the kernel kills it when the thread that started it ends, however it ends. When a child ends, what is left of its process group
-is killed before its pid is given back. Nothing here restarts anything, and nothing reads output: see `agent` and `output`.
+Every child leads a session of its own, so that a terminal's Ctrl-C reaches the launcher alone,
+which then decides; and it is tied to the launcher: the kernel kills it when the thread that started
+it ends, however it ends. When a child ends, what is left of its process group is killed before its
+pid is given back. Nothing here restarts anything, and nothing reads output: see `agent` and
+`output`.
 
 A `Child` belongs to the thread that made it.
 """
@@ -67,8 +69,9 @@ class Child:
         directory: Path | None = None,
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """Starts it, with /dev/null as its standard input. Raises OSError when even the interpreter cannot be started; a program that is
-        not there makes the child exit with code 127, as in a shell."""
+        """Starts it, with /dev/null as its standard input. Raises OSError when even the interpreter
+        cannot be started; a program that is not there makes the child exit with code 127, as in a
+        shell."""
         process = subprocess.Popen(
             tied_to_parent(command),
             stdin=subprocess.DEVNULL,
@@ -82,11 +85,16 @@ class Child:
         self._own(process.pid, command, process.stdout, process.stderr, process.wait)
 
     @classmethod
-    def adopted(cls, pid: int, *, command: Sequence[str], stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> Child:
-        """A process that the kernel has made a child of this one: it leads a session of its own and is tied to this process. `stdout` and
-        `stderr` are the ends of its pipes to read from. Raises ProcessLookupError or ChildProcessError if there is no such child."""
+    def adopted(
+        cls, pid: int, *, command: Sequence[str], stdout: IO[bytes] | None, stderr: IO[bytes] | None
+    ) -> Child:
+        """A process that the kernel has made a child of this one: it leads a session of its own and
+        is tied to this process. `stdout` and `stderr` are the ends of its pipes to read from.
+        Raises ProcessLookupError or ChildProcessError if there is no such child."""
         child = cls.__new__(cls)
-        child._own(pid, command, stdout, stderr, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        child._own(
+            pid, command, stdout, stderr, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        )
         os.waitid(os.P_PIDFD, child.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return child
 
@@ -109,7 +117,10 @@ class Child:
 
     def poll(self) -> ExitStatus | None:
         """The exit status if the process has ended, else None. Does not wait."""
-        if self.status is None and os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+        if (
+            self.status is None
+            and os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        ):
             # Not reaped yet, so its pid, and with it the group's number, cannot be another's.
             self._kill_group()
             self.status = ExitStatus.from_returncode(self._wait())
@@ -117,7 +128,8 @@ class Child:
         return self.status
 
     async def wait(self) -> ExitStatus:
-        """Waits for the end, for as long as it takes; on the event loop of the thread that made the child."""
+        """Waits for the end, for as long as it takes; on the event loop of the thread that made the
+        child."""
         if (status := self.poll()) is not None:
             return status
         loop = asyncio.get_running_loop()
@@ -132,7 +144,8 @@ class Child:
         return status
 
     def send(self, number: signal.Signals) -> None:
-        """Signals the process itself, not the processes that it started: those are its own to end. Nothing if it has ended."""
+        """Signals the process itself, not the processes that it started: those are its own to end.
+        Nothing if it has ended."""
         if self.status is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
@@ -171,17 +184,24 @@ def wait_all(children: Iterable[Child], timeout: timedelta) -> list[Child]:
 
 
 def stop_all(children: Sequence[Child], *, grace: timedelta) -> None:
-    """Blocks until all are gone: SIGTERM, SIGKILL after `grace`, and SIGKILL for whatever they had started and left running.
+    """Blocks until all are gone: SIGTERM, SIGKILL after `grace`, and SIGKILL for whatever they had
+    started and left running.
 
-    Raises DeadlineError when the kernel does not let one go within 10 s (a process stuck in the kernel).
+    Raises DeadlineError when the kernel does not let one go within 10 s (a process stuck in the
+    kernel).
     """
-    offspring = [process for child in children if child.poll() is None for process in descendants(child.pid)]
+    offspring = [
+        process for child in children if child.poll() is None for process in descendants(child.pid)
+    ]
     try:
         for child in children:
             child.send(signal.SIGTERM)
         for child in wait_all(children, grace):
             child.kill()
-        stuck = [f"{child.pid} ({' '.join(child.command[:4])})" for child in wait_all(children, _KILL_DEADLINE)]
+        stuck = [
+            f"{child.pid} ({' '.join(child.command[:4])})"
+            for child in wait_all(children, _KILL_DEADLINE)
+        ]
         for process in offspring:
             process.kill()
         stuck += [str(process.pid) for process in offspring if not process.wait(_KILL_DEADLINE)]
@@ -191,11 +211,15 @@ def stop_all(children: Sequence[Child], *, grace: timedelta) -> None:
     if stuck:
         from shoal_common.errors import DeadlineError
 
-        raise DeadlineError(f"still there {_KILL_DEADLINE.total_seconds():g} s after SIGKILL: process {', '.join(stuck)}")
+        raise DeadlineError(
+            f"still there {_KILL_DEADLINE.total_seconds():g} s after SIGKILL: process "
+            f"{', '.join(stuck)}"
+        )
 
 
 class Handle:
-    """A process that is not a child of ours, held by a pidfd, so that its number cannot come to mean another one."""
+    """A process that is not a child of ours, held by a pidfd, so that its number cannot come to
+    mean another one."""
 
     def __init__(self, pid: int) -> None:
         """Raises ProcessLookupError if there is none."""
@@ -222,7 +246,8 @@ class Handle:
 
 
 def descendants(pid: int) -> list[Handle]:
-    """The processes below `pid`, children first. Those that an ended child left to init are not among them."""
+    """The processes below `pid`, children first. Those that an ended child left to init are not
+    among them."""
     found: list[Handle] = []
     pending = [pid]
     while pending:
@@ -243,7 +268,8 @@ def _children(pid: int) -> list[int]:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if there is none. With the pid it names a process for good."""
+    """When the process started, in clock ticks since boot; None if there is none. With the pid it
+    names a process for good."""
     try:
         # The second field is the program's name in brackets, which may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

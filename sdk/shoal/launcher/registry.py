@@ -1,7 +1,8 @@
 """Which clusters run on this machine, so that `shoal status` in a second terminal needs no address.
 
-One small JSON file per cluster, written by the process that runs it and removed by it. A process that was killed leaves its file behind:
-files whose process is gone are removed by whoever meets them. This is a convenience for one user on one host, not a service directory.
+One small JSON file per cluster, written by the process that runs it and removed by it. A process
+that was killed leaves its file behind: files whose process is gone are removed by whoever meets
+them. This is a convenience for one user on one host, not a service directory.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class ClusterRecord:
 
 
 def registry_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """$XDG_RUNTIME_DIR/shoal, else ~/.cache/shoal/run. Raises ConfigurationError when there is no home directory."""
+    """$XDG_RUNTIME_DIR/shoal, else ~/.cache/shoal/run. Raises ConfigurationError when there is no
+    home directory."""
     environment = os.environ if environment is None else environment
     if runtime := environment.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "shoal"
@@ -57,21 +59,33 @@ def registry_directory(environment: Mapping[str, str] | None = None) -> Path:
 def home_directory(instead: str) -> Path:
     """The user's home directory.
 
-    Raises ConfigurationError when there is none; `instead` names the variable that makes one unnecessary.
+    Raises ConfigurationError when there is none; `instead` names the variable that makes one
+    unnecessary.
     """
     try:
         return Path.home()
     except RuntimeError:
         raise ConfigurationError(
-            f"HOME is not set and uid {os.getuid()} has no home directory: set HOME or {instead} to a directory that you can write to"
+            f"HOME is not set and uid {os.getuid()} has no home directory: set HOME or {instead} "
+            "to a directory that you can write to"
         ) from None
 
 
 class Registration:
     """This process's own file. `close` removes it."""
 
-    def __init__(self, *, job_id: str, coordinator: str, http: str, redis: str, command: str, directory: Path | None = None) -> None:
-        """Raises OSError if the directory cannot be written, ConfigurationError if there is no home directory."""
+    def __init__(
+        self,
+        *,
+        job_id: str,
+        coordinator: str,
+        http: str,
+        redis: str,
+        command: str,
+        directory: Path | None = None,
+    ) -> None:
+        """Raises OSError if the directory cannot be written, ConfigurationError if there is no home
+        directory."""
         pid = os.getpid()
         record = ClusterRecord(
             job_id=job_id,
@@ -115,7 +129,8 @@ def running_clusters(directory: Path | None = None) -> list[ClusterRecord]:
 
 
 def newest_cluster(directory: Path | None = None, *, job: str | None = None) -> ClusterRecord:
-    """The newest, or that of `job`. Raises UnknownResourceError, with the remedy, when there is none."""
+    """The newest, or that of `job`. Raises UnknownResourceError, with the remedy, when there is
+    none."""
     clusters = running_clusters(directory)
     if clusters and job is not None:
         named = [record for record in clusters if record.job_id == job]
@@ -129,8 +144,9 @@ def newest_cluster(directory: Path | None = None, *, job: str | None = None) -> 
         return named[0]
     if not clusters:
         raise UnknownResourceError(
-            "no cluster of yours runs on this machine; start one (shoal run --standalone --nproc-per-node 3 train.py), "
-            "or name a coordinator with --coordinator HOST:PORT --job ID",
+            "no cluster of yours runs on this machine; start one (shoal run --standalone "
+            "--nproc-per-node 3 train.py), or name a coordinator with --coordinator HOST:PORT "
+            "--job ID",
             reason="CLUSTER_UNKNOWN",
         )
     return clusters[0]

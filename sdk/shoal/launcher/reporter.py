@@ -1,7 +1,9 @@
-"""Tells the coordinator of workers' exits, and asks it about the job: with waitpid the launcher knows of a death before anybody else does.
+"""Tells the coordinator of workers' exits, and asks it about the job: with waitpid the launcher
+knows of a death before anybody else does.
 
-Blocking calls, for threads of the launcher; a reporter has no state but its client. What cannot be known now is None or JobEnd.UNKNOWN, and
-means nothing else: a coordinator that is away, or has lost its data, says nothing about who lives.
+Blocking calls, for threads of the launcher; a reporter has no state but its client. What cannot be
+known now is None or JobEnd.UNKNOWN, and means nothing else: a coordinator that is away, or has lost
+its data, says nothing about who lives.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ from datetime import timedelta
 from typing import Final
 
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.errors import DeadlineError, PreconditionError, ShoalError, UnavailableError, UnknownResourceError
+from shoal_common.errors import (
+    DeadlineError,
+    PreconditionError,
+    ShoalError,
+    UnavailableError,
+    UnknownResourceError,
+)
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal.launcher.keeper import NOBODY
@@ -40,8 +48,8 @@ class JobNews:
     why: str
     """For people."""
     holders: int
-    """Members that have a rank, or have committed a step: they hold the training state, or parts of it. While the job waits for more
-    workers, none has a rank."""
+    """Members that have a rank, or have committed a step: they hold the training state, or parts of
+    it. While the job waits for more workers, none has a rank."""
     ours: int
     """Members that this launcher has started."""
 
@@ -65,10 +73,19 @@ class ExitReporter:
         self._launcher_id = launcher_id
         self._closed = threading.Event()
 
-    def report(self, member_id: str, status: ExitStatus, *, key: str = "", failure: str = "", finished: bool = False) -> ExitReport | None:
-        """Blocks until the coordinator has heard it: a millisecond, or up to a minute while it is away or does not know the job; then, or
-        if it refuses, None. `key`: the member's. `failure`: not empty, the job ends with it. `finished`: it came to the end of its script,
-        as it said."""
+    def report(
+        self,
+        member_id: str,
+        status: ExitStatus,
+        *,
+        key: str = "",
+        failure: str = "",
+        finished: bool = False,
+    ) -> ExitReport | None:
+        """Blocks until the coordinator has heard it: a millisecond, or up to a minute while it is
+        away or does not know the job; then, or if it refuses, None. `key`: the member's. `failure`:
+        not empty, the job ends with it. `finished`: it came to the end of its script, as it
+        said."""
         deadline = time.monotonic() + _PATIENCE.total_seconds()
         while True:
             try:
@@ -83,7 +100,8 @@ class ExitReporter:
                 return None
 
     def news(self) -> JobNews | None:
-        """Returns the news of the job; None: the coordinator could not be asked, or does not know the job. Blocks for 2 s at most."""
+        """Returns the news of the job; None: the coordinator could not be asked, or does not know
+        the job. Blocks for 2 s at most."""
         try:
             job = self._client.get_job(self._job_id, deadline=_CALL_DEADLINE)
         except ShoalError:
@@ -97,16 +115,20 @@ class ExitReporter:
         )
 
     def is_put_out(self, member_id: str) -> bool:
-        """Whether the coordinator says that a member is one no more, without having said goodbye: nobody waits for its process. Blocks for
-        2 s at most."""
+        """Whether the coordinator says that a member is one no more, without having said goodbye:
+        nobody waits for its process. Blocks for 2 s at most."""
         try:
-            return bool(self._client.get_job(self._job_id, member_id=member_id, deadline=_CALL_DEADLINE).member_put_out)
+            return bool(
+                self._client.get_job(
+                    self._job_id, member_id=member_id, deadline=_CALL_DEADLINE
+                ).member_put_out
+            )
         except ShoalError:
             return False
 
     def missing_servers(self) -> str:
-        """Returns a line on the parameter servers without which training cannot begin; empty: none is missing, or the coordinator could
-        not be asked. Blocks for 2 s at most."""
+        """Returns a line on the parameter servers without which training cannot begin; empty: none
+        is missing, or the coordinator could not be asked. Blocks for 2 s at most."""
         try:
             job = self._client.get_job(self._job_id, member_id=NOBODY, deadline=_CALL_DEADLINE)
         except ShoalError:
@@ -114,14 +136,19 @@ class ExitReporter:
         return job.waits_for if job.servers_awaited else ""
 
     def events(self, after: str) -> list[pb.Event]:
-        """What has happened in the job behind the event `after`; "": from the beginning. Blocks for 2 s at most. Raises ShoalError."""
-        return list(self._client.watch_events(self._job_id, after_event_id=after, deadline=_CALL_DEADLINE))
+        """What has happened in the job behind the event `after`; "": from the beginning. Blocks for
+        2 s at most. Raises ShoalError."""
+        return list(
+            self._client.watch_events(self._job_id, after_event_id=after, deadline=_CALL_DEADLINE)
+        )
 
     def close(self) -> None:
         """Reports in progress are given up."""
         self._closed.set()
 
-    def _report(self, member_id: str, status: ExitStatus, key: str, failure: str, finished: bool) -> ExitReport:
+    def _report(
+        self, member_id: str, status: ExitStatus, key: str, failure: str, finished: bool
+    ) -> ExitReport:
         response = self._client.report_exit(
             self._job_id,
             member_id,

@@ -1,6 +1,8 @@
-"""What a run consists of, and how people write it: the values of torchrun's flags, parsed and checked together.
+"""What a run consists of, and how people write it: the values of torchrun's flags, parsed and
+checked together.
 
-The command line itself is `shoal.cli`'s. Mistakes raise ConfigurationError, naming the flag, its value and the remedy.
+The command line itself is `shoal.cli`'s. Mistakes raise ConfigurationError, naming the flag, its
+value and the remedy.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class NodeRange:
         """From `2` or `1:4`."""
         match = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", text)
         if match is None:
-            raise ConfigurationError(f"--nnodes {text!r}: expected a number or MIN:MAX, as in 2 or 1:4")
+            raise ConfigurationError(
+                f"--nnodes {text!r}: expected a number or MIN:MAX, as in 2 or 1:4"
+            )
         least, most = int(match[1]), int(match[2] or match[1])
         if not 1 <= least <= most:
             raise ConfigurationError(f"--nnodes {text!r}: expected 1 <= MIN <= MAX")
@@ -53,29 +57,45 @@ class NodeRange:
 
 
 def parse_workers(text: str) -> int:
-    """`--nproc-per-node`: a number, `cpu` (cores), `gpu` (CUDA devices, at least one) or `auto` (gpu, else cpu)."""
+    """`--nproc-per-node`: a number, `cpu` (cores), `gpu` (CUDA devices, at least one) or `auto`
+    (gpu, else cpu)."""
     if text == "cpu":
         return _cores()
     if text in ("gpu", "auto"):
         devices = cuda_devices()
         if text == "gpu" and devices == 0:
-            raise ConfigurationError("--nproc-per-node gpu: torch sees no CUDA device here; use a number, cpu or auto")
+            raise ConfigurationError(
+                "--nproc-per-node gpu: torch sees no CUDA device here; use a number, cpu or auto"
+            )
         return devices or _cores()
     if not re.fullmatch(r"\d{1,5}", text) or not 1 <= int(text) <= _MOST_WORKERS:
-        raise ConfigurationError(f"--nproc-per-node {text!r}: expected a number from 1 to {_MOST_WORKERS}, or one of auto, cpu, gpu")
+        raise ConfigurationError(
+            f"--nproc-per-node {text!r}: expected a number from 1 to {_MOST_WORKERS}, or one of "
+            "auto, cpu, gpu"
+        )
     return int(text)
 
 
 def cuda_devices() -> int:
-    """CUDA devices as torch counts them, or the slices of them that CUDA_VISIBLE_DEVICES lists, of which torch sees one in each process.
-    torch is asked in a process of its own, and only where there is a driver: importing it is slow."""
+    """CUDA devices as torch counts them, or the slices of them that CUDA_VISIBLE_DEVICES lists, of
+    which torch sees one in each process. torch is asked in a process of its own, and only where
+    there is a driver: importing it is slow."""
     if slices := visible_slices(os.environ):
         return len(slices)
     if not any(driver.exists() for driver in _DRIVERS):
         return 0
-    answer = subprocess.run([sys.executable, "-P", "-c", _COUNT_DEVICES], capture_output=True, text=True, timeout=120, check=False)
+    answer = subprocess.run(
+        [sys.executable, "-P", "-c", _COUNT_DEVICES],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     if answer.returncode != 0:
-        raise ConfigurationError(f"torch cannot count the CUDA devices: {answer.stderr.strip()[-500:]}; give --nproc-per-node a number")
+        raise ConfigurationError(
+            f"torch cannot count the CUDA devices: {answer.stderr.strip()[-500:]}; give "
+            "--nproc-per-node a number"
+        )
     return int(answer.stdout)
 
 
@@ -97,8 +117,14 @@ def parse_streams(flag: str, text: str) -> Mapping[int, Streams] | Streams:
     if re.fullmatch(r"[0-3]", text):
         return Streams(int(text))
     if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
-        raise ConfigurationError(f"{flag} {text!r}: expected 0, 1, 2 or 3 (none, stdout, stderr, both), or by local rank as in 0:3,1:2")
-    return {int(rank): Streams(int(streams)) for rank, streams in (part.split(":") for part in text.split(","))}
+        raise ConfigurationError(
+            f"{flag} {text!r}: expected 0, 1, 2 or 3 (none, stdout, stderr, both), or by local "
+            "rank as in 0:3,1:2"
+        )
+    return {
+        int(rank): Streams(int(streams))
+        for rank, streams in (part.split(":") for part in text.split(","))
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,20 +141,27 @@ class LogSettings:
     """Local ranks that the console shows; None: all."""
 
     @classmethod
-    def parse(cls, *, directory: Path | None, redirects: str, tee: str, console_ranks: str) -> LogSettings:
-        """From the flags' texts. A directory alone keeps all output; redirects or tee alone get a directory of their own in /tmp."""
+    def parse(
+        cls, *, directory: Path | None, redirects: str, tee: str, console_ranks: str
+    ) -> LogSettings:
+        """From the flags' texts. A directory alone keeps all output; redirects or tee alone get a
+        directory of their own in /tmp."""
         to_files, to_both = parse_streams("--redirects", redirects), parse_streams("--tee", tee)
         if directory is not None and not to_files and not to_both:
             to_both = Streams.BOTH
         if directory is None and (to_files or to_both):
             directory = Path(tempfile.mkdtemp(prefix="shoal-logs-"))
         if console_ranks and not re.fullmatch(r"\d+(,\d+)*", console_ranks):
-            raise ConfigurationError(f"--local-ranks-filter {console_ranks!r}: expected local ranks, as in 0,1")
+            raise ConfigurationError(
+                f"--local-ranks-filter {console_ranks!r}: expected local ranks, as in 0,1"
+            )
         shown = frozenset(map(int, console_ranks.split(","))) if console_ranks else None
         return cls(directory=directory, redirects=to_files, tee=to_both, console_ranks=shown)
 
     def to_file(self, index: int, stream: Streams) -> bool:
-        return self.directory is not None and bool(stream & (_of(self.redirects, index) | _of(self.tee, index)))
+        return self.directory is not None and bool(
+            stream & (_of(self.redirects, index) | _of(self.tee, index))
+        )
 
     def to_console(self, index: int, stream: Streams) -> bool:
         shown = self.console_ranks is None or index in self.console_ranks
@@ -160,7 +193,8 @@ class RunSettings:
     server_backups: int = 0
     """Backups of each of them, 0 or 1; started here likewise."""
     max_servers: int = 0
-    """Parameter servers that the job may have; those above `servers` are started by others. 0: as many as `servers`."""
+    """Parameter servers that the job may have; those above `servers` are started by others. 0: as
+    many as `servers`."""
     run: int = 0
     """The only run of the job to take part in; 0: the one that goes on, else the next."""
     resume: bool = False
@@ -170,19 +204,23 @@ class RunSettings:
     fail_fast: bool = True
     """An elastic worker that raised, and is not started again, ends the job."""
     allow_restart_from_scratch: bool = False
-    """Workers may begin at step 0 when every process that held the training state is gone, and no checkpoint was taken up."""
+    """Workers may begin at step 0 when every process that held the training state is gone, and no
+    checkpoint was taken up."""
     join_grace: timedelta | None = None
-    """How long a generation waits for more workers than the fewest; None: 30 s for a fixed number of nodes, else 5 s."""
+    """How long a generation waits for more workers than the fewest; None: 30 s for a fixed number
+    of nodes, else 5 s."""
     join_timeout: timedelta = timedelta(minutes=10)
     """How long the launchers wait for each other."""
     shutdown_timeout: timedelta | None = None
     """From SIGTERM to SIGKILL; None: see `shutdown_grace`."""
     node_rank: int | None = None
-    """With `master_address`: this launcher's place, settled beforehand. None: the launchers agree."""
+    """With `master_address`: this launcher's place, settled beforehand. None: the launchers
+    agree."""
     master_address: str | None = None
     master_port: int | None = None
     local_address: str | None = None
-    """Where other nodes reach this one, an address, an interface or a host name; None: found out. Of no meaning without `endpoint`."""
+    """Where other nodes reach this one, an address, an interface or a host name; None: found out.
+    Of no meaning without `endpoint`."""
     listen_address: str | None = None
     """What of this machine is listened on, where that is another; likewise."""
     role: str = "default"
@@ -199,44 +237,69 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.endpoint is None and self.nodes != NodeRange(1, 1):
             raise ConfigurationError(
-                f"--nnodes {self.nodes.least}:{self.nodes.most} without --rdzv-endpoint: several machines need a coordinator that all of "
-                "them reach; start one (shoal-coordinator --listen 0.0.0.0:7000 ...) and name it with --rdzv-endpoint HOST:7000"
+                f"--nnodes {self.nodes.least}:{self.nodes.most} without --rdzv-endpoint: several "
+                "machines need a coordinator that all of them reach; start one (shoal-coordinator "
+                "--listen 0.0.0.0:7000 ...) and name it with --rdzv-endpoint HOST:7000"
             )
         if self.endpoint is None and (self.run or self.resume):
             raise ConfigurationError(
-                f"{'--resume' if self.resume else f'--run {self.run}'} without --rdzv-endpoint: a cluster of its own knows one run: "
-                "name the coordinator that knows the job"
+                f"{'--resume' if self.resume else f'--run {self.run}'} without --rdzv-endpoint: a "
+                "cluster of its own knows one run: name the coordinator that knows the job"
             )
         if self.run < 0:
-            raise ConfigurationError(f"--run {self.run}: expected the number of a run, 1 or more, or 0 for the one that goes on or is next")
-        if self.nodes.most * self.workers > _MOST_WORKERS:
-            raise ConfigurationError(f"{self.nodes.most} nodes of {self.workers} workers are more than {_MOST_WORKERS}, the most in a job")
-        if self.min_workers is not None and not 1 <= self.min_workers <= self.nodes.least * self.workers:
             raise ConfigurationError(
-                f"--min-workers {self.min_workers}: expected 1 to {self.nodes.least * self.workers}, the workers that the run begins with"
+                f"--run {self.run}: expected the number of a run, 1 or more, or 0 for the one that "
+                "goes on or is next"
+            )
+        if self.nodes.most * self.workers > _MOST_WORKERS:
+            raise ConfigurationError(
+                f"{self.nodes.most} nodes of {self.workers} workers are more than {_MOST_WORKERS}, "
+                "the most in a job"
+            )
+        if (
+            self.min_workers is not None
+            and not 1 <= self.min_workers <= self.nodes.least * self.workers
+        ):
+            raise ConfigurationError(
+                f"--min-workers {self.min_workers}: expected 1 to "
+                f"{self.nodes.least * self.workers}, the workers that the run begins with"
             )
         if self.max_restarts is not None and self.max_restarts < 0:
             raise ConfigurationError(f"--max-restarts {self.max_restarts}: expected 0 or more")
         if self.shutdown_timeout is not None and self.shutdown_timeout < timedelta(0):
-            raise ConfigurationError(f"--shutdown-timeout {self.shutdown_timeout.total_seconds():g}: expected 0 seconds or more")
+            raise ConfigurationError(
+                f"--shutdown-timeout {self.shutdown_timeout.total_seconds():g}: expected 0 seconds "
+                "or more"
+            )
         if self.servers < 0:
             raise ConfigurationError(f"--servers {self.servers}: expected 0 or more")
         if self.server_backups and not self.servers:
-            raise ConfigurationError(f"--server-backups {self.server_backups} without --servers: say how many servers the job has")
+            raise ConfigurationError(
+                f"--server-backups {self.server_backups} without --servers: say how many servers "
+                "the job has"
+            )
         if self.max_servers and not self.servers:
-            raise ConfigurationError(f"--max-servers {self.max_servers} without --servers: say how many servers the job begins with")
+            raise ConfigurationError(
+                f"--max-servers {self.max_servers} without --servers: say how many servers the job "
+                "begins with"
+            )
         if self.max_servers and self.max_servers < self.servers:
-            raise ConfigurationError(f"--max-servers {self.max_servers}: expected at least the {self.servers} of --servers")
+            raise ConfigurationError(
+                f"--max-servers {self.max_servers}: expected at least the {self.servers} of "
+                "--servers"
+            )
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
             raise ConfigurationError(f"--master-port {self.master_port}: expected 1 to 65535")
         if self.node_rank is not None and not 0 <= self.node_rank < self.nodes.most:
             raise ConfigurationError(
-                f"--node-rank {self.node_rank}: expected 0 to {self.nodes.most - 1}, since --nnodes is {self.nodes.most}"
+                f"--node-rank {self.node_rank}: expected 0 to {self.nodes.most - 1}, since "
+                f"--nnodes is {self.nodes.most}"
             )
 
     def shutdown_grace(self, *, elastic: bool) -> timedelta:
-        """From SIGTERM to SIGKILL when the launcher itself was asked to end. Elastic workers go to their next border, and may write a
-        checkpoint after it; whoever cannot wait so long sends its own SIGKILL (batch systems do)."""
+        """From SIGTERM to SIGKILL when the launcher itself was asked to end. Elastic workers go to
+        their next border, and may write a checkpoint after it; whoever cannot wait so long sends
+        its own SIGKILL (batch systems do)."""
         if self.shutdown_timeout is not None:
             return self.shutdown_timeout
         return _ELASTIC_GRACE if elastic else _PLAIN_GRACE
@@ -248,8 +311,8 @@ class RunSettings:
 
     @property
     def min_survivors(self) -> int:
-        """Fewest workers that training goes on with once it has begun. By default one where the number of machines is fixed, as on one
-        machine; MIN:MAX says itself how many are too few."""
+        """Fewest workers that training goes on with once it has begun. By default one where the
+        number of machines is fixed, as on one machine; MIN:MAX says itself how many are too few."""
         return self.min_workers or (1 if self.nodes.fixed else self.nodes.least * self.workers)
 
     @property
@@ -257,16 +320,22 @@ class RunSettings:
         return self.join_grace or timedelta(seconds=30 if self.nodes.fixed else 5)
 
 
-def worker_command(program: str, arguments: Sequence[str], *, module: bool, python: bool) -> tuple[str, ...]:
-    """How a worker is started: `python -u program ...`, as torchrun does it, so that its output comes at once."""
+def worker_command(
+    program: str, arguments: Sequence[str], *, module: bool, python: bool
+) -> tuple[str, ...]:
+    """How a worker is started: `python -u program ...`, as torchrun does it, so that its output
+    comes at once."""
     if not python:
         if module:
-            raise ConfigurationError("--module and --no-python exclude each other: a module is run by Python")
+            raise ConfigurationError(
+                "--module and --no-python exclude each other: a module is run by Python"
+            )
         return (program, *arguments)
     if module:
         return (sys.executable, "-u", "-m", program, *arguments)
     if not Path(program).is_file():
         raise ConfigurationError(
-            f"the script {program!r} does not exist here ({Path.cwd()}); for a module use -m, for another program shoal run --no-python"
+            f"the script {program!r} does not exist here ({Path.cwd()}); for a module use -m, for "
+            "another program shoal run --no-python"
         )
     return (sys.executable, "-u", program, *arguments)

@@ -1,4 +1,5 @@
-"""Where a run takes place, as its agent sees it: on a cluster of its own (`standalone`), or at a coordinator shared by others (`nodes`)."""
+"""Where a run takes place, as its agent sees it: on a cluster of its own (`standalone`), or at a
+coordinator shared by others (`nodes`)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class RunCompletedError(PreconditionError):
-    """The run that was asked for has come to its end already: there is nothing left to do, and nothing is wrong."""
+    """The run that was asked for has come to its end already: there is nothing left to do, and
+    nothing is wrong."""
 
     default_reason = "RUN_ENDED"
 
@@ -27,7 +29,8 @@ class Ending(Enum):
     """The script came to its end."""
     FAILED = auto()
     STOPPED = auto()
-    """By a signal, or because its workers were asked to leave, put out or killed: this launcher goes, the job may go on elsewhere."""
+    """By a signal, or because its workers were asked to leave, put out or killed: this launcher
+    goes, the job may go on elsewhere."""
 
 
 class Site(Protocol):
@@ -39,28 +42,34 @@ class Site(Protocol):
     """The job's run, once the site is open; None: the job has no other."""
 
     def begin(self, start_service: StartService) -> None:
-        """Starts what takes time. Called first, on the loop's thread. `start_service` starts processes of parameter servers."""
+        """Starts what takes time. Called first, on the loop's thread. `start_service` starts
+        processes of parameter servers."""
         ...
 
     async def open(self, launcher_id: str) -> ExitReporter:
-        """Waits until the coordinator is reachable and the job is known to it. Raises ShoalError; RunCompletedError where all is done."""
+        """Waits until the coordinator is reachable and the job is known to it. Raises ShoalError;
+        RunCompletedError where all is done."""
         ...
 
     async def keep(self) -> None:
-        """Looks after the site until cancelled; called once it is open. Raises ShoalError when the run is to end for all launchers."""
+        """Looks after the site until cancelled; called once it is open. Raises ShoalError when the
+        run is to end for all launchers."""
         ...
 
     async def place(self, *, again: bool) -> NodePlacement:
-        """This launcher's place at the next start of all its workers; may be called before the site is open. Waits for other launchers,
-        whose workers must start anew too if `again`. Raises ShoalError."""
+        """This launcher's place at the next start of all its workers; may be called before the site
+        is open. Waits for other launchers, whose workers must start anew too if `again`. Raises
+        ShoalError."""
         ...
 
     async def moved(self) -> None:
-        """Returns when the place given last does not hold any more, since launchers came or went."""
+        """Returns when the place given last does not hold any more, since launchers came or
+        went."""
         ...
 
     def fail(self, reason: str) -> None:
-        """The job has failed here, and on all machines: tells the other launchers. Blocks for some seconds at most; never raises."""
+        """The job has failed here, and on all machines: tells the other launchers. Blocks for some
+        seconds at most; never raises."""
         ...
 
     def close(self, ending: Ending) -> None:

@@ -1,4 +1,5 @@
-"""What SLURM's environment says of an allocation, as the variables that `shoal run` and `shoal-ps-server` read."""
+"""What SLURM's environment says of an allocation, as the variables that `shoal run` and
+`shoal-ps-server` read."""
 
 from __future__ import annotations
 
@@ -16,16 +17,22 @@ def allocated(environment: Mapping[str, str]) -> bool:
 
 
 def run_id(environment: Mapping[str, str]) -> str:
-    """A job's id for this start of this allocation: `slurm-1234`, and `slurm-1234-2` when SLURM has requeued it twice.
+    """A job's id for this start of this allocation: `slurm-1234`, and `slurm-1234-2` when SLURM has
+    requeued it twice.
 
     All parts of a heterogeneous job have the same."""
     job = environment.get("SLURM_HET_JOB_ID") or environment["SLURM_JOB_ID"]
-    restarts = _number(environment, "SLURM_RESTART_COUNT", least=0) if "SLURM_RESTART_COUNT" in environment else 0
+    restarts = (
+        _number(environment, "SLURM_RESTART_COUNT", least=0)
+        if "SLURM_RESTART_COUNT" in environment
+        else 0
+    )
     return f"slurm-{job}-{restarts}" if restarts else f"slurm-{job}"
 
 
 def run_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables: a launcher on each machine of the allocation, of which one is enough to go on. Raises ConfigurationError."""
+    """torchrun's variables: a launcher on each machine of the allocation, of which one is enough to
+    go on. Raises ConfigurationError."""
     nodes = _number(environment, "SLURM_JOB_NUM_NODES", least=1)
     return {"PET_NNODES": f"1:{nodes}", "PET_RDZV_CONF": f"last_call_timeout={_JOIN_GRACE_S}"}
 
@@ -33,5 +40,7 @@ def run_variables(environment: Mapping[str, str]) -> dict[str, str]:
 def _number(environment: Mapping[str, str], name: str, *, least: int) -> int:
     text = environment.get(name, "")
     if not text.isdecimal() or int(text) < least:
-        raise ConfigurationError(f"{name}={text!r}: expected a number of at least {least}, as SLURM sets it")
+        raise ConfigurationError(
+            f"{name}={text!r}: expected a number of at least {least}, as SLURM sets it"
+        )
     return int(text)

@@ -1,6 +1,7 @@
 """A run on one machine, with a cluster of its own: `shoal run --standalone`.
 
-Workers start while the cluster does: they need the coordinator only once they have imported torch, which takes longer.
+Workers start while the cluster does: they need the coordinator only once they have imported torch,
+which takes longer.
 """
 
 from __future__ import annotations
@@ -27,9 +28,17 @@ if TYPE_CHECKING:
 class StandaloneSite:
     """See `site.Site`. Belongs to the event loop's thread."""
 
-    def __init__(self, settings: RunSettings, *, note: Callable[[str], None], log_directory: Path | None = None) -> None:
+    def __init__(
+        self,
+        settings: RunSettings,
+        *,
+        note: Callable[[str], None],
+        log_directory: Path | None = None,
+    ) -> None:
         self._settings = settings
-        self._cluster = LocalCluster(job_of(settings), command=settings.program, log_directory=log_directory)
+        self._cluster = LocalCluster(
+            job_of(settings), command=settings.program, log_directory=log_directory
+        )
         self._keeper = ClusterKeeper(self._cluster, note=note)
         self._master_port: ReservedPort | None = None
         self.coordinator = self._cluster.coordinator.address
@@ -43,7 +52,9 @@ class StandaloneSite:
         await self._keeper.open()
         from shoal.launcher.reporter import ExitReporter
 
-        return ExitReporter(self._cluster.client, job_id=self._settings.job_id, launcher_id=launcher_id)
+        return ExitReporter(
+            self._cluster.client, job_id=self._settings.job_id, launcher_id=launcher_id
+        )
 
     async def keep(self) -> None:
         await self._keeper.keep()
@@ -55,7 +66,12 @@ class StandaloneSite:
         if port is None:
             self._master_port = ReservedPort()
             port = self._master_port.port
-        return NodePlacement(node_rank=0, node_count=1, master_address=self._settings.master_address or "127.0.0.1", master_port=port)
+        return NodePlacement(
+            node_rank=0,
+            node_count=1,
+            master_address=self._settings.master_address or "127.0.0.1",
+            master_port=port,
+        )
 
     async def moved(self) -> None:
         """Never: there is no other launcher."""
@@ -74,8 +90,9 @@ class StandaloneSite:
 
 
 def job_of(settings: RunSettings) -> JobSettings:
-    """All workers are waited for at the start, while the grace lasts; but one that is left may go on alone, unless --min-workers says
-    otherwise. Where no parameter servers are asked for on the command line, a script may ask for one."""
+    """All workers are waited for at the start, while the grace lasts; but one that is left may go
+    on alone, unless --min-workers says otherwise. Where no parameter servers are asked for on the
+    command line, a script may ask for one."""
     return JobSettings(
         job_id=settings.job_id,
         min_workers=settings.min_survivors,

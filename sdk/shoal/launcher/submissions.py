@@ -1,8 +1,9 @@
-"""Runs in the background: launchers that nobody waits for, with their output and their result in files, so that any process of this user on
-this host can follow them (docs/decisions/0207).
+"""Runs in the background: launchers that nobody waits for, with their output and their result in
+files, so that any process of this user on this host can follow them (docs/decisions/0207).
 
-One directory a run, below one a job: `submission.json` says what was started and as which process, `output.log` has all that it printed,
-`result.json` says how it ended. The launcher's process writes the last one itself (`shoal.cli.submitted`); one that was killed leaves none.
+One directory a run, below one a job: `submission.json` says what was started and as which process,
+`output.log` has all that it printed, `result.json` says how it ended. The launcher's process writes
+the last one itself (`shoal.cli.submitted`); one that was killed leaves none.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from shoal_common.errors import ConfigurationError, DeadlineError, PreconditionError, UnavailableError, UnknownResourceError
+from shoal_common.errors import (
+    ConfigurationError,
+    DeadlineError,
+    PreconditionError,
+    UnavailableError,
+    UnknownResourceError,
+)
 
 from shoal.launcher.jobs import check_job_id
 from shoal.launcher.members import kill_workers
@@ -79,18 +86,24 @@ class Submission:
         running = self.is_running  # looked at first: it writes its result, and then it ends
         content = _read(self.directory / _RESULT)
         if content is not None:
-            return Outcome(exit_status=int(content["exit_status"]), summary=content["summary"], ended_unix_s=content["ended_unix_s"])
+            return Outcome(
+                exit_status=int(content["exit_status"]),
+                summary=content["summary"],
+                ended_unix_s=content["ended_unix_s"],
+            )
         if running:
             return None
         return Outcome(
             exit_status=None,
-            summary=f"the launcher of job {self.job_id} (pid {self.pid}) is gone and left no result: it was killed, or the machine was "
+            summary=f"the launcher of job {self.job_id} (pid {self.pid}) is gone and left no "
+            "result: it was killed, or the machine was "
             f"restarted; its output is in {self.log}",
             ended_unix_s=None,
         )
 
     def kill(self) -> None:
-        """Ends launcher and workers at once, and returns when the launcher has ended; nothing if it has already.
+        """Ends launcher and workers at once, and returns when the launcher has ended; nothing if it
+        has already.
 
         Raises:
             PreconditionError: PROCESS_NOT_OURS: it belongs to another user.
@@ -103,16 +116,23 @@ class Submission:
         try:
             if not self.is_running:
                 return  # the number is another's by now
-            process.send(signal.SIGTERM)  # from then on it starts no worker in the place of one that ends
+            # from then on it starts no worker in the place of one that ends
+            process.send(signal.SIGTERM)
             for _ in range(round(_KILL_TIMEOUT / _KILL_INTERVAL)):
                 if process.wait(_KILL_INTERVAL):
                     return
                 kill_workers(self.pid)
             process.kill()  # the kernel kills all that it has started
             if not process.wait(_KILL_TIMEOUT):
-                raise DeadlineError(f"the launcher of job {self.job_id} (pid {self.pid}) is still there after SIGKILL")
+                raise DeadlineError(
+                    f"the launcher of job {self.job_id} (pid {self.pid}) is still there after "
+                    "SIGKILL"
+                )
         except PermissionError as error:
-            raise PreconditionError(f"the launcher of job {self.job_id} (pid {self.pid}): {error}", reason="PROCESS_NOT_OURS") from error
+            raise PreconditionError(
+                f"the launcher of job {self.job_id} (pid {self.pid}): {error}",
+                reason="PROCESS_NOT_OURS",
+            ) from error
         finally:
             process.close()
 
@@ -128,7 +148,8 @@ class Outcome:
 
 
 def submissions_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """$XDG_STATE_HOME/shoal/jobs, else ~/.local/state/shoal/jobs: results outlive the session of the user who submitted.
+    """$XDG_STATE_HOME/shoal/jobs, else ~/.local/state/shoal/jobs: results outlive the session of
+    the user who submitted.
 
     Raises ConfigurationError when there is no home directory.
     """
@@ -153,7 +174,8 @@ class Submissions:
         environment: Mapping[str, str],
         directory: Path | None = None,
     ) -> Submission:
-        """Starts `shoal run ARGUMENTS`, which must name `job_id`, in a session of its own, and returns when its process is there.
+        """Starts `shoal run ARGUMENTS`, which must name `job_id`, in a session of its own, and
+        returns when its process is there.
 
         Args:
             directory: where it runs; None: here.
@@ -169,24 +191,36 @@ class Submissions:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise ConfigurationError(
-                f"job {job_id!r} cannot be recorded in {folder}: {error.strerror}; set XDG_STATE_HOME to a directory that you can write to"
+                f"job {job_id!r} cannot be recorded in {folder}: {error.strerror}; set "
+                "XDG_STATE_HOME to a directory that you can write to"
             ) from error
         with _locked(folder):
             last = self._newest(folder)
             if last is not None and not last.has_ended:
                 raise PreconditionError(
-                    f"job {job_id!r} runs already on this machine (its launcher is pid {last.pid}): wait for it, stop it, or take another "
-                    "id",
+                    f"job {job_id!r} runs already on this machine (its launcher is pid "
+                    f"{last.pid}): wait for it, stop it, or take another id",
                     reason="JOB_RUNNING",
                 )
-            run = 1 + max((int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0)
+            run = 1 + max(
+                (int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0
+            )
             own = folder / str(run)
             own.mkdir(mode=0o700)
-            _start(own, arguments, environment, directory, {"job_id": job_id, "run": run, "coordinator": coordinator})
+            _start(
+                own,
+                arguments,
+                environment,
+                directory,
+                {"job_id": job_id, "run": run, "coordinator": coordinator},
+            )
             started = self._newest(folder)
         self._forget_oldest()
         if started is None or started.run != run:
-            raise UnavailableError(f"job {job_id!r} was started, but {own / _RECORD} is not there", reason="SUBMIT_FAILED")
+            raise UnavailableError(
+                f"job {job_id!r} was started, but {own / _RECORD} is not there",
+                reason="SUBMIT_FAILED",
+            )
         return started
 
     def newest(self, job_id: str) -> Submission:
@@ -194,7 +228,8 @@ class Submissions:
         found = self._newest(self._directory / job_id) if _is_name(job_id) else None
         if found is None:
             raise UnknownResourceError(
-                f"job {job_id!r} was not submitted on this machine by this user: shoal.Client().submit(...) and `shoal submit` submit one",
+                f"job {job_id!r} was not submitted on this machine by this user: "
+                "shoal.Client().submit(...) and `shoal submit` submit one",
                 reason="SUBMISSION_UNKNOWN",
             )
         return found
@@ -202,7 +237,11 @@ class Submissions:
     def all(self) -> list[Submission]:
         """Each job's last run, the newest first."""
         folders = self._directory.iterdir() if self._directory.is_dir() else ()
-        found = [each for folder in folders if folder.is_dir() and (each := self._newest(folder)) is not None]
+        found = [
+            each
+            for folder in folders
+            if folder.is_dir() and (each := self._newest(folder)) is not None
+        ]
         return sorted(found, key=lambda each: each.started_unix_s, reverse=True)
 
     def _newest(self, folder: Path) -> Submission | None:
@@ -214,7 +253,9 @@ class Submissions:
         for path in folder.iterdir():
             content = _read(path / _RECORD)
             if content is not None and content.get("host") == socket.gethostname():
-                yield Submission(**{**content, "arguments": tuple(content["arguments"])}, directory=path)
+                yield Submission(
+                    **{**content, "arguments": tuple(content["arguments"])}, directory=path
+                )
 
     def _forget_oldest(self) -> None:
         folders = [folder for folder in self._directory.iterdir() if folder.is_dir()]
@@ -228,7 +269,13 @@ class Submissions:
 
 def write_record(directory: Path, *, pid: int, started_unix_s: float, **known: Any) -> None:
     """Written by the process that starts the launcher, once it is there."""
-    record = {**known, "host": socket.gethostname(), "pid": pid, "pid_start_ticks": start_ticks(pid) or 0, "started_unix_s": started_unix_s}
+    record = {
+        **known,
+        "host": socket.gethostname(),
+        "pid": pid,
+        "pid_start_ticks": start_ticks(pid) or 0,
+        "started_unix_s": started_unix_s,
+    }
     _write(directory / _RECORD, record)
 
 
@@ -242,9 +289,24 @@ def log_of(directory: Path) -> Path:
     return directory / _LOG
 
 
-def _start(own: Path, arguments: Sequence[str], environment: Mapping[str, str], directory: Path | None, known: Mapping[str, Any]) -> None:
-    """Blocks until the launcher's process is there: it leaves the one started here, which ends at once."""
-    command = [sys.executable, "-P", "-m", "shoal.cli.submitted", str(own.absolute()), json.dumps(known), *arguments]
+def _start(
+    own: Path,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    directory: Path | None,
+    known: Mapping[str, Any],
+) -> None:
+    """Blocks until the launcher's process is there: it leaves the one started here, which ends at
+    once."""
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "shoal.cli.submitted",
+        str(own.absolute()),
+        json.dumps(known),
+        *arguments,
+    ]
     if directory is not None and not directory.is_dir():
         raise ConfigurationError(f"directory={str(directory)!r}: there is no such directory")
     try:
@@ -261,7 +323,10 @@ def _start(own: Path, arguments: Sequence[str], environment: Mapping[str, str], 
             )
     except (subprocess.SubprocessError, OSError) as error:
         said = log_of(own).read_text(errors="replace").strip()[-500:]
-        raise UnavailableError(f"{' '.join(command[:4])} could not be started: {error}; it said: {said}", reason="SUBMIT_FAILED") from error
+        raise UnavailableError(
+            f"{' '.join(command[:4])} could not be started: {error}; it said: {said}",
+            reason="SUBMIT_FAILED",
+        ) from error
 
 
 @contextlib.contextmanager

@@ -13,41 +13,73 @@ _LINE: Final = "-" * 60
 _MOST_SURVIVED: Final = 10
 
 
-def failure_summary(program: str, failures: Sequence[WorkerExit], survived: Sequence[WorkerExit] = ()) -> str:
-    """The first failure is the cause, with its traceback; the others most likely follow from it. `survived`: what was made up for."""
+def failure_summary(
+    program: str, failures: Sequence[WorkerExit], survived: Sequence[WorkerExit] = ()
+) -> str:
+    """The first failure is the cause, with its traceback; the others most likely follow from it.
+    `survived`: what was made up for."""
     first, *others = failures
-    lines = [_RULE, f"{program} FAILED", _LINE, "First failure (most likely the cause of the others):", *_details(first)]
+    lines = [
+        _RULE,
+        f"{program} FAILED",
+        _LINE,
+        "First failure (most likely the cause of the others):",
+        *_details(first),
+    ]
     if others:
-        lines += [_LINE, "Later failures:", *(f"  {_moment(failure)} {failure_line(failure)}" for failure in others)]
+        lines += [
+            _LINE,
+            "Later failures:",
+            *(f"  {_moment(failure)} {failure_line(failure)}" for failure in others),
+        ]
     if survived:
         lines += [_LINE, "Failures on the way that were made up for, the newest last:"]
-        lines += [f"  {_moment(failure)} {failure_line(failure)}" for failure in survived[-_MOST_SURVIVED:]]
+        lines += [
+            f"  {_moment(failure)} {failure_line(failure)}"
+            for failure in survived[-_MOST_SURVIVED:]
+        ]
     return "\n".join([*lines, _RULE]) + "\n"
 
 
 def survived_summary(survived: Sequence[WorkerExit]) -> str:
     """One line for a run that went through although workers failed."""
-    names = ", ".join(f"{failure.who} (pid {failure.pid}, {failure.status})" for failure in survived)
-    return f"the run came to its end although {len(survived)} of its workers failed on the way: {names}"
+    names = ", ".join(
+        f"{failure.who} (pid {failure.pid}, {failure.status})" for failure in survived
+    )
+    return (
+        f"the run came to its end although {len(survived)} of its workers failed on the way: "
+        f"{names}"
+    )
 
 
 def failure_line(failure: WorkerExit) -> str:
     """One line: who, where and how."""
     message = failure.message.strip().partition("\n")[0]
-    return f"{failure.who} on {failure.host} (pid {failure.pid}) ended with {failure.status}" + (f": {message}" if message else "")
+    return f"{failure.who} on {failure.host} (pid {failure.pid}) ended with {failure.status}" + (
+        f": {message}" if message else ""
+    )
 
 
 def _moment(failure: WorkerExit) -> str:
-    return datetime.fromtimestamp(failure.unix_s, UTC).astimezone().isoformat(sep=" ", timespec="milliseconds")
+    return (
+        datetime.fromtimestamp(failure.unix_s, UTC)
+        .astimezone()
+        .isoformat(sep=" ", timespec="milliseconds")
+    )
 
 
 def _details(failure: WorkerExit) -> list[str]:
     told = failure.started_as
-    ending = f"{failure.status.code} ({failure.status})" if failure.status.signal else str(failure.status.code)
+    ending = (
+        f"{failure.status.code} ({failure.status})"
+        if failure.status.signal
+        else str(failure.status.code)
+    )
     lines = [
         f"  time      : {_moment(failure)}",
         f"  host      : {failure.host}",
-        f"  rank      : {failure.rank} (local_rank: {failure.index})" + (f", output [{told}]" if told != failure.rank else ""),
+        f"  rank      : {failure.rank} (local_rank: {failure.index})"
+        + (f", output [{told}]" if told != failure.rank else ""),
         f"  exit code : {ending}, pid {failure.pid}",
     ]
     if text := failure.traceback or failure.message:

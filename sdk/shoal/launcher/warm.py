@@ -1,8 +1,8 @@
 """Workers forked from a warm process, and fresh ones where forking is impossible.
 
-The warm process (`shoal.warm`) is started with the run, imports torch while the launcher does other things, and forks each worker in
-milliseconds. A worker is a child of the launcher either way; see `process.Child`. When the warm process dies, workers start fresh until
-the next one is ready.
+The warm process (`shoal.warm`) is started with the run, imports torch while the launcher does other
+things, and forks each worker in milliseconds. A worker is a child of the launcher either way; see
+`process.Child`. When the warm process dies, workers start fresh until the next one is ready.
 
 All belongs to the thread of the event loop.
 """
@@ -38,10 +38,19 @@ _MOST_LAST_WORDS: Final = 4096
 _SHORT_LIFE_S: Final = 5.0
 _MOST_SHORT_LIVES: Final = 3
 """A warm process that dies so often soon after it was ready is not started again."""
-_OF_WORKERS: Final = frozenset({"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"})
-"""Variables that workers get and services do not, or with other values; a forked process applies them."""
+_OF_WORKERS: Final = frozenset(
+    {
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        "OMP_NUM_THREADS",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    }
+)
+"""Variables that workers get and services do not, or with other values; a forked process applies
+them."""
 _ADOPTING: Final = threading.Lock()
-"""Held while this process is a subreaper: launchers in several threads must not end each other's."""
+"""Held while this process is a subreaper: launchers in several threads must not end each
+other's."""
 
 
 class WarmProcessError(Exception):
@@ -51,7 +60,14 @@ class WarmProcessError(Exception):
 class WarmWorkers:
     """Starts the workers of one run, warm where possible."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, wanted: bool, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        wanted: bool,
+        note: Callable[[str], None],
+    ) -> None:
         """Starts nothing yet.
 
         Args:
@@ -85,12 +101,16 @@ class WarmWorkers:
             self._settled.set()
 
     async def settled(self) -> None:
-        """Waits until the first warm process can fork or it is known that none will, for 3 minutes at most."""
+        """Waits until the first warm process can fork or it is known that none will, for 3 minutes
+        at most."""
         try:
             async with asyncio.timeout(_IMPORT_TIMEOUT.total_seconds()):
                 await self._settled.wait()
         except TimeoutError:
-            self._tell_fresh(f"the warm process did not import torch within {_IMPORT_TIMEOUT.total_seconds():g} s")
+            self._tell_fresh(
+                f"the warm process did not import torch within {_IMPORT_TIMEOUT.total_seconds():g} "
+                "s"
+            )
             self._settled.set()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> Child:
@@ -100,12 +120,19 @@ class WarmWorkers:
                 return child
         except WarmProcessError as error:
             self._tell_fresh(str(error))
-        return Child(command, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return Child(
+            command, environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
 
-    def start_service(self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> Child:
-        """Starts one of Shoal's services, which writes into `log`; fresh while no warm process is ready. Raises OSError."""
+    def start_service(
+        self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]
+    ) -> Child:
+        """Starts one of Shoal's services, which writes into `log`; fresh while no warm process is
+        ready. Raises OSError."""
         with contextlib.suppress(WarmProcessError):
-            if (child := self._fork(command, environment, apart_from=_OF_WORKERS, log=log)) is not None:
+            if (
+                child := self._fork(command, environment, apart_from=_OF_WORKERS, log=log)
+            ) is not None:
                 return child
         return Child(command, environment=environment, stdout=log, stderr=log)
 
@@ -117,11 +144,14 @@ class WarmWorkers:
         apart_from: frozenset[str] = frozenset(),
         log: IO[bytes] | None = None,
     ) -> Child | None:
-        """None: there is no warm process. Variables named in `apart_from` may differ. Raises WarmProcessError."""
+        """None: there is no warm process. Variables named in `apart_from` may differ. Raises
+        WarmProcessError."""
         process = self._process
         if process is None:
             return None
-        differing = {name for name, _ in _shared(environment).items() ^ _shared(self._environment).items()} - apart_from
+        differing = {
+            name for name, _ in _shared(environment).items() ^ _shared(self._environment).items()
+        } - apart_from
         if differing:
             raise WarmProcessError(f"their environment has another {min(differing)}")
         try:
@@ -160,15 +190,17 @@ class WarmWorkers:
                 ready_at = loop.time()
                 status = await process.child.wait()
                 self._note(
-                    f"the warm process (pid {process.child.pid}) ended with {status}: workers start in fresh interpreters until another "
-                    "is ready"
+                    f"the warm process (pid {process.child.pid}) ended with {status}: workers "
+                    "start in fresh interpreters until another is ready"
                 )
                 short_lives = short_lives + 1 if loop.time() - ready_at < _SHORT_LIFE_S else 0
             finally:
                 self._process = None
                 process.close()
                 self._settled.set()
-        self._tell_fresh(f"{_MOST_SHORT_LIVES} warm processes in a row have ended within {_SHORT_LIFE_S:g} s")
+        self._tell_fresh(
+            f"{_MOST_SHORT_LIVES} warm processes in a row have ended within {_SHORT_LIFE_S:g} s"
+        )
 
 
 class _WarmProcess:
@@ -218,28 +250,41 @@ class _WarmProcess:
         lines = self._printed.decode(errors="replace").strip().splitlines()
         return f"{problem} ({lines[-1]})" if problem and lines else problem
 
-    def fork(self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None = None) -> Child:
-        """Forks a worker whose output goes into `log`, else through pipes. Raises WarmProcessError, after which there is none, and OSError
-        when descriptors are used up."""
+    def fork(
+        self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None = None
+    ) -> Child:
+        """Forks a worker whose output goes into `log`, else through pipes. Raises WarmProcessError,
+        after which there is none, and OSError when descriptors are used up."""
         with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
             their_gate, gate = _pipe(given, given)
             out, theirs_out = _pipe(kept, given) if log is None else (None, log)
             error, theirs_error = _pipe(kept, given) if log is None else (None, log)
-            request = {"command": list(command), "environment": dict(environment), "folder": folder_of(command)}
+            request = {
+                "command": list(command),
+                "environment": dict(environment),
+                "folder": folder_of(command),
+            }
             try:
                 with _adopting():
-                    send(self._connection, request, (theirs_out.fileno(), theirs_error.fileno(), their_gate.fileno()))
+                    send(
+                        self._connection,
+                        request,
+                        (theirs_out.fileno(), theirs_error.fileno(), their_gate.fileno()),
+                    )
                     answer, _ = receive(self._connection)
             except (EOFError, OSError) as problem:
                 self.answers = False
-                self.child.kill()  # it could be at work on a worker, which ends when it finds its gate closed
+                # it could be at work on a worker, which ends when it finds its gate closed
+                self.child.kill()
                 raise WarmProcessError(f"the warm process did not answer: {problem!r}") from problem
             if "pid" not in answer:
                 raise WarmProcessError(answer["refused"])
             try:
                 child = Child.adopted(answer["pid"], command=command, stdout=out, stderr=error)
             except OSError as problem:
-                raise WarmProcessError(f"process {answer['pid']} is no child of the launcher: {problem}") from problem
+                raise WarmProcessError(
+                    f"process {answer['pid']} is no child of the launcher: {problem}"
+                ) from problem
             with contextlib.suppress(BrokenPipeError):  # it has been killed, which its status says
                 os.write(gate.fileno(), b"+")
             kept.pop_all()
@@ -275,23 +320,31 @@ class _WarmProcess:
                 asyncio.get_running_loop().remove_reader(stream)
 
 
-def _pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[IO[bytes], IO[bytes]]:
+def _pipe(
+    reader: contextlib.ExitStack, writer: contextlib.ExitStack
+) -> tuple[IO[bytes], IO[bytes]]:
     """The ends of a new pipe, to read from and to write to, which `reader` and `writer` close."""
     reading, writing = os.pipe()
-    return reader.enter_context(os.fdopen(reading, "rb")), writer.enter_context(os.fdopen(writing, "wb", buffering=0))
+    return reader.enter_context(os.fdopen(reading, "rb")), writer.enter_context(
+        os.fdopen(writing, "wb", buffering=0)
+    )
 
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """The kernel gives this process the workers whose parent, a child of the warm process, ends. Raises WarmProcessError.
+    """The kernel gives this process the workers whose parent, a child of the warm process, ends.
+    Raises WarmProcessError.
 
-    Others that lose their parent in these milliseconds come to this process as well, and stay in the table of processes until it ends."""
+    Others that lose their parent in these milliseconds come to this process as well, and stay in
+    the table of processes until it ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     with _ADOPTING:
         before = ctypes.c_int()
         libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
         if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-            raise WarmProcessError(f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(ctypes.get_errno())}")
+            raise WarmProcessError(
+                f"prctl(PR_SET_CHILD_SUBREAPER): {os.strerror(ctypes.get_errno())}"
+            )
         try:
             yield
         finally:

@@ -1,4 +1,5 @@
-"""Which commands a warm process can run, judged by the command, the environment and the script's text. It imports and runs nothing."""
+"""Which commands a warm process can run, judged by the command, the environment and the script's
+text. It imports and runs nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +28,17 @@ _FOLLOWED: Final = (
 """Variables by which tools follow a program from its first instruction on."""
 _READ_BY_IMPORTS: Final = (
     *("AOT", "ATEN_", "CUBLAS_", "DNNL_", "GOMP_", "GRPC_", "INDUCTOR_", "KINETO_", "KMP_", "LD_"),
-    *("MALLOC_", "MKL_", "NPY_", "NUMEXPR_", "NUMPY_", "OMP_", "ONEDNN_", "OPENBLAS_", "OTEL_PYTHON_"),
+    *(
+        "MALLOC_",
+        "MKL_",
+        "NPY_",
+        "NUMEXPR_",
+        "NUMPY_",
+        "OMP_",
+        "ONEDNN_",
+        "OPENBLAS_",
+        "OTEL_PYTHON_",
+    ),
     *("PARTITIONER_", "PROMETHEUS_", "PROTOCOL_BUFFERS_", "PYDANTIC_", "PYTHON", "PYTORCH_"),
     *("SYMPY_", "TMPDIR", "TORCH", "TRITON_", "prometheus_"),
 )
@@ -45,7 +56,11 @@ class Verdict:
 
 def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
     """Decides for a worker's command line and environment."""
-    if tuple(command[:2]) != (sys.executable, "-u") or len(command) < 3 or (command[2] == "-m" and len(command) < 4):
+    if (
+        tuple(command[:2]) != (sys.executable, "-u")
+        or len(command) < 3
+        or (command[2] == "-m" and len(command) < 4)
+    ):
         return Verdict(warm=False)
     if followed := next((name for name in _FOLLOWED if environment.get(name)), None):
         return Verdict(warm=False, reason=f"{followed} is set")
@@ -62,8 +77,13 @@ def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
         return Verdict(warm=False)  # the interpreter reports it better, or can compile it
     if all(name in _NO_TORCH for name in _imports(tree)):
         return Verdict(warm=False)  # importing torch is what would take the time
-    if setting := next((name for name in _settings(tree) if name.startswith(_READ_BY_IMPORTS)), None):
-        return Verdict(warm=False, reason=f"{source} sets {setting}, which has to happen before torch is imported")
+    if setting := next(
+        (name for name in _settings(tree) if name.startswith(_READ_BY_IMPORTS)), None
+    ):
+        return Verdict(
+            warm=False,
+            reason=f"{source} sets {setting}, which has to happen before torch is imported",
+        )
     return Verdict(warm=True)
 
 
@@ -85,7 +105,11 @@ def _module_file(name: str) -> Path | None:
         path = list(spec.submodule_search_locations or ())
     if path:
         spec = PathFinder.find_spec(f"{name}.__main__", path)
-    return Path(spec.origin) if spec is not None and spec.origin and spec.origin.endswith(".py") else None
+    return (
+        Path(spec.origin)
+        if spec is not None and spec.origin and spec.origin.endswith(".py")
+        else None
+    )
 
 
 def _parse(source: Path) -> ast.AST:
@@ -101,26 +125,47 @@ def _imports(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield "" if node.level else (node.module or "").partition(".")[0]
-        elif isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__", "run_path", "run_module"):
+        elif isinstance(node, ast.Call) and _name(node.func) in (
+            "import_module",
+            "__import__",
+            "run_path",
+            "run_module",
+        ):
             yield ""
 
 
 def _settings(tree: ast.AST) -> Iterator[str]:
     """Names of the environment variables that the script itself sets."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and _name(node.value) == "environ":
+        if (
+            isinstance(node, ast.Subscript)
+            and isinstance(node.ctx, ast.Store)
+            and _name(node.value) == "environ"
+        ):
             yield from _texts(node.slice)
         elif isinstance(node, ast.AugAssign) and _name(node.target) == "environ":
             yield from _texts(*node.value.keys) if isinstance(node.value, ast.Dict) else ()
         elif isinstance(node, ast.Call) and _name(node.func) in ("setdefault", "update", "putenv"):
             for argument in node.args[:1]:
-                yield from _texts(*argument.keys) if isinstance(argument, ast.Dict) else _texts(argument)
+                yield from (
+                    _texts(*argument.keys) if isinstance(argument, ast.Dict) else _texts(argument)
+                )
             yield from (keyword.arg for keyword in node.keywords if keyword.arg)
 
 
 def _name(node: ast.AST) -> str:
-    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return (
+        node.attr
+        if isinstance(node, ast.Attribute)
+        else node.id
+        if isinstance(node, ast.Name)
+        else ""
+    )
 
 
 def _texts(*nodes: ast.AST | None) -> Iterator[str]:
-    yield from (node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str))
+    yield from (
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )

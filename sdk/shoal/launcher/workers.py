@@ -1,4 +1,5 @@
-"""The worker processes of one launcher: starting one, and what is known of each. Whether to start one again is `policy`'s to say."""
+"""The worker processes of one launcher: starting one, and what is known of each. Whether to start
+one again is `policy`'s to say."""
 
 from __future__ import annotations
 
@@ -63,23 +64,30 @@ class Worker:
 
     @property
     def has_joined(self) -> bool:
-        """It said that it is a member of the job: the script is elastic, whether or not the coordinator can be asked."""
+        """It said that it is a member of the job: the script is elastic, whether or not the
+        coordinator can be asked."""
         return bool(self._said())
 
     @property
     def has_finished(self) -> bool:
-        """It said that it came to the end of its script, as a member that nobody had asked to leave or to stop."""
+        """It said that it came to the end of its script, as a member that nobody had asked to leave
+        or to stop."""
         return self._said() == "finished"
 
     def may_hang(self, quiet: timedelta) -> bool:
-        """Whether this worker is a member of its job, has not come to its script's end, and has committed no step for as long as given."""
+        """Whether this worker is a member of its job, has not come to its script's end, and has
+        committed no step for as long as given."""
         if self._said() != "joined":
             return False
         tally = read_tally(self.tally_file)
-        return tally is None or time.monotonic_ns() - tally.spans[-1].last_ns > quiet.total_seconds() * 1e9
+        return (
+            tally is None
+            or time.monotonic_ns() - tally.spans[-1].last_ns > quiet.total_seconds() * 1e9
+        )
 
     def exit_record(self, status: ExitStatus, *, rank: int = -1) -> WorkerExit:
-        """The account of its end. `rank`: its last one, as far as the coordinator knows; -1: it does not."""
+        """The account of its end. `rank`: its last one, as far as the coordinator knows; -1: it
+        does not."""
         raised = _account(self.error_file)
         return WorkerExit(
             index=self.index,
@@ -113,25 +121,38 @@ class WorkerStarter:
         note: Callable[[str], None],
         colour: bool,
     ) -> None:
-        """`coordinator` is the host:port told to the workers; `directory` is for error files; `note` tells a person what happens."""
+        """`coordinator` is the host:port told to the workers; `directory` is for error files;
+        `note` tells a person what happens."""
         self.launcher_id = uuid.uuid4().hex
         self.run: Run | None = None
-        """The job's run that its workers are started in; None: the newest, of a job that has no other."""
+        """The job's run that its workers are started in; None: the newest, of a job that has no
+        other."""
         self._settings = settings
         self._coordinator = coordinator
         self._directory = directory
         self._pump = pump
         self._colour = colour
-        self.warm = WarmWorkers(settings.command, self._common_environment(), wanted=settings.warm, note=note)
-        self._log_directory = settings.logs.directory and settings.logs.directory / f"{settings.job_id}-{self.launcher_id[:6]}"
+        self.warm = WarmWorkers(
+            settings.command, self._common_environment(), wanted=settings.warm, note=note
+        )
+        self._log_directory = (
+            settings.logs.directory
+            and settings.logs.directory / f"{settings.job_id}-{self.launcher_id[:6]}"
+        )
 
     def start(self, index: int, node: NodePlacement, *, restarts: int) -> Worker:
-        """Starts worker `index` as a new member. `restarts` counts how often it was started before. Raises OSError."""
+        """Starts worker `index` as a new member. `restarts` counts how often it was started before.
+        Raises OSError."""
         placement = WorkerPlacement(index=index, workers=self._settings.workers, node=node)
         member_id, member_key = str(uuid.uuid4()), secrets.token_hex(16)
         error_file = self._directory / f"error-{member_id}.json"
-        member_file, tally_file = self._directory / f"member-{member_id}", self._directory / f"tally-{member_id}"
-        environment = self._environment(placement, member_id, member_key, restarts, error_file, member_file, tally_file)
+        member_file, tally_file = (
+            self._directory / f"member-{member_id}",
+            self._directory / f"tally-{member_id}",
+        )
+        environment = self._environment(
+            placement, member_id, member_key, restarts, error_file, member_file, tally_file
+        )
         child = self.warm.start(self._settings.command, environment)
         assert child.stdout is not None
         assert child.stderr is not None
@@ -174,7 +195,9 @@ class WorkerStarter:
             launcher_id=self.launcher_id,
             member_file=member_file,
             tally_file=tally_file,
-            metrics_listen=metrics_listen(os.environ, index=placement.index, enabled=settings.metrics),
+            metrics_listen=metrics_listen(
+                os.environ, index=placement.index, enabled=settings.metrics
+            ),
             record_directory=self._record_directory,
             allow_restart_from_scratch=settings.allow_restart_from_scratch,
             local_address=settings.local_address if settings.endpoint is not None else None,
@@ -203,14 +226,18 @@ class WorkerStarter:
         }
 
     def _interface_variables(self) -> dict[str, str]:
-        """Torch's own groups, in plain scripts and under NCCL, take the interface that `--local-addr` is of, where nothing else is said."""
+        """Torch's own groups, in plain scripts and under NCCL, take the interface that
+        `--local-addr` is of, where nothing else is said."""
         settings = self._settings
         if settings.endpoint is None or not settings.local_address:
             return {}
-        from shoal_common.settings import parse_address  # it imports pydantic, which workers need not wait for
+        # it imports pydantic, which workers need not wait for
+        from shoal_common.settings import parse_address
 
         endpoint = parse_address(settings.endpoint)
-        own = OwnAddress.find(settings.local_address, settings.listen_address, towards=(endpoint.host, endpoint.port))
+        own = OwnAddress.find(
+            settings.local_address, settings.listen_address, towards=(endpoint.host, endpoint.port)
+        )
         return interface_variables(os.environ, interface_of(own.told))
 
     @property
@@ -219,18 +246,34 @@ class WorkerStarter:
         base = self._settings.record_directory
         return base if base is None or self.run is None else base / f"run-{self.run.number}"
 
-    def _source(self, pipe: IO[bytes], stream: Stream, placement: WorkerPlacement, restarts: int) -> Source:
+    def _source(
+        self, pipe: IO[bytes], stream: Stream, placement: WorkerPlacement, restarts: int
+    ) -> Source:
         logs, index = self._settings.logs, placement.index
         streams = Streams.OUT if stream is Stream.OUT else Streams.ERR
         file = None
         if self._log_directory is not None and logs.to_file(index, streams):
-            file = self._log_directory / f"attempt_{restarts}" / str(index) / f"std{stream.name.lower()}.log"
+            file = (
+                self._log_directory
+                / f"attempt_{restarts}"
+                / str(index)
+                / f"std{stream.name.lower()}.log"
+            )
         prefix = rank_prefix(placement.rank, colour=self._colour)
-        return Source(pipe=pipe, stream=stream, prefix=prefix, console=logs.to_console(index, streams), file=file)
+        return Source(
+            pipe=pipe,
+            stream=stream,
+            prefix=prefix,
+            console=logs.to_console(index, streams),
+            file=file,
+        )
 
 
-async def all_ended(workers: Collection[Worker], timeout: timedelta, *, note: Callable[[str], None]) -> bool:
-    """Waits until `workers`, which become fewer meanwhile, are none; False: some are left after `timeout`. Says every 10 s who they are."""
+async def all_ended(
+    workers: Collection[Worker], timeout: timedelta, *, note: Callable[[str], None]
+) -> bool:
+    """Waits until `workers`, which become fewer meanwhile, are none; False: some are left after
+    `timeout`. Says every 10 s who they are."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout.total_seconds()
     while waits := [asyncio.ensure_future(worker.ended.wait()) for worker in workers]:
@@ -241,13 +284,18 @@ async def all_ended(workers: Collection[Worker], timeout: timedelta, *, note: Ca
         if pending and left_s <= _REMINDER_S:
             return False
         if pending:
-            note(f"waiting for {named(workers)} to end, for up to {left_s - _REMINDER_S:.0f} s more")
+            note(
+                f"waiting for {named(workers)} to end, for up to {left_s - _REMINDER_S:.0f} s more"
+            )
     return True
 
 
 def named(workers: Iterable[Worker]) -> str:
     """For people."""
-    return ", ".join(f"rank {worker.rank} (pid {worker.child.pid})" for worker in sorted(workers, key=lambda worker: worker.index))
+    return ", ".join(
+        f"rank {worker.rank} (pid {worker.child.pid})"
+        for worker in sorted(workers, key=lambda worker: worker.index)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,7 +309,8 @@ class _Account:
 
 
 def _account(error_file: Path) -> _Account:
-    """In the form of torch's `@record`, with Shoal's rank and time beside it. Empty where there is nothing, or nothing of that form."""
+    """In the form of torch's `@record`, with Shoal's rank and time beside it. Empty where there is
+    nothing, or nothing of that form."""
     try:
         content = json.loads(error_file.read_text(errors="replace"))
         message = content["message"]

@@ -1,8 +1,9 @@
-"""Places for launchers in a Ray cluster: placement groups, and in each bundle an actor that runs a command.
+"""Places for launchers in a Ray cluster: placement groups, and in each bundle an actor that runs a
+command.
 
-The bundles that a run cannot begin without are one group, which Ray places as a whole. Each further one is a group of its own: Ray (and its
-autoscaler) places it whenever there is room. When a machine dies, Ray places its bundles anew, starts their actors there, and has them run
-their commands again.
+The bundles that a run cannot begin without are one group, which Ray places as a whole. Each further
+one is a group of its own: Ray (and its autoscaler) places it whenever there is room. When a machine
+dies, Ray places its bundles anew, starts their actors there, and has them run their commands again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ _THREADS: Final = 2
 
 
 class Bundles:
-    """All bundles of a run, alike. A context manager: at its end actors, commands and groups are gone."""
+    """All bundles of a run, alike. A context manager: at its end actors, commands and groups are
+    gone."""
 
     def __init__(self, what: str, resources: Mapping[str, float], *, strategy: str) -> None:
         """`what` they are for, to people."""
@@ -36,12 +38,14 @@ class Bundles:
         self.actors: list[Any] = []
 
     def place(self, least: int, most: int, *, timeout: timedelta) -> None:
-        """Waits until `least` have a place, and asks for the others. Raises DeadlineError, which says what the cluster has."""
+        """Waits until `least` have a place, and asks for the others. Raises DeadlineError, which
+        says what the cluster has."""
         group = self._ask_for(least)
         if not group.wait(timeout.total_seconds()):
             raise DeadlineError(
-                f"Ray has found no place for {least} x {_told(self._resources)} (strategy {self._strategy}) within "
-                f"{timeout.total_seconds():g} s (placement_timeout): the cluster has {_told(ray.cluster_resources())}, of which "
+                f"Ray has found no place for {least} x {_told(self._resources)} (strategy "
+                f"{self._strategy}) within {timeout.total_seconds():g} s (placement_timeout): the "
+                f"cluster has {_told(ray.cluster_resources())}, of which "
                 f"{_told(ray.available_resources())} are free; ask for less, or add nodes",
                 reason="RESOURCES_UNAVAILABLE",
             )
@@ -65,7 +69,9 @@ class Bundles:
             max_concurrency=_THREADS,
             max_restarts=-1,
             max_task_retries=-1,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                group, placement_group_bundle_index=index
+            ),
         ).remote(f"{self._what} {len(self.actors)}")
 
     def __enter__(self) -> Self:
@@ -82,5 +88,9 @@ class Bundles:
 
 
 def _told(resources: Mapping[str, float]) -> str:
-    shown = {name: amount for name, amount in resources.items() if not name.startswith(("node:", "bundle_")) and "_group_" not in name}
+    shown = {
+        name: amount
+        for name, amount in resources.items()
+        if not name.startswith(("node:", "bundle_")) and "_group_" not in name
+    }
     return ", ".join(f"{name} {amount:g}" for name, amount in sorted(shown.items())) or "nothing"

@@ -1,8 +1,10 @@
-"""A function on its way to the ranks, and what it returns or raises on its way back, as files beside a launcher.
+"""A function on its way to the ranks, and what it returns or raises on its way back, as files
+beside a launcher.
 
-They are pickled by Ray's cloudpickle, as all functions that Ray runs: whoever may submit work to a Ray cluster may run code there anyway
-(docs/decisions/0210). The actors in between pass bytes on; the worker that is to call the function reads them, and the driver what it
-returned. Ray is imported by these two alone.
+They are pickled by Ray's cloudpickle, as all functions that Ray runs: whoever may submit work to a
+Ray cluster may run code there anyway (docs/decisions/0210). The actors in between pass bytes on;
+the worker that is to call the function reads them, and the driver what it returned. Ray is imported
+by these two alone.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ def packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
         call: bytes = cloudpickle.dumps((function, tuple(arguments)))
     except Exception as error:
         raise ConfigurationError(
-            f"shoal.ray.run({_named(function)}): the function or its arguments cannot be pickled: {error}; make what it needs (models, "
-            "datasets, open files) inside it"
+            f"shoal.ray.run({_named(function)}): the function or its arguments cannot be pickled: "
+            f"{error}; make what it needs (models, datasets, open files) inside it"
         ) from error
     return call
 
@@ -75,13 +77,21 @@ def call_here(directory: Path, index: int, *, standing: Callable[[], tuple[int, 
         ConfigurationError: what it returned cannot be pickled.
         BaseException: what the function raised.
     """
-    sys.path += [entry for entry in json.loads((directory / PATH).read_text()) if entry not in sys.path]
-    function, arguments = pickle.loads((directory / CALL).read_bytes())  # noqa: S301 - from the actor, through a directory of this user's
+    sys.path += [
+        entry for entry in json.loads((directory / PATH).read_text()) if entry not in sys.path
+    ]
+    # from the actor, through a directory of this user's
+    function, arguments = pickle.loads((directory / CALL).read_bytes())  # noqa: S301
     try:
         value = function(*arguments)
         content = _pickled_value(Value(*standing(), value), function)
     except Exception as error:
-        failure = Failure(getattr(error, "failed_at", None) or time.time(), standing()[0], error, traceback.format_exc())
+        failure = Failure(
+            getattr(error, "failed_at", None) or time.time(),
+            standing()[0],
+            error,
+            traceback.format_exc(),
+        )
         _leave(directory / _FAILURE.format(index), _pickled_failure(failure))
         raise
     _leave(directory / _VALUE.format(index), content)
@@ -99,8 +109,14 @@ def first_failure_in(ended: Iterable[Ended]) -> Failure | None:
 
 def _read(ended: Iterable[Ended], name: str) -> list[Any]:
     prefix = name.partition("{")[0]
-    found = [content for end in ended for file, content in sorted(end.files.items()) if file.startswith(prefix)]
-    return [pickle.loads(content) for content in found]  # noqa: S301 - from this run's own workers, over Ray
+    found = [
+        content
+        for end in ended
+        for file, content in sorted(end.files.items())
+        if file.startswith(prefix)
+    ]
+    # from this run's own workers, over Ray
+    return [pickle.loads(content) for content in found]  # noqa: S301
 
 
 def _pickled_value(value: Value, function: Callable[..., Any]) -> bytes:
@@ -110,8 +126,8 @@ def _pickled_value(value: Value, function: Callable[..., Any]) -> bytes:
         content: bytes = cloudpickle.dumps(value)
     except Exception as error:
         raise ConfigurationError(
-            f"what {_named(function)} returned ({type(value.value).__name__}) cannot be pickled: {error}; return numbers, tensors or state "
-            "dicts"
+            f"what {_named(function)} returned ({type(value.value).__name__}) cannot be pickled: "
+            f"{error}; return numbers, tensors or state dicts"
         ) from error
     return content
 
@@ -121,7 +137,8 @@ def _pickled_failure(failure: Failure) -> bytes:
 
     try:
         content: bytes = cloudpickle.dumps(failure)
-        pickle.loads(content)  # noqa: S301 - some exceptions cannot be made again from what they were pickled as
+        # some exceptions cannot be made again from what they were pickled as
+        pickle.loads(content)  # noqa: S301
     except Exception:
         told = RuntimeError(f"{type(failure.error).__name__}: {failure.error}")
         content = cloudpickle.dumps(Failure(failure.at, failure.rank, told, failure.trace))

@@ -1,8 +1,10 @@
-"""A command in a place that Ray has found for it: the actor that starts it, and what goes to it and comes back.
+"""A command in a place that Ray has found for it: the actor that starts it, and what goes to it and
+comes back.
 
-The actor lives on the bundle's machine, and its command is a process of its own, since launchers want a main thread and no Ray. What the
-command prints goes where the actor's output goes, which Ray shows to the driver. When the actor is killed, or its machine's raylet dies,
-the kernel kills the command, and what that has started. Nothing here is imported from Ray.
+The actor lives on the bundle's machine, and its command is a process of its own, since launchers
+want a main thread and no Ray. What the command prints goes where the actor's output goes, which Ray
+shows to the driver. When the actor is killed, or its machine's raylet dies, the kernel kills the
+command, and what that has started. Nothing here is imported from Ray.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ from shoal_common.scratch import ScratchDirectory
 from shoal.launcher.process import Child, Handle, stop_all, wait_all
 
 DIRECTORY: Final = "SHOAL_RAY_DIRECTORY"
-"""Variable of the command: the directory that it shares with its actor, which only this user can read."""
+"""Variable of the command: the directory that it shares with its actor, which only this user can
+read."""
 HERE: Final = "{directory}"
 """Stands for that directory in a command's arguments."""
 SUMMARY: Final = "summary.left"
@@ -59,23 +62,27 @@ class Ended:
 
     @property
     def was_ended(self) -> bool:
-        """Whether a launcher ended for what happened to it, and not for what its script did (docs/exit-status.md)."""
+        """Whether a launcher ended for what happened to it, and not for what its script did
+        (docs/exit-status.md)."""
         return self.status == PUT_OUT or self.status > 128
 
     @property
     def has_failed(self) -> bool:
-        """Whether a launcher ended for what its own workers did: others end with 1 when the job has failed, or come too late."""
+        """Whether a launcher ended for what its own workers did: others end with 1 when the job has
+        failed, or come too late."""
         return self.status not in (0, PUT_OUT, PREEMPTED) and SUMMARY in self.files
 
 
 class CommandActor:
-    """Runs one command at a time. `run` blocks on one of the actor's threads, the others are called on another."""
+    """Runs one command at a time. `run` blocks on one of the actor's threads, the others are called
+    on another."""
 
     def __init__(self, name: str) -> None:
         """`name` is what Ray shows before each line of output."""
         self._name = name
         self._scratch = ScratchDirectory("ray")
-        """Kept for the next command, so that a server which has ended finds its data; gone with the actor."""
+        """Kept for the next command, so that a server which has ended finds its data; gone with the
+        actor."""
         self._lock = threading.Lock()
         self._handle: Handle | None = None
         """The command's process, while it runs."""
@@ -119,7 +126,8 @@ class CommandActor:
             stop_all([child], grace=timedelta(0))
 
     def stop(self) -> None:
-        """SIGTERM to the command, or to the one that would be run next: a launcher's workers leave at their next border."""
+        """SIGTERM to the command, or to the one that would be run next: a launcher's workers leave
+        at their next border."""
         with self._lock:
             self._stopped = True
             if self._handle is not None:

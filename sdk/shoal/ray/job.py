@@ -1,7 +1,8 @@
-"""A plan carried out on Ray: the coordinator beside the driver, bundles, and their commands until the end.
+"""A plan carried out on Ray: the coordinator beside the driver, bundles, and their commands until
+the end.
 
-The coordinator is the driver's child: when the driver dies, Ray ends all that it has started, so that there the coordinator adds nothing
-that can fail (docs/decisions/0210).
+The coordinator is the driver's child: when the driver dies, Ray ends all that it has started, so
+that there the coordinator adds nothing that can fail (docs/decisions/0210).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Patience:
 
 
 def carry_out(plan: Plan, *, coordinator: str | None, patience: Patience) -> Outcome:
-    """Blocks until the run has ended; nothing of it is left then. `coordinator`: host:port of one that runs; None: starts one."""
+    """Blocks until the run has ended; nothing of it is left then. `coordinator`: host:port of one
+    that runs; None: starts one."""
     _connect()
     if not plan.files:
         plan = replace(plan, script=(_on_all_machines(plan.script[0]), *plan.script[1:]))
@@ -54,15 +56,27 @@ def carry_out(plan: Plan, *, coordinator: str | None, patience: Patience) -> Out
             address, granted = coordinator, _own_credentials()
         _log.info("job %s at the coordinator %s", plan.job_id, address)
         launcher = plan.launcher(address, secrets=granted)
-        servers = [hosted.server(plan, index) for index in range(plan.server_processes)] if hosted is not None else []
+        servers = (
+            [hosted.server(plan, index) for index in range(plan.server_processes)]
+            if hosted is not None
+            else []
+        )
         places = stack.enter_context(Bundles("launcher", plan.resources, strategy=plan.strategy))
-        server_places = stack.enter_context(Bundles("server", plan.server_resources, strategy="SPREAD"))
+        server_places = stack.enter_context(
+            Bundles("server", plan.server_resources, strategy="SPREAD")
+        )
         if servers:
             server_places.place(len(servers), len(servers), timeout=patience.placement)
         places.place(plan.gang, plan.nodes.most, timeout=patience.placement)
         supervision = Supervision(
-            [Seat(f"launcher {index}", launcher, actor) for index, actor in enumerate(places.actors)],
-            [Seat(f"parameter server ps-{index}", servers[index], actor) for index, actor in enumerate(server_places.actors)],
+            [
+                Seat(f"launcher {index}", launcher, actor)
+                for index, actor in enumerate(places.actors)
+            ],
+            [
+                Seat(f"parameter server ps-{index}", servers[index], actor)
+                for index, actor in enumerate(server_places.actors)
+            ],
             tend=hosted.coordinator.keep_up if hosted is not None else lambda: None,
             patience=patience.placement,
         )
@@ -75,28 +89,31 @@ def _connect() -> None:
         ray.init()
     if client.is_connected():
         raise ConfigurationError(
-            "shoal.ray.run was called over Ray Client (ray://): the driver has to be on a machine of the cluster; start it with "
-            "`ray job submit`, or on the head node",
+            "shoal.ray.run was called over Ray Client (ray://): the driver has to be on a machine "
+            "of the cluster; start it with `ray job submit`, or on the head node",
             reason="RAY_CLIENT",
         )
 
 
 def _on_all_machines(script: str) -> str:
-    """The path of the script on every machine: below the directory that Ray has copied to all of them (working_dir), where the driver has
-    named one, else this machine's own. Raises ConfigurationError where it does not exist."""
+    """The path of the script on every machine: below the directory that Ray has copied to all of
+    them (working_dir), where the driver has named one, else this machine's own. Raises
+    ConfigurationError where it does not exist."""
     if ray.get_runtime_context().runtime_env.get("working_dir"):
         return script
     path = Path(script).absolute()
     if not path.is_file():
         raise ConfigurationError(
-            f"the script {script!r} does not exist here ({Path.cwd()}): name one that is at the same path on all machines, or give Ray the "
+            f"the script {script!r} does not exist here ({Path.cwd()}): name one that is at the "
+            "same path on all machines, or give Ray the "
             "directory that has it, ray.init(runtime_env={'working_dir': ...})"
         )
     return str(path)
 
 
 def _own_credentials() -> dict[str, str]:
-    """What this process shows the coordinator, for the launchers: the token itself, certificates by their paths."""
+    """What this process shows the coordinator, for the launchers: the token itself, certificates by
+    their paths."""
     token = CallerSettings.load().bearer_token
     return {
         **({"SHOAL_TOKEN": token} if token else {}),
@@ -110,7 +127,9 @@ class _Hosted:
     def __init__(self, job_id: str) -> None:
         self.token, self._server_token = secrets.token_hex(24), secrets.token_hex(24)
         self._scratch = ScratchDirectory("ray-coordinator")
-        self._tokens = f"worker@{job_id}: {self.token}\nserver@{job_id}: {self._server_token}\n".encode()
+        self._tokens = (
+            f"worker@{job_id}: {self.token}\nserver@{job_id}: {self._server_token}\n".encode()
+        )
         try:
             self._token_file = self._scratch.path / "worker.token"
             self._token_file.write_text(f"{self.token}\n")
@@ -119,7 +138,11 @@ class _Hosted:
                 self._scratch.path,
                 host=ray.util.get_node_ip_address(),
                 arguments=["--insecure", "--tokens", str(tokens)],
-                environment={name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")},
+                environment={
+                    name: value
+                    for name, value in os.environ.items()
+                    if not name.startswith("SHOAL_")
+                },
                 note=_log.warning,
             )
         except BaseException:
@@ -139,7 +162,11 @@ class _Hosted:
         except BaseException:
             self._close()
             raise
-        _log.info("to look on: shoal status --coordinator %s --token-file %s", self.address, self._token_file)
+        _log.info(
+            "to look on: shoal status --coordinator %s --token-file %s",
+            self.address,
+            self._token_file,
+        )
         return self
 
     def __exit__(self, *_: object) -> None:

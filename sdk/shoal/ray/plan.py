@@ -1,4 +1,5 @@
-"""What is to run on Ray, checked, and as commands for its machines. Knows nothing of Ray but the names of its resources."""
+"""What is to run on Ray, checked, and as commands for its machines. Knows nothing of Ray but the
+names of its resources."""
 
 from __future__ import annotations
 
@@ -17,8 +18,25 @@ _JOIN_GRACE_S: Final = 30
 _STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _SET_HERE: Final = frozenset(
     {
-        *("--rdzv-endpoint", "--rdzv-id", "--rdzv-backend", "--rdzv-conf", "--standalone", "--run", "--resume", "--nnodes"),
-        *("--nproc-per-node", "--node-rank", "--master-addr", "--master-port", "--servers", "--server-backups", "--max-servers"),
+        *(
+            "--rdzv-endpoint",
+            "--rdzv-id",
+            "--rdzv-backend",
+            "--rdzv-conf",
+            "--standalone",
+            "--run",
+            "--resume",
+            "--nnodes",
+        ),
+        *(
+            "--nproc-per-node",
+            "--node-rank",
+            "--master-addr",
+            "--master-port",
+            "--servers",
+            "--server-backups",
+            "--max-servers",
+        ),
         *("--no-fail-fast", "--module", "-m"),
     }
 )
@@ -27,7 +45,8 @@ _SET_HERE: Final = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One run. Raises ConfigurationError, naming the argument of `shoal.ray.run` that cannot work."""
+    """One run. Raises ConfigurationError, naming the argument of `shoal.ray.run` that cannot
+    work."""
 
     job_id: str
     script: tuple[str, ...]
@@ -46,27 +65,53 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._check_workers()
-        for name, resources in (("resources", self.resources), ("server_resources", self.server_resources)):
+        for name, resources in (
+            ("resources", self.resources),
+            ("server_resources", self.server_resources),
+        ):
             if not resources or any(amount <= 0 for amount in resources.values()):
-                raise ConfigurationError(f"{name}={dict(resources)}: expected amounts above 0 by Ray's names, as in {{'CPU': 1, 'GPU': 1}}")
+                raise ConfigurationError(
+                    f"{name}={dict(resources)}: expected amounts above 0 by Ray's names, as in "
+                    f"{{'CPU': 1, 'GPU': 1}}"
+                )
         if self.strategy not in _STRATEGIES:
-            raise ConfigurationError(f"strategy={self.strategy!r}: expected one of Ray's, {', '.join(_STRATEGIES)}")
-        if self.servers < 0 or self.server_backups not in (0, 1) or (self.server_backups and not self.servers):
             raise ConfigurationError(
-                f"servers={self.servers}, server_backups={self.server_backups}: expected 0 servers or more, and 0 or 1 backup of each"
+                f"strategy={self.strategy!r}: expected one of Ray's, {', '.join(_STRATEGIES)}"
+            )
+        if (
+            self.servers < 0
+            or self.server_backups not in (0, 1)
+            or (self.server_backups and not self.servers)
+        ):
+            raise ConfigurationError(
+                f"servers={self.servers}, server_backups={self.server_backups}: expected 0 servers "
+                "or more, and 0 or 1 backup of each"
             )
         for flag in self.flags:
             name = str(flag).partition("=")[0].replace("_", "-")
             if name in _SET_HERE:
-                raise ConfigurationError(f"flags: {flag!r} is settled by shoal.ray.run itself; see its arguments for what can be said")
+                raise ConfigurationError(
+                    f"flags: {flag!r} is settled by shoal.ray.run itself; see its arguments for "
+                    "what can be said"
+                )
 
     def _check_workers(self) -> None:
-        least, most = self.workers if isinstance(self.workers, tuple) else (self.workers, self.workers)
+        least, most = (
+            self.workers if isinstance(self.workers, tuple) else (self.workers, self.workers)
+        )
         if not 1 <= least <= most:
-            raise ConfigurationError(f"workers={self.workers!r}: expected a number of at least 1, or (FEWEST, MOST) as in (2, 4)")
-        if self.workers_per_bundle < 1 or least % self.workers_per_bundle or most % self.workers_per_bundle:
             raise ConfigurationError(
-                f"workers={self.workers!r}, workers_per_bundle={self.workers_per_bundle}: expected whole bundles, so a multiple of it"
+                f"workers={self.workers!r}: expected a number of at least 1, or (FEWEST, MOST) as "
+                "in (2, 4)"
+            )
+        if (
+            self.workers_per_bundle < 1
+            or least % self.workers_per_bundle
+            or most % self.workers_per_bundle
+        ):
+            raise ConfigurationError(
+                f"workers={self.workers!r}, workers_per_bundle={self.workers_per_bundle}: expected "
+                "whole bundles, so a multiple of it"
             )
 
     @property
@@ -87,7 +132,8 @@ class Plan:
         return self.servers * (1 + self.server_backups)
 
     def launcher(self, coordinator: str, *, secrets: Mapping[str, str]) -> Command:
-        """`shoal run`. A job's id is of one run alone, and `--run 1` keeps a launcher that comes after its end from beginning another."""
+        """`shoal run`. A job's id is of one run alone, and `--run 1` keeps a launcher that comes
+        after its end from beginning another."""
         nodes = self.nodes
         flags: dict[str, str | int] = {
             "--rdzv-endpoint": coordinator,
@@ -102,10 +148,16 @@ class Plan:
             flags["--rdzv-conf"] = f"last_call_timeout={_JOIN_GRACE_S}"
         settled = [str(word) for pair in flags.items() for word in pair]
         arguments = (f"{HERE}/{SUMMARY}", "run", *map(str, self.flags), *settled, *self.script)
-        return Command(module="shoal.cli.summarized", arguments=arguments, environment={**self.environment, **secrets}, files=self.files)
+        return Command(
+            module="shoal.cli.summarized",
+            arguments=arguments,
+            environment={**self.environment, **secrets},
+            files=self.files,
+        )
 
     def server(self, index: int, coordinator: str, *, token: str, tokens: bytes) -> Command:
-        """`shoal-ps-server`. Its data is beside it: there when it is started again, and gone with its machine."""
+        """`shoal-ps-server`. Its data is beside it: there when it is started again, and gone with
+        its machine."""
         identity = (
             "--listen",
             "0.0.0.0:0",
@@ -120,4 +172,9 @@ class Plan:
         data = ("--tokens", f"{HERE}/{TOKENS}", "--data-dir", f"{HERE}/data")
         arguments = (*identity, *data)
         environment = {**self.environment, "SHOAL_PS_SERVER_TOKEN": token}
-        return Command(module="shoal_ps_server", arguments=arguments, environment=environment, files={TOKENS: tokens})
+        return Command(
+            module="shoal_ps_server",
+            arguments=arguments,
+            environment=environment,
+            files={TOKENS: tokens},
+        )

@@ -1,7 +1,8 @@
 """Follows the commands of a run on Ray from their start to the run's end, and says how it ended.
 
-Ray itself starts anew what was lost with a machine (`bundles`), so what is decided here is what an end means, which commands are waited for
-when the run is over, and when nobody is left. A command that ended for what happened to it is run again in its place (docs/exit-status.md).
+Ray itself starts anew what was lost with a machine (`bundles`), so what is decided here is what an
+end means, which commands are waited for when the run is over, and when nobody is left. A command
+that ended for what happened to it is run again in its place (docs/exit-status.md).
 
 All belongs to the thread that calls `Supervision.run`.
 """
@@ -27,11 +28,14 @@ _TICK_S: Final = 0.5
 _LOOK_S: Final = 5.0
 """Between two questions to an actor whether it runs."""
 _ANSWER_S: Final = 10.0
-"""Who has not answered for so long does not run: its machine is lost, or Ray has no place for it."""
+"""Who has not answered for so long does not run: its machine is lost, or Ray has no place for
+it."""
 _END_GRACE_S: Final = 300.0
-"""How long launchers that still run are waited for when one has finished: their scripts have come to the same end, and save."""
+"""How long launchers that still run are waited for when one has finished: their scripts have come
+to the same end, and save."""
 _FAILURE_GRACE_S: Final = 90.0
-"""How long launchers that still run are waited for when the job has failed: they give their workers 30 s."""
+"""How long launchers that still run are waited for when the job has failed: they give their workers
+30 s."""
 _LEAVE_S: Final = 5.0
 """How long an actor may take to confirm that it has passed SIGTERM on."""
 _MOST_RERUNS: Final = 10
@@ -51,9 +55,11 @@ class Seat:
     looked_at: float = 0.0
     answered_at: float | None = None
     host: str = ""
-    """Host name of the machine on which it runs. Empty: it has not run yet, or does not any more."""
+    """Host name of the machine on which it runs. Empty: it has not run yet, or does not any
+    more."""
     pid: int = 0
-    """Process id of the actor on that machine: an actor that Ray has started in its place has another."""
+    """Process id of the actor on that machine: an actor that Ray has started in its place has
+    another."""
     earlier: list[Ended] = field(default_factory=list)
     """Ends after which it was run again."""
 
@@ -81,14 +87,22 @@ class Outcome:
 
     @property
     def came_to_the_end(self) -> bool:
-        """Whether the script did, on every worker that the run had then: some finished, and none failed."""
+        """Whether the script did, on every worker that the run had then: some finished, and none
+        failed."""
         return bool(self.finished) and not any(ended.has_failed for ended in self.failed)
 
 
 class Supervision:
     """One run. `run` may be called once."""
 
-    def __init__(self, launchers: Sequence[Seat], servers: Sequence[Seat], *, tend: Callable[[], None], patience: timedelta) -> None:
+    def __init__(
+        self,
+        launchers: Sequence[Seat],
+        servers: Sequence[Seat],
+        *,
+        tend: Callable[[], None],
+        patience: timedelta,
+    ) -> None:
         """
         Args:
             launchers: the run is over when they have ended.
@@ -107,8 +121,8 @@ class Supervision:
         """When a launcher answered last."""
 
     def run(self) -> Outcome:
-        """Blocks until the job has ended. Raises DeadlineError when no launcher has run for too long, UnavailableError when a parameter
-        server is lost for good."""
+        """Blocks until the job has ended. Raises DeadlineError when no launcher has run for too
+        long, UnavailableError when a parameter server is lost for good."""
         for seat in (*self._servers, *self._launchers):
             seat.begin()
         while left := self._left(self._launchers):
@@ -122,10 +136,16 @@ class Supervision:
         return self._outcome
 
     def stop(self, grace: timedelta) -> None:
-        """SIGTERM to the commands that run; blocks until they have ended, for as long as `grace`."""
-        left = [*(seat for seat in self._left(self._launchers) if seat.is_there), *self._left(self._servers)]
+        """SIGTERM to the commands that run; blocks until they have ended, for as long as
+        `grace`."""
+        left = [
+            *(seat for seat in self._left(self._launchers) if seat.is_there),
+            *self._left(self._servers),
+        ]
         told = {self._ask(seat.actor.stop): seat for seat in left}
-        heard, _ = ray.wait(list(told), num_returns=len(told), timeout=_LEAVE_S) if told else ([], [])
+        heard, _ = (
+            ray.wait(list(told), num_returns=len(told), timeout=_LEAVE_S) if told else ([], [])
+        )
         results = [told[each].result for each in heard]
         if results:
             ray.wait(results, num_returns=len(results), timeout=grace.total_seconds())
@@ -136,10 +156,11 @@ class Supervision:
 
     @staticmethod
     def _ask(method: Any) -> Any:
-        """A question that is for the actor as it is now, and not for the one that Ray starts in its place."""
+        """A question that is for the actor as it is now, and not for the one that Ray starts in its
+        place."""
         return method.options(max_task_retries=0).remote()
 
-    # ------------------------------------------------------------------------------------------------------------------------------ ends
+    # ----------------------------------------------------------------------------------------- ends
 
     def _hear(self, seat: Seat) -> None:
         try:
@@ -156,18 +177,28 @@ class Supervision:
             pass  # a server, at the end of its job
         elif self._may_run_again(seat, ended):
             seat.earlier.append(ended)
-            _log.warning(f"{seat.name} on {ended.host} ended with status {ended.status}, and is started again")
+            _log.warning(
+                f"{seat.name} on {ended.host} ended with status {ended.status}, and is started "
+                "again"
+            )
             seat.begin()
         elif seat in self._servers or (ended.was_ended and self._ending_at is None):
-            self._given_up(seat, f"it ended with status {ended.status} on {ended.host}, {len(seat.earlier) + 1} times; its output says why")
+            self._given_up(
+                seat,
+                f"it ended with status {ended.status} on {ended.host}, {len(seat.earlier) + 1} "
+                "times; its output says why",
+            )
         else:
             self._outcome.earlier += seat.earlier
             self._outcome.failed.append(ended)
             if ended.has_failed or self._ending_at is not None:
                 self._begin_to_end()
-            else:  # it came too late, or did not reach the coordinator; or the job has failed, and the others end by themselves
+            else:
+                # it came too late, or did not reach the coordinator; or the job has failed, and the
+                # others end by themselves
                 _log.warning(
-                    f"{seat.name} on {ended.host} ended with status {ended.status}, and none of its workers failed: the others go on"
+                    f"{seat.name} on {ended.host} ended with status {ended.status}, and none of "
+                    "its workers failed: the others go on"
                 )
 
     def _may_run_again(self, seat: Seat, ended: Ended) -> bool:
@@ -183,7 +214,8 @@ class Supervision:
             _log.warning(f"{seat.name} is given up, and the others go on: {why}")
 
     def _begin_to_end(self) -> None:
-        """The run comes to its end: launchers that do not run now are waited for no more, since they would come too late."""
+        """The run comes to its end: launchers that do not run now are waited for no more, since
+        they would come too late."""
         if self._ending_at is None:
             self._ending_at = time.monotonic()
             for seat in self._left(self._launchers):
@@ -193,16 +225,19 @@ class Supervision:
         now = time.monotonic()
         if self._ending_at is not None:
             grace_s = _END_GRACE_S if self._outcome.finished else _FAILURE_GRACE_S
-            unanswered = all(seat.answered_at is None for seat in left) and now > self._ending_at + _ANSWER_S
+            unanswered = (
+                all(seat.answered_at is None for seat in left) and now > self._ending_at + _ANSWER_S
+            )
             return unanswered or now > self._ending_at + grace_s
         if now > self._seen_at + self._patience.total_seconds():
             raise DeadlineError(
-                f"no launcher has run for {self._patience.total_seconds():g} s (placement_timeout): Ray has no place for any; add nodes",
+                f"no launcher has run for {self._patience.total_seconds():g} s "
+                "(placement_timeout): Ray has no place for any; add nodes",
                 reason="RESOURCES_UNAVAILABLE",
             )
         return False
 
-    # ------------------------------------------------------------------------------------------------------------------------- who is there
+    # --------------------------------------------------------------------------------- who is there
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -212,7 +247,10 @@ class Supervision:
             if seat.look is None and now > seat.looked_at + _LOOK_S:
                 seat.look, seat.looked_at = self._ask(seat.actor.where), now
             if seat.host and not seat.is_there and self._ending_at is None:
-                _log.warning(f"{seat.name} was lost with {seat.host}: Ray finds another place for it, and the others go on meanwhile")
+                _log.warning(
+                    f"{seat.name} was lost with {seat.host}: Ray finds another place for it, and "
+                    "the others go on meanwhile"
+                )
                 seat.host = ""
 
     def _answered(self, seat: Seat) -> None:
@@ -227,5 +265,8 @@ class Supervision:
         if not seat.host:
             _log.info("%s runs on %s", seat.name, host)
         elif pid != seat.pid:
-            _log.warning(f"{seat.name} was lost with {seat.host}: Ray found another place for it, on {host}; the others went on")
+            _log.warning(
+                f"{seat.name} was lost with {seat.host}: Ray found another place for it, on "
+                f"{host}; the others went on"
+            )
         seat.host, seat.pid = host, pid

@@ -1,4 +1,5 @@
-"""What a launcher on Ray starts as a worker when a function is to run: `python -m shoal.ray.worker`."""
+"""What a launcher on Ray starts as a worker when a function is to run:
+`python -m shoal.ray.worker`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The program of the warm process: `python -u .../shoal/warm/__main__.py SOCKET LAUNCHER`. Workers run below this module's frame."""
+"""The program of the warm process: `python -u .../shoal/warm/__main__.py SOCKET LAUNCHER`. Workers
+run below this module's frame."""
 
 import sys
 

@@ -1,7 +1,8 @@
 """What a forked child does to be what a fresh interpreter would be, and how it runs its script.
 
-A worker can tell the difference by these: modules that are imported already; the seed of `hash`, which workers of one warm process share
-unless PYTHONHASHSEED is set; frames of this package below its script's in stack dumps; and `gc.get_freeze_count()`.
+A worker can tell the difference by these: modules that are imported already; the seed of `hash`,
+which workers of one warm process share unless PYTHONHASHSEED is set; frames of this package below
+its script's in stack dumps; and `gc.get_freeze_count()`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Program:
             request: `command`, `environment`, `folder` as `launcher.warm` sends them.
             out: standard output.
             error: standard error.
-            gate: the launcher writes there when it knows the worker, and closes it when it does not want one.
+            gate: the launcher writes there when it knows the worker, and closes it when it does not
+                want one.
             between: process id of the parent, which is about to end.
             launcher: process id of the parent to be.
             added: environment variables that imports have set.
@@ -90,10 +92,12 @@ class Program:
         sys.modules["__main__"] = self._main = _new_main()
 
     def run(self) -> None:
-        """Runs the script or module. What it raises ends the interpreter as if it had been started with it."""
+        """Runs the script or module. What it raises ends the interpreter as if it had been started
+        with it."""
         try:
             if self._is_module:
-                runpy._run_module_as_main(self._target)  # type: ignore[attr-defined] # what `python -m` calls
+                # what `python -m` calls
+                runpy._run_module_as_main(self._target)  # type: ignore[attr-defined]
             else:
                 self._run_script()
         except SystemExit:
@@ -110,15 +114,20 @@ class Program:
             with io.open_code(path) as file:
                 source = file.read()
         except OSError as error:
-            sys.stderr.write(f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] {error.strerror}\n")
+            sys.stderr.write(
+                f"{sys.executable}: can't open file {path!r}: [Errno {error.errno}] "
+                f"{error.strerror}\n"
+            )
             raise SystemExit(2) from None
         self._main.__file__ = path
         self._main.__dict__["__cached__"] = None
         self._main.__loader__ = SourceFileLoader("__main__", path)
-        exec(compile(source, path, "exec", dont_inherit=True), self._main.__dict__)  # noqa: S102 - it is what a worker runs
+        # it is what a worker runs
+        exec(compile(source, path, "exec", dont_inherit=True), self._main.__dict__)  # noqa: S102
 
     def _forget_file(self) -> None:
-        """Removes what the interpreter removes once a script has come to its end, before exit handlers run."""
+        """Removes what the interpreter removes once a script has come to its end, before exit
+        handlers run."""
         if not self._is_module:
             self._main.__dict__.pop("__file__", None)
             self._main.__dict__.pop("__cached__", None)
@@ -126,7 +135,9 @@ class Program:
     def _without_own_frames(self, hook: Any) -> Any:
         own = {__file__, str(Path(__file__).with_name("__main__.py"))}
 
-        def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        def excepthook(
+            kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+        ) -> None:
             while traceback is not None and traceback.tb_frame.f_code.co_filename in own:
                 traceback = traceback.tb_next
             sys.excepthook, sys.last_traceback = hook, traceback
@@ -152,12 +163,14 @@ def _follow_launcher(launcher: int, *, between: int) -> None:
 
 
 def _number_main_thread() -> None:
-    """Gives the main thread its number in the kernel, which Python 3.11 and 3.12 leave as it was before the fork."""
+    """Gives the main thread its number in the kernel, which Python 3.11 and 3.12 leave as it was
+    before the fork."""
     threading.main_thread()._set_native_id()  # type: ignore[attr-defined]
 
 
 def _seed_anew() -> None:
-    """Seeds from the operating system what a fresh interpreter seeds from there. Python seeds its own generator after each fork."""
+    """Seeds from the operating system what a fresh interpreter seeds from there. Python seeds its
+    own generator after each fork."""
     sys.modules["torch"].default_generator.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -166,28 +179,56 @@ def _seed_anew() -> None:
 
 def _new_main() -> ModuleType:
     main = ModuleType("__main__")
-    main.__dict__.update({"__annotations__": {}, "__builtins__": builtins, "__loader__": BuiltinImporter})
+    main.__dict__.update(
+        {"__annotations__": {}, "__builtins__": builtins, "__loader__": BuiltinImporter}
+    )
     return main
 
 
 def show_as(command: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Has the kernel show this command line and environment for the process (ps, /proc), by which others know a worker. Returns whether
-    the kernel can."""
+    """Has the kernel show this command line and environment for the process (ps, /proc), by which
+    others know a worker. Returns whether the kernel can."""
     words = b"".join(os.fsencode(word) + b"\0" for word in command)
-    variables = b"".join(os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items())
+    variables = b"".join(
+        os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items()
+    )
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = libc.sbrk.restype = ctypes.c_void_p
     length = len(words) + len(variables)
-    # Memory of the process's own that is never given back: the kernel reads it for as long as the process lives.
-    start = libc.mmap(None, ctypes.c_size_t(length), 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, ctypes.c_long(0))
+    # Memory of the process's own that is never given back: the kernel reads it for as long as the
+    # process lives.
+    start = libc.mmap(
+        None,
+        ctypes.c_size_t(length),
+        3,
+        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS,
+        -1,
+        ctypes.c_long(0),
+    )
     if start == ctypes.c_void_p(-1).value:
         return False
     ctypes.memmove(start, words + variables, length)
-    # Fields 26 to 51 of /proc/PID/stat (proc(5)); the second is the program's name in brackets, which may hold anything.
+    # Fields 26 to 51 of /proc/PID/stat (proc(5)); the second is the program's name in brackets,
+    # which may hold anything.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     code, end_code, stack = (int(fields[number - 3]) for number in (26, 27, 28))
     data, end_data, heap = (int(fields[number - 3]) for number in (45, 46, 47))
     middle, end = start + len(words), start + length
-    layout = (code, end_code, data, end_data, heap, libc.sbrk(0), stack, start, middle, middle, end, 0)
+    layout = (
+        code,
+        end_code,
+        data,
+        end_data,
+        heap,
+        libc.sbrk(0),
+        stack,
+        start,
+        middle,
+        middle,
+        end,
+        0,
+    )
     memory_map = struct.pack("12QIi", *layout, 0, -1)  # struct prctl_mm_map
-    return bool(libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, memory_map, ctypes.c_ulong(len(memory_map)), 0) == 0)
+    return bool(
+        libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, memory_map, ctypes.c_ulong(len(memory_map)), 0) == 0
+    )

@@ -1,11 +1,13 @@
 """Imports once, then forks a worker for each request of the launcher.
 
-A worker is forked twice: the process in between ends at once, and the kernel gives the worker to the launcher, which is a subreaper
-meanwhile (prctl(2)). So the launcher is its parent like that of any worker that it starts itself: it waits for it, and the worker dies
-with it. The death of the warm process concerns no worker.
+A worker is forked twice: the process in between ends at once, and the kernel gives the worker to
+the launcher, which is a subreaper meanwhile (prctl(2)). So the launcher is its parent like that of
+any worker that it starts itself: it waits for it, and the worker dies with it. The death of the
+warm process concerns no worker.
 
-A process that is forked has one thread, whatever its parent has; locks that other threads hold stay locked for ever. So the warm process
-refuses to fork unless it is sure that it has no threads, no device and no tracer.
+A process that is forked has one thread, whatever its parent has; locks that other threads hold stay
+locked for ever. So the warm process refuses to fork unless it is sure that it has no threads, no
+device and no tracer.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ _DEVICES: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
 
 def serve(descriptor: int, *, launcher: int) -> Program:
-    """Serves the launcher until it closes the socket or ends; the process ends then. Returns in each forked worker.
+    """Serves the launcher until it closes the socket or ends; the process ends then. Returns in
+    each forked worker.
 
     Args:
         descriptor: the socket.
@@ -80,7 +83,9 @@ def serve(descriptor: int, *, launcher: int) -> Program:
                     launcher=launcher,
                     added=added,
                 )
-            answer = {"pid": pid} if pid > 0 else {"refused": "the operating system did not fork it"}
+            answer = (
+                {"pid": pid} if pid > 0 else {"refused": "the operating system did not fork it"}
+            )
         for received in descriptors:
             os.close(received)
         send(connection, answer)
@@ -108,9 +113,15 @@ def _prepare() -> str:
         os._exit(0 if show_as(["probe"], {"PROBE": "1"}) else 1)
     status = os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1])
     if status == _DEVICELESS:
-        return "importing torch and Shoal has called the CUDA runtime, and torch refuses to use it in processes forked after that"
+        return (
+            "importing torch and Shoal has called the CUDA runtime, and torch refuses to use it "
+            "in processes forked after that"
+        )
     if status != 0:
-        return "the kernel cannot show a forked process under its own command line (CONFIG_CHECKPOINT_RESTORE)"
+        return (
+            "the kernel cannot show a forked process under its own command line "
+            "(CONFIG_CHECKPOINT_RESTORE)"
+        )
     return _why_unsafe()
 
 
@@ -124,7 +135,13 @@ def _why_unsafe() -> str:
         return "importing torch and Shoal has opened a device"
     monitoring = getattr(sys, "monitoring", None)  # Python 3.12
     tools = monitoring is not None and any(map(monitoring.get_tool, range(6)))
-    if tools or sys.gettrace() or sys.getprofile() or threading.gettrace() or threading.getprofile():
+    if (
+        tools
+        or sys.gettrace()
+        or sys.getprofile()
+        or threading.gettrace()
+        or threading.getprofile()
+    ):
         return "a debugger, profiler or coverage tool is at work"
     return ""
 
@@ -138,15 +155,22 @@ def _open_files() -> Iterable[str]:
 
 
 def _shadowed(folder: str, tops: frozenset[str]) -> str:
-    """Whether a file in the folder that comes first in a worker's sys.path would have been imported in place of a module that is imported
-    already. `tops`: names of those modules, without what follows a dot."""
+    """Whether a file in the folder that comes first in a worker's sys.path would have been imported
+    in place of a module that is imported already. `tops`: names of those modules, without what
+    follows a dot."""
     try:
         entries = list(os.scandir(folder)) if folder else []
     except OSError:
         return ""
     for entry in entries:
-        name = next((entry.name.removesuffix(end) for end in all_suffixes() if entry.name.endswith(end)), "")
-        if not name and entry.name in tops and any(Path(entry.path, "__init__" + end).exists() for end in all_suffixes()):
+        name = next(
+            (entry.name.removesuffix(end) for end in all_suffixes() if entry.name.endswith(end)), ""
+        )
+        if (
+            not name
+            and entry.name in tops
+            and any(Path(entry.path, "__init__" + end).exists() for end in all_suffixes())
+        ):
             name = entry.name
         if name in tops and name not in sys.builtin_module_names:
             found = getattr(sys.modules.get(name), "__file__", None)
@@ -168,7 +192,8 @@ def _fork_twice() -> tuple[int, int]:
     """
     reading, writing = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of forks with threads; there are none
+        # Python 3.12 warns of forks with threads; there are none
+        warnings.simplefilter("ignore", DeprecationWarning)
         between = _fork()
         if between == 0:
             parent = os.getpid()

@@ -1,4 +1,5 @@
-"""Messages between a launcher and its warm process: JSON with file descriptors, over a Unix stream socket."""
+"""Messages between a launcher and its warm process: JSON with file descriptors, over a Unix stream
+socket."""
 
 from __future__ import annotations
 
@@ -13,8 +14,11 @@ _LENGTH: Final = struct.Struct("!I")
 _MOST_DESCRIPTORS: Final = 8
 
 
-def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Sends one message and duplicates of `descriptors`. Raises OSError (TimeoutError after the socket's timeout)."""
+def send(
+    connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()
+) -> None:
+    """Sends one message and duplicates of `descriptors`. Raises OSError (TimeoutError after the
+    socket's timeout)."""
     data = json.dumps(message).encode()
     data = _LENGTH.pack(len(data)) + data
     sent = socket.send_fds(connection, [data], descriptors)
@@ -22,9 +26,11 @@ def send(connection: socket.socket, message: Mapping[str, Any], descriptors: Seq
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Returns the next message and its descriptors, which are the caller's to close and are not inherited by programs.
+    """Returns the next message and its descriptors, which are the caller's to close and are not
+    inherited by programs.
 
-    Raises EOFError when the other side has closed, OSError (TimeoutError after the socket's timeout).
+    Raises EOFError when the other side has closed, OSError (TimeoutError after the socket's
+    timeout).
     """
     head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_DESCRIPTORS)
     for descriptor in descriptors:

@@ -30,7 +30,16 @@ def cluster(shared_shell: Shell, elastic_worker: Path) -> Command:
 
 
 def start(shell: Shell, worker: Path) -> Command:
-    command = shell.start("run", "--standalone", "--nproc-per-node", "3", "--rdzv-id", "digits", worker, shell.directory / "finish")
+    command = shell.start(
+        "run",
+        "--standalone",
+        "--nproc-per-node",
+        "3",
+        "--rdzv-id",
+        "digits",
+        worker,
+        shell.directory / "finish",
+    )
     command.wait_for_output(*(f"[{rank}]: generation 1" for rank in range(3)))
     shell.cluster()  # known from here on
     return command
@@ -42,30 +51,52 @@ def status_of(shell: Shell, *flags: str) -> dict[str, Any]:
     return dict(json.loads(out))
 
 
-def test_status_shows_the_members_of_the_newest_cluster(shared_shell: Shell, cluster: Command) -> None:
-    cluster.wait_for(lambda: all(member["step"] > 0 for member in status_of(shared_shell)["members"]), "progress")
+def test_status_shows_the_members_of_the_newest_cluster(
+    shared_shell: Shell, cluster: Command
+) -> None:
+    cluster.wait_for(
+        lambda: all(member["step"] > 0 for member in status_of(shared_shell)["members"]), "progress"
+    )
     job = status_of(shared_shell)
-    assert (job["job_id"], job["phase"], job["generation"], job["world_size"]) == ("digits", "running", 1, 3)
-    assert [(member["rank"], member["phase"]) for member in job["members"]] == [(rank, "ranked") for rank in range(3)]
-    assert {member["pid"] for member in job["members"]} <= {process.pid for process in cluster.family()}
+    assert (job["job_id"], job["phase"], job["generation"], job["world_size"]) == (
+        "digits",
+        "running",
+        1,
+        3,
+    )
+    assert [(member["rank"], member["phase"]) for member in job["members"]] == [
+        (rank, "ranked") for rank in range(3)
+    ]
+    assert {member["pid"] for member in job["members"]} <= {
+        process.pid for process in cluster.family()
+    }
 
     status, out, _ = shared_shell.run("status", COLUMNS="160")
     assert status == 0
     assert "job digits  running, generation 1, 3 of 3 workers have a rank" in out
     rows = [line.split() for line in out.splitlines() if re.match(r" *\d", line)]
     assert [row[0] for row in rows] == ["0", "1", "2"]
-    assert {"rank", "phase", "host", "pid", "generation", "step", "samples/s", "loss"} <= set(out.split())
+    assert {"rank", "phase", "host", "pid", "generation", "step", "samples/s", "loss"} <= set(
+        out.split()
+    )
 
 
-def test_a_coordinator_can_be_named_and_the_job_of_launchers_is_not_taken_for_one_of_workers(shared_shell: Shell, cluster: Command) -> None:
+def test_a_coordinator_can_be_named_and_the_job_of_launchers_is_not_taken_for_one_of_workers(
+    shared_shell: Shell, cluster: Command
+) -> None:
     (record,) = (shared_shell.directory / "runtime" / "shoal").glob("*.json")
     address = json.loads(record.read_text())["coordinator"]
     elsewhere = {"XDG_RUNTIME_DIR": str(shared_shell.directory / "other")}
     with CoordinatorClient(ChannelSettings(address=address)) as client:  # as with --nnodes
         client.create_job(JobSpec(job_id="digits.nodes", min_workers=1, max_workers=2))
     assert shared_shell.run("status", "--coordinator", address, **elsewhere)[0] == 0
-    assert shared_shell.run("status", "--job", "digits", SHOAL_COORDINATOR=address, **elsewhere)[0] == 0
-    status, _, err = shared_shell.run("status", "--coordinator", address, "--job", "other", **elsewhere)
+    assert (
+        shared_shell.run("status", "--job", "digits", SHOAL_COORDINATOR=address, **elsewhere)[0]
+        == 0
+    )
+    status, _, err = shared_shell.run(
+        "status", "--coordinator", address, "--job", "other", **elsewhere
+    )
     assert (status, "other" in err, "Traceback" in err) == (1, True, False)
 
 
@@ -75,7 +106,9 @@ def test_kill_sends_sigkill_to_the_process_it_names(shell: Shell, elastic_worker
     status, out, err = shell.run("kill", "1")
     assert (status, err) == (0, "")
     assert out == f"killed rank 1 of job digits: SIGKILL to pid {pid} (generation 1)\n"
-    cluster.wait_for(lambda: f"pid {pid}) ended with SIGKILL" in cluster.stderr, "the launcher's notice")
+    cluster.wait_for(
+        lambda: f"pid {pid}) ended with SIGKILL" in cluster.stderr, "the launcher's notice"
+    )
 
 
 def test_drain_lets_a_worker_take_its_leave(shell: Shell, elastic_worker: Path) -> None:
@@ -89,11 +122,16 @@ def test_drain_lets_a_worker_take_its_leave(shell: Shell, elastic_worker: Path) 
             client.drain_member("digits", member_id=member.member_id)
     assert cluster.wait() == 75
     assert "ended with" not in cluster.stderr
-    assert "job digits is not finished: its last workers here were asked to leave, and did" in cluster.stderr
+    assert (
+        "job digits is not finished: its last workers here were asked to leave, and did"
+        in cluster.stderr
+    )
 
 
 @pytest.mark.slow
-def test_drain_takes_a_parameter_server_out_and_its_launcher_does_not_start_it_anew(shell: Shell, elastic_worker: Path) -> None:
+def test_drain_takes_a_parameter_server_out_and_its_launcher_does_not_start_it_anew(
+    shell: Shell, elastic_worker: Path
+) -> None:
     flags = ("--standalone", "--servers", "2", "--max-servers", "3", "--rdzv-id", "digits")
     cluster = shell.start("run", *flags, elastic_worker, shell.directory / "finish")
     cluster.wait_for_output("[0]: generation 1")
@@ -109,8 +147,13 @@ def test_drain_takes_a_parameter_server_out_and_its_launcher_does_not_start_it_a
     leaves, stays = sorted(shares, key=lambda server_id: shares[server_id])
     status, out, err = shell.run("drain", leaves)
     assert (status, err) == (0, "")
-    assert out.startswith(f"parameter server {leaves} of job digits hands its partitions to the others and then ends")
-    cluster.wait_for(lambda: [server.server_id for server in shell.job().servers] == [stays], "the server to have ended")
+    assert out.startswith(
+        f"parameter server {leaves} of job digits hands its partitions to the others and then ends"
+    )
+    cluster.wait_for(
+        lambda: [server.server_id for server in shell.job().servers] == [stays],
+        "the server to have ended",
+    )
     status, _, err = shell.run("drain", stays)
     assert status == 1
     assert "last place" in err
@@ -120,7 +163,9 @@ def test_drain_takes_a_parameter_server_out_and_its_launcher_does_not_start_it_a
 
 
 @pytest.mark.parametrize("command", ["kill", "drain"])
-def test_a_rank_that_is_not_there_is_refused(shared_shell: Shell, cluster: Command, command: str) -> None:
+def test_a_rank_that_is_not_there_is_refused(
+    shared_shell: Shell, cluster: Command, command: str
+) -> None:
     status, out, err = shared_shell.run(command, "7")
     assert (status, out) == (1, "")
     assert "rank 7" in err
@@ -138,13 +183,17 @@ def test_ranks_that_nobody_has_yet_are_said_to_come(shared_shell: Shell, cluster
     with CoordinatorClient(ChannelSettings(address=shared_shell.cluster().coordinator)) as client:
         client.create_job(JobSpec(job_id="starting", min_workers=2, max_workers=2))
     for command in ("kill", "drain"):
-        status, out, err = shared_shell.run(command, "1", "--job", "starting", "--coordinator", shared_shell.cluster().coordinator)
+        status, out, err = shared_shell.run(
+            command, "1", "--job", "starting", "--coordinator", shared_shell.cluster().coordinator
+        )
         assert (status, out) == (1, "")
         assert "rank 1: none has one yet" in err
         assert "its workers are still starting" in err
 
 
-def test_of_several_clusters_the_newest_is_shown_and_the_others_are_named(shared_shell: Shell, cluster: Command) -> None:
+def test_of_several_clusters_the_newest_is_shown_and_the_others_are_named(
+    shared_shell: Shell, cluster: Command
+) -> None:
     newest = Registration(
         job_id="newest",
         coordinator="127.0.0.1:9",
@@ -157,7 +206,10 @@ def test_of_several_clusters_the_newest_is_shown_and_the_others_are_named(shared
         status, _, err = shared_shell.run("status")
         assert status == 1
         told, error = err.splitlines()
-        assert told == "shoal: job newest is that of the newest of 2 clusters on this machine; choose another with --job digits"
+        assert (
+            told == "shoal: job newest is that of the newest of 2 clusters on this machine; choose "
+            "another with --job digits"
+        )
         assert error.startswith("shoal: no coordinator answers at 127.0.0.1:9 (")
         assert error.endswith(f"); its launcher is pid {os.getpid()}; it may be ending, try again")
         status, out, err = shared_shell.run("status", "--job", "digits")
@@ -170,10 +222,16 @@ def test_of_several_clusters_the_newest_is_shown_and_the_others_are_named(shared
 def test_an_address_without_a_coordinator_is_named_with_a_remedy(shell: Shell) -> None:
     status, out, err = shell.run("status", "--coordinator", "127.0.0.1:9", "--job", "x")
     assert (status, out) == (1, "")
-    assert re.fullmatch(r"shoal: no coordinator answers at 127\.0\.0\.1:9 \(.+\); check --coordinator \(or SHOAL_COORDINATOR\);.*\n", err)
+    assert re.fullmatch(
+        r"shoal: no coordinator answers at 127\.0\.0\.1:9 \(.+\); check --coordinator \(or "
+        r"SHOAL_COORDINATOR\);.*\n",
+        err,
+    )
 
 
-@pytest.mark.parametrize("arguments", [["kill"], ["kill", "one"], ["kill", "-1"], ["statu"], ["status", "--jsn"]])
+@pytest.mark.parametrize(
+    "arguments", [["kill"], ["kill", "one"], ["kill", "-1"], ["statu"], ["status", "--jsn"]]
+)
 def test_command_lines_that_cannot_work_end_with_2(shell: Shell, arguments: list[str]) -> None:
     assert shell.run(*arguments)[0] == 2
 
@@ -184,7 +242,20 @@ def test_version_and_help(shell: Shell) -> None:
     assert re.fullmatch(r"shoal \d+\.\d+\.\d+\n", out)
     status, out, _ = shell.run("--help")
     assert status == 0
-    assert {"run", "up", "submit", "jobs", "status", "top", "events", "logs", "drain", "stop", "kill", "demo"} <= set(out.split())
+    assert {
+        "run",
+        "up",
+        "submit",
+        "jobs",
+        "status",
+        "top",
+        "events",
+        "logs",
+        "drain",
+        "stop",
+        "kill",
+        "demo",
+    } <= set(out.split())
 
 
 def test_ctrl_c_while_the_program_is_loaded_ends_it_without_a_traceback(shell: Shell) -> None:
@@ -214,20 +285,32 @@ def test_a_demo_that_is_killed_takes_its_run_with_it(shell: Shell) -> None:
 
 
 def test_up_without_a_terminal_is_a_run_that_ends_with_the_script(shell: Shell) -> None:
-    script = shell.script("import os\nprint('rank', os.environ['RANK'])\nraise SystemExit(4 * (os.environ['RANK'] == '1'))")
+    script = shell.script(
+        "import os\nprint('rank', os.environ['RANK'])\nraise SystemExit(4 * (os.environ['RANK'] == "
+        "'1'))"
+    )
     status, out, err = shell.run("up", "--workers", "2", script)
     assert (status, "[1]: rank 1" in out) == (4, True), err
 
 
-def test_up_on_a_terminal_shows_the_members_below_the_output(shell: Shell, elastic_worker: Path) -> None:
-    """Also output that the terminal's encoding cannot express, and lines that overwrite one another."""
+def test_up_on_a_terminal_shows_the_members_below_the_output(
+    shell: Shell, elastic_worker: Path
+) -> None:
+    """Also output that the terminal's encoding cannot express, and lines that overwrite one
+    another."""
     worker = shell.script(
         "import os, runpy\nos.write(1, b'\\xe2\\x86\\x92\\n 50%\\r100%\\n')\n"
         f"runpy.run_path({str(elastic_worker)!r}, run_name='__main__')\n"
     )
     finish = shell.directory / "finish"
     ours, theirs = pty.openpty()
-    environment = {**shell.environment, "COLUMNS": "120", "LINES": "40", "TERM": "xterm", "PYTHONIOENCODING": "ascii"}
+    environment = {
+        **shell.environment,
+        "COLUMNS": "120",
+        "LINES": "40",
+        "TERM": "xterm",
+        "PYTHONIOENCODING": "ascii",
+    }
     command = subprocess.Popen(
         [sys.executable, "-m", "shoal", "up", "--workers", "2", str(worker), str(finish)],
         stdin=subprocess.DEVNULL,
@@ -237,7 +320,10 @@ def test_up_on_a_terminal_shows_the_members_below_the_output(shell: Shell, elast
     )
     os.close(theirs)
     seen, deadline = b"", time.monotonic() + 60
-    while any(expected not in seen for expected in (b"samples/s", b"2 of 2 workers have a rank", b"generation 1 rank 1 of 2")):
+    while any(
+        expected not in seen
+        for expected in (b"samples/s", b"2 of 2 workers have a rank", b"generation 1 rank 1 of 2")
+    ):
         assert time.monotonic() < deadline, seen[-2000:].decode()  # the table comes again and again
         seen += os.read(ours, 65536)
     finish.touch()
@@ -250,10 +336,21 @@ def test_up_on_a_terminal_shows_the_members_below_the_output(shell: Shell, elast
 
 def test_a_terminal_that_stands_still_does_not_hold_up_the_end(shell: Shell) -> None:
     script = shell.script("print('x' * 1_000_000)")
-    shortly = "from datetime import timedelta; import shoal.cli.console as c; c._LAST_OUTPUT_TIMEOUT = timedelta(seconds=1)"
+    shortly = (
+        "from datetime import timedelta; import shoal.cli.console as c; "
+        "c._LAST_OUTPUT_TIMEOUT = timedelta(seconds=1)"
+    )
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", f"{shortly}; from shoal.cli import main; main()", "up", "--workers", "1", str(script)],
+        [
+            sys.executable,
+            "-c",
+            f"{shortly}; from shoal.cli import main; main()",
+            "up",
+            "--workers",
+            "1",
+            str(script),
+        ],
         stdin=subprocess.DEVNULL,
         stdout=theirs,
         stderr=theirs,

@@ -1,4 +1,5 @@
-"""`shoal jobs`, `events`, `stop`, `submit`, `logs` and `top`: against running clusters whose workers have no torch."""
+"""`shoal jobs`, `events`, `stop`, `submit`, `logs` and `top`: against running clusters whose
+workers have no torch."""
 
 from __future__ import annotations
 
@@ -33,7 +34,12 @@ def cluster(shared_shell: Shell, elastic_worker: Path) -> Command:
     flags = ("--standalone", "--nproc-per-node", "2", "--servers", "1", "--rdzv-id", "digits")
     command = shared_shell.start("run", *flags, elastic_worker, shared_shell.directory / "finish")
     command.wait_for_output(*(f"[{rank}]: generation 1" for rank in range(2)))
-    command.wait_for(lambda: shared_shell.job().servers and all(m.progress.step for m in shared_shell.job().members), "a server, and steps")
+    command.wait_for(
+        lambda: (
+            shared_shell.job().servers and all(m.progress.step for m in shared_shell.job().members)
+        ),
+        "a server, and steps",
+    )
     return command
 
 
@@ -53,8 +59,12 @@ def test_jobs_are_listed(shared_shell: Shell, cluster: Command) -> None:
         ["job", "phase", "generation", "ranks", "ended"],
         ["digits", "running", "1", "2", "-"],
     ]
-    status, out, _ = shared_shell.run("jobs", "--json", "--coordinator", shared_shell.cluster().coordinator)
-    assert json.loads(out) == [{"job_id": "digits", "phase": "running", "generation": 1, "world_size": 2, "result": None}]
+    status, out, _ = shared_shell.run(
+        "jobs", "--json", "--coordinator", shared_shell.cluster().coordinator
+    )
+    assert json.loads(out) == [
+        {"job_id": "digits", "phase": "running", "generation": 1, "world_size": 2, "result": None}
+    ]
 
 
 def test_where_there_are_no_jobs_the_remedy_is_named(shell: Shell) -> None:
@@ -70,19 +80,36 @@ def test_events_are_told_one_a_line(shared_shell: Shell, cluster: Command) -> No
     status, out, err = shared_shell.run("events", COLUMNS="80")
     assert (status, err) == (0, "")
     assert out.splitlines()[0].split()[1] == "job_created"
-    assert any(re.search(r'generation_formed  generation 1  cause=start reason=".*" world_size=2$', line) for line in out.splitlines())
+    assert any(
+        re.search(r'generation_formed  generation 1  cause=start reason=".*" world_size=2$', line)
+        for line in out.splitlines()
+    )
     status, out, _ = shared_shell.run("events", "--json")
     assert [json.loads(line)["kind"] for line in out.splitlines()].count("member_joined") == 2
 
 
-def test_a_frame_of_top_shows_ranks_servers_other_jobs_and_events(shared_shell: Shell, cluster: Command) -> None:
+def test_a_frame_of_top_shows_ranks_servers_other_jobs_and_events(
+    shared_shell: Shell, cluster: Command
+) -> None:
     with CoordinatorClient(ChannelSettings(address=shared_shell.cluster().coordinator)) as client:
         client.create_job(JobSpec(job_id="another", min_workers=2, max_workers=2))
-    for flags, columns in ((("--once",), "140"), ((), "80")):  # without a terminal it is one frame as well
+    for flags, columns in ((("--once",), "140"), ((), "80")):
+        # without a terminal it is one frame as well
         status, out, err = shared_shell.run("top", *flags, COLUMNS=columns)
         assert (status, err) == (0, "")
         assert "job digits  running, generation 1, 2 of 2 workers have a rank" in out
-        assert {"rank", "epoch", "step", "samples/s", "loss", "waiting", "server", "partitions", "values", "server-0"} <= set(out.split())
+        assert {
+            "rank",
+            "epoch",
+            "step",
+            "samples/s",
+            "loss",
+            "waiting",
+            "server",
+            "partitions",
+            "values",
+            "server-0",
+        } <= set(out.split())
         assert ["another", "waiting", "-", "-", "-"] in [line.split() for line in out.splitlines()]
         assert "generation_formed" in out
         assert max(map(len, out.splitlines())) <= int(columns)
@@ -123,8 +150,19 @@ def read_some(terminal: int) -> bytes:
     return os.read(terminal, 65536) if select.select([terminal], [], [], 0.1)[0] else b""
 
 
-def test_stop_ends_a_job_at_a_border_and_followed_events_end_with_it(shell: Shell, elastic_worker: Path) -> None:
-    run = shell.start("run", "--standalone", "--nproc-per-node", "2", "--rdzv-id", "short", elastic_worker, shell.directory / "finish")
+def test_stop_ends_a_job_at_a_border_and_followed_events_end_with_it(
+    shell: Shell, elastic_worker: Path
+) -> None:
+    run = shell.start(
+        "run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--rdzv-id",
+        "short",
+        elastic_worker,
+        shell.directory / "finish",
+    )
     run.wait_for_output("generation 1 rank 0", "generation 1 rank 1")
     events = shell.start("events", "--follow")
     events.wait_for_output("generation_formed")
@@ -139,9 +177,20 @@ def test_stop_ends_a_job_at_a_border_and_followed_events_end_with_it(shell: Shel
 def test_a_submitted_job_is_followed_by_its_log_and_outlives_the_command(
     shell: Shell, submitted: Submissions, elastic_worker: Path
 ) -> None:
-    status, out, err = shell.run("submit", "--job", "background", "--nproc-per-node", "2", elastic_worker, shell.directory / "finish")
+    status, out, err = shell.run(
+        "submit",
+        "--job",
+        "background",
+        "--nproc-per-node",
+        "2",
+        elastic_worker,
+        shell.directory / "finish",
+    )
     assert (status, err) == (0, "")
-    assert out == "job background is on its way; `shoal logs --follow --job background` shows its output\n"
+    assert (
+        out
+        == "job background is on its way; `shoal logs --follow --job background` shows its output\n"
+    )
     logs = shell.start("logs", "--follow")
     logs.wait_for_output("generation 1 rank 0", "generation 1 rank 1")
     status, _, err = shell.run("submit", "--job", "background", elastic_worker)
@@ -150,7 +199,9 @@ def test_a_submitted_job_is_followed_by_its_log_and_outlives_the_command(
     assert logs.wait() == 0
     assert "[1]: left" in logs.stdout
     status, out, _ = shell.run("jobs")
-    assert ["background", "finished", "-", "-", "well"] in [line.split() for line in out.splitlines()]
+    assert ["background", "finished", "-", "-", "well"] in [
+        line.split() for line in out.splitlines()
+    ]
     assert submitted.newest("background").outcome() is not None
 
 

@@ -1,4 +1,5 @@
-"""A client in the tests' own process, which shares registry and submissions with the commands of `shell`."""
+"""A client in the tests' own process, which shares registry and submissions with the commands of
+`shell`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from shoal.launcher.submissions import Submissions
 
 @pytest.fixture
 def here(shell: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`shell`, whose environment is this process's; what was submitted is gone when the test ends."""
+    """`shell`, whose environment is this process's; what was submitted is gone when the test
+    ends."""
     for name in [name for name in os.environ if name.startswith(("SHOAL_", "PET_"))]:
         monkeypatch.delenv(name)
     for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "OMP_NUM_THREADS"):

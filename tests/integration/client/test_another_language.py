@@ -1,4 +1,5 @@
-"""A client that is made from the .proto files in another language makes a job, is its member, and reads refusals and events."""
+"""A client that is made from the .proto files in another language makes a job, is its member, and
+reads refusals and events."""
 
 from __future__ import annotations
 
@@ -29,15 +30,26 @@ event: member_left member-of-node
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("npm") is None, reason="Node.js and npm are not installed")
 def test_a_client_in_javascript_speaks_to_the_coordinator(zygote: Zygote, tmp_path: Path) -> None:
-    program = shutil.copytree(ROOT / "examples" / "javascript", tmp_path / "javascript", ignore=shutil.ignore_patterns("node_modules"))
+    program = shutil.copytree(
+        ROOT / "examples" / "javascript",
+        tmp_path / "javascript",
+        ignore=shutil.ignore_patterns("node_modules"),
+    )
     installed = subprocess.run(
-        ["npm", "ci", "--no-audit", "--no-fund"], cwd=program, capture_output=True, text=True, timeout=200, check=False
+        ["npm", "ci", "--no-audit", "--no-fund"],
+        cwd=program,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert installed.returncode == 0, installed.stderr
     coordinator = Coordinator(zygote, tmp_path, "--redis", "embedded://").start()
     try:
         command = ["node", "client.js", coordinator.address, str(ROOT / "protos")]
-        ended = subprocess.run(command, cwd=program, capture_output=True, text=True, timeout=100, check=False)
+        ended = subprocess.run(
+            command, cwd=program, capture_output=True, text=True, timeout=100, check=False
+        )
     finally:
         coordinator.close()
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, SAID, "")

@@ -1,4 +1,5 @@
-"""`shoal.Client` and `shoal.AsyncClient` on clusters of this machine: jobs are submitted, looked at and ended."""
+"""`shoal.Client` and `shoal.AsyncClient` on clusters of this machine: jobs are submitted, looked at
+and ended."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ from typing import Any
 import pytest
 from shoal.client import AsyncClient, Client, JobPhase
 from shoal.launcher.submissions import Submissions
-from shoal_common.errors import ConfigurationError, DeadlineError, PreconditionError, UnavailableError, UnknownResourceError
+from shoal_common.errors import (
+    ConfigurationError,
+    DeadlineError,
+    PreconditionError,
+    UnavailableError,
+    UnknownResourceError,
+)
 
 from tests.integration.client.waiting import WAIT, until_ranked
 from tests.zygote.children import eventually
@@ -25,14 +32,26 @@ Shell = Any  # of tests/integration/conftest.py
 @pytest.fixture
 def training(here: Shell, client: Client, elastic_worker: Path) -> str:
     """A submitted job of two workers with ranks, which ends well once `finish` is there."""
-    job_id = client.submit(elastic_worker, str(here.directory / "finish"), workers=2, job_id="digits", directory=here.directory)
+    job_id = client.submit(
+        elastic_worker,
+        str(here.directory / "finish"),
+        workers=2,
+        job_id="digits",
+        directory=here.directory,
+    )
     until_ranked(client, job_id, 2)
     return job_id
 
 
 def test_a_submitted_job_is_seen_and_ends_well(here: Shell, client: Client, training: str) -> None:
     job = client.job(training)
-    assert (job.job_id, job.phase, job.generation, job.world_size, job.ending) == ("digits", JobPhase.RUNNING, 1, 2, None)
+    assert (job.job_id, job.phase, job.generation, job.world_size, job.ending) == (
+        "digits",
+        JobPhase.RUNNING,
+        1,
+        2,
+        None,
+    )
     assert [member.rank for member in job.members] == [0, 1]
     assert client.members(training)[0].loss is not None
     assert client.servers(training) == ()
@@ -48,17 +67,23 @@ def test_a_submitted_job_is_seen_and_ends_well(here: Shell, client: Client, trai
     assert client.result(training) == result
     assert [(each.job_id, each.phase) for each in client.jobs()] == [("digits", "finished")]
     assert list(client.logs(training, rank=1))[-1] == "[1]: left"
-    with pytest.raises(UnknownResourceError, match=r"has ended.*client\.result\('digits'\)") as ended:
+    with pytest.raises(
+        UnknownResourceError, match=r"has ended.*client\.result\('digits'\)"
+    ) as ended:
         client.job(training)
     assert ended.value.reason == "JOB_ENDED"
 
 
-def test_another_process_follows_a_submitted_job_and_hears_how_it_ended(here: Shell, training: str) -> None:
+def test_another_process_follows_a_submitted_job_and_hears_how_it_ended(
+    here: Shell, training: str
+) -> None:
     logs = here.start("logs", "--follow", "--job", training)
     logs.wait_for_output("generation 1 rank 0 of 2", "generation 1 rank 1 of 2")
     waiting = here.start_program(
         sys.executable,
-        here.script(f"import shoal\nwith shoal.Client() as c: print(c.wait({training!r}, timeout=None).ok)"),
+        here.script(
+            f"import shoal\nwith shoal.Client() as c: print(c.wait({training!r}, timeout=None).ok)"
+        ),
     )
     (here.directory / "finish").touch()
     assert (waiting.wait(), waiting.stdout) == (0, "True\n"), waiting.stderr
@@ -69,8 +94,12 @@ def test_another_process_follows_a_submitted_job_and_hears_how_it_ended(here: Sh
     assert {line[:5] for line in out.splitlines()} == {"[0]: "}
 
 
-def test_a_job_that_fails_says_with_which_status_and_whose_exception(here: Shell, client: Client) -> None:
-    script = here.script("import os\nif os.environ['RANK'] == '1': raise SystemExit(3)\nimport time; time.sleep(90)")
+def test_a_job_that_fails_says_with_which_status_and_whose_exception(
+    here: Shell, client: Client
+) -> None:
+    script = here.script(
+        "import os\nif os.environ['RANK'] == '1': raise SystemExit(3)\nimport time; time.sleep(90)"
+    )
     job_id = client.submit(script, workers=2)
     result = client.wait(job_id, timeout=WAIT)
     assert (result.ok, result.exit_status) == (False, 3)
@@ -81,11 +110,19 @@ def test_a_job_that_fails_says_with_which_status_and_whose_exception(here: Shell
 def test_what_the_command_line_refuses_is_the_result(here: Shell, client: Client) -> None:
     job_id = client.submit(here.script("pass"), flags=["--max-restarts", "-1"])
     result = client.wait(job_id, timeout=WAIT)
-    assert (result.ok, result.exit_status, result.summary) == (False, 2, "--max-restarts -1: expected 0 or more")
+    assert (result.ok, result.exit_status, result.summary) == (
+        False,
+        2,
+        "--max-restarts -1: expected 0 or more",
+    )
 
 
-def test_an_id_is_used_again_when_the_run_before_has_ended(here: Shell, client: Client, training: str, elastic_worker: Path) -> None:
-    with pytest.raises(PreconditionError, match="job 'digits' runs already on this machine") as refused:
+def test_an_id_is_used_again_when_the_run_before_has_ended(
+    here: Shell, client: Client, training: str, elastic_worker: Path
+) -> None:
+    with pytest.raises(
+        PreconditionError, match="job 'digits' runs already on this machine"
+    ) as refused:
         client.submit(elastic_worker, job_id=training)
     assert refused.value.reason == "JOB_RUNNING"
     client.kill(training)
@@ -96,7 +133,9 @@ def test_an_id_is_used_again_when_the_run_before_has_ended(here: Shell, client: 
     assert Submissions().newest(training).run == 2
 
 
-def test_a_launcher_that_was_killed_leaves_no_status_and_says_so(client: Client, training: str) -> None:
+def test_a_launcher_that_was_killed_leaves_no_status_and_says_so(
+    client: Client, training: str
+) -> None:
     os.kill(Submissions().newest(training).pid, signal.SIGKILL)
     result = client.wait(training, timeout=WAIT)
     assert (result.ok, result.exit_status, result.ended) == (False, None, None)
@@ -109,7 +148,9 @@ def test_stop_ends_a_job_at_a_border(client: Client, training: str) -> None:
     assert "[1]: left" in client.logs(training)
 
 
-def test_a_job_can_be_stopped_before_it_has_begun(here: Shell, client: Client, elastic_worker: Path) -> None:
+def test_a_job_can_be_stopped_before_it_has_begun(
+    here: Shell, client: Client, elastic_worker: Path
+) -> None:
     job_id = client.submit(elastic_worker, str(here.directory / "finish"), workers=2)
     client.stop(job_id)
     assert client.wait(job_id, timeout=WAIT).exit_status is not None
@@ -121,7 +162,11 @@ def test_a_rank_is_killed_or_drained_and_the_events_tell_it(client: Client, trai
     with client.events(training, follow=True, timeout=WAIT) as events:
         lost = next(event for event in events if event.kind == "member_lost")
     assert lost.member_id == killed.member_id
-    eventually(lambda: client.job(training).generation > 1, "a generation without it", within_s=WAIT.total_seconds())
+    eventually(
+        lambda: client.job(training).generation > 1,
+        "a generation without it",
+        within_s=WAIT.total_seconds(),
+    )
     until_ranked(client, training, 2)
     drained = client.drain(training, rank=0)
     later = client.events(training, after=lost.event_id, follow=True, timeout=WAIT)
@@ -135,13 +180,17 @@ def test_a_rank_is_killed_or_drained_and_the_events_tell_it(client: Client, trai
         client.kill(training, rank=7)
 
 
-def test_followed_events_end_with_the_jobs_cluster_or_when_they_are_closed(here: Shell, client: Client, training: str) -> None:
+def test_followed_events_end_with_the_jobs_cluster_or_when_they_are_closed(
+    here: Shell, client: Client, training: str
+) -> None:
     told: list[str] = []
     with client.events(training, follow=True) as closed:
         assert next(closed).kind == "job_created"
         threading.Timer(0.2, closed.close).start()
         assert [event.kind for event in closed][-1] == "generation_formed"
-    thread = threading.Thread(target=lambda: told.extend(event.kind for event in client.events(training, follow=True)))
+    thread = threading.Thread(
+        target=lambda: told.extend(event.kind for event in client.events(training, follow=True))
+    )
     thread.start()
     (here.directory / "finish").touch()
     thread.join(WAIT.total_seconds())
@@ -150,7 +199,9 @@ def test_followed_events_end_with_the_jobs_cluster_or_when_they_are_closed(here:
     assert client.wait(training, timeout=WAIT).ok
 
 
-def test_every_wait_has_its_deadline_and_what_is_not_there_is_named(here: Shell, client: Client, training: str) -> None:
+def test_every_wait_has_its_deadline_and_what_is_not_there_is_named(
+    here: Shell, client: Client, training: str
+) -> None:
     short = timedelta(seconds=0.3)
     with pytest.raises(DeadlineError, match=r"waited 0\.3 s for the end of job 'digits'"):
         client.wait(training, timeout=short)
@@ -161,7 +212,9 @@ def test_every_wait_has_its_deadline_and_what_is_not_there_is_named(here: Shell,
     for call in (client.job, client.outcome, client.stop, client.events):
         with pytest.raises(UnknownResourceError, match="runs job 'other'"):
             call("other")
-    with pytest.raises(UnknownResourceError, match="the output of job 'other' is not kept here") as unknown:
+    with pytest.raises(
+        UnknownResourceError, match="the output of job 'other' is not kept here"
+    ) as unknown:
         client.logs("other")
     assert unknown.value.reason == "LOG_UNKNOWN"
     with pytest.raises(ConfigurationError, match="there is no such file in"):
@@ -194,7 +247,9 @@ def test_the_asynchronous_client_does_the_same_on_a_loop(here: Shell, training: 
             assert all(result.ok for result in await asyncio.gather(*waits))
             assert "job_finished" in await followed
             assert [line async for line in client.logs(training, rank=0)][-1] == "[0]: left"
-            assert await client.result(training) == waits[0].result() == await client.outcome(training)
+            assert (
+                await client.result(training) == waits[0].result() == await client.outcome(training)
+            )
             with pytest.raises(UnknownResourceError):
                 await client.job("other")
 

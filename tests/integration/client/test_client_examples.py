@@ -18,10 +18,20 @@ PAGE = Path(__file__).parents[3] / "docs" / "client.md"
 
 def test_the_scheduler_runs_jobs_one_after_another_and_one_that_failed_again(here: Shell) -> None:
     here.script("print('first')", "first.py")
-    here.script("import os, pathlib; p = pathlib.Path('tried'); e = p.exists(); p.touch(); raise SystemExit(0 if e else 4)", "second.py")
-    scheduler = here.start_program(sys.executable, EXAMPLES / "scheduler.py", "--attempts", "2", "first.py", "second.py")
+    here.script(
+        "import os, pathlib; p = pathlib.Path('tried'); e = p.exists(); p.touch(); raise "
+        "SystemExit(0 if e else 4)",
+        "second.py",
+    )
+    scheduler = here.start_program(
+        sys.executable, EXAMPLES / "scheduler.py", "--attempts", "2", "first.py", "second.py"
+    )
     assert scheduler.wait() == 0, scheduler.stderr
-    said = [line for line in scheduler.stdout.splitlines() if line.startswith(("first.py: ", "second.py: "))]
+    said = [
+        line
+        for line in scheduler.stdout.splitlines()
+        if line.startswith(("first.py: ", "second.py: "))
+    ]
     assert [line.partition(" is job")[0].partition(" with status")[0] for line in said] == [
         "first.py: attempt 1",
         "first.py: finished",
@@ -34,16 +44,22 @@ def test_the_scheduler_runs_jobs_one_after_another_and_one_that_failed_again(her
 
 def test_the_scheduler_gives_up_after_its_attempts(here: Shell) -> None:
     here.script("raise SystemExit(4)", "bad.py")
-    scheduler = here.start_program(sys.executable, EXAMPLES / "scheduler.py", "--attempts", "1", "bad.py", "never.py")
+    scheduler = here.start_program(
+        sys.executable, EXAMPLES / "scheduler.py", "--attempts", "1", "bad.py", "never.py"
+    )
     assert scheduler.wait() == 1
     assert "failed with status 4" in scheduler.stdout
     assert "never.py" not in scheduler.stdout
 
 
-def test_the_dashboard_tells_events_and_progress_until_the_job_ends(here: Shell, client: Client, elastic_worker: Path) -> None:
+def test_the_dashboard_tells_events_and_progress_until_the_job_ends(
+    here: Shell, client: Client, elastic_worker: Path
+) -> None:
     job_id = client.submit(elastic_worker, str(here.directory / "finish"), workers=2)
     until_ranked(client, job_id, 2)
-    dashboard = here.start_program(sys.executable, EXAMPLES / "dashboard.py", "--every", "0.1", job_id)
+    dashboard = here.start_program(
+        sys.executable, EXAMPLES / "dashboard.py", "--every", "0.1", job_id
+    )
     dashboard.wait_for_output("generation_formed cause=start", "running: 2 ranks at step")
     (here.directory / "finish").touch()
     assert dashboard.wait() == 0, dashboard.stderr

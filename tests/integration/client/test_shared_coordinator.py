@@ -1,4 +1,5 @@
-"""`shoal.Client` at a coordinator that several launchers share, with tokens: also for jobs that others have started."""
+"""`shoal.Client` at a coordinator that several launchers share, with tokens: also for jobs that
+others have started."""
 
 from __future__ import annotations
 
@@ -31,7 +32,13 @@ def coordinator(here: Shell, tmp_path: Path) -> Iterator[str]:
     tokens.write_text(f"admin: {ADMIN}\nviewer: {VIEWER}\n")
     tokens.chmod(0o600)
     arguments = ["--redis", f"embedded://{directory / 'redis'}", "--tokens", str(tokens)]
-    service = Service("coordinator", "shoal_coordinator", arguments, directory=directory, environment=here.environment)
+    service = Service(
+        "coordinator",
+        "shoal_coordinator",
+        arguments,
+        directory=directory,
+        environment=here.environment,
+    )
     service.start()
     service.wait_ready(WAIT)
     yield service.address
@@ -39,7 +46,9 @@ def coordinator(here: Shell, tmp_path: Path) -> Iterator[str]:
     service.release()
 
 
-def test_jobs_are_submitted_to_it_with_the_clients_token(here: Shell, coordinator: str, elastic_worker: Path) -> None:
+def test_jobs_are_submitted_to_it_with_the_clients_token(
+    here: Shell, coordinator: str, elastic_worker: Path
+) -> None:
     with Client(ChannelSettings(address=coordinator, token=ADMIN)) as client, Client() as local:
         job_id = client.submit(elastic_worker, str(here.directory / "finish"), workers=2)
         until_ranked(client, job_id, 2)
@@ -59,13 +68,19 @@ def test_jobs_are_submitted_to_it_with_the_clients_token(here: Shell, coordinato
         assert local.result(job_id).ok
 
 
-def test_jobs_that_others_have_started_are_waited_for_there(here: Shell, coordinator: str, elastic_worker: Path) -> None:
+def test_jobs_that_others_have_started_are_waited_for_there(
+    here: Shell, coordinator: str, elastic_worker: Path
+) -> None:
     flags = ("--rdzv-endpoint", coordinator, "--rdzv-id", "theirs", "--nproc-per-node", "2")
-    launcher = here.start("run", *flags, elastic_worker, here.directory / "finish", SHOAL_TOKEN=ADMIN)
+    launcher = here.start(
+        "run", *flags, elastic_worker, here.directory / "finish", SHOAL_TOKEN=ADMIN
+    )
     with Client(ChannelSettings(address=coordinator, token=ADMIN)) as client:
         launcher.wait_for_output("generation 1 rank 0", "generation 1 rank 1")
         assert client.outcome("theirs") is None
-        with pytest.raises(UnknownResourceError, match="the output of job 'theirs' is not kept here"):
+        with pytest.raises(
+            UnknownResourceError, match="the output of job 'theirs' is not kept here"
+        ):
             client.logs("theirs")
         with pytest.raises(UnknownResourceError, match="was not submitted on this machine"):
             client.kill("theirs")

@@ -17,6 +17,9 @@ def until_ranked(client: Client, job_id: str, ranks: int) -> None:
     """Waits until so many members have a rank, and have taken a step."""
 
     def are_there() -> bool:
-        return sum(member.rank is not None and member.step > 0 for member in client.members(job_id)) == ranks
+        return (
+            sum(member.rank is not None and member.step > 0 for member in client.members(job_id))
+            == ranks
+        )
 
     eventually(are_there, f"{ranks} ranks of {job_id}", within_s=WAIT.total_seconds())

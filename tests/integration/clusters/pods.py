@@ -1,8 +1,10 @@
-"""Pods as processes, without a container engine: each on a network namespace of its own, below a root directory that it cannot write to,
-as the user that its manifest names, with its volumes in their places.
+"""Pods as processes, without a container engine: each on a network namespace of its own, below a
+root directory that it cannot write to, as the user that its manifest names, with its volumes in
+their places.
 
-The root is this machine's, under an overlay: the images' contents are this checkout's environment, and their entry point lies where
-docker/Dockerfile puts it. Services are names in /etc/hosts. Restarts are the test's to do, and probes its to ask.
+The root is this machine's, under an overlay: the images' contents are this checkout's environment,
+and their entry point lies where docker/Dockerfile puts it. Services are names in /etc/hosts.
+Restarts are the test's to do, and probes its to ask.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ from tests.pods import ENTRYPOINT, ROOT, Manifest, Pod
 
 _PATIENCE_S: Final = 120.0
 _PROGRAMS: Final = ("nsenter", "unshare", "mount", "chroot")
-# $0 is a directory of the pod's own. Its arguments: what is mounted, where, and ro or rw, in threes; --; and the command.
+# $0 is a directory of the pod's own. Its arguments: what is mounted, where, and ro or rw, in
+# threes; --; and the command.
 _CONTAINER: Final = """
 set -eu
 root=$0/root
@@ -56,8 +59,8 @@ mount -o remount,bind,ro "$root"
 echo "$POD" > /proc/sys/kernel/hostname
 exec chroot --userspec="$OWNER" "$root" sh -c 'cd "$0" && exec "$@"' "$WORKING_DIRECTORY" "$@"
 """
-# A namespace around that of the container: the kernel kills its first process with the test run, and all that is in it. It would not kill
-# the container's own, which has become another user.
+# A namespace around that of the container: the kernel kills its first process with the test run,
+# and all that is in it. It would not kill the container's own, which has become another user.
 _AROUND: Final = 'unshare --uts --pid --fork --kill-child --mount "$@"; exit $?'
 
 
@@ -69,9 +72,12 @@ def why_not() -> str | None:
 
 
 class RunningPod:
-    """A pod that was started. Its container's first process is the first of a process namespace, as in Kubernetes."""
+    """A pod that was started. Its container's first process is the first of a process namespace, as
+    in Kubernetes."""
 
-    def __init__(self, pod: Pod, process: subprocess.Popen[bytes], output: Path, network: Path) -> None:
+    def __init__(
+        self, pod: Pod, process: subprocess.Popen[bytes], output: Path, network: Path
+    ) -> None:
         self.pod = pod
         self.process = process
         self._output = output
@@ -84,8 +90,16 @@ class RunningPod:
     def is_ready(self) -> bool:
         """What its readiness probe says, asked from within the pod's network."""
         probe = self.pod.container["readinessProbe"]["httpGet"]
-        (port,) = (port["containerPort"] for port in self.pod.container["ports"] if port["name"] == probe["port"])
-        check = [sys.executable, str(ROOT / "docker/healthcheck.py"), f"http://127.0.0.1:{port}{probe['path']}"]
+        (port,) = (
+            port["containerPort"]
+            for port in self.pod.container["ports"]
+            if port["name"] == probe["port"]
+        )
+        check = [
+            sys.executable,
+            str(ROOT / "docker/healthcheck.py"),
+            f"http://127.0.0.1:{port}{probe['path']}",
+        ]
         command = ["nsenter", f"--net={self._network}", "--", *check]
         return subprocess.run(command, capture_output=True, timeout=60, check=False).returncode == 0
 
@@ -93,7 +107,9 @@ class RunningPod:
         deadline = time.monotonic() + _PATIENCE_S
         while not condition():
             if time.monotonic() > deadline or self.process.poll() not in (None, 0):
-                pytest.fail(f"waited for {what}; {self.pod.name} ({self.process.poll()}) said: {self.said}")
+                pytest.fail(
+                    f"waited for {what}; {self.pod.name} ({self.process.poll()}) said: {self.said}"
+                )
             time.sleep(0.05)
 
     def delete(self) -> None:
@@ -119,7 +135,15 @@ class RunningPod:
 class Pods:
     """Where pods run: a network in which each of `names` has an address. A context manager."""
 
-    def __init__(self, directory: Path, names: tuple[str, ...], *, services: dict[str, str], secrets: Path, script: Path) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        names: tuple[str, ...],
+        *,
+        services: dict[str, str],
+        secrets: Path,
+        script: Path,
+    ) -> None:
         """`services`: names by which others reach a pod. `script` is the ConfigMap's train.py."""
         self._directory = directory
         self._services = services
@@ -139,7 +163,12 @@ class Pods:
             self._undo = undo.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._undo.close()
 
     def _stop(self) -> None:
@@ -155,13 +184,36 @@ class Pods:
         owner = (security["runAsUser"], security["runAsGroup"])
         mounts: list[str] = []
         for number, (path, volume) in enumerate(pod.mounts.items()):
-            mounts += [str(self._volume(pod, volume, directory / str(number), owner)), path, "ro" if volume["readOnly"] else "rw"]
+            mounts += [
+                str(self._volume(pod, volume, directory / str(number), owner)),
+                path,
+                "ro" if volume["readOnly"] else "rw",
+            ]
         network = self._machines.namespace(pod.name)
-        apart = ["nsenter", f"--net={network}", "--", "unshare", "--pid", "--fork", "--kill-child", "sh", "-c", _AROUND, "sh"]
-        inside = ["env", "-i", *(f"{name}={value}" for name, value in self._environment(pod).items()), *pod.command]
+        apart = [
+            "nsenter",
+            f"--net={network}",
+            "--",
+            "unshare",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "sh",
+            "-c",
+            _AROUND,
+            "sh",
+        ]
+        inside = [
+            "env",
+            "-i",
+            *(f"{name}={value}" for name, value in self._environment(pod).items()),
+            *pod.command,
+        ]
         command = [*apart, "sh", "-c", _CONTAINER, str(directory), *mounts, "--", *inside]
         settings = {
-            "ANCESTORS": " ".join(str(path) for path in _unreadable_ancestors(Path(sys.base_prefix), ROOT)),
+            "ANCESTORS": " ".join(
+                str(path) for path in _unreadable_ancestors(Path(sys.base_prefix), ROOT)
+            ),
             "CHECKOUT": str(ROOT),
             "ENTRYPOINT": ENTRYPOINT[0],
             "ENTRYPOINT_FILE": str(ROOT / "docker/entrypoint.sh"),
@@ -173,7 +225,11 @@ class Pods:
         }
         with (directory / "output").open("wb") as output:
             process = subprocess.Popen(
-                tied_to_parent(command), stdin=subprocess.DEVNULL, stdout=output, stderr=output, env={**os.environ, **settings}
+                tied_to_parent(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **settings},
             )
         running = RunningPod(pod, process, directory / "output", network)
         self._running.append(running)
@@ -181,11 +237,16 @@ class Pods:
 
     def _environment(self, pod: Pod) -> dict[str, str]:
         """Of the image, and of the manifest."""
-        image = {"PATH": f"{ROOT / '.venv/bin'}:/usr/local/bin:/usr/bin:/bin", "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
+        image = {
+            "PATH": f"{ROOT / '.venv/bin'}:/usr/local/bin:/usr/bin:/bin",
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+        }
         return {**image, **pod.environment}
 
     def _volume(self, pod: Pod, volume: Manifest, made: Path, owner: tuple[int, int]) -> Path:
-        """What the kubelet would mount: a claim's directory is there again for the next pod that claims it."""
+        """What the kubelet would mount: a claim's directory is there again for the next pod that
+        claims it."""
         if "claim" in volume:
             made = self._directory / f"claim-{pod.name}-{volume['claim']['metadata']['name']}"
         elif "persistentVolumeClaim" in volume:

@@ -1,4 +1,5 @@
-"""A Ray cluster on this machine: `ray start`, a head without processors and nodes of one each, which are killed and added."""
+"""A Ray cluster on this machine: `ray start`, a head without processors and nodes of one each,
+which are killed and added."""
 
 from __future__ import annotations
 
@@ -27,15 +28,21 @@ _STORE: Final = str(80 * 2**20)
 
 
 class RayCluster:
-    """A Ray cluster whose nodes are processes of one machine. A context manager; `close` asserts that no process of Shoal is left."""
+    """A Ray cluster whose nodes are processes of one machine. A context manager; `close` asserts
+    that no process of Shoal is left."""
 
     def __init__(self, nodes: int) -> None:
         self._mark = uuid.uuid4().hex
         self._wanted = nodes
-        self._directory = Path(tempfile.mkdtemp(prefix="ray-"))  # not pytest's: a socket's path has 107 characters at most
+        # not pytest's: a socket's path has 107 characters at most
+        self._directory = Path(tempfile.mkdtemp(prefix="ray-"))
         self._nodes: list[subprocess.Popen[bytes]] = []
         self.address = ""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "PET_", "RAY_"))}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SHOAL_", "PET_", "RAY_"))
+        }
         self.environment = {
             **inherited,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -50,7 +57,16 @@ class RayCluster:
 
     def __enter__(self) -> Self:
         try:
-            head = self._start("--head", "--port", "0", "--include-dashboard=false", "--num-cpus", "0", "--temp-dir", str(self._directory))
+            head = self._start(
+                "--head",
+                "--port",
+                "0",
+                "--include-dashboard=false",
+                "--num-cpus",
+                "0",
+                "--temp-dir",
+                str(self._directory),
+            )
             told = re.search(r"ray start --address='(\S+)'", self._said(head))
             assert told is not None, self._said(head)
             self.address = told[1]
@@ -72,11 +88,16 @@ class RayCluster:
 
     def kill_node(self, number: int) -> None:
         """SIGKILL to its raylet: to Ray, the machine is dead."""
-        (raylet,) = [child for child in psutil.Process(self._nodes[number].pid).children() if child.name() == "raylet"]
+        (raylet,) = [
+            child
+            for child in psutil.Process(self._nodes[number].pid).children()
+            if child.name() == "raylet"
+        ]
         raylet.kill()
 
     def drive(self, script: Path) -> subprocess.Popen[bytes]:
-        """Starts a driver: `python SCRIPT`, which Ray finds this cluster for. What it says is beside the script."""
+        """Starts a driver: `python SCRIPT`, which Ray finds this cluster for. What it says is
+        beside the script."""
         with script.with_suffix(".out").open("ab") as output:
             return subprocess.Popen(
                 tied_to_parent([sys.executable, str(script)]),
@@ -89,7 +110,10 @@ class RayCluster:
 
     def wait_until_free(self) -> None:
         """Until nothing of Shoal runs in the cluster any more."""
-        eventually(lambda: not self._of_shoal(), lambda: f"the end of {[process.cmdline() for process in self._of_shoal()]}")
+        eventually(
+            lambda: not self._of_shoal(),
+            lambda: f"the end of {[process.cmdline() for process in self._of_shoal()]}",
+        )
 
     def _of_shoal(self) -> list[psutil.Process]:
         found = []
@@ -104,18 +128,37 @@ class RayCluster:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(_MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.environ().get(_MARK) == self._mark
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(process)
         return found
 
     def _start(self, *flags: str) -> int:
         number = len(self._nodes)
-        command = ["ray", "start", "--block", "--disable-usage-stats", "--object-store-memory", _STORE, *flags]
+        command = [
+            "ray",
+            "start",
+            "--block",
+            "--disable-usage-stats",
+            "--object-store-memory",
+            _STORE,
+            *flags,
+        ]
         with self._log(number).open("wb") as log:
             self._nodes.append(
-                subprocess.Popen(tied_to_parent(command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environment)
+                subprocess.Popen(
+                    tied_to_parent(command),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=self.environment,
+                )
             )
-        eventually(lambda: "--block" in self._said(number), lambda: f"a node of Ray: {self._said(number)}")
+        eventually(
+            lambda: "--block" in self._said(number), lambda: f"a node of Ray: {self._said(number)}"
+        )
         return number
 
     def _log(self, number: int) -> Path:

@@ -1,7 +1,9 @@
-"""A real SLURM on machines that are network namespaces: slurmctld, slurmd and munge of Debian's packages.
+"""A real SLURM on machines that are network namespaces: slurmctld, slurmd and munge of Debian's
+packages.
 
-Each machine has an address, a host name that the others resolve, and processes of its own, which all die with the machine: it is a
-process namespace, whose first process the kernel kills with the test run. All files lie below one directory.
+Each machine has an address, a host name that the others resolve, and processes of its own, which
+all die with the machine: it is a process namespace, whose first process the kernel kills with the
+test run. All files lie below one directory.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 SchedulerParameters=bf_interval=1,sched_interval=1
 NodeName={nodes} CPUs=2 State=UNKNOWN
-PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=low Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 \\
+ PreemptMode=REQUEUE GraceTime=60
 PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
@@ -77,7 +80,11 @@ class Slurm:
         self.nodes = nodes
         self._machines = Machines(CONTROL, *nodes)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "PET_", "SLURM_"))}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SHOAL_", "PET_", "SLURM_"))
+        }
         self.environment = {
             **inherited,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -98,12 +105,20 @@ class Slurm:
             self._undo = undo.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._undo.close()
 
     def _write_files(self) -> None:
         machines = (CONTROL, *self.nodes)
-        lines = ["127.0.0.1 localhost", *(f"{self._machines.address(machine)} {machine}" for machine in machines)]
+        lines = [
+            "127.0.0.1 localhost",
+            *(f"{self._machines.address(machine)} {machine}" for machine in machines),
+        ]
         (self.directory / "hosts").write_text("\n".join(lines) + "\n")
         key = self.directory / "munge.key"
         key.touch(mode=0o600)
@@ -112,28 +127,64 @@ class Slurm:
             (self.directory / name).mkdir()
         (self.directory / "slurm.conf").write_text(
             _CONFIGURATION.format(
-                control=CONTROL, address=self._machines.address(CONTROL), directory=self.directory, nodes=",".join(self.nodes)
+                control=CONTROL,
+                address=self._machines.address(CONTROL),
+                directory=self.directory,
+                nodes=",".join(self.nodes),
             )
         )
 
     def _start_munge(self) -> None:
-        files = {name: str(self.directory / f"munge.{name}") for name in ("socket", "pid", "log", "seed")}
-        flags = [f"--socket={files['socket']}", f"--pid-file={files['pid']}", f"--log-file={files['log']}", f"--seed-file={files['seed']}"]
-        command = ["munged", "--foreground", "--force", f"--key-file={self.directory / 'munge.key'}", *flags]
+        files = {
+            name: str(self.directory / f"munge.{name}") for name in ("socket", "pid", "log", "seed")
+        }
+        flags = [
+            f"--socket={files['socket']}",
+            f"--pid-file={files['pid']}",
+            f"--log-file={files['log']}",
+            f"--seed-file={files['seed']}",
+        ]
+        command = [
+            "munged",
+            "--foreground",
+            "--force",
+            f"--key-file={self.directory / 'munge.key'}",
+            *flags,
+        ]
         self._running["munge"] = self._popen(command, "munge")
-        eventually(Path(files["socket"]).exists, lambda: f"munged: {(self.directory / 'munge.out').read_text()}")
+        eventually(
+            Path(files["socket"]).exists,
+            lambda: f"munged: {(self.directory / 'munge.out').read_text()}",
+        )
 
     def _popen(self, command: list[str], name: str) -> subprocess.Popen[bytes]:
         with (self.directory / f"{name}.out").open("ab") as output:
             return subprocess.Popen(
-                tied_to_parent(command), stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=self.environment, cwd=self.directory
+                tied_to_parent(command),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=self.environment,
+                cwd=self.directory,
             )
 
     def _on(self, machine: str, *command: str) -> list[str]:
         return ["nsenter", f"--net={self._machines.namespace(machine)}", "--", *command]
 
     def _start(self, machine: str, *program: str) -> None:
-        apart = ("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc", "sh", "-c", _MACHINE, machine)
+        apart = (
+            "unshare",
+            "--uts",
+            "--pid",
+            "--fork",
+            "--kill-child",
+            "--mount",
+            "--mount-proc",
+            "sh",
+            "-c",
+            _MACHINE,
+            machine,
+        )
         self._running[machine] = self._popen(self._on(machine, *apart, *program), machine)
 
     def _stop(self) -> None:
@@ -141,14 +192,22 @@ class Slurm:
             process.kill()
             process.wait(_PATIENCE_S)
 
-    # ------------------------------------------------------------------------------------------------------------- machines
+    # ------------------------------------------------------------------------------------- machines
 
     def start_node(self, node: str) -> None:
         """Starts its slurmd, and waits until it takes jobs."""
         self._start(node, "slurmd", "-D", "-N", node)
         eventually(
-            lambda: self.ask("sinfo", "--noheader", "--nodes", node, "--partition", "low", "--format", "%T") == "idle",
-            lambda: f"{node} to be idle: {self.ask('sinfo', '-Nl')}\n{(self.directory / f'{node}.out').read_text()}",
+            lambda: (
+                self.ask(
+                    "sinfo", "--noheader", "--nodes", node, "--partition", "low", "--format", "%T"
+                )
+                == "idle"
+            ),
+            lambda: (
+                f"{node} to be idle: "
+                f"{self.ask('sinfo', '-Nl')}\n{(self.directory / f'{node}.out').read_text()}"
+            ),
         )
 
     def kill_node(self, node: str) -> None:
@@ -156,20 +215,36 @@ class Slurm:
         self._running[node].kill()
         self._running[node].wait(_PATIENCE_S)
 
-    # ----------------------------------------------------------------------------------------------------------------- jobs
+    # ----------------------------------------------------------------------------------------- jobs
 
     def ask(self, *command: str | Path, directory: Path | None = None) -> str:
         """What a command of SLURM's answers, given on the machine that controls it."""
-        private = self._on(CONTROL, "unshare", "--mount", "sh", "-c", _COMMAND, "sh", *map(str, command))
+        private = self._on(
+            CONTROL, "unshare", "--mount", "sh", "-c", _COMMAND, "sh", *map(str, command)
+        )
         answer = subprocess.run(
-            private, capture_output=True, text=True, timeout=60, check=False, env=self.environment, cwd=directory or self.directory
+            private,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env=self.environment,
+            cwd=directory or self.directory,
         )
         return (answer.stdout + answer.stderr).strip()
 
     def submit(self, script: str, directory: Path, *flags: str) -> Job:
         """sbatch, from `directory`."""
         (directory / "job.sh").write_text(script)
-        told = self.ask("sbatch", "--parsable", "--output", directory / "job.out", *flags, directory / "job.sh", directory=directory)
+        told = self.ask(
+            "sbatch",
+            "--parsable",
+            "--output",
+            directory / "job.out",
+            *flags,
+            directory / "job.sh",
+            directory=directory,
+        )
         assert told.isdecimal(), told
         return Job(self, told, directory / "job.out")
 
@@ -194,23 +269,39 @@ class Job:
         return ""
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
-        eventually(condition, lambda: f"{what}; {self._slurm.ask('scontrol', 'show', 'job', self.number)}\nit said: {self.said}")
+        eventually(
+            condition,
+            lambda: (
+                f"{what}; {self._slurm.ask('scontrol', 'show', 'job', self.number)}\nit said: "
+                f"{self.said}"
+            ),
+        )
 
     def wait_completed(self) -> None:
         """Until it has ended with status 0."""
-        self.wait_for(lambda: self.field("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL"), "its end")
+        self.wait_for(
+            lambda: self.field("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL"),
+            "its end",
+        )
         assert (self.field("JobState"), self.field("ExitCode")) == ("COMPLETED", "0:0"), (
             f"{self._slurm.ask('scontrol', 'show', 'job', self.number)}\nit said: {self.said}"
         )
 
     def start_again_now(self) -> None:
-        """SLURM starts what was requeued after two minutes, unless it is told otherwise. Not in the same second: a machine refuses what was
-        killed there since ("already killed, do not launch")."""
-        self.wait_for(lambda: self.field("Restarts") == "1" and self.field("JobState") == "PENDING", "the requeue")
+        """SLURM starts what was requeued after two minutes, unless it is told otherwise. Not in the
+        same second: a machine refuses what was killed there since ("already killed, do not
+        launch")."""
+        self.wait_for(
+            lambda: self.field("Restarts") == "1" and self.field("JobState") == "PENDING",
+            "the requeue",
+        )
         self._slurm.ask("scontrol", "update", f"jobid={self.number}", "starttime=now+3")
 
     def cancel(self) -> None:
         """Ends it at once; nothing if it has ended."""
         self._slurm.ask("scancel", "--full", "--signal=KILL", self.number)
         self._slurm.ask("scancel", self.number)
-        eventually(lambda: not self._slurm.ask("squeue", "--noheader"), lambda: f"job {self.number} to be gone")
+        eventually(
+            lambda: not self._slurm.ask("squeue", "--noheader"),
+            lambda: f"job {self.number} to be gone",
+        )

@@ -1,4 +1,5 @@
-"""Pods of docker/kubernetes, started as processes: what the manifests say is enough to train a model."""
+"""Pods of docker/kubernetes, started as processes: what the manifests say is enough to train a
+model."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ SERVERS = ("ps-server-0", "ps-server-1")
 
 def pod_of(file: str, name: str) -> Pod:
     """A pod of the one workload in a file."""
-    (workload,) = (workload for document in documents(FOLDER / file) for workload in workloads(document))
+    (workload,) = (
+        workload for document in documents(FOLDER / file) for workload in workloads(document)
+    )
     return Pod(name, workload)
 
 
@@ -42,7 +45,13 @@ def cluster(leftover_processes: None, tmp_path: Path) -> Iterator[Callable[[str]
             (tmp_path / "train.py").write_text(script)
             services = {"redis": "redis-0", **{f"{server}.ps-server": server for server in SERVERS}}
             names = ("redis-0", "coordinator", *SERVERS, *WORKERS)
-            pods = Pods(tmp_path, names, services=services, secrets=tmp_path / "secrets", script=tmp_path / "train.py")
+            pods = Pods(
+                tmp_path,
+                names,
+                services=services,
+                secrets=tmp_path / "secrets",
+                script=tmp_path / "train.py",
+            )
             return stack.enter_context(pods)
 
         yield make
@@ -56,10 +65,15 @@ def start_services(pods: Pods) -> RunningPod:
     return coordinator
 
 
-def test_coordinator_redis_and_workers_of_the_manifests_train_the_script(cluster: Callable[[str], Pods], tmp_path: Path) -> None:
+def test_coordinator_redis_and_workers_of_the_manifests_train_the_script(
+    cluster: Callable[[str], Pods], tmp_path: Path
+) -> None:
     pods = cluster((FOLDER / "base/train.py").read_text())
     start_services(pods)
-    workers = [pods.start(pod_of("jobset/jobset.yaml", WORKERS[0])), pods.start(pod_of("kubeflow/runtime.yaml", WORKERS[1]))]
+    workers = [
+        pods.start(pod_of("jobset/jobset.yaml", WORKERS[0])),
+        pods.start(pod_of("kubeflow/runtime.yaml", WORKERS[1])),
+    ]
     assert [worker.wait() for worker in workers] == [0, 0], [worker.said for worker in workers]
     assert all("epoch 19: loss" in worker.said for worker in workers)
     assert any((tmp_path / "claim-checkpoints").iterdir())
@@ -67,10 +81,13 @@ def test_coordinator_redis_and_workers_of_the_manifests_train_the_script(cluster
 
 SLOW = """
     import pathlib, shoal, time, torch
+
     shoal.init()
     net = torch.nn.Linear(4, 2)
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(1200, 4)), global_batch_size=6)
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(torch.ones(1200, 4)), global_batch_size=6
+    )
     shoal.resume("/checkpoints")
     for epoch in loader.epochs(3):
         for (batch,) in loader:
@@ -84,7 +101,9 @@ SLOW = """
 """
 
 
-def test_a_pod_that_is_deleted_leaves_and_one_whose_machine_dies_is_replaced(cluster: Callable[[str], Pods], tmp_path: Path) -> None:
+def test_a_pod_that_is_deleted_leaves_and_one_whose_machine_dies_is_replaced(
+    cluster: Callable[[str], Pods], tmp_path: Path
+) -> None:
     pods = cluster(textwrap.dedent(SLOW))
     start_services(pods)
     first, second = (pods.start(pod_of("jobset/jobset.yaml", name)) for name in WORKERS[:2])
@@ -102,10 +121,15 @@ def test_a_pod_that_is_deleted_leaves_and_one_whose_machine_dies_is_replaced(clu
 
 ASYNCHRONOUS = """
     import shoal, torch
+
     shoal.init()
     net = torch.nn.Linear(4, 2)
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy="async_sgd")
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(60, 4)), batch_size=6)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy="async_sgd"
+    )
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(torch.ones(60, 4)), batch_size=6
+    )
     for epoch in loader.epochs(3):
         for (batch,) in loader:
             model(batch).square().mean().backward()
@@ -115,7 +139,9 @@ ASYNCHRONOUS = """
 """
 
 
-def test_parameter_servers_of_the_manifests_hold_the_model(cluster: Callable[[str], Pods], tmp_path: Path) -> None:
+def test_parameter_servers_of_the_manifests_hold_the_model(
+    cluster: Callable[[str], Pods], tmp_path: Path
+) -> None:
     pods = cluster(textwrap.dedent(ASYNCHRONOUS))
     start_services(pods)
     servers = [pods.start(pod_of("servers/servers.yaml", name)) for name in SERVERS]
@@ -123,8 +149,11 @@ def test_parameter_servers_of_the_manifests_hold_the_model(cluster: Callable[[st
     for name in WORKERS[:2]:
         pod = pod_of("jobset/jobset.yaml", name)
         patched = copy.deepcopy(pod.workload)
-        patched["spec"]["template"]["spec"]["containers"][0]["args"].insert(-1, "--servers=2")  # as servers/kustomization.yaml says
+        # as servers/kustomization.yaml says
+        patched["spec"]["template"]["spec"]["containers"][0]["args"].insert(-1, "--servers=2")
         workers.append(pods.start(Pod(name, patched)))
-    assert [worker.wait() for worker in workers] == [0, 0], [process.said for process in (*workers, *servers)]
+    assert [worker.wait() for worker in workers] == [0, 0], [
+        process.said for process in (*workers, *servers)
+    ]
     assert all("done" in worker.said for worker in workers)
     assert all(any((tmp_path / f"claim-{name}-snapshots").iterdir()) for name in SERVERS)

@@ -21,11 +21,13 @@ from shoal_worker.data.record import audit
 
 from tests.integration.clusters.ray_cluster import RayCluster, eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # a node takes up to 20 s to start, and a killed one's place to be found anew
+# a node takes up to 20 s to start, and a killed one's place to be found anew
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PAGE = Path(__file__).parents[3] / "docs/clusters/ray.md"
 TRAINING = """
     import pathlib, shoal, time, torch
+
 
     def train(directory):
         directory = pathlib.Path(directory)
@@ -33,15 +35,21 @@ TRAINING = """
         torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
         optimizer = torch.optim.AdamW(net.parameters(), 0.01)
-        model, optimizer = shoal.as_distributed(net, optimizer, strategy="zero2", deterministic=True)
+        model, optimizer = shoal.as_distributed(
+            net, optimizer, strategy="zero2", deterministic=True
+        )
         rows = torch.randn(1200, 4, generator=torch.Generator().manual_seed(1))
-        loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(rows), global_batch_size=12, micro_batch_size=2)
+        loader = shoal.ElasticDataLoader(
+            torch.utils.data.TensorDataset(rows), global_batch_size=12, micro_batch_size=2
+        )
         for epoch in loader.epochs(3):
             for step in loader.steps():
                 for (batch,) in step:
                     model(batch).square().mean().backward()
                 if optimizer.step():
-                    (directory / f"step-of-{shoal.world_size()}").write_text(str(loader.global_step))
+                    (directory / f"step-of-{shoal.world_size()}").write_text(
+                        str(loader.global_step)
+                    )
                 optimizer.zero_grad()
                 if not (directory / "go").exists():
                     time.sleep(0.2)
@@ -57,7 +65,8 @@ def cluster(leftover_processes: None) -> Iterator[RayCluster]:
 
 
 class Driver:
-    """A driver's process, with a directory of its own, in which `training.py` has the function `train`. It writes down what it finds."""
+    """A driver's process, with a directory of its own, in which `training.py` has the function
+    `train`. It writes down what it finds."""
 
     def __init__(self, cluster: RayCluster, directory: Path, statements: str) -> None:
         self._cluster = cluster
@@ -81,7 +90,10 @@ class Driver:
         return (self.directory / "drive.out").read_text()
 
     def wait_for(self, file: str) -> None:
-        eventually(lambda: (self.directory / file).exists() or self.process.poll() is not None, lambda: f"{file}; it said: {self.said}")
+        eventually(
+            lambda: (self.directory / file).exists() or self.process.poll() is not None,
+            lambda: f"{file}; it said: {self.said}",
+        )
         assert (self.directory / file).exists(), self.said
 
     def wait_for_steps_of(self, world: int) -> None:
@@ -95,7 +107,10 @@ class Driver:
 
     def end(self) -> int:
         """The driver's exit status, once it has ended and its run has left no process."""
-        eventually(lambda: self.process.poll() is not None, lambda: f"the driver's end; it said: {self.said}")
+        eventually(
+            lambda: self.process.poll() is not None,
+            lambda: f"the driver's end; it said: {self.said}",
+        )
         self._cluster.wait_until_free()
         return self.process.wait()
 
@@ -120,7 +135,9 @@ def drive(cluster: RayCluster, tmp_path: Path) -> Iterator[Any]:
     cluster.wait_until_free()
 
 
-def test_when_a_node_is_killed_the_others_go_on_ray_finds_another_and_the_result_is_the_same(cluster: RayCluster, drive: Any) -> None:
+def test_when_a_node_is_killed_the_others_go_on_ray_finds_another_and_the_result_is_the_same(
+    cluster: RayCluster, drive: Any
+) -> None:
     statement = """
         environment = {"SHOAL_RECORD_DIR": f"{HERE}/records"}
         tell(shoal.ray.run(train, args=(HERE,), workers=3, environment=environment))
@@ -138,14 +155,18 @@ def test_when_a_node_is_killed_the_others_go_on_ray_finds_another_and_the_result
     faulty.wait_for_steps_of(3)
     faulty.release()
     assert faulty.told() == expected, faulty.said
-    assert re.search("was lost with .*: Ray (finds|found) another place for it", faulty.said), "at once, or after it did not answer"
+    assert re.search("was lost with .*: Ray (finds|found) another place for it", faulty.said), (
+        "at once, or after it did not answer"
+    )
     for driver in (calm, faulty):
         verdict = audit(driver.directory / "records")
         assert verdict.exactly_once, verdict
 
 
 @pytest.mark.matrix
-def test_workers_above_the_fewest_join_when_ray_has_a_place_for_them(cluster: RayCluster, drive: Any) -> None:
+def test_workers_above_the_fewest_join_when_ray_has_a_place_for_them(
+    cluster: RayCluster, drive: Any
+) -> None:
     driver = drive("tell(shoal.ray.run(train, args=(HERE,), workers=(2, 4)))")
     driver.wait_for_steps_of(3)
     cluster.add_node()
@@ -156,19 +177,25 @@ def test_workers_above_the_fewest_join_when_ray_has_a_place_for_them(cluster: Ra
     assert values["0"] == values["1"] == values["2"] == values["3"]
 
 
-def test_the_pages_script_prints_what_the_function_returned_by_rank(cluster: RayCluster, tmp_path: Path) -> None:
+def test_the_pages_script_prints_what_the_function_returned_by_rank(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
     (script,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "train_on_ray.py").write_text(script)
     process = cluster.drive(tmp_path / "train_on_ray.py")
     assert process.wait(180) == 0, (tmp_path / "train_on_ray.out").read_text()
-    assert re.search(r"^\{0: 0\.\d+, 1: 0\.\d+\}$", (tmp_path / "train_on_ray.out").read_text(), re.MULTILINE)
+    assert re.search(
+        r"^\{0: 0\.\d+, 1: 0\.\d+\}$", (tmp_path / "train_on_ray.out").read_text(), re.MULTILINE
+    )
     cluster.wait_until_free()
 
 
 @pytest.mark.matrix
 def test_a_script_ends_with_its_own_status(drive: Any) -> None:
     driver = drive("""
-        pathlib.Path("script.py").write_text("import os, shoal, sys; shoal.init(); sys.exit(int(sys.argv[1]) * (shoal.rank() == 1))")
+        pathlib.Path("script.py").write_text(
+            "import os, shoal, sys; shoal.init(); sys.exit(int(sys.argv[1]) * (shoal.rank() == 1))"
+        )
         tell([shoal.ray.run("script.py", args=(status,), workers=2) for status in (0, 3)])
     """)
     assert driver.told() == [0, 3], driver.said
@@ -177,26 +204,36 @@ def test_a_script_ends_with_its_own_status(drive: Any) -> None:
 ERRORS = """
     import threading
 
+
     def fail(number):
         shoal.init()
         if shoal.rank() == 1:
             raise LookupError(f"number {number}")
         signal.pause()  # until its launcher ends it
 
+
     def error_of(*arguments, **settings):
         try:
             shoal.ray.run(*arguments, **settings)
         except Exception as error:
-            return [type(error).__name__, getattr(error, "reason", ""), str(error), *getattr(error, "__notes__", [])]
+            return [
+                type(error).__name__,
+                getattr(error, "reason", ""),
+                str(error),
+                *getattr(error, "__notes__", []),
+            ]
+
 
     soon = datetime.timedelta(seconds=2)
-    tell([
-        error_of(fail, args=(7,), workers=2),
-        error_of(train, resources={"CPU": 64}, placement_timeout=soon),
-        error_of(train, args=(threading.Lock(),)),
-        error_of(threading.Lock),
-        error_of("nowhere.py"),
-    ])
+    tell(
+        [
+            error_of(fail, args=(7,), workers=2),
+            error_of(train, resources={"CPU": 64}, placement_timeout=soon),
+            error_of(train, args=(threading.Lock(),)),
+            error_of(threading.Lock),
+            error_of("nowhere.py"),
+        ]
+    )
 """
 
 
@@ -208,7 +245,11 @@ def test_each_error_is_told_once_and_says_what_to_do(drive: Any) -> None:
     assert "raised by rank 1" in raised[3]
     assert "raise LookupError" in raised[3]
     assert nowhere[:2] == ["DeadlineError", "RESOURCES_UNAVAILABLE"]
-    assert re.search(r"no place for 1 x CPU 64 \(strategy PACK\) within 2 s .*the cluster has CPU \d, .*add nodes", nowhere[2])
+    assert re.search(
+        r"no place for 1 x CPU 64 \(strategy PACK\) within 2 s .*the cluster has CPU \d, .*add "
+        r"nodes",
+        nowhere[2],
+    )
     assert not_sent[0] == "ConfigurationError"
     assert "the function or its arguments cannot be pickled" in not_sent[2]
     assert not_returned[0] == "ConfigurationError"
@@ -233,16 +274,22 @@ def test_parameter_servers_have_places_of_their_own(drive: Any) -> None:
     driver = drive("""
         def train():
             import torch
+
             shoal.init()
             net = torch.nn.Linear(4, 2)
-            model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy="async_sgd")
-            loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(48, 4)), batch_size=6)
+            model, optimizer = shoal.as_distributed(
+                net, torch.optim.SGD(net.parameters(), 0.1), strategy="async_sgd"
+            )
+            loader = shoal.ElasticDataLoader(
+                torch.utils.data.TensorDataset(torch.ones(48, 4)), batch_size=6
+            )
             for epoch in loader.epochs(1):
                 for (batch,) in loader:
                     model(batch).square().mean().backward()
                     optimizer.step()
                     optimizer.zero_grad()
             return sorted(os.environ)
+
 
         tell(shoal.ray.run(train, workers=1, servers=1, server_backups=1))
     """)
@@ -252,11 +299,17 @@ def test_parameter_servers_have_places_of_their_own(drive: Any) -> None:
 
 
 @pytest.mark.matrix
-def test_a_coordinator_that_runs_already_is_shown_the_drivers_token(cluster: RayCluster, drive: Any, tmp_path: Path) -> None:
+def test_a_coordinator_that_runs_already_is_shown_the_drivers_token(
+    cluster: RayCluster, drive: Any, tmp_path: Path
+) -> None:
     token = secrets.token_hex(8)
     (tmp_path / "tokens").write_text(f"worker: {token}\n")
     service = Service(
-        "coordinator", "shoal_coordinator", ["--tokens", str(tmp_path / "tokens")], directory=tmp_path, environment=os.environ
+        "coordinator",
+        "shoal_coordinator",
+        ["--tokens", str(tmp_path / "tokens")],
+        directory=tmp_path,
+        environment=os.environ,
     )
     service.start()
     try:

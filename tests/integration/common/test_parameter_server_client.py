@@ -1,4 +1,5 @@
-"""The parameter servers' client against a scripted server that speaks with our codec, and one that speaks plain protobuf."""
+"""The parameter servers' client against a scripted server that speaks with our codec, and one that
+speaks plain protobuf."""
 
 from __future__ import annotations
 
@@ -10,17 +11,26 @@ import numpy as np
 import pytest
 from shoal_common import wire
 from shoal_common.clients import ParameterServerClient
-from shoal_common.errors import CorruptDataError, DeadlineError, StaleGenerationError, UnavailableError
+from shoal_common.errors import (
+    CorruptDataError,
+    DeadlineError,
+    StaleGenerationError,
+    UnavailableError,
+)
 from shoal_common.security import ANY_ROLE
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_protos.v1 import parameter_server_pb2_grpc
 
 SERVICE = "shoal.v1.ParameterServer"
-ROLES = {f"/{SERVICE}/{m.name}": ANY_ROLE for m in pb.DESCRIPTOR.services_by_name["ParameterServer"].methods}
+ROLES = {
+    f"/{SERVICE}/{m.name}": ANY_ROLE
+    for m in pb.DESCRIPTOR.services_by_name["ParameterServer"].methods
+}
 
 
 class Keeping(parameter_server_pb2_grpc.ParameterServerServicer):
-    """Keeps what is pushed and gives it back. Uses the generated classes: proof that any client or server can."""
+    """Keeps what is pushed and gives it back. Uses the generated classes: proof that any client or
+    server can."""
 
     def __init__(self) -> None:
         self.partitions: dict[int, bytes] = {}
@@ -37,7 +47,11 @@ class Keeping(parameter_server_pb2_grpc.ParameterServerServicer):
                     raise StaleGenerationError("generation 1 is over")
                 self.partitions[current] = b""
             self.partitions[current] += chunk.payload
-        return pb.PushResponse(results=[pb.PartitionResult(partition_id=number, version=2) for number in self.partitions])
+        return pb.PushResponse(
+            results=[
+                pb.PartitionResult(partition_id=number, version=2) for number in self.partitions
+            ]
+        )
 
     Initialize = Push
 
@@ -46,7 +60,12 @@ class Keeping(parameter_server_pb2_grpc.ParameterServerServicer):
             await asyncio.Event().wait()
         for wanted in request.partitions:
             payload = self.partitions[wanted.partition_id]
-            header = pb.PullHeader(partition_id=wanted.partition_id, version=3, payload_bytes=len(payload), checksum=wire.checksum(payload))
+            header = pb.PullHeader(
+                partition_id=wanted.partition_id,
+                version=3,
+                payload_bytes=len(payload),
+                checksum=wire.checksum(payload),
+            )
             if self.spoil == "bytes":
                 payload = bytes([payload[0] ^ 1]) + payload[1:]
             if self.spoil == "end":
@@ -55,10 +74,14 @@ class Keeping(parameter_server_pb2_grpc.ParameterServerServicer):
                 yield pb.PullChunk(header=None if number else header, payload=bytes(piece))
 
     async def SetHyperparameters(self, request, context):
-        return pb.SetHyperparametersResponse(applied=request.hyperparameters["lr"] == 0.5 and request.revision == 4)
+        return pb.SetHyperparametersResponse(
+            applied=request.hyperparameters["lr"] == 0.5 and request.revision == 4
+        )
 
     async def ConfigureOptimizer(self, request, context):
-        return pb.ConfigureOptimizerResponse(configured=request.optimizer.name == "sgd" and request.consistency.bound == 2)
+        return pb.ConfigureOptimizerResponse(
+            configured=request.optimizer.name == "sgd" and request.consistency.bound == 2
+        )
 
     async def AdvanceClock(self, request, context):
         return pb.AdvanceClockResponse(slowest_clock=request.clock - 1)
@@ -87,21 +110,30 @@ def client(serve, keeping):
 
 def partition(number: int, length: int, generation: int = 2) -> tuple[pb.PushHeader, memoryview]:
     values = np.arange(length, dtype="<f4") + number
-    return pb.PushHeader(partition_id=number, generation=generation, payload_bytes=values.nbytes), memoryview(values)
+    return pb.PushHeader(
+        partition_id=number, generation=generation, payload_bytes=values.nbytes
+    ), memoryview(values)
 
 
 def pull_request(*numbers: int, **more) -> pb.PullRequest:
-    return pb.PullRequest(job_id="j", partitions=[pb.PartitionPull(partition_id=number) for number in numbers], **more)
+    return pb.PullRequest(
+        job_id="j", partitions=[pb.PartitionPull(partition_id=number) for number in numbers], **more
+    )
 
 
 @pytest.mark.parametrize("upload", ["push", "initialize"])
 def test_what_is_pushed_comes_back_in_the_callers_own_arrays(client, keeping, upload):
     lengths = {0: 700_000, 1: 0, 2: 3}
-    results = getattr(client, upload)(partition(number, length) for number, length in lengths.items())
+    results = getattr(client, upload)(
+        partition(number, length) for number, length in lengths.items()
+    )
     assert [(result.partition_id, result.version) for result in results] == [(0, 2), (1, 2), (2, 2)]
-    assert keeping.chunks == 5  # 2.8 MB are three chunks of at most 1 MiB; an empty partition is one
+    # 2.8 MB are three chunks of at most 1 MiB; an empty partition is one
+    assert keeping.chunks == 5
     targets = {number: np.zeros(length, "<f4") for number, length in lengths.items()}
-    headers = client.pull(pull_request(0, 1, 2), lambda header: memoryview(targets[header.partition_id]))
+    headers = client.pull(
+        pull_request(0, 1, 2), lambda header: memoryview(targets[header.partition_id])
+    )
     assert [header.version for header in headers] == [3, 3, 3]
     for number, length in lengths.items():
         assert np.array_equal(targets[number], np.arange(length, dtype="<f4") + number)
@@ -112,7 +144,9 @@ def test_partitions_nobody_wants_are_only_reported(client):
     assert client.pull(pull_request(0), lambda _: None)[0].partition_id == 0
 
 
-@pytest.mark.parametrize(("spoil", "reason"), [("bytes", "CHECKSUM_MISMATCH"), ("end", "PAYLOAD_TRUNCATED")])
+@pytest.mark.parametrize(
+    ("spoil", "reason"), [("bytes", "CHECKSUM_MISMATCH"), ("end", "PAYLOAD_TRUNCATED")]
+)
 def test_a_damaged_or_truncated_partition_is_corrupt(client, keeping, spoil, reason):
     client.push([partition(0, 10)])
     keeping.spoil = spoil
@@ -146,7 +180,9 @@ def test_an_error_in_the_callers_choice_of_buffer_ends_the_pull(client):
 
 def test_a_pull_that_waits_too_long_runs_into_its_deadline(client):
     with pytest.raises(DeadlineError, match="Pull at 127"):
-        client.pull(pull_request(0, wait_ms=60_000), lambda _: None, deadline=timedelta(milliseconds=100))
+        client.pull(
+            pull_request(0, wait_ms=60_000), lambda _: None, deadline=timedelta(milliseconds=100)
+        )
 
 
 def test_the_small_calls_carry_their_arguments(client):
@@ -160,7 +196,10 @@ def test_the_small_calls_carry_their_arguments(client):
 
 def test_a_closed_client_says_so_for_streams_too(client):
     client.close()
-    for call in (lambda: client.push([partition(0, 4)]), lambda: client.pull(pull_request(0), lambda _: None)):
+    for call in (
+        lambda: client.push([partition(0, 4)]),
+        lambda: client.pull(pull_request(0), lambda _: None),
+    ):
         with pytest.raises(UnavailableError) as raised:
             call()
         assert raised.value.reason == "CLIENT_CLOSED"
@@ -172,10 +211,15 @@ def test_an_answer_that_is_no_pull_chunk_is_corrupt(serve):
 
     def register(server: grpc.aio.Server) -> None:
         handler = grpc.unary_stream_rpc_method_handler(garbage, pb.PullRequest.FromString, None)
-        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Pull": handler})])
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(SERVICE, {"Pull": handler})]
+        )
 
     running = serve(register=register, service_name=SERVICE, allowed_roles=ROLES)
-    with ParameterServerClient(running.settings()) as client, pytest.raises(CorruptDataError) as raised:
+    with (
+        ParameterServerClient(running.settings()) as client,
+        pytest.raises(CorruptDataError) as raised,
+    ):
         client.pull(pull_request(0), lambda _: None)
     assert raised.value.reason == "MESSAGE_MALFORMED"
 
@@ -188,8 +232,12 @@ def test_our_codec_as_a_servers_deserializer_names_malformed_chunks(serve):
         return pb.PushResponse(results=[pb.PartitionResult(version=total)])
 
     def register(server: grpc.aio.Server) -> None:
-        handler = grpc.stream_unary_rpc_method_handler(push, wire.decode_push_chunk, pb.PushResponse.SerializeToString)
-        server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, {"Push": handler})])
+        handler = grpc.stream_unary_rpc_method_handler(
+            push, wire.decode_push_chunk, pb.PushResponse.SerializeToString
+        )
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(SERVICE, {"Push": handler})]
+        )
 
     running = serve(register=register, service_name=SERVICE, allowed_roles=ROLES)
     with ParameterServerClient(running.settings()) as client:

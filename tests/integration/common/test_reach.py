@@ -27,7 +27,10 @@ class Files:
 
     def pair(self, identity="127.0.0.1", *, not_after=None, **more):
         issued = self._authority.issue_cert(identity, not_after=not_after)
-        key, certificate = self._directory / f"{id(issued)}.key", self._directory / f"{id(issued)}.pem"
+        key, certificate = (
+            self._directory / f"{id(issued)}.key",
+            self._directory / f"{id(issued)}.pem",
+        )
         issued.private_key_pem.write_to_path(key)
         issued.cert_chain_pems[0].write_to_path(certificate)
         return TlsSettings(certificate=certificate, key=key, **more)
@@ -44,7 +47,9 @@ def theirs(tmp_path):
 
 
 def obstacle(port, *, tls=None, host="127.0.0.1"):
-    return find_obstacle(ChannelSettings(address=f"{host}:{port}", tls=tls), timeout=timedelta(seconds=20))
+    return find_obstacle(
+        ChannelSettings(address=f"{host}:{port}", tls=tls), timeout=timedelta(seconds=20)
+    )
 
 
 def listening(answer):
@@ -66,7 +71,10 @@ def listening(answer):
 
 def test_a_server_that_serves_has_no_obstacle(serve, ours):
     assert obstacle(serve(SERVICE()).port) is None
-    assert obstacle(serve(SERVICE(), tls=ours.pair()).port, tls=TlsSettings(authority=ours.authority)) is None
+    assert (
+        obstacle(serve(SERVICE(), tls=ours.pair()).port, tls=TlsSettings(authority=ours.authority))
+        is None
+    )
 
 
 def test_a_closed_port_is_named():
@@ -85,7 +93,9 @@ def test_a_name_that_nobody_knows_is_named():
 
 def test_a_server_that_stays_silent_is_told_from_one_that_is_gone():
     port = listening(None)
-    found = find_obstacle(ChannelSettings(address=f"127.0.0.1:{port}"), timeout=timedelta(milliseconds=200))
+    found = find_obstacle(
+        ChannelSettings(address=f"127.0.0.1:{port}"), timeout=timedelta(milliseconds=200)
+    )
     assert "accepts connections but does not answer within 0.2 s" in found.cause
     assert not found.permanent
 
@@ -103,14 +113,19 @@ def test_an_expired_certificate_is_named(serve, ours):
 
 
 def test_a_wrong_authority_is_named(serve, ours, theirs):
-    found = obstacle(serve(SERVICE(), tls=ours.pair()).port, tls=TlsSettings(authority=theirs.authority))
+    found = obstacle(
+        serve(SERVICE(), tls=ours.pair()).port, tls=TlsSettings(authority=theirs.authority)
+    )
     assert f"not signed by the authority in {theirs.authority}" in found.cause
     assert "--tls-ca" in found.cause
     assert found.permanent
 
 
 def test_a_certificate_for_another_name_is_named(serve, ours):
-    found = obstacle(serve(SERVICE(), tls=ours.pair("elsewhere.test")).port, tls=TlsSettings(authority=ours.authority))
+    found = obstacle(
+        serve(SERVICE(), tls=ours.pair("elsewhere.test")).port,
+        tls=TlsSettings(authority=ours.authority),
+    )
     assert "the server's certificate is not for '127.0.0.1'" in found.cause
     assert found.permanent
 
@@ -133,7 +148,9 @@ def test_tls_on_one_side_alone_is_named(serve, ours):
     assert "may not use TLS" in plain.cause or "does not use TLS" in plain.cause
 
 
-@pytest.mark.parametrize(("alert", "permanent"), [(80, False), (40, False), (116, True), (48, True)])
+@pytest.mark.parametrize(
+    ("alert", "permanent"), [(80, False), (40, False), (116, True), (48, True)]
+)
 def test_only_alerts_about_certificates_end_the_wait_for_a_server(ours, alert, permanent):
     """A proxy sends 80 (internal_error) or 40 (handshake_failure) while its server restarts."""
     record = bytes([21, 3, 3, 0, 2, 2, alert])
@@ -144,4 +161,7 @@ def test_only_alerts_about_certificates_end_the_wait_for_a_server(ours, alert, p
 
 def test_certificates_are_checked_as_grpc_checks_them(ours):
     """Python 3.13 demands extensions that gRPC does not."""
-    assert not TlsSettings(authority=ours.authority).client_context().verify_flags & ssl.VERIFY_X509_STRICT
+    assert (
+        not TlsSettings(authority=ours.authority).client_context().verify_flags
+        & ssl.VERIFY_X509_STRICT
+    )

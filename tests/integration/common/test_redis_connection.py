@@ -8,7 +8,12 @@ from datetime import timedelta
 
 import pytest
 import redis
-from shoal_common.errors import AuthenticationError, ConfigurationError, ShoalError, UnavailableError
+from shoal_common.errors import (
+    AuthenticationError,
+    ConfigurationError,
+    ShoalError,
+    UnavailableError,
+)
 from shoal_common.redis import EmbeddedRedis, RedisSettings, connect, connect_async, redacted
 
 
@@ -28,7 +33,9 @@ def connect_and_close(url, **more):
         return client.get("key")
 
 
-BOTH = pytest.mark.parametrize("connecting", [connect_and_close, connect_async_and_close], ids=["sync", "async"])
+BOTH = pytest.mark.parametrize(
+    "connecting", [connect_and_close, connect_async_and_close], ids=["sync", "async"]
+)
 
 
 @BOTH
@@ -44,7 +51,10 @@ def test_a_server_that_is_not_there_is_unavailable_and_its_password_is_not_told(
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
-        with pytest.raises(UnavailableError, match=rf"redis://user:\*\*\*@127\.0\.0\.1:{port} does not answer.*embedded") as raised:
+        with pytest.raises(
+            UnavailableError,
+            match=rf"redis://user:\*\*\*@127\.0\.0\.1:{port} does not answer.*embedded",
+        ) as raised:
             connecting(RedisSettings(url=f"redis://user:hunter2@127.0.0.1:{port}", retries=0))
     assert "hunter2" not in str(raised.value)
     assert raised.value.reason == "REDIS_UNAVAILABLE"
@@ -57,7 +67,10 @@ def test_a_server_that_says_nothing_is_unavailable_after_the_timeout(connecting)
         silent.listen()
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}"
         settings = RedisSettings(
-            url=url, connect_timeout=timedelta(milliseconds=200), command_timeout=timedelta(milliseconds=200), retries=0
+            url=url,
+            connect_timeout=timedelta(milliseconds=200),
+            command_timeout=timedelta(milliseconds=200),
+            retries=0,
         )
         with pytest.raises(UnavailableError, match="does not answer"):
             connecting(settings)
@@ -72,12 +85,23 @@ def test_refused_credentials_are_an_authentication_error(connecting, credentials
         with pytest.raises(AuthenticationError) as raised:
             connecting(f"redis://{credentials}127.0.0.1:{server.port}")
         assert raised.value.reason == "REDIS_CREDENTIALS"
-        assert "wrong" not in str(raised.value).replace("wrong number", "").replace("wrong pass", "")
+        assert "wrong" not in str(raised.value).replace("wrong number", "").replace(
+            "wrong pass", ""
+        )
         assert connecting(f"redis://:right@127.0.0.1:{server.port}") is None
 
 
 @BOTH
-@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:6379", "", "redis://127.0.0.1:notaport", "redis://127.0.0.1:99999999"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:1",
+        "127.0.0.1:6379",
+        "",
+        "redis://127.0.0.1:notaport",
+        "redis://127.0.0.1:99999999",
+    ],
+)
 def test_urls_that_are_none_are_configuration_errors(connecting, url):
     with pytest.raises(ConfigurationError, match="redis://HOST:PORT"):
         connecting(url)
@@ -109,6 +133,15 @@ def test_passwords_are_redacted(url, shown):
 
 @BOTH
 def test_no_text_as_a_url_fails_in_another_way(connecting):
-    for text in ("redis://[::1", "redis://a b:1", "\x00", "redis://", "unix://", "rediss://%zz@h:x"):
+    for text in (
+        "redis://[::1",
+        "redis://a b:1",
+        "\x00",
+        "redis://",
+        "unix://",
+        "rediss://%zz@h:x",
+    ):
         with pytest.raises(ShoalError):
-            connecting(RedisSettings(url=text, retries=0, connect_timeout=timedelta(milliseconds=200)))
+            connecting(
+                RedisSettings(url=text, retries=0, connect_timeout=timedelta(milliseconds=200))
+            )

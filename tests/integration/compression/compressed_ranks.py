@@ -1,6 +1,8 @@
-"""What ranks that are processes (tests/ranks) do: sum buckets with every compressor over Gloo, and lose one of them.
+"""What ranks that are processes (tests/ranks) do: sum buckets with every compressor over Gloo, and
+lose one of them.
 
-Bytes are counted twice: what the backend is asked to send, and what the kernel received on this process's connections.
+Bytes are counted twice: what the backend is asked to send, and what the kernel received on this
+process's connections.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class CountingBackend(GlooBackend):
         self.asked += (self.world_size - 1) * tensor.nbytes
         return super().all_gather(output, tensor, **options)
 
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any, **options: Any) -> Any:
+    def all_to_all(
+        self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any, **options: Any
+    ) -> Any:
         self.asked += (self.world_size - 1) * tensor.nbytes / self.world_size
         return super().all_to_all(output, tensor, *rest, **options)
 
@@ -59,7 +63,10 @@ def received_bytes(port_of_redis: int) -> int:
         seen.add(status.st_ino)
         connection = socket.socket(fileno=os.dup(number))
         with connection:
-            if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.type != socket.SOCK_STREAM:
+            if (
+                connection.family not in (socket.AF_INET, socket.AF_INET6)
+                or connection.type != socket.SOCK_STREAM
+            ):
                 continue
             try:
                 peer = connection.getpeername()
@@ -67,7 +74,9 @@ def received_bytes(port_of_redis: int) -> int:
                 continue  # a listener
             if peer[1] != port_of_redis:
                 # tcpi_bytes_received, linux/tcp.h
-                total += struct.unpack_from("Q", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 128)[0]
+                total += struct.unpack_from(
+                    "Q", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 128
+                )[0]
     return total
 
 
@@ -85,7 +94,9 @@ def group(url: str, prefix: str, rank: int, world_size: int) -> Iterator[Countin
 
 
 def gradient(rank: int, step: int, world_size: int) -> torch.Tensor:
-    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(1000 * step + rank)) / world_size
+    return (
+        torch.randn(NUMEL, generator=torch.Generator().manual_seed(1000 * step + rank)) / world_size
+    )
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -94,7 +105,9 @@ def digest(tensor: torch.Tensor) -> str:
 
 def summed(name: str, backend: CountingBackend, port_of_redis: int) -> dict[str, Any]:
     """Two buckets a step, under way together."""
-    compressor = parse_compression({"name": name, "ratio": 0.02} if name in ("topk", "randomk") else name)
+    compressor = parse_compression(
+        {"name": name, "ratio": 0.02} if name in ("topk", "randomk") else name
+    )
     assert compressor is not None
     reduction = CompressedReduction(compressor)
     results, errors = [], []
@@ -103,7 +116,13 @@ def summed(name: str, backend: CountingBackend, port_of_redis: int) -> dict[str,
     backend.barrier()  # nobody sends before all have counted
     for step in range(STEPS):
         started = [
-            reduction.start(gradient(backend.rank, step, backend.world_size) * (index + 1), backend, index=index, step=step, shapes=SHAPES)
+            reduction.start(
+                gradient(backend.rank, step, backend.world_size) * (index + 1),
+                backend,
+                index=index,
+                step=step,
+                shapes=SHAPES,
+            )
             for index in range(2)
         ]
         for one in started:
@@ -124,7 +143,8 @@ def summed(name: str, backend: CountingBackend, port_of_redis: int) -> dict[str,
 
 
 def shrink(rank: int, world_size: int, url: str, prefix: str) -> dict[str, Any]:
-    """A task: the last rank dies in its second step; the others roll back, form anew and redo it."""
+    """A task: the last rank dies in its second step; the others roll back, form anew and redo
+    it."""
     compressor = parse_compression("sign")
     assert compressor is not None
     reduction = CompressedReduction(compressor)

@@ -1,4 +1,5 @@
-"""Compressed sums between real processes: equal bits, and as few bytes on the sockets as the formulas say."""
+"""Compressed sums between real processes: equal bits, and as few bytes on the sockets as the
+formulas say."""
 
 from __future__ import annotations
 
@@ -15,9 +16,26 @@ TASKS = "tests.integration.compression.compressed_ranks"
 WORLD = 3
 NUMEL = 256 * 512 + 512 + 512 * 300 + 300
 NAMES = ("fp16", "bf16", "int8", "topk", "randomk", "sign", "powersgd")
-# How many bytes an uncompressed all-reduce sends for each that is sent, and the error of the first sum (relative, in norm).
-SAVINGS = {"fp16": 1.95, "bf16": 1.95, "int8": 3.8, "topk": 20, "randomk": 48, "sign": 28, "powersgd": 30}
-ERRORS = {"fp16": 4e-4, "bf16": 4e-3, "int8": 0.02, "topk": 1.0, "randomk": 1.0, "sign": 1.0, "powersgd": 1.0}
+# How many bytes an uncompressed all-reduce sends for each that is sent, and the error of the first
+# sum (relative, in norm).
+SAVINGS = {
+    "fp16": 1.95,
+    "bf16": 1.95,
+    "int8": 3.8,
+    "topk": 20,
+    "randomk": 48,
+    "sign": 28,
+    "powersgd": 30,
+}
+ERRORS = {
+    "fp16": 4e-4,
+    "bf16": 4e-3,
+    "int8": 0.02,
+    "topk": 1.0,
+    "randomk": 1.0,
+    "sign": 1.0,
+    "powersgd": 1.0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,23 +50,32 @@ def arguments(url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_ranks_have_the_same_bits_and_the_sum_is_close(said: list[dict[str, Any]], name: str) -> None:
+def test_all_ranks_have_the_same_bits_and_the_sum_is_close(
+    said: list[dict[str, Any]], name: str
+) -> None:
     assert all(rank[name]["results"] == said[0][name]["results"] for rank in said)
     assert 0 < said[0][name]["errors"][0] < ERRORS[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_sockets_carry_the_bytes_of_the_formula_and_hardly_more(said: list[dict[str, Any]], name: str) -> None:
+def test_the_sockets_carry_the_bytes_of_the_formula_and_hardly_more(
+    said: list[dict[str, Any]], name: str
+) -> None:
     expected = said[0][name]["expected"]
     assert [rank[name]["asked"] for rank in said] == pytest.approx([expected] * WORLD, rel=1e-4)
     received = sum(rank[name]["received"] for rank in said)
-    assert WORLD * expected * 0.999 <= received <= WORLD * expected + 40_000  # Gloo's headers, three barriers
+    # Gloo's headers, three barriers
+    assert WORLD * expected * 0.999 <= received <= WORLD * expected + 40_000
     buckets = 4
     assert buckets * 2 * (WORLD - 1) / WORLD * 4 * NUMEL / expected > SAVINGS[name]
 
 
-def test_survivors_of_a_death_keep_what_they_owe_and_redo_the_step_alike(take_ranks: Callable[[int], list[Rank]], redis_url: str) -> None:
-    survivors = run_task(take_ranks(WORLD), f"{TASKS}:shrink", dying=[WORLD - 1], **arguments(redis_url)).values()
+def test_survivors_of_a_death_keep_what_they_owe_and_redo_the_step_alike(
+    take_ranks: Callable[[int], list[Rank]], redis_url: str
+) -> None:
+    survivors = run_task(
+        take_ranks(WORLD), f"{TASKS}:shrink", dying=[WORLD - 1], **arguments(redis_url)
+    ).values()
     assert all(one["failed"] for one in survivors)
     assert all(one["kept"] for one in survivors)
     assert len({one["result"] for one in survivors}) == 1

@@ -15,7 +15,9 @@ from tests.zygote.children import Zygote
 
 
 @pytest.fixture(scope="session")
-def shared_coordinator(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
+def shared_coordinator(
+    zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Coordinator]:
     """One coordinator with its embedded Valkey for all tests that do not stop either."""
     coordinator = Coordinator(zygote, tmp_path_factory.mktemp("coordinator")).start()
     yield coordinator
@@ -29,7 +31,9 @@ def client(shared_coordinator: Coordinator) -> Iterator[CoordinatorClient]:
 
 
 @pytest.fixture
-def make_job(shared_coordinator: Coordinator, client: CoordinatorClient) -> Iterator[Callable[..., Job]]:
+def make_job(
+    shared_coordinator: Coordinator, client: CoordinatorClient
+) -> Iterator[Callable[..., Job]]:
     """Creates jobs with ids of their own."""
     jobs: list[Job] = []
 

@@ -25,9 +25,16 @@ DONOR_KEY = "0123456789abcdef" * 2
 
 
 class Coordinator:
-    """One coordinator process, which can be ended and started again: on the same port, which nobody else gets meanwhile."""
+    """One coordinator process, which can be ended and started again: on the same port, which nobody
+    else gets meanwhile."""
 
-    def __init__(self, zygote: Zygote, directory: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        zygote: Zygote,
+        directory: Path,
+        *flags: str,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._zygote = zygote
         self._flags = flags
         self._reserved = ReservedPort()
@@ -39,14 +46,25 @@ class Coordinator:
 
     def start(self, *, wait: bool = True, **environment: str) -> Coordinator:
         self._port_file.unlink(missing_ok=True)
-        arguments = ["--port-file", str(self._port_file), "--listen", f"127.0.0.1:{self._reserved.port}", *self._flags]
-        self.process = self._zygote.start("coordinator", arguments, output=self._log, **{**self._environment, **environment})
+        arguments = [
+            "--port-file",
+            str(self._port_file),
+            "--listen",
+            f"127.0.0.1:{self._reserved.port}",
+            *self._flags,
+        ]
+        self.process = self._zygote.start(
+            "coordinator", arguments, output=self._log, **{**self._environment, **environment}
+        )
         if wait:
             self.wait_ready()
         return self
 
     def wait_ready(self) -> None:
-        eventually(lambda: self._port_file.exists() or self.process.ended.is_set(), "the coordinator's port file")
+        eventually(
+            lambda: self._port_file.exists() or self.process.ended.is_set(),
+            "the coordinator's port file",
+        )
         assert not self.process.ended.is_set(), self.log
         self.ports = json.loads(self._port_file.read_text())
 
@@ -72,13 +90,19 @@ class Coordinator:
         return self.process.said()
 
     def client(self, **more: Any) -> CoordinatorClient:
-        return CoordinatorClient(ChannelSettings(**{"address": self.ports["grpc"], "deadline": timedelta(seconds=30), **more}))
+        return CoordinatorClient(
+            ChannelSettings(
+                **{"address": self.ports["grpc"], "deadline": timedelta(seconds=30), **more}
+            )
+        )
 
 
 class Job:
     """A job of a coordinator, and its members."""
 
-    def __init__(self, coordinator: Coordinator | None, client: CoordinatorClient, job_id: str) -> None:
+    def __init__(
+        self, coordinator: Coordinator | None, client: CoordinatorClient, job_id: str
+    ) -> None:
         """`coordinator`: None where somebody else runs it."""
         self.coordinator = coordinator
         self.client = client
@@ -101,11 +125,14 @@ class Job:
         return joined
 
     def form(self, *names: str, **more: Any) -> list[Member]:
-        """Members that have all taken the first generation, which is of just these: the job must wait for all (create_job)."""
+        """Members that have all taken the first generation, which is of just these: the job must
+        wait for all (create_job)."""
         members = self.start(*names, **more)
         for member in members:
             generation = member.generation()
-            assert (generation.number, sorted(ids(generation))) == (1, sorted(names)), "the job began without waiting for all of them"
+            assert (generation.number, sorted(ids(generation))) == (1, sorted(names)), (
+                "the job began without waiting for all of them"
+            )
             member.beat(generation.number)
         return members
 
@@ -115,7 +142,11 @@ class Job:
     def phase_of(self, name: str) -> str:
         """Short name of a member's phase; "" if it is not there."""
         found = [m for m in self.get().members if m.member_id == name]
-        return pb.MemberPhase.Name(found[0].phase).removeprefix("MEMBER_PHASE_").lower() if found else ""
+        return (
+            pb.MemberPhase.Name(found[0].phase).removeprefix("MEMBER_PHASE_").lower()
+            if found
+            else ""
+        )
 
     def events(self) -> list[pb.Event]:
         return list(self.client.watch_events(self.job_id))
@@ -177,7 +208,7 @@ class Member:
             self.ended = True
             self._changed.notify_all()
 
-    # ------------------------------------------------------------------------------------------------------------- saying
+    # --------------------------------------------------------------------------------------- saying
 
     def say(self, message: pb.MemberMessage) -> None:
         self._outgoing.put(message)
@@ -186,10 +217,21 @@ class Member:
         self.say(pb.MemberMessage(ready=pb.Ready()))
 
     def beat(self, generation: int = 0, **progress: Any) -> None:
-        self.say(pb.MemberMessage(heartbeat=pb.Heartbeat(generation=generation, progress=pb.Progress(**progress))))
+        self.say(
+            pb.MemberMessage(
+                heartbeat=pb.Heartbeat(generation=generation, progress=pb.Progress(**progress))
+            )
+        )
 
-    def fail(self, generation: int, *, suspects: Sequence[int] = (), timed_out: bool = False) -> None:
-        failure = pb.CollectiveFailure(generation=generation, suspects=suspects, timed_out=timed_out, detail="connection closed")
+    def fail(
+        self, generation: int, *, suspects: Sequence[int] = (), timed_out: bool = False
+    ) -> None:
+        failure = pb.CollectiveFailure(
+            generation=generation,
+            suspects=suspects,
+            timed_out=timed_out,
+            detail="connection closed",
+        )
         self.say(pb.MemberMessage(collective_failure=failure))
 
     def leave(self, reason: pb.Leave.Reason.ValueType) -> None:
@@ -205,7 +247,7 @@ class Member:
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive()
 
-    # ------------------------------------------------------------------------------------------------------------ hearing
+    # -------------------------------------------------------------------------------------- hearing
 
     def wait(self, condition: Callable[[], Any], what: str) -> Any:
         with self._changed:
@@ -218,7 +260,11 @@ class Member:
         """The newest directive of a kind that `accept` takes, waited for."""
 
         def newest() -> Any:
-            found = [getattr(d, kind) for d in self.seen if d.WhichOneof("directive") == kind and accept(getattr(d, kind))]
+            found = [
+                getattr(d, kind)
+                for d in self.seen
+                if d.WhichOneof("directive") == kind and accept(getattr(d, kind))
+            ]
             return found[-1] if found else None
 
         return self.wait(newest, kind)
@@ -242,7 +288,15 @@ class Member:
 class Server:
     """One parameter server's session."""
 
-    def __init__(self, job: Job, name: str, *, pid: int = 1, incarnation: str = "", run: pb.RunId | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        name: str,
+        *,
+        pid: int = 1,
+        incarnation: str = "",
+        run: pb.RunId | None = None,
+    ) -> None:
         self.seen: list[pb.ServerDirective] = []
         self.error: ShoalError | None = None
         self.ended = False
@@ -277,7 +331,11 @@ class Server:
 
     def told(self, kind: str, accept: Callable[[Any], bool] = lambda _: True) -> Any:
         def newest() -> Any:
-            found = [getattr(d, kind) for d in self.seen if d.WhichOneof("directive") == kind and accept(getattr(d, kind))]
+            found = [
+                getattr(d, kind)
+                for d in self.seen
+                if d.WhichOneof("directive") == kind and accept(getattr(d, kind))
+            ]
             return found[-1] if found else None
 
         with self._changed:
@@ -290,8 +348,11 @@ class Server:
         self._outgoing.put(pb.ServerMessage(heartbeat=pb.ServerHeartbeat(stored_bytes=8)))
 
     def report(self, move: int, *, receiver: str = "", reason: str = "") -> None:
-        """Says that a process has taken the partitions of a move; without one, that they stay here."""
-        report = pb.MoveReport(move=move, taken=bool(receiver), receiver_incarnation=receiver, reason=reason)
+        """Says that a process has taken the partitions of a move; without one, that they stay
+        here."""
+        report = pb.MoveReport(
+            move=move, taken=bool(receiver), receiver_incarnation=receiver, reason=reason
+        )
         self._outgoing.put(pb.ServerMessage(move=report))
 
     def end(self) -> ShoalError | None:
@@ -311,13 +372,25 @@ def ids(generation: pb.Generation) -> list[str]:
 
 
 def create_job(
-    coordinator: Coordinator, client: CoordinatorClient, *, together: int = 0, smallest: int = 1, largest: int = 4, **more: Any
+    coordinator: Coordinator,
+    client: CoordinatorClient,
+    *,
+    together: int = 0,
+    smallest: int = 1,
+    largest: int = 4,
+    **more: Any,
 ) -> Job:
-    """A new job. `together`: the first generation waits for so many, however slowly they come, and more than these have no place.
+    """A new job. `together`: the first generation waits for so many, however slowly they come, and
+    more than these have no place.
 
-    A test's members beat when the test says so: their lease is longer than any test, unless it is what the test is about.
+    A test's members beat when the test says so: their lease is longer than any test, unless it is
+    what the test is about.
     """
     job_id = f"job-{uuid.uuid4().hex[:8]}"
-    settings = {"max_workers": largest, "lease_ms": 120_000, **({"max_workers": together, "join_grace_ms": 120_000} if together else {})}
+    settings = {
+        "max_workers": largest,
+        "lease_ms": 120_000,
+        **({"max_workers": together, "join_grace_ms": 120_000} if together else {}),
+    }
     client.create_job(pb.JobSpec(job_id=job_id, min_workers=smallest, **{**settings, **more}))
     return Job(coordinator, client, job_id)

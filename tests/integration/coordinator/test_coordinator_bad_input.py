@@ -1,4 +1,5 @@
-"""Malformed requests, every method: each gets the right status and a reason, never INTERNAL, UNKNOWN or silence."""
+"""Malformed requests, every method: each gets the right status and a reason, never INTERNAL,
+UNKNOWN or silence."""
 
 from __future__ import annotations
 
@@ -38,15 +39,21 @@ Outcome = tuple[grpc.StatusCode, str, str]
 
 @pytest.fixture(scope="module")
 def channel(shared_coordinator: Coordinator) -> Iterator[grpc.Channel]:
-    with shared_coordinator.client() as client, grpc.insecure_channel(shared_coordinator.ports["grpc"]) as channel:
+    with (
+        shared_coordinator.client() as client,
+        grpc.insecure_channel(shared_coordinator.ports["grpc"]) as channel,
+    ):
         for job_id in (JOB, FUZZED):
-            client.create_job(pb.JobSpec(job_id=job_id, min_workers=2, max_workers=3, parameter_servers=1))
+            client.create_job(
+                pb.JobSpec(job_id=job_id, min_workers=2, max_workers=3, parameter_servers=1)
+            )
         yield channel
 
 
 def outcome_of(channel: grpc.Channel, method: str, *requests: bytes) -> Outcome:
     descriptor = METHODS[method]
-    kind = f"{'stream' if descriptor.client_streaming else 'unary'}_{'stream' if descriptor.server_streaming else 'unary'}"
+    ways = (descriptor.client_streaming, descriptor.server_streaming)
+    kind = "_".join("stream" if streaming else "unary" for streaming in ways)
     call: Any = getattr(channel, kind)(f"/{SERVICE}/{method}", bytes, bytes)
     try:
         answer = call(iter(requests) if descriptor.client_streaming else requests[0], timeout=60)
@@ -66,11 +73,15 @@ def explained(error: Any) -> Outcome:
     return error.code(), info.reason, details.message
 
 
-# ------------------------------------------------------------------------------------------------------- random messages
+# ---------------------------------------------------------------------------------- random messages
 
 SCALARS: dict[int, st.SearchStrategy[Any]] = {
-    FieldDescriptor.CPPTYPE_INT32: st.integers(1, 9) | st.integers(0, 1) | st.integers(-(2**31), 2**31 - 1),
-    FieldDescriptor.CPPTYPE_INT64: st.integers(1, 9) | st.integers(0, 1) | st.integers(-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_INT32: st.integers(1, 9)
+    | st.integers(0, 1)
+    | st.integers(-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_INT64: st.integers(1, 9)
+    | st.integers(0, 1)
+    | st.integers(-(2**63), 2**63 - 1),
     FieldDescriptor.CPPTYPE_UINT64: st.integers(0, 2**64 - 1),
     FieldDescriptor.CPPTYPE_DOUBLE: st.floats() | st.just(math.nan),
     FieldDescriptor.CPPTYPE_BOOL: st.booleans(),
@@ -93,7 +104,9 @@ def messages(draw: st.DrawFn, descriptor: Descriptor) -> Any:
     message = message_factory.GetMessageClass(descriptor)()
     chosen = {draw(st.sampled_from(list(oneof.fields))).name for oneof in descriptor.oneofs}
     for field in descriptor.fields:
-        if draw(st.integers(0, 9)) == 0 or (field.containing_oneof is not None and field.name not in chosen):
+        if draw(st.integers(0, 9)) == 0 or (
+            field.containing_oneof is not None and field.name not in chosen
+        ):
             continue
         if field.name == "follow":
             continue  # An endless stream is no malformed request.
@@ -125,14 +138,18 @@ def fill(draw: st.DrawFn, message: Any, field: FieldDescriptor) -> None:
 
 # StopJob comes last: it closes the job to all others.
 @pytest.mark.parametrize("method", sorted(METHODS, key=lambda name: name == "StopJob"))
-def test_whatever_a_request_holds_it_is_granted_or_refused_with_a_reason(channel: grpc.Channel, method: str) -> None:
+def test_whatever_a_request_holds_it_is_granted_or_refused_with_a_reason(
+    channel: grpc.Channel, method: str
+) -> None:
     descriptor = METHODS[method]
 
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.data())
     def check(data: st.DataObject) -> None:
         count = data.draw(st.integers(0, 4)) if descriptor.client_streaming else 1
-        requests = [data.draw(messages(descriptor.input_type)).SerializeToString() for _ in range(count)]
+        requests = [
+            data.draw(messages(descriptor.input_type)).SerializeToString() for _ in range(count)
+        ]
         if descriptor.client_streaming and data.draw(st.integers(0, 3)):
             requests.insert(0, introduction(method))
         status, reason, message = outcome_of(channel, method, *requests)
@@ -147,19 +164,24 @@ def test_whatever_a_request_holds_it_is_granted_or_refused_with_a_reason(channel
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "ListJobs"])
 def test_bytes_that_are_no_message_are_refused(channel: grpc.Channel, method: str) -> None:
-    assert outcome_of(channel, method, b"\xff\xff\xff")[:2] == (grpc.StatusCode.INVALID_ARGUMENT, "MESSAGE_MALFORMED")
+    assert outcome_of(channel, method, b"\xff\xff\xff")[:2] == (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        "MESSAGE_MALFORMED",
+    )
 
 
 def introduction(method: str) -> bytes:
     """A session's first message as it should be, so that what follows is looked at."""
     name = f"m-{uuid.uuid4().hex}"
     if method == "JoinSession":
-        return pb.MemberMessage(join=pb.Join(job_id=FUZZED, member_id=name, host="h", pid=1)).SerializeToString()
+        return pb.MemberMessage(
+            join=pb.Join(job_id=FUZZED, member_id=name, host="h", pid=1)
+        ).SerializeToString()
     register = pb.RegisterServer(job_id=FUZZED, server_id="s1", address="h:1", host="h", pid=1)
     return pb.ServerMessage(register=register).SerializeToString()
 
 
-# ---------------------------------------------------------------------------------------------------- one field at a time
+# ------------------------------------------------------------------------------ one field at a time
 
 GOOD_SPEC = {"job_id": "fresh", "min_workers": 1, "max_workers": 2}
 GOOD_JOIN = {"job_id": JOB, "member_id": "m", "host": "h", "pid": 1}
@@ -188,7 +210,9 @@ GOOD_TABLE = pb.TableSpec(buckets=4, initializer="zeros", optimizer="sgd")
         ("stall_timeout_ms", 999),
     ],
 )
-def test_a_specification_is_checked_field_by_field(channel: grpc.Channel, field: str, value: object) -> None:
+def test_a_specification_is_checked_field_by_field(
+    channel: grpc.Channel, field: str, value: object
+) -> None:
     request = pb.CreateJobRequest(spec=pb.JobSpec(**{**GOOD_SPEC, field: value}))
     status, reason, message = outcome_of(channel, "CreateJob", request.SerializeToString())
     assert (status, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "REQUEST_INVALID")
@@ -216,7 +240,9 @@ def test_a_join_is_checked_field_by_field(channel: grpc.Channel, field: str, val
     join = pb.MemberMessage(join=pb.Join(**{**GOOD_JOIN, field: value}))
     status, reason, message = outcome_of(channel, "JoinSession", join.SerializeToString())
     assert (status, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "REQUEST_INVALID")
-    assert message.startswith(f"join.{field} of 32 characters" if field == "donor_key" else f"join.{field}=")
+    assert message.startswith(
+        f"join.{field} of 32 characters" if field == "donor_key" else f"join.{field}="
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,10 +260,14 @@ def test_a_join_is_checked_field_by_field(channel: grpc.Channel, field: str, val
         pb.MemberMessage(leave=pb.Leave(reason=pb.Leave.REASON_DRAINED, detail="x" * 1025)),
     ],
 )
-def test_later_messages_of_a_session_are_checked_too(channel: grpc.Channel, second: pb.MemberMessage) -> None:
+def test_later_messages_of_a_session_are_checked_too(
+    channel: grpc.Channel, second: pb.MemberMessage
+) -> None:
     name = f"m{abs(hash(second.SerializeToString()))}"
     join = pb.MemberMessage(join=pb.Join(**{**GOOD_JOIN, "member_id": name}))
-    status, _, _ = outcome_of(channel, "JoinSession", join.SerializeToString(), second.SerializeToString())
+    status, _, _ = outcome_of(
+        channel, "JoinSession", join.SerializeToString(), second.SerializeToString()
+    )
     assert status is grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -256,28 +286,72 @@ def test_a_session_must_begin_with_its_introduction(channel: grpc.Channel) -> No
     [
         ("GetJob", pb.GetJobRequest(job_id="nope"), "NOT_FOUND", "JOB_UNKNOWN"),
         ("WatchEvents", pb.WatchEventsRequest(job_id="nope"), "NOT_FOUND", "JOB_UNKNOWN"),
-        ("WatchEvents", pb.WatchEventsRequest(job_id=JOB, after_event_id="x"), "INVALID_ARGUMENT", "REQUEST_INVALID"),
-        ("CreateJob", pb.CreateJobRequest(spec=pb.JobSpec(**{**GOOD_SPEC, "job_id": JOB})), "FAILED_PRECONDITION", "JOB_CONFLICT"),
+        (
+            "WatchEvents",
+            pb.WatchEventsRequest(job_id=JOB, after_event_id="x"),
+            "INVALID_ARGUMENT",
+            "REQUEST_INVALID",
+        ),
+        (
+            "CreateJob",
+            pb.CreateJobRequest(spec=pb.JobSpec(**{**GOOD_SPEC, "job_id": JOB})),
+            "FAILED_PRECONDITION",
+            "JOB_CONFLICT",
+        ),
         ("DrainMember", pb.DrainMemberRequest(job_id=JOB), "INVALID_ARGUMENT", "REQUEST_INVALID"),
         ("DrainMember", pb.DrainMemberRequest(job_id=JOB, rank=0), "NOT_FOUND", "MEMBER_UNKNOWN"),
-        ("DrainMember", pb.DrainMemberRequest(job_id=JOB, member_id="nobody"), "NOT_FOUND", "MEMBER_UNKNOWN"),
+        (
+            "DrainMember",
+            pb.DrainMemberRequest(job_id=JOB, member_id="nobody"),
+            "NOT_FOUND",
+            "MEMBER_UNKNOWN",
+        ),
         ("DrainServer", pb.DrainServerRequest(job_id=JOB), "INVALID_ARGUMENT", "REQUEST_INVALID"),
-        ("DrainServer", pb.DrainServerRequest(job_id=JOB, server_id="nobody"), "NOT_FOUND", "SERVER_UNKNOWN"),
-        ("ReportExit", pb.ReportExitRequest(job_id=JOB, member_id="m", exit_code=256), "INVALID_ARGUMENT", "REQUEST_INVALID"),
+        (
+            "DrainServer",
+            pb.DrainServerRequest(job_id=JOB, server_id="nobody"),
+            "NOT_FOUND",
+            "SERVER_UNKNOWN",
+        ),
+        (
+            "ReportExit",
+            pb.ReportExitRequest(job_id=JOB, member_id="m", exit_code=256),
+            "INVALID_ARGUMENT",
+            "REQUEST_INVALID",
+        ),
         ("StopJob", pb.StopJobRequest(job_id="nope"), "NOT_FOUND", "JOB_UNKNOWN"),
         ("LeaseBatches", pb.LeaseBatchesRequest(**GOOD_LEASE), "NOT_FOUND", "MEMBER_UNKNOWN"),
-        ("LeaseBatches", pb.LeaseBatchesRequest(**{**GOOD_LEASE, "want": 1025}), "INVALID_ARGUMENT", "REQUEST_INVALID"),
-        ("LeaseBatches", pb.LeaseBatchesRequest(**{**GOOD_LEASE, "finished": [4]}), "INVALID_ARGUMENT", "REQUEST_INVALID"),
-        ("DeclareTensors", pb.DeclareTensorsRequest(job_id=JOB), "INVALID_ARGUMENT", "REQUEST_INVALID"),
         (
-            "DeclareTensors",
-            pb.DeclareTensorsRequest(job_id=JOB, tensors=[pb.TensorSpec(**{**GOOD_TENSOR, "dtype": "int8"})]),
+            "LeaseBatches",
+            pb.LeaseBatchesRequest(**{**GOOD_LEASE, "want": 1025}),
+            "INVALID_ARGUMENT",
+            "REQUEST_INVALID",
+        ),
+        (
+            "LeaseBatches",
+            pb.LeaseBatchesRequest(**{**GOOD_LEASE, "finished": [4]}),
             "INVALID_ARGUMENT",
             "REQUEST_INVALID",
         ),
         (
             "DeclareTensors",
-            pb.DeclareTensorsRequest(job_id=JOB, tensors=[pb.TensorSpec(**{**GOOD_TENSOR, "shape": [-1]})]),
+            pb.DeclareTensorsRequest(job_id=JOB),
+            "INVALID_ARGUMENT",
+            "REQUEST_INVALID",
+        ),
+        (
+            "DeclareTensors",
+            pb.DeclareTensorsRequest(
+                job_id=JOB, tensors=[pb.TensorSpec(**{**GOOD_TENSOR, "dtype": "int8"})]
+            ),
+            "INVALID_ARGUMENT",
+            "REQUEST_INVALID",
+        ),
+        (
+            "DeclareTensors",
+            pb.DeclareTensorsRequest(
+                job_id=JOB, tensors=[pb.TensorSpec(**{**GOOD_TENSOR, "shape": [-1]})]
+            ),
             "INVALID_ARGUMENT",
             "REQUEST_INVALID",
         ),
@@ -289,42 +363,78 @@ def test_a_session_must_begin_with_its_introduction(channel: grpc.Channel) -> No
         ),
         (
             "DeclareTensors",
-            pb.DeclareTensorsRequest(job_id=JOB, tensors=[pb.TensorSpec(**{**GOOD_TENSOR, "shape": [1 << 62]})]),
+            pb.DeclareTensorsRequest(
+                job_id=JOB, tensors=[pb.TensorSpec(**{**GOOD_TENSOR, "shape": [1 << 62]})]
+            ),
             "RESOURCE_EXHAUSTED",
             "TENSORS_LIMIT",
         ),
         (
             "DeclareTensors",
-            pb.DeclareTensorsRequest(job_id=JOB, tensors=[pb.TensorSpec(name="t", shape=[0, 8], dtype="float32", table=pb.TableSpec())]),
+            pb.DeclareTensorsRequest(
+                job_id=JOB,
+                tensors=[
+                    pb.TensorSpec(name="t", shape=[0, 8], dtype="float32", table=pb.TableSpec())
+                ],
+            ),
             "INVALID_ARGUMENT",
             "REQUEST_INVALID",
         ),
         (
             "DeclareTensors",
-            pb.DeclareTensorsRequest(job_id=JOB, tensors=[pb.TensorSpec(name="t", shape=[8], dtype="float32", table=GOOD_TABLE)]),
+            pb.DeclareTensorsRequest(
+                job_id=JOB,
+                tensors=[pb.TensorSpec(name="t", shape=[8], dtype="float32", table=GOOD_TABLE)],
+            ),
             "INVALID_ARGUMENT",
             "REQUEST_INVALID",
         ),
         (
             "DeclareTensors",
-            pb.DeclareTensorsRequest(job_id=JOB, tensors=[pb.TensorSpec(name="t", shape=[0, 8], dtype="float64", table=GOOD_TABLE)]),
+            pb.DeclareTensorsRequest(
+                job_id=JOB,
+                tensors=[pb.TensorSpec(name="t", shape=[0, 8], dtype="float64", table=GOOD_TABLE)],
+            ),
             "INVALID_ARGUMENT",
             "REQUEST_INVALID",
         ),
         ("GetRanks", pb.GetRanksRequest(job_id="nope", generation=1), "NOT_FOUND", "JOB_UNKNOWN"),
-        ("GetRanks", pb.GetRanksRequest(job_id=JOB, generation=0), "INVALID_ARGUMENT", "REQUEST_INVALID"),
-        ("GetRanks", pb.GetRanksRequest(job_id=JOB, generation=1), "FAILED_PRECONDITION", "STALE_GENERATION"),
-        ("GetShardMap", pb.GetShardMapRequest(job_id=JOB), "FAILED_PRECONDITION", "TENSORS_UNDECLARED"),
+        (
+            "GetRanks",
+            pb.GetRanksRequest(job_id=JOB, generation=0),
+            "INVALID_ARGUMENT",
+            "REQUEST_INVALID",
+        ),
+        (
+            "GetRanks",
+            pb.GetRanksRequest(job_id=JOB, generation=1),
+            "FAILED_PRECONDITION",
+            "STALE_GENERATION",
+        ),
+        (
+            "GetShardMap",
+            pb.GetShardMapRequest(job_id=JOB),
+            "FAILED_PRECONDITION",
+            "TENSORS_UNDECLARED",
+        ),
     ],
 )
 def test_refusals_have_the_status_and_reason_that_the_proto_names(
     channel: grpc.Channel, method: str, request_: Any, status: str, reason: str
 ) -> None:
-    assert outcome_of(channel, method, request_.SerializeToString())[:2] == (grpc.StatusCode[status], reason)
+    assert outcome_of(channel, method, request_.SerializeToString())[:2] == (
+        grpc.StatusCode[status],
+        reason,
+    )
 
 
-@pytest.mark.parametrize(("field", "value"), [("server_id", ""), ("address", ""), ("address", "x"), ("host", ""), ("pid", 0)])
-def test_a_registration_is_checked_field_by_field(channel: grpc.Channel, field: str, value: object) -> None:
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("server_id", ""), ("address", ""), ("address", "x"), ("host", ""), ("pid", 0)],
+)
+def test_a_registration_is_checked_field_by_field(
+    channel: grpc.Channel, field: str, value: object
+) -> None:
     register = pb.ServerMessage(register=pb.RegisterServer(**{**GOOD_SERVER, field: value}))
     status, reason, message = outcome_of(channel, "ServerSession", register.SerializeToString())
     assert (status, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "REQUEST_INVALID")
@@ -334,7 +444,9 @@ def test_a_registration_is_checked_field_by_field(channel: grpc.Channel, field: 
 def test_a_server_for_a_job_without_servers_is_refused(channel: grpc.Channel) -> None:
     spec = pb.JobSpec(**{**GOOD_SPEC, "job_id": "no-servers"})
     outcome_of(channel, "CreateJob", pb.CreateJobRequest(spec=spec).SerializeToString())
-    register = pb.ServerMessage(register=pb.RegisterServer(**{**GOOD_SERVER, "job_id": "no-servers"}))
+    register = pb.ServerMessage(
+        register=pb.RegisterServer(**{**GOOD_SERVER, "job_id": "no-servers"})
+    )
     assert outcome_of(channel, "ServerSession", register.SerializeToString())[:2] == (
         grpc.StatusCode.FAILED_PRECONDITION,
         "JOB_WITHOUT_SERVERS",

@@ -1,6 +1,8 @@
-"""The coordinator is killed again and again while members come, die and reconnect; then the history of all that they heard is checked.
+"""The coordinator is killed again and again while members come, die and reconnect; then the history
+of all that they heard is checked.
 
-No number is given to two generations, nobody hears numbers fall, and in the end all live members agree.
+No number is given to two generations, nobody hears numbers fall, and in the end all live members
+agree.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ WORKERS = 4
 
 
 class Worker(threading.Thread):
-    """A process' life: joins, is ready, takes what it is told, reconnects, and starts anew when it was put out."""
+    """A process' life: joins, is ready, takes what it is told, reconnects, and starts anew when it
+    was put out."""
 
     def __init__(self, job: Job, number: int) -> None:
         super().__init__(daemon=True)
@@ -41,14 +44,18 @@ class Worker(threading.Thread):
         name = self._reborn()
         while not self._stop_requested.is_set():
             last = self.history[-1].number if self.history else 0
-            member = Member(self._job, name, host=f"h{self._number % 2}", index=self._number, last=last)
+            member = Member(
+                self._job, name, host=f"h{self._number % 2}", index=self._number, last=last
+            )
             self._live(member)
             member.kill()
             if self._die.is_set() or isinstance(member.error, PreconditionError):
                 self._die.clear()
                 name = self._reborn()
             else:
-                assert member.error is None or isinstance(member.error, UnavailableError), member.error
+                assert member.error is None or isinstance(member.error, UnavailableError), (
+                    member.error
+                )
                 time.sleep(random.uniform(0.01, 0.05))  # a reconnecting member backs off
 
     def kill(self) -> None:
@@ -76,10 +83,14 @@ class Worker(threading.Thread):
             time.sleep(0.01)  # the heartbeat interval
 
 
-def test_no_number_is_given_twice_whoever_dies(make_coordinator: Callable[..., Coordinator], own_redis: EmbeddedRedis) -> None:
+def test_no_number_is_given_twice_whoever_dies(
+    make_coordinator: Callable[..., Coordinator], own_redis: EmbeddedRedis
+) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client:
-        job = create_job(coordinator, client, smallest=2, largest=WORKERS, join_grace_ms=100, lease_ms=2000)
+        job = create_job(
+            coordinator, client, smallest=2, largest=WORKERS, join_grace_ms=100, lease_ms=2000
+        )
         workers = [Worker(job, number) for number in range(WORKERS)]
         for worker in workers:
             worker.start()
@@ -87,7 +98,10 @@ def test_no_number_is_given_twice_whoever_dies(make_coordinator: Callable[..., C
             for _ in range(ROUNDS):
                 before = eventually(lambda: number_of(client, job), "a generation")
                 random.choice(workers).kill()
-                eventually(lambda before=before: number_of(client, job) > before, "a generation after a death")
+                eventually(
+                    lambda before=before: number_of(client, job) > before,
+                    "a generation after a death",
+                )
                 random.choice(workers).kill()
                 coordinator.kill()
                 coordinator.start()
@@ -112,4 +126,6 @@ def number_of(client: CoordinatorClient, job: Job) -> int:
 
 def agreed(job: Job, workers: list[Worker]) -> bool:
     newest = job.get().generation
-    return len(newest.ranks) == WORKERS and all(worker.history and worker.history[-1].number == newest.number for worker in workers)
+    return len(newest.ranks) == WORKERS and all(
+        worker.history and worker.history[-1].number == newest.number for worker in workers
+    )

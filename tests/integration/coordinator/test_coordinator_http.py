@@ -28,50 +28,85 @@ def value(coordinator: Coordinator, name: str, **labels: str) -> float:
     return 0.0
 
 
-def test_service_discovery_lists_who_serves_metrics(make_job: MakeJob, shared_coordinator: Coordinator) -> None:
+def test_service_discovery_lists_who_serves_metrics(
+    make_job: MakeJob, shared_coordinator: Coordinator
+) -> None:
     job = make_job(together=2)
 
     def mine() -> list[dict[str, Any]]:
-        return [target for target in json.loads(page(shared_coordinator, "/sd")) if target["labels"]["job_id"] == job.job_id]
+        return [
+            target
+            for target in json.loads(page(shared_coordinator, "/sd"))
+            if target["labels"]["job_id"] == job.job_id
+        ]
 
     for index, name in enumerate("abc"):
         job.start(name, index=index)
     eventually(lambda: len(mine()) == 3, "three targets")
     before = mine()
-    assert [(*target["targets"], target["labels"]["instance"]) for target in before] == [("127.0.0.1:9", f"h1/{slot}") for slot in range(3)]
+    assert [(*target["targets"], target["labels"]["instance"]) for target in before] == [
+        ("127.0.0.1:9", f"h1/{slot}") for slot in range(3)
+    ]
     assert not {"rank", "member_id"} & before[0]["labels"].keys()
     job.members[0].kill()
     job.start("d", index=0)
-    eventually(lambda: "d" in {member.member_id for member in job.get().members}, "another process in the place of the first")
+    eventually(
+        lambda: "d" in {member.member_id for member in job.get().members},
+        "another process in the place of the first",
+    )
     assert mine() == before
 
 
-def test_metrics_tell_of_generations_members_and_losses(make_job: MakeJob, shared_coordinator: Coordinator) -> None:
+def test_metrics_tell_of_generations_members_and_losses(
+    make_job: MakeJob, shared_coordinator: Coordinator
+) -> None:
     job = make_job(together=2)
-    before = value(shared_coordinator, "shoal_coordinator_generations_formed_total", cause="failure")
+    before = value(
+        shared_coordinator, "shoal_coordinator_generations_formed_total", cause="failure"
+    )
     announced = value(shared_coordinator, "shoal_coordinator_loss_to_announcement_seconds_count")
     beats = value(shared_coordinator, "shoal_coordinator_heartbeats_total", kind="member")
     a, b = job.form("a", "b")
     eventually(
-        lambda: value(shared_coordinator, "shoal_coordinator_heartbeats_total", kind="member") >= beats + 2, "two heartbeats to be counted"
+        lambda: (
+            value(shared_coordinator, "shoal_coordinator_heartbeats_total", kind="member")
+            >= beats + 2
+        ),
+        "two heartbeats to be counted",
     )
-    assert value(shared_coordinator, "shoal_coordinator_members", job_id=job.job_id, phase="ranked") == 2
+    assert (
+        value(shared_coordinator, "shoal_coordinator_members", job_id=job.job_id, phase="ranked")
+        == 2
+    )
     assert value(shared_coordinator, "shoal_coordinator_world_size", job_id=job.job_id) == 2
     assert value(shared_coordinator, "shoal_coordinator_sessions", kind="member") >= 2
     b.kill()
     a.generation(lambda g: g.number == 2)
     eventually(
-        lambda: value(shared_coordinator, "shoal_coordinator_generations_formed_total", cause="failure") == before + 1,
+        lambda: (
+            value(shared_coordinator, "shoal_coordinator_generations_formed_total", cause="failure")
+            == before + 1
+        ),
         "the generation to be counted",
     )
-    assert value(shared_coordinator, "shoal_coordinator_loss_to_announcement_seconds_count") == announced + 1
+    assert (
+        value(shared_coordinator, "shoal_coordinator_loss_to_announcement_seconds_count")
+        == announced + 1
+    )
     assert value(shared_coordinator, "shoal_coordinator_generation", job_id=job.job_id) == 2
-    assert value(shared_coordinator, "shoal_coordinator_members_departed_total", ending="stream_broken") >= 1
+    assert (
+        value(
+            shared_coordinator, "shoal_coordinator_members_departed_total", ending="stream_broken"
+        )
+        >= 1
+    )
     assert value(shared_coordinator, "shoal_coordinator_redis_up") == 1
     assert value(shared_coordinator, "shoal_coordinator_commit_seconds_count") > 0
 
 
-def test_every_metric_has_a_help_text_and_the_services_prefix(shared_coordinator: Coordinator) -> None:
+def test_every_metric_has_a_help_text_and_the_services_prefix(
+    shared_coordinator: Coordinator,
+) -> None:
     families = list(text_string_to_metric_families(page(shared_coordinator, "/metrics")))
     own = [family for family in families if family.name.startswith("shoal_coordinator_")]
     assert len(own) >= 14
@@ -83,7 +118,9 @@ def test_health_is_ok_while_the_coordinator_serves(shared_coordinator: Coordinat
     assert page(shared_coordinator, "/healthz") == "ok\n"
 
 
-def test_metrics_tell_of_a_step_that_stands(make_job: MakeJob, shared_coordinator: Coordinator) -> None:
+def test_metrics_tell_of_a_step_that_stands(
+    make_job: MakeJob, shared_coordinator: Coordinator
+) -> None:
     job = make_job(together=2)
     a, b = job.form("a", "b")
     assert value(shared_coordinator, "shoal_coordinator_step_stands", job_id=job.job_id) == 0

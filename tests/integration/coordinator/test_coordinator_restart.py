@@ -1,4 +1,5 @@
-"""The coordinator dies, is stopped, or is replaced by another one; and Redis goes away. Training goes on, and no number is given twice."""
+"""The coordinator dies, is stopped, or is replaced by another one; and Redis goes away. Training
+goes on, and no number is given twice."""
 
 from __future__ import annotations
 
@@ -13,18 +14,32 @@ from pathlib import Path
 
 import pytest
 from shoal.launcher.ports import ReservedPort
-from shoal_common.errors import PreconditionError, ShoalError, UnavailableError, UnknownResourceError
+from shoal_common.errors import (
+    PreconditionError,
+    ShoalError,
+    UnavailableError,
+    UnknownResourceError,
+)
 from shoal_common.redis import EmbeddedRedis, connect
 from shoal_coordinator.server import serve
 from shoal_coordinator.settings import CoordinatorSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from tests.integration.coordinator.harness import Coordinator, Job, Server, create_job, eventually, ids
+from tests.integration.coordinator.harness import (
+    Coordinator,
+    Job,
+    Server,
+    create_job,
+    eventually,
+    ids,
+)
 
 MakeCoordinator = Callable[..., Coordinator]
 
 
-def test_a_killed_coordinator_comes_back_and_members_keep_their_places(make_coordinator: MakeCoordinator, tmp_path: Path) -> None:
+def test_a_killed_coordinator_comes_back_and_members_keep_their_places(
+    make_coordinator: MakeCoordinator, tmp_path: Path
+) -> None:
     coordinator = make_coordinator("--redis", f"embedded://{tmp_path}/data")
     with coordinator.client() as client:
         job = create_job(coordinator, client, smallest=2, largest=3)
@@ -67,7 +82,10 @@ def test_a_coordinator_whose_own_redis_has_ended_ends_and_finds_everything_when_
         assert job.get().spec.job_id == job.job_id
 
 
-@pytest.mark.parametrize(("listen", "complaint"), [("taken", "cannot listen on"), ("0.0.0.0:0", "can be reached from other machines")])
+@pytest.mark.parametrize(
+    ("listen", "complaint"),
+    [("taken", "cannot listen on"), ("0.0.0.0:0", "can be reached from other machines")],
+)
 def test_one_that_could_not_serve_does_not_take_over_from_one_that_does(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis, listen: str, complaint: str
 ) -> None:
@@ -81,7 +99,9 @@ def test_one_that_could_not_serve_does_not_take_over_from_one_that_does(
         assert redis.get("shoal:coordinator:epoch") == b"1"
 
 
-def test_a_member_learns_after_a_restart_what_it_missed(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+def test_a_member_learns_after_a_restart_what_it_missed(
+    make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
+) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client:
         job = create_job(coordinator, client, together=2)
@@ -96,7 +116,9 @@ def test_a_member_learns_after_a_restart_what_it_missed(make_coordinator: MakeCo
         job.close()
 
 
-def test_a_generation_that_was_forming_ends_as_one_that_all_agree_on(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+def test_a_generation_that_was_forming_ends_as_one_that_all_agree_on(
+    make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
+) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client:
         job = create_job(coordinator, client, smallest=2, largest=4, join_grace_ms=300)
@@ -110,7 +132,11 @@ def test_a_generation_that_was_forming_ends_as_one_that_all_agree_on(make_coordi
         c.kill()
         coordinator.start()
 
-        a_again, b_again, d_again = job.join("a", last=forming.number), job.join("b", last=1), job.join("d", last=forming.number)
+        a_again, b_again, d_again = (
+            job.join("a", last=forming.number),
+            job.join("b", last=1),
+            job.join("d", last=forming.number),
+        )
         assert b_again.generation() == forming
         held = job.get().generation
         assert (held.number, ids(held)) == (forming.number, ids(forming))
@@ -125,7 +151,9 @@ def test_a_generation_that_was_forming_ends_as_one_that_all_agree_on(make_coordi
         job.close()
 
 
-def test_members_have_a_whole_lease_to_come_back(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+def test_members_have_a_whole_lease_to_come_back(
+    make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
+) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client:
         job = create_job(coordinator, client, together=2, lease_ms=2000)
@@ -146,24 +174,31 @@ def test_members_have_a_whole_lease_to_come_back(make_coordinator: MakeCoordinat
         job.close()
 
 
-def test_a_pause_longer_than_a_lease_costs_nobody_their_place(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+def test_a_pause_longer_than_a_lease_costs_nobody_their_place(
+    make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
+) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client:
         job = create_job(coordinator, client, together=2, lease_ms=1500)
         a, b = job.form("a", "b")
         coordinator.process.kill(signal.SIGSTOP)
-        # Waits for nothing: the pause is the case, longer than the lease, and than the 1.2 s from which it is told.
+        # Waits for nothing: the pause is the case, longer than the lease, and than the 1.2 s from
+        # which it is told.
         time.sleep(2.0)
         coordinator.process.kill(signal.SIGCONT)
         for member in (a, b):
             member.beat(1, step=5)
-        eventually(lambda: [m.progress.step for m in job.get().members] == [5, 5], "both heartbeats")
+        eventually(
+            lambda: [m.progress.step for m in job.get().members] == [5, 5], "both heartbeats"
+        )
         assert "this process stood still for" in coordinator.log
         assert "member_lost" not in [event.kind for event in job.events()]
         job.close()
 
 
-def test_a_stopped_coordinator_sends_its_members_to_the_next_one(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+def test_a_stopped_coordinator_sends_its_members_to_the_next_one(
+    make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
+) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client:
         job = create_job(coordinator, client, together=2)
@@ -181,7 +216,9 @@ def test_a_stopped_coordinator_sends_its_members_to_the_next_one(make_coordinato
         job.close()
 
 
-def test_a_second_coordinator_takes_over_and_the_first_one_ends(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+def test_a_second_coordinator_takes_over_and_the_first_one_ends(
+    make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
+) -> None:
     first = make_coordinator("--redis", own_redis.url)
     with first.client() as client:
         job = create_job(first, client, together=2)
@@ -206,13 +243,17 @@ def test_a_second_coordinator_takes_over_and_the_first_one_ends(make_coordinator
             taken_over.close()
 
 
-def test_a_coordinator_with_nothing_to_write_finds_out_too(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+def test_a_coordinator_with_nothing_to_write_finds_out_too(
+    make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
+) -> None:
     first = make_coordinator("--redis", own_redis.url)
     make_coordinator("--redis", own_redis.url)
     eventually(lambda: first.process.status == 1, "the first coordinator to end")
 
 
-def test_changes_wait_while_redis_is_away_and_nothing_is_lost(make_coordinator: MakeCoordinator, tmp_path: Path) -> None:
+def test_changes_wait_while_redis_is_away_and_nothing_is_lost(
+    make_coordinator: MakeCoordinator, tmp_path: Path
+) -> None:
     reserved = ReservedPort()
     redis = EmbeddedRedis(tmp_path / "away", port=reserved.port)
     try:
@@ -224,8 +265,14 @@ def test_changes_wait_while_redis_is_away_and_nothing_is_lost(make_coordinator: 
 
             b.kill()
             a.beat(1, step=5)
-            eventually(lambda: any(m.progress.step == 5 for m in job.get().members), "heartbeats and status while Redis is away")
-            for change in (lambda: client.drain_member(job.job_id, member_id="a"), lambda: create_job(coordinator, client)):
+            eventually(
+                lambda: any(m.progress.step == 5 for m in job.get().members),
+                "heartbeats and status while Redis is away",
+            )
+            for change in (
+                lambda: client.drain_member(job.job_id, member_id="a"),
+                lambda: create_job(coordinator, client),
+            ):
                 error = refusal(change)
                 assert isinstance(error, UnavailableError)
                 assert error.reason == "STORAGE_UNAVAILABLE"
@@ -240,7 +287,8 @@ def test_changes_wait_while_redis_is_away_and_nothing_is_lost(make_coordinator: 
 
             redis = EmbeddedRedis(tmp_path / "away", port=reserved.port)
             a.generation(lambda g: "b" not in ids(g))
-            # The drain was asked for and not taken back: it is done, although its caller was told that it may not be.
+            # The drain was asked for and not taken back: it is done, although its caller was told
+            # that it may not be.
             assert a.told("drain").reason == "drained"
             # Who was told to ask again can, under the same name.
             job.join("d").welcome()
@@ -253,7 +301,8 @@ def test_changes_wait_while_redis_is_away_and_nothing_is_lost(make_coordinator: 
 def test_nobody_is_told_that_its_run_is_over_by_a_coordinator_that_may_not_know_the_newest(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
-    """A server would set aside what it holds, in the middle of its run: one that a newer coordinator knows."""
+    """A server would set aside what it holds, in the middle of its run: one that a newer
+    coordinator knows."""
     coordinator = make_coordinator("--redis", own_redis.url, "--request-timeout", "1s")
     with coordinator.client(attempts=1) as client, connect(own_redis.url) as redis:
         job = create_job(coordinator, client, together=1, parameter_servers=1)
@@ -274,7 +323,9 @@ def test_nobody_is_told_that_its_run_is_over_by_a_coordinator_that_may_not_know_
         job.close()
 
 
-def test_launchers_go_on_with_a_run_that_an_older_release_began(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+def test_launchers_go_on_with_a_run_that_an_older_release_began(
+    make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
+) -> None:
     """When it began is not known."""
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client, connect(own_redis.url) as redis:
@@ -290,12 +341,16 @@ def test_launchers_go_on_with_a_run_that_an_older_release_began(make_coordinator
             client.run = None
             client.run = client.create_job(pb.JobSpec(job_id="j", min_workers=1, max_workers=2)).run
             assert client.run.number == number
-            launchers = client.create_job(pb.JobSpec(job_id="j.nodes", min_workers=1, max_workers=2), follow=True)
+            launchers = client.create_job(
+                pb.JobSpec(job_id="j.nodes", min_workers=1, max_workers=2), follow=True
+            )
             assert launchers.run.number == number
             client.stop_job("j")
 
 
-def test_a_redis_that_lost_everything_is_filled_again_from_memory(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+def test_a_redis_that_lost_everything_is_filled_again_from_memory(
+    make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
+) -> None:
     import redis
 
     coordinator = make_coordinator("--redis", own_redis.url)
@@ -312,7 +367,9 @@ def test_a_redis_that_lost_everything_is_filled_again_from_memory(make_coordinat
         job.close()
 
 
-def test_the_coordinator_waits_for_redis_at_its_start(make_coordinator: MakeCoordinator, tmp_path: Path) -> None:
+def test_the_coordinator_waits_for_redis_at_its_start(
+    make_coordinator: MakeCoordinator, tmp_path: Path
+) -> None:
     with ReservedPort() as reserved:
         coordinator = make_coordinator("--redis", f"redis://127.0.0.1:{reserved.port}", wait=False)
         eventually(lambda: "waiting for Redis" in coordinator.log, "the first attempt")
@@ -337,7 +394,9 @@ def test_a_coordinator_that_waits_for_a_mute_redis_stops_when_it_is_told_to() ->
         stop = asyncio.Event()
         with socket.create_server(("127.0.0.1", 0)) as mute:
             mute.setblocking(False)
-            serving = asyncio.create_task(serve(CoordinatorSettings(), f"redis://127.0.0.1:{mute.getsockname()[1]}", stop))
+            serving = asyncio.create_task(
+                serve(CoordinatorSettings(), f"redis://127.0.0.1:{mute.getsockname()[1]}", stop)
+            )
             asked, _ = await asyncio.get_running_loop().sock_accept(mute)
             stop.set()
             with asked:
@@ -347,7 +406,9 @@ def test_a_coordinator_that_waits_for_a_mute_redis_stops_when_it_is_told_to() ->
     asyncio.run(test())
 
 
-def test_a_job_survives_with_its_spec_and_closed_state(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+def test_a_job_survives_with_its_spec_and_closed_state(
+    make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
+) -> None:
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client:
         job = create_job(coordinator, client, smallest=2, largest=3)
@@ -360,7 +421,9 @@ def test_a_job_survives_with_its_spec_and_closed_state(make_coordinator: MakeCoo
         assert [summary.job_id for summary in client.list_jobs().jobs] == [job.job_id]
 
 
-def test_a_job_that_nobody_is_in_is_forgotten_after_the_retention(make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis) -> None:
+def test_a_job_that_nobody_is_in_is_forgotten_after_the_retention(
+    make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
+) -> None:
     import redis
 
     coordinator = make_coordinator("--redis", own_redis.url, "--job-retention", "2s")
@@ -380,7 +443,9 @@ def test_a_job_that_nobody_is_in_is_forgotten_after_the_retention(make_coordinat
         assert raw.smembers("shoal:jobs") == {occupied.job_id.encode()}
         assert occupied.get().phase == pb.JOB_PHASE_RUNNING
         # The id is free again.
-        assert client.create_job(pb.JobSpec(job_id=finished.job_id, min_workers=1, max_workers=7)).created
+        assert client.create_job(
+            pb.JobSpec(job_id=finished.job_id, min_workers=1, max_workers=7)
+        ).created
         occupied.close()
 
 

@@ -1,4 +1,5 @@
-"""Who may call what: every method of the service, with a token of every role, with a wrong one and with none; and TLS."""
+"""Who may call what: every method of the service, with a token of every role, with a wrong one and
+with none; and TLS."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ PROTO_SAYS = {
 def guarded(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     """A coordinator with a token for each role."""
     directory = tmp_path_factory.mktemp("guarded")
-    (directory / "tokens").write_text("".join(f"{role}: {role}-secret\n{role}@mine: {role}-of-mine\n" for role in Role))
+    (directory / "tokens").write_text(
+        "".join(f"{role}: {role}-secret\n{role}@mine: {role}-of-mine\n" for role in Role)
+    )
     coordinator = Coordinator(zygote, directory, "--tokens", str(directory / "tokens")).start()
     yield coordinator
     coordinator.close()
@@ -59,15 +62,21 @@ def channel(guarded: Coordinator) -> Iterator[grpc.Channel]:
         yield channel
 
 
-def status_of_empty_call(channel: grpc.Channel, method: str, *metadata: tuple[str, str]) -> grpc.StatusCode:
-    """Calls with an empty message: whoever is let in gets another status than a refusal of theirs."""
+def status_of_empty_call(
+    channel: grpc.Channel, method: str, *metadata: tuple[str, str]
+) -> grpc.StatusCode:
+    """Calls with an empty message: whoever is let in gets another status than a refusal of
+    theirs."""
     return status_and_details(channel, method, b"", *metadata)[0]
 
 
-def status_and_details(channel: grpc.Channel, method: str, message: bytes, *metadata: tuple[str, str]) -> tuple[grpc.StatusCode, str]:
+def status_and_details(
+    channel: grpc.Channel, method: str, message: bytes, *metadata: tuple[str, str]
+) -> tuple[grpc.StatusCode, str]:
     """Of one call with one message."""
     descriptor = pb.DESCRIPTOR.services_by_name["Coordinator"].methods_by_name[method]
-    kind = f"{'stream' if descriptor.client_streaming else 'unary'}_{'stream' if descriptor.server_streaming else 'unary'}"
+    ways = (descriptor.client_streaming, descriptor.server_streaming)
+    kind = "_".join("stream" if streaming else "unary" for streaming in ways)
     call: Any = getattr(channel, kind)(f"/{SERVICE}/{method}", bytes, bytes)
     request = iter([message]) if descriptor.client_streaming else message
     try:
@@ -96,7 +105,10 @@ def test_each_role_may_call_what_the_proto_says(channel: grpc.Channel, method: s
 @pytest.mark.parametrize("method", METHODS)
 def test_nobody_is_let_in_without_a_known_token(channel: grpc.Channel, method: str) -> None:
     assert status_of_empty_call(channel, method) is grpc.StatusCode.UNAUTHENTICATED
-    assert status_of_empty_call(channel, method, ("authorization", "Bearer guess")) is grpc.StatusCode.UNAUTHENTICATED
+    assert (
+        status_of_empty_call(channel, method, ("authorization", "Bearer guess"))
+        is grpc.StatusCode.UNAUTHENTICATED
+    )
 
 
 # A request of each method that names a job.
@@ -110,7 +122,9 @@ def _naming(method: str, job_id: str) -> bytes:
             return pb.MemberMessage(join=pb.Join(**identity)).SerializeToString()
         case "ServerSession":
             return pb.ServerMessage(
-                register=pb.RegisterServer(job_id=job_id, server_id="s", host="h", pid=1, address="h:1")
+                register=pb.RegisterServer(
+                    job_id=job_id, server_id="s", host="h", pid=1, address="h:1"
+                )
             ).SerializeToString()
         case _:
             return bytes(getattr(pb, f"{method}Request")(job_id=job_id).SerializeToString())
@@ -138,7 +152,13 @@ def test_a_token_for_one_job_lists_that_one(guarded: Coordinator) -> None:
         assert "mine.torchrun" in listed
         assert listed <= {"mine", "mine.nodes", "mine.torchrun"}
     with pytest.raises(HTTPError) as refused:
-        urlopen(Request(f"http://{guarded.ports['http']}/sd", headers={"Authorization": "Bearer viewer-of-mine"}), timeout=60)
+        urlopen(
+            Request(
+                f"http://{guarded.ports['http']}/sd",
+                headers={"Authorization": "Bearer viewer-of-mine"},
+            ),
+            timeout=60,
+        )
     assert refused.value.code == 403
     refused.value.close()
 
@@ -151,7 +171,9 @@ def test_http_asks_for_a_token_except_for_health(guarded: Coordinator) -> None:
             urlopen(f"{base}/{page}", timeout=60)
         assert refused.value.code == 401
         refused.value.close()
-        with urlopen(Request(f"{base}/{page}", headers={"Authorization": "Bearer viewer-secret"}), timeout=60) as answer:
+        with urlopen(
+            Request(f"{base}/{page}", headers={"Authorization": "Bearer viewer-secret"}), timeout=60
+        ) as answer:
             assert answer.status == 200
 
 
@@ -162,14 +184,30 @@ def test_mutual_tls_lets_in_only_those_with_a_certificate(zygote: Zygote, tmp_pa
     for name, certificate in (("server", served), ("client", mine)):
         certificate.private_key_pem.write_to_path(tmp_path / f"{name}.key")
         certificate.cert_chain_pems[0].write_to_path(tmp_path / f"{name}.pem")
-    flags = ("--tls-cert", tmp_path / "server.pem", "--tls-key", tmp_path / "server.key", "--tls-client-ca", tmp_path / "ca.pem")
+    flags = (
+        "--tls-cert",
+        tmp_path / "server.pem",
+        "--tls-key",
+        tmp_path / "server.key",
+        "--tls-client-ca",
+        tmp_path / "ca.pem",
+    )
     coordinator = Coordinator(zygote, tmp_path, *map(str, flags)).start()
     try:
-        with_certificate = TlsSettings(certificate=tmp_path / "client.pem", key=tmp_path / "client.key", authority=tmp_path / "ca.pem")
+        with_certificate = TlsSettings(
+            certificate=tmp_path / "client.pem",
+            key=tmp_path / "client.key",
+            authority=tmp_path / "ca.pem",
+        )
         with coordinator.client(tls=with_certificate) as client:
             assert not client.list_jobs().jobs
         for tls in (TlsSettings(authority=tmp_path / "ca.pem"), None):
-            settings = ChannelSettings(address=coordinator.ports["grpc"], tls=tls, attempts=1, deadline=timedelta(seconds=60))
+            settings = ChannelSettings(
+                address=coordinator.ports["grpc"],
+                tls=tls,
+                attempts=1,
+                deadline=timedelta(seconds=60),
+            )
             with CoordinatorClient(settings) as client, pytest.raises(UnavailableError):
                 client.list_jobs()
     finally:

@@ -37,17 +37,33 @@ def test_a_thousand_joins_at_once_become_one_generation_in_a_few_commits(redis_u
     async def test() -> None:
         store = await JobStore.open(redis_url)
         clock = Clock(await store.now_unix_ms())
-        jobs = Jobs(store, clock=clock, policy=Policy(), metrics=CoordinatorMetrics(registry), retention=timedelta(days=1))
+        jobs = Jobs(
+            store,
+            clock=clock,
+            policy=Policy(),
+            metrics=CoordinatorMetrics(registry),
+            retention=timedelta(days=1),
+        )
         await jobs.load()
-        await jobs.create(RunWanted(spec=JobSpec(job_id="j", min_workers=MEMBERS, max_workers=MEMBERS)), timeout_s=10)
+        await jobs.create(
+            RunWanted(spec=JobSpec(job_id="j", min_workers=MEMBERS, max_workers=MEMBERS)),
+            timeout_s=10,
+        )
         loop = jobs.get("j")
         for number in range(MEMBERS):
             loop.submit(MemberJoined(identity=identity(number), last_generation=0))
-        await asyncio.gather(*[loop.ask(MemberReady(member_id=f"m{number}"), timeout_s=30) for number in range(MEMBERS)])
+        await asyncio.gather(
+            *[
+                loop.ask(MemberReady(member_id=f"m{number}"), timeout_s=30)
+                for number in range(MEMBERS)
+            ]
+        )
         generation = loop.state.generation
         assert generation is not None
         assert generation.number == 1
-        assert [rank.host for rank in generation.ranks] == [f"h{number // 8}" for number in range(MEMBERS)]
+        assert [rank.host for rank in generation.ranks] == [
+            f"h{number // 8}" for number in range(MEMBERS)
+        ]
         (stored,) = await store.load_all()
         assert stored.state.generation == generation
         await jobs.close(UnavailableError("the test is over"))

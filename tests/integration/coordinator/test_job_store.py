@@ -1,4 +1,5 @@
-"""The store against a real Valkey: what is written is read, once, and only by the newest coordinator."""
+"""The store against a real Valkey: what is written is read, once, and only by the newest
+coordinator."""
 
 from __future__ import annotations
 
@@ -27,10 +28,22 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(bounded())
 
 
-async def written(store: JobStore, state: JobState, *, revision: int, commit_id: str = "c", records: tuple[Record, ...] = ()) -> int:
+async def written(
+    store: JobStore,
+    state: JobState,
+    *,
+    revision: int,
+    commit_id: str = "c",
+    records: tuple[Record, ...] = (),
+) -> int:
     await store.register(state.spec.job_id)
     return await store.commit(
-        state, encode_changes(state, everything(state)), records, revision=revision, commit_id=commit_id, durable=True
+        state,
+        encode_changes(state, everything(state)),
+        records,
+        revision=revision,
+        commit_id=commit_id,
+        durable=True,
     )
 
 
@@ -88,7 +101,9 @@ def test_a_redis_that_lost_writes_gets_the_whole_job_again(redis_url: str) -> No
         with redis.Redis.from_url(redis_url) as raw:
             raw.flushall()
         after = replace(state, number=4)
-        await store.commit(after, Written(put={}, remove=()), (), revision=1, commit_id="x", durable=True)
+        await store.commit(
+            after, Written(put={}, remove=()), (), revision=1, commit_id="x", durable=True
+        )
         claimed = await store.claim("j")
         assert claimed is not None
         assert (claimed.state.number, claimed.revision) == (4, 2)
@@ -98,7 +113,9 @@ def test_a_redis_that_lost_writes_gets_the_whole_job_again(redis_url: str) -> No
     run(test)
 
 
-def test_a_job_that_cannot_be_read_does_not_stand_in_the_way_of_others(redis_url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_job_that_cannot_be_read_does_not_stand_in_the_way_of_others(
+    redis_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def test() -> None:
         store = await JobStore.open(redis_url)
         for name in ("good", "bad", "worse"):
@@ -121,7 +138,9 @@ def test_the_event_log_is_read_in_pages_and_bounded(redis_url: str) -> None:
     async def test() -> None:
         store = await JobStore.open(redis_url)
         state = JobState(spec=SPEC)
-        await written(store, state, revision=0, records=tuple(Record(kind=f"k{i}") for i in range(25)))
+        await written(
+            store, state, revision=0, records=tuple(Record(kind=f"k{i}") for i in range(25))
+        )
         first = await store.events("j", after="0", count=10)
         second = await store.events("j", after=first[-1].event_id, count=100)
         assert [event.record.kind for event in first + second] == [f"k{i}" for i in range(25)]

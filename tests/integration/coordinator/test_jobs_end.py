@@ -30,8 +30,11 @@ _STOPPING = UnavailableError("this coordinator is stopping")
 T = TypeVar("T")
 
 
-def test_jobs_end_at_any_moment_of_an_answer_from_redis(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cancellation that meets Redis' answer is lost on the way, in Python 3.11: with one cancellation only, most of these rounds hang."""
+def test_jobs_end_at_any_moment_of_an_answer_from_redis(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancellation that meets Redis' answer is lost on the way, in Python 3.11: with one
+    cancellation only, most of these rounds hang."""
     monkeypatch.setattr(jobs_module, "_EPOCH_CHECK_INTERVAL_S", 0.0)
     moments = random.Random(1)
 
@@ -46,17 +49,27 @@ def test_jobs_end_at_any_moment_of_an_answer_from_redis(redis_url: str, monkeypa
         asyncio.run(round_())
 
 
-def test_what_waits_for_redis_is_told_at_once_that_the_coordinator_stops(own_redis: EmbeddedRedis) -> None:
+def test_what_waits_for_redis_is_told_at_once_that_the_coordinator_stops(
+    own_redis: EmbeddedRedis,
+) -> None:
     """A request whose commit is under way, and one that was queued meanwhile."""
 
     async def test() -> None:
         async with _jobs(own_redis.url) as jobs:
-            await jobs.create(RunWanted(spec=JobSpec(job_id="job", min_workers=1, max_workers=1)), timeout_s=30)
+            await jobs.create(
+                RunWanted(spec=JobSpec(job_id="job", min_workers=1, max_workers=1)), timeout_s=30
+            )
             os.kill(own_redis.pid, signal.SIGSTOP)
-            asked = [await _begun(jobs.get("job").ask(StopRequested(reason="a test"), timeout_s=600)) for _ in range(2)]
+            asked = [
+                await _begun(jobs.get("job").ask(StopRequested(reason="a test"), timeout_s=600))
+                for _ in range(2)
+            ]
             async with asyncio.timeout(30):
                 await jobs.close(_STOPPING)
-                assert await asyncio.gather(*asked, return_exceptions=True) == [_STOPPING, _STOPPING]
+                assert await asyncio.gather(*asked, return_exceptions=True) == [
+                    _STOPPING,
+                    _STOPPING,
+                ]
             os.kill(own_redis.pid, signal.SIGCONT)
 
     asyncio.run(test())
@@ -66,7 +79,12 @@ def test_no_job_starts_in_a_coordinator_that_stops(own_redis: EmbeddedRedis) -> 
     async def test() -> None:
         async with _jobs(own_redis.url) as jobs:
             os.kill(own_redis.pid, signal.SIGSTOP)
-            created = await _begun(jobs.create(RunWanted(spec=JobSpec(job_id="job", min_workers=1, max_workers=1)), timeout_s=600))
+            created = await _begun(
+                jobs.create(
+                    RunWanted(spec=JobSpec(job_id="job", min_workers=1, max_workers=1)),
+                    timeout_s=600,
+                )
+            )
             await jobs.close(_STOPPING)
             os.kill(own_redis.pid, signal.SIGCONT)
             with pytest.raises(UnavailableError) as caught:
@@ -77,13 +95,21 @@ def test_no_job_starts_in_a_coordinator_that_stops(own_redis: EmbeddedRedis) -> 
     asyncio.run(test())
 
 
-def test_a_coordinator_that_cannot_go_on_says_that_it_stops_and_not_that_another_one_took_its_place(redis_url: str) -> None:
+def test_a_coordinator_that_cannot_go_on_says_that_it_stops_and_not_that_another_one_took_its_place(
+    redis_url: str,
+) -> None:
     """Another program has changed a job in Redis under it."""
 
     async def test() -> None:
         async with _jobs(redis_url) as jobs, redis.from_url(redis_url) as other:
-            await jobs.create(RunWanted(spec=JobSpec(job_id="job", min_workers=1, max_workers=1)), timeout_s=30)
-            (key,) = [key async for key in other.scan_iter(_type="hash") if await other.hexists(key, "revision")]
+            await jobs.create(
+                RunWanted(spec=JobSpec(job_id="job", min_workers=1, max_workers=1)), timeout_s=30
+            )
+            (key,) = [
+                key
+                async for key in other.scan_iter(_type="hash")
+                if await other.hexists(key, "revision")
+            ]
             await other.hincrby(key, "revision", 5)
             loop = jobs.get("job")
             with pytest.raises(InternalError, match="at revision"):
@@ -101,7 +127,13 @@ def test_a_coordinator_that_cannot_go_on_says_that_it_stops_and_not_that_another
 async def _jobs(redis_url: str) -> AsyncIterator[Jobs]:
     store = await JobStore.open(redis_url)
     metrics = CoordinatorMetrics(CollectorRegistry())
-    yield Jobs(store, clock=Clock(await store.now_unix_ms()), policy=Policy(), metrics=metrics, retention=timedelta(days=1))
+    yield Jobs(
+        store,
+        clock=Clock(await store.now_unix_ms()),
+        policy=Policy(),
+        metrics=metrics,
+        retention=timedelta(days=1),
+    )
     await store.close()
 
 

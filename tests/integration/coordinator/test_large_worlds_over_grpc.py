@@ -1,4 +1,5 @@
-"""More ranks than are told whole: announcements, GetRanks and members' links, at a real coordinator."""
+"""More ranks than are told whole: announcements, GetRanks and members' links, at a real
+coordinator."""
 
 from __future__ import annotations
 
@@ -40,8 +41,17 @@ class Linked:
     """A member with a worker's link, among others that only hold sessions."""
 
     def __init__(self, job: Job) -> None:
-        self.client = Asked(ChannelSettings(address=job.coordinator.address, deadline=timedelta(seconds=2)))
-        identity = MemberIdentity(job_id=job.job_id, member_id="linked", host="h1", pid=1, local_index=WORLD, donor_address="127.0.0.1:1")
+        self.client = Asked(
+            ChannelSettings(address=job.coordinator.address, deadline=timedelta(seconds=2))
+        )
+        identity = MemberIdentity(
+            job_id=job.job_id,
+            member_id="linked",
+            host="h1",
+            pid=1,
+            local_index=WORLD,
+            donor_address="127.0.0.1:1",
+        )
         self.link = CoordinatorLink(self.client, identity, on_generation=lambda generation: None)
 
     def begin(self) -> None:
@@ -65,33 +75,50 @@ def formed(make_job: MakeJob) -> Iterator[tuple[Job, list[Member], Linked]]:
 
 
 def lines(ranks: Any) -> list[str]:
-    return [rank_table.line(rank.member_id, rank.host, rank.donor_address, rank.donor_key) for rank in ranks]
+    return [
+        rank_table.line(rank.member_id, rank.host, rank.donor_address, rank.donor_key)
+        for rank in ranks
+    ]
 
 
-def test_members_of_a_large_world_are_told_their_rank_and_get_the_table_when_they_ask(formed: tuple[Job, list[Member], Linked]) -> None:
+def test_members_of_a_large_world_are_told_their_rank_and_get_the_table_when_they_ask(
+    formed: tuple[Job, list[Member], Linked],
+) -> None:
     job, members, _ = formed
     told = [member.told("generation") for member in members]
     generation = members[0].generation()
     assert not generation.ranks
-    assert (generation.world_size, generation.most_local_ranks, list(generation.joining)) == (WORLD, WORLD, [0, WORLD])
+    assert (generation.world_size, generation.most_local_ranks, list(generation.joining)) == (
+        WORLD,
+        WORLD,
+        [0, WORLD],
+    )
     asked = {"generation": 1, "nonce": generation.nonce}
     table = job.client.get_ranks(job.job_id, **asked).ranks
     assert [rank.rank for rank in table] == list(range(WORLD))
     assert rank_table.digest(lines(table)) == generation.table_digest
     ranks = [next(d.rank for d in member.seen if d.HasField("generation")) for member in members]
     assert [table[rank].member_id for rank in ranks] == [member.name for member in members]
-    assert [rank.rank for rank in job.client.get_ranks(job.job_id, ranks=[5, 3], **asked).ranks] == [5, 3]
+    assert [
+        rank.rank for rank in job.client.get_ranks(job.job_id, ranks=[5, 3], **asked).ranks
+    ] == [5, 3]
     assert len(told) == len(members)
 
 
 @pytest.mark.parametrize("wrong", [{"generation": 2}, {"nonce": "0" * 32}, {"nonce": ""}])
-def test_ranks_are_told_to_members_of_the_newest_generation_alone(formed: tuple[Job, list[Member], Linked], wrong: dict[str, Any]) -> None:
+def test_ranks_are_told_to_members_of_the_newest_generation_alone(
+    formed: tuple[Job, list[Member], Linked], wrong: dict[str, Any]
+) -> None:
     job, members, _ = formed
     with pytest.raises(StaleGenerationError, match="the newest generation"):
-        job.client.get_ranks(job.job_id, **{"generation": 1, "nonce": members[0].generation().nonce, **wrong})
+        job.client.get_ranks(
+            job.job_id, **{"generation": 1, "nonce": members[0].generation().nonce, **wrong}
+        )
 
 
-def test_a_member_works_in_what_a_death_changes_and_asks_only_once(formed: tuple[Job, list[Member], Linked]) -> None:
+def test_a_member_works_in_what_a_death_changes_and_asks_only_once(
+    formed: tuple[Job, list[Member], Linked],
+) -> None:
     _, members, linked = formed
     first = linked.link.newest_generation
     assert first is not None
@@ -101,13 +128,17 @@ def test_a_member_works_in_what_a_death_changes_and_asks_only_once(formed: tuple
     victim = members[7]
     victim.kill()
     second = linked.link.wait_generation(after=1, timeout=timedelta(seconds=30))
-    assert [peer.member_id for peer in second.peers] == [name for name in before if name != victim.name]
+    assert [peer.member_id for peer in second.peers] == [
+        name for name in before if name != victim.name
+    ]
     assert [peer.rank for peer in second.peers] == list(range(WORLD - 1))
     assert second.me.member_id == "linked"
     assert linked.client.asked == 1
 
 
-def test_a_joiner_asks_for_the_table_and_the_others_do_not(formed: tuple[Job, list[Member], Linked]) -> None:
+def test_a_joiner_asks_for_the_table_and_the_others_do_not(
+    formed: tuple[Job, list[Member], Linked],
+) -> None:
     job, members, linked = formed
     assert linked.link.newest_generation is not None
     list(linked.link.newest_generation.peers)
@@ -121,15 +152,23 @@ def test_a_joiner_asks_for_the_table_and_the_others_do_not(formed: tuple[Job, li
     # max_workers are there again, so nobody waits for the grace.
     third = linked.link.wait_generation(after=2, timeout=timedelta(seconds=30))
     assert third.known is not None
-    assert {peer.member_id for peer in third.peers} - {peer.member_id for peer in second.peers} == {"late"}
+    assert {peer.member_id for peer in third.peers} - {peer.member_id for peer in second.peers} == {
+        "late"
+    }
     assert linked.client.asked == 1
     told = joiner.generation(lambda g: g.number == 3)
     table = job.client.get_ranks(job.job_id, generation=3, nonce=told.nonce).ranks
-    assert rank_table.digest(lines(table)) == told.table_digest == rank_table.digest(peer.line for peer in third.peers)
+    assert (
+        rank_table.digest(lines(table))
+        == told.table_digest
+        == rank_table.digest(peer.line for peer in third.peers)
+    )
     assert list(told.joining) == [next(rank.rank for rank in table if rank.member_id == "late"), 1]
 
 
-def test_peers_of_a_superseded_generation_cannot_be_had(formed: tuple[Job, list[Member], Linked]) -> None:
+def test_peers_of_a_superseded_generation_cannot_be_had(
+    formed: tuple[Job, list[Member], Linked],
+) -> None:
     _, members, linked = formed
     first = linked.link.newest_generation
     assert first is not None
@@ -142,7 +181,12 @@ def test_peers_of_a_superseded_generation_cannot_be_had(formed: tuple[Job, list[
 def test_a_launcher_among_many_knows_its_place(make_job: MakeJob) -> None:
     job = make_job(together=WORLD, smallest=2)
     session = NodeSession(
-        job.client, job_id=job.job_id, launcher_id="l", address="127.0.0.1:4", on_change=lambda: None, on_job_lost=lambda: None
+        job.client,
+        job_id=job.job_id,
+        launcher_id="l",
+        address="127.0.0.1:4",
+        on_change=lambda: None,
+        on_job_lost=lambda: None,
     )
     for member in job.start(*NAMES):
         member.generation()
@@ -151,13 +195,18 @@ def test_a_launcher_among_many_knows_its_place(make_job: MakeJob) -> None:
     session.leave(pb.Leave.REASON_DRAINED, "the test is over")
 
 
-def test_one_member_or_those_behind_are_told_without_the_whole_job(formed: tuple[Job, list[Member], Linked]) -> None:
+def test_one_member_or_those_behind_are_told_without_the_whole_job(
+    formed: tuple[Job, list[Member], Linked],
+) -> None:
     job, members, _ = formed
     for member in members:
         member.beat(1, step=5, sequence=5)
     members[2].beat(1, step=6, sequence=6)
     eventually(
-        lambda: {m.member_id for m in job.client.get_job(job.job_id, below_step=5).members} == {"linked"},
+        lambda: (
+            {m.member_id for m in job.client.get_job(job.job_id, below_step=5).members}
+            == {"linked"}
+        ),
         "all but one to have told their step",
     )
     behind = job.client.get_job(job.job_id, below_step=6)
@@ -190,7 +239,9 @@ def test_a_coordinator_that_was_restarted_knows_the_table_that_it_wrote_by_its_c
         list(second.peers)
     coordinator.start()
     table = eventually(lambda: _told(second.peers), "the table of a coordinator that is back")
-    assert sorted(peer.member_id for peer in table) == sorted([*(n for n in NAMES if n != members[5].name), "linked"])
+    assert sorted(peer.member_id for peer in table) == sorted(
+        [*(n for n in NAMES if n != members[5].name), "linked"]
+    )
     linked.client.close()
     job.close()
     client.close()

@@ -1,4 +1,5 @@
-"""A member speaks for itself alone: who has a worker's token and not the member's key neither joins nor asks nor ends as that member."""
+"""A member speaks for itself alone: who has a worker's token and not the member's key neither joins
+nor asks nor ends as that member."""
 
 from __future__ import annotations
 
@@ -45,7 +46,9 @@ def member(guarded: Coordinator, own: CoordinatorClient) -> Member:
 
 
 @pytest.mark.parametrize("key", [OTHER, None])
-def test_nobody_takes_a_members_session(guarded: Coordinator, member: Member, key: str | None) -> None:
+def test_nobody_takes_a_members_session(
+    guarded: Coordinator, member: Member, key: str | None
+) -> None:
     with guarded.client(token="wt", member_key=key) as client:
         thief = Member(member.job, "a", client=client, last=1)
         eventually(lambda: thief.ended, "the refusal")
@@ -56,21 +59,30 @@ def test_nobody_takes_a_members_session(guarded: Coordinator, member: Member, ke
     assert member.job.phase_of("a") == "ranked"
 
 
-def test_a_member_that_comes_back_with_its_key_is_known_again_also_after_a_restart(guarded: Coordinator, member: Member) -> None:
+def test_a_member_that_comes_back_with_its_key_is_known_again_also_after_a_restart(
+    guarded: Coordinator, member: Member
+) -> None:
     again = Member(member.job, "a", last=1)
     again.welcome()
     assert again.error is None
 
 
-def test_nobody_leases_for_a_member_or_says_that_it_has_ended(other: CoordinatorClient, own: CoordinatorClient, member: Member) -> None:
+def test_nobody_leases_for_a_member_or_says_that_it_has_ended(
+    other: CoordinatorClient, own: CoordinatorClient, member: Member
+) -> None:
     asked = {"loader": "l", "epoch": 0, "batches_in_epoch": 4, "want": 1}
-    for call in (lambda: other.lease_batches("job", "a", **asked), lambda: other.report_exit("job", "a", exit_code=1)):
+    for call in (
+        lambda: other.lease_batches("job", "a", **asked),
+        lambda: other.report_exit("job", "a", exit_code=1),
+    ):
         with pytest.raises(PermissionDeniedError) as refused:
             call()
         assert refused.value.reason == "MEMBER_KEY_WRONG"
     assert member.job.phase_of("a") == "ranked"
     assert len(own.lease_batches("job", "a", **asked).batches) == 1
-    assert other.report_exit("job", "a", key=OWN, exit_code=1).was_member, "its launcher knows the key"
+    assert other.report_exit("job", "a", key=OWN, exit_code=1).was_member, (
+        "its launcher knows the key"
+    )
 
 
 def test_an_admin_may_say_that_a_member_has_ended(guarded: Coordinator, member: Member) -> None:

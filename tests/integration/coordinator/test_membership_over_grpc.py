@@ -1,4 +1,5 @@
-"""Members over real streams: joining, dying, leaving, draining, stopping. What exactly is decided is in the unit scenarios."""
+"""Members over real streams: joining, dying, leaving, draining, stopping. What exactly is decided
+is in the unit scenarios."""
 
 from __future__ import annotations
 
@@ -12,17 +13,30 @@ from shoal_common.errors import PreconditionError, StaleGenerationError
 from shoal_common.redis import EmbeddedRedis
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from tests.integration.coordinator.harness import DONOR_KEY, Coordinator, Job, create_job, eventually, ids
+from tests.integration.coordinator.harness import (
+    DONOR_KEY,
+    Coordinator,
+    Job,
+    create_job,
+    eventually,
+    ids,
+)
 
 MakeJob = Callable[..., Job]
 
 
 def endings(job: Job) -> list[tuple[str, str]]:
     """Members that were lost, and how."""
-    return [(event.member_id, event.attributes["ending"]) for event in job.events() if event.kind == "member_lost"]
+    return [
+        (event.member_id, event.attributes["ending"])
+        for event in job.events()
+        if event.kind == "member_lost"
+    ]
 
 
-def test_a_generation_is_written_when_the_world_is_full_and_says_who_is_where(make_job: MakeJob) -> None:
+def test_a_generation_is_written_when_the_world_is_full_and_says_who_is_where(
+    make_job: MakeJob,
+) -> None:
     job = make_job(smallest=2, largest=3, join_grace_ms=60_000)
     c = job.join("c", host="h2")
     b = job.join("b", host="h1", index=1)
@@ -40,7 +54,9 @@ def test_a_generation_is_written_when_the_world_is_full_and_says_who_is_where(ma
     assert generation.number == 1
     assert generation.cause == pb.Generation.CAUSE_START
     assert len(generation.nonce) == 32
-    assert [(r.rank, r.member_id, r.host, r.local_rank, r.local_world_size) for r in generation.ranks] == [
+    assert [
+        (r.rank, r.member_id, r.host, r.local_rank, r.local_world_size) for r in generation.ranks
+    ] == [
         (0, "a", "h1", 0, 2),
         (1, "b", "h1", 1, 2),
         (2, "c", "h2", 0, 1),
@@ -85,7 +101,11 @@ def test_a_broken_stream_shrinks_the_world_at_once(make_job: MakeJob) -> None:
     b.kill()
     generation = a.generation(lambda g: g.number == 2)
     assert ids(generation) == ["a", "c"]
-    assert [job.client.get_job(job.job_id, member_id=name).member_put_out for name in "abc"] == [False, True, False]
+    assert [job.client.get_job(job.job_id, member_id=name).member_put_out for name in "abc"] == [
+        False,
+        True,
+        False,
+    ]
     assert generation.cause == pb.Generation.CAUSE_FAILURE
     assert generation.interrupts_below == 2
     assert c.generation(lambda g: g.number == 2) == generation
@@ -103,16 +123,24 @@ def test_sigkill_of_a_member_process_is_noticed_by_its_stream(make_job: MakeJob)
         from shoal_common.rpc.channel import ChannelSettings
         from shoal_protos.v1 import coordinator_pb2 as pb
 
+
         def messages():
-            yield pb.MemberMessage(join=pb.Join(job_id=sys.argv[2], member_id="victim", host="h1", pid=1))
+            yield pb.MemberMessage(
+                join=pb.Join(job_id=sys.argv[2], member_id="victim", host="h1", pid=1)
+            )
             yield pb.MemberMessage(ready=pb.Ready())
             threading.Event().wait()
 
-        for directive in CoordinatorClient(ChannelSettings(address=sys.argv[1])).join_session(messages()):
+
+        for directive in CoordinatorClient(ChannelSettings(address=sys.argv[1])).join_session(
+            messages()
+        ):
             pass
     """
     (a,) = job.form("a")
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script), job.coordinator.ports["grpc"], job.job_id]) as victim:
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), job.coordinator.ports["grpc"], job.job_id]
+    ) as victim:
         try:
             joined = a.generation(lambda g: "victim" in ids(g))
             a.beat(joined.number)
@@ -130,7 +158,11 @@ def test_a_joiner_is_taken_at_the_border_and_interrupts_nobody(make_job: MakeJob
     assert b.welcome().joining
     b.ready()
     generation = b.generation()
-    assert (generation.number, generation.cause, generation.interrupts_below) == (2, pb.Generation.CAUSE_BORDER, 1)
+    assert (generation.number, generation.cause, generation.interrupts_below) == (
+        2,
+        pb.Generation.CAUSE_BORDER,
+        1,
+    )
     assert [rank.joining for rank in generation.ranks] == [False, True]
     assert a.generation(lambda g: g.number == 2) == generation
 
@@ -164,7 +196,9 @@ def test_a_reported_exit_shrinks_the_world_and_ends_the_session(make_job: MakeJo
     assert not job.client.report_exit(job.job_id, "stranger", exit_code=1).was_member
 
 
-def test_a_member_without_heartbeats_that_its_peers_wait_for_loses_its_lease(make_job: MakeJob) -> None:
+def test_a_member_without_heartbeats_that_its_peers_wait_for_loses_its_lease(
+    make_job: MakeJob,
+) -> None:
     job = make_job(together=2, lease_ms=1500)
     a, b = job.form("a", "b")
     began = time.monotonic()
@@ -179,14 +213,18 @@ def test_a_member_without_heartbeats_that_its_peers_wait_for_loses_its_lease(mak
     assert ids(a.generation(lambda g: g.number == 2)) == ["a"]
 
 
-def test_a_member_that_is_cut_off_while_its_peers_train_with_it_keeps_its_place(make_job: MakeJob) -> None:
+def test_a_member_that_is_cut_off_while_its_peers_train_with_it_keeps_its_place(
+    make_job: MakeJob,
+) -> None:
     job = make_job(together=2, lease_ms=1000)
     a, b = job.form("a", "b")
     began = time.monotonic()
 
     def silent() -> bool:
         a.beat(1, sequence=int(10 * (time.monotonic() - began)))
-        return "not heard of for" in next((m.note for m in job.get().members if m.member_id == "b"), "not there")
+        return "not heard of for" in next(
+            (m.note for m in job.get().members if m.member_id == "b"), "not there"
+        )
 
     eventually(silent, "several leases to end")
     assert not b.ended
@@ -201,7 +239,10 @@ def test_a_step_that_stands_is_explained_to_those_that_wait(make_job: MakeJob) -
     a.beat(1, waiting_s=11, waiting_in="all_reduce", step=3)
     b.beat(1, step=3)
     text = a.told("notice").text
-    assert "generation 1 stands at step 3: rank 0 (h1) has waited 11 s in all_reduce for rank 1 (h1)" in text
+    assert (
+        "generation 1 stands at step 3: rank 0 (h1) has waited 11 s in all_reduce for rank 1 (h1)"
+        in text
+    )
     assert b.told("notice").text == text
     assert job.get().waits_for == text
     assert [e.attributes["reason"] for e in job.events() if e.kind == "step_stands"] == [text]
@@ -219,7 +260,10 @@ def test_a_failed_collective_without_a_death_reforms_everyone(make_job: MakeJob)
     # The same failure, told late, is over.
     b.fail(1)
     b.beat(2, step=7)
-    eventually(lambda: any(m.progress.step == 7 for m in job.get().members), "b's heartbeat behind its report")
+    eventually(
+        lambda: any(m.progress.step == 7 for m in job.get().members),
+        "b's heartbeat behind its report",
+    )
     assert job.get().generation.number == 2
 
 
@@ -265,7 +309,9 @@ def test_a_member_that_opens_a_second_stream_goes_on_there(make_job: MakeJob) ->
     assert error is not None
     assert error.reason == "SESSION_REPLACED"
     again.beat(1, step=3)
-    eventually(lambda: job.get().members[0].progress.step == 3, "the heartbeat of the second stream")
+    eventually(
+        lambda: job.get().members[0].progress.step == 3, "the heartbeat of the second stream"
+    )
     assert job.get().generation.number == 1
 
 
@@ -282,12 +328,22 @@ def test_within_the_reconnect_grace_a_broken_stream_decides_nothing(
         a.kill()
         # a does not come back.
         assert ids(back.generation()) == ["b"]
-        events = [(event.kind, event.member_id) for event in job.events() if event.kind in ("member_lost", "generation_formed")]
-        assert events == [("generation_formed", ""), ("member_lost", "a"), ("generation_formed", "")]
+        events = [
+            (event.kind, event.member_id)
+            for event in job.events()
+            if event.kind in ("member_lost", "generation_formed")
+        ]
+        assert events == [
+            ("generation_formed", ""),
+            ("member_lost", "a"),
+            ("generation_formed", ""),
+        ]
         job.close()
 
 
-def test_streams_that_all_break_together_are_the_networks_fault_and_leases_decide(make_job: MakeJob) -> None:
+def test_streams_that_all_break_together_are_the_networks_fault_and_leases_decide(
+    make_job: MakeJob,
+) -> None:
     job = make_job(together=3, lease_ms=1500)
     members = job.form("a", "b", "c")
     for member in members:
@@ -307,7 +363,9 @@ def test_streams_that_all_break_together_are_the_networks_fault_and_leases_decid
     assert endings(job) == [("c", "lease_expired")]
 
 
-def test_deaths_behind_a_failed_collective_are_not_taken_for_the_networks_fault(make_job: MakeJob) -> None:
+def test_deaths_behind_a_failed_collective_are_not_taken_for_the_networks_fault(
+    make_job: MakeJob,
+) -> None:
     job = make_job(together=3)
     a, b, c = job.form("a", "b", "c")
     b.cut()
@@ -357,8 +415,14 @@ def test_events_are_kept_and_followed(make_job: MakeJob) -> None:
     assert [next(followed).kind, next(followed).kind] == kinds[2:]
     a = job.members[0]
     a.leave(pb.Leave.REASON_FINISHED)
-    left, finished = sorted((next(followed), next(followed)), key=lambda event: event.kind, reverse=True)
-    assert (left.kind, left.member_id, left.attributes["ending"]) == ("member_left", "a", "finished")
+    left, finished = sorted(
+        (next(followed), next(followed)), key=lambda event: event.kind, reverse=True
+    )
+    assert (left.kind, left.member_id, left.attributes["ending"]) == (
+        "member_left",
+        "a",
+        "finished",
+    )
     assert finished.kind == "job_finished"
     assert finished.unix_ms > 0
     followed.cancel()

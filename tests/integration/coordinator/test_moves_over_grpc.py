@@ -1,5 +1,5 @@
-"""Partitions move between servers, as the coordinator decides it: over real gRPC and a real Valkey. What exactly is decided is in the unit
-scenarios servers_*.txt."""
+"""Partitions move between servers, as the coordinator decides it: over real gRPC and a real Valkey.
+What exactly is decided is in the unit scenarios servers_*.txt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ FOUR_PARTITIONS = [pb.TensorSpec(name="w", shape=[8 << 20], dtype="float32")]
 
 def owners(job: Job) -> list[int]:
     """Of each partition, by the shard map."""
-    return [partition.primary for partition in job.client.get_shard_map(job.job_id).shard_map.partitions]
+    return [
+        partition.primary for partition in job.client.get_shard_map(job.job_id).shard_map.partitions
+    ]
 
 
 def moves_of(job: Job) -> list[str]:
@@ -37,14 +39,22 @@ def test_a_server_that_comes_gets_a_share_and_one_that_is_drained_gives_all_away
     assert s0.told("settled") == pb.MovesSettled(move=0, epoch=1)
     s1 = make_server(job, "s1", incarnation="second")
     assert s1.told("settled") == pb.MovesSettled(move=0, epoch=1)
-    move = pb.MovePartitions(move=1, partition_ids=[0, 1], receiver_index=1, receiver_address="s1:7000", giver_incarnation="first")
+    move = pb.MovePartitions(
+        move=1,
+        partition_ids=[0, 1],
+        receiver_index=1,
+        receiver_address="s1:7000",
+        giver_incarnation="first",
+    )
     assert s0.told("move") == move
     assert owners(job) == [0, 0, 0, 0]
     s0.report(1, receiver="second")
     for server in (s0, s1):
         server.told("settled", lambda settled: settled == pb.MovesSettled(move=1, epoch=2))
     assert owners(job) == [1, 1, 0, 0]
-    assert [(s.partitions, s.value_bytes, s.draining) for s in job.get().servers] == [(2, 16 << 20, False)] * 2
+    assert [(s.partitions, s.value_bytes, s.draining) for s in job.get().servers] == [
+        (2, 16 << 20, False)
+    ] * 2
     refused = make_server(job, "s2").end()
     assert refused is not None
     assert refused.reason == "SERVERS_COMPLETE"
@@ -55,13 +65,26 @@ def test_a_server_that_comes_gets_a_share_and_one_that_is_drained_gives_all_away
     with pytest.raises(PreconditionError) as last:
         job.client.drain_server(job.job_id, "s1")
     assert last.value.reason == "LAST_SERVER"
-    s0.told("move", lambda move: move.move == 2 and list(move.partition_ids) == [2, 3] and move.receiver_index == 1)
+    s0.told(
+        "move",
+        lambda move: (
+            move.move == 2 and list(move.partition_ids) == [2, 3] and move.receiver_index == 1
+        ),
+    )
     s0.report(2, receiver="second")
     assert s0.told("stop").reason == "drained: its machine is wanted"
     assert owners(job) == [1, 1, 1, 1]
     s0.kill()
-    eventually(lambda: [s.server_id for s in job.get().servers] == ["s1"], "the drained server's place to be free")
-    assert moves_of(job) == ["partitions_moved", "server_draining", "partitions_moved", "server_drained"]
+    eventually(
+        lambda: [s.server_id for s in job.get().servers] == ["s1"],
+        "the drained server's place to be free",
+    )
+    assert moves_of(job) == [
+        "partitions_moved",
+        "server_draining",
+        "partitions_moved",
+        "server_drained",
+    ]
     back = make_server(job, "s0", incarnation="first")  # its stream broke, but it lives
     assert back.told("welcome").server_index == 0
     assert back.told("stop").reason == "drained: its machine is wanted"
@@ -69,7 +92,9 @@ def test_a_server_that_comes_gets_a_share_and_one_that_is_drained_gives_all_away
     assert make_server(job, "s3").told("welcome").server_index == 0
 
 
-def test_a_move_that_failed_is_tried_again_after_a_while(make_job: MakeJob, make_server: MakeServer) -> None:
+def test_a_move_that_failed_is_tried_again_after_a_while(
+    make_job: MakeJob, make_server: MakeServer
+) -> None:
     job = make_job(parameter_servers=1, max_parameter_servers=2)
     s0 = make_server(job, "s0")
     s0.told("welcome")
@@ -78,14 +103,22 @@ def test_a_move_that_failed_is_tried_again_after_a_while(make_job: MakeJob, make
     s0.told("move")
     s0.report(1, reason="the receiver's disk is full")
     s0.told("settled", lambda settled: settled.move == 1)
-    s0.told("move", lambda move: move.move == 2)  # nothing else happens meanwhile: the coordinator wakes by itself
+    # nothing else happens meanwhile: the coordinator wakes by itself
+    s0.told("move", lambda move: move.move == 2)
     s0.report(2, receiver="second")
     s0.told("settled", lambda settled: settled == pb.MovesSettled(move=2, epoch=2))
     failed = [event for event in job.events() if event.kind == "move_failed"]
     assert [event.attributes["reason"] for event in failed] == ["the receiver's disk is full"]
 
 
-@pytest.mark.parametrize("report", [pb.MoveReport(move=0), pb.MoveReport(move=1, taken=True), pb.MoveReport(move=1, reason="x" * 1025)])
+@pytest.mark.parametrize(
+    "report",
+    [
+        pb.MoveReport(move=0),
+        pb.MoveReport(move=1, taken=True),
+        pb.MoveReport(move=1, reason="x" * 1025),
+    ],
+)
 def test_a_malformed_report_ends_its_session(make_job: MakeJob, report: pb.MoveReport) -> None:
     job = make_job(parameter_servers=1)
     register = pb.RegisterServer(job_id=job.job_id, server_id="s", address="h:1", host="h", pid=1)
@@ -95,7 +128,8 @@ def test_a_malformed_report_ends_its_session(make_job: MakeJob, report: pb.MoveR
     assert refused.value.reason == "REQUEST_INVALID"
 
 
-# The coordinator writes when s0 comes, when tensors are declared, when s1 comes (with the move), and when that is reported.
+# The coordinator writes when s0 comes, when tensors are declared, when s1 comes (with the move),
+# and when that is reported.
 @pytest.mark.parametrize(
     ("dies", "decided", "settled"),
     [
@@ -106,9 +140,16 @@ def test_a_malformed_report_ends_its_session(make_job: MakeJob, report: pb.MoveR
     ],
 )
 def test_a_coordinator_that_is_killed_goes_on_with_what_it_had_written(
-    make_coordinator: Callable[..., Coordinator], own_redis: EmbeddedRedis, make_server: MakeServer, dies: str, decided: bool, settled: bool
+    make_coordinator: Callable[..., Coordinator],
+    own_redis: EmbeddedRedis,
+    make_server: MakeServer,
+    dies: str,
+    decided: bool,
+    settled: bool,
 ) -> None:
-    coordinator = make_coordinator("--redis", own_redis.url, environment={"SHOAL_FAILPOINTS": f"{dies}=kill"})
+    coordinator = make_coordinator(
+        "--redis", own_redis.url, environment={"SHOAL_FAILPOINTS": f"{dies}=kill"}
+    )
     with coordinator.client() as client:
         job = create_job(coordinator, client, parameter_servers=1, max_parameter_servers=2)
         s0 = make_server(job, "s0", incarnation="first")
@@ -123,7 +164,9 @@ def test_a_coordinator_that_is_killed_goes_on_with_what_it_had_written(
         coordinator.process.wait()
         coordinator.start(SHOAL_FAILPOINTS="")
         back = make_server(job, "s0", incarnation="first")
-        assert back.told("settled") == (pb.MovesSettled(move=1, epoch=2) if settled else pb.MovesSettled(move=0, epoch=1))
+        assert back.told("settled") == (
+            pb.MovesSettled(move=1, epoch=2) if settled else pb.MovesSettled(move=0, epoch=1)
+        )
         assert owners(job) == ([1, 1, 0, 0] if settled else [0, 0, 0, 0])
         if decided and not settled:
             assert back.told("move").receiver_address == "s1:7000"

@@ -1,4 +1,5 @@
-"""Parameter servers register, tensors are laid out over them, batches are leased: over real gRPC."""
+"""Parameter servers register, tensors are laid out over them, batches are leased: over real
+gRPC."""
 
 from __future__ import annotations
 
@@ -15,10 +16,15 @@ MakeJob = Callable[..., Job]
 
 
 MakeServer = Callable[..., Server]
-TENSORS = [pb.TensorSpec(name="big", shape=[3, 1 << 20], dtype="float32"), pb.TensorSpec(name="small", shape=[], dtype="float64")]
+TENSORS = [
+    pb.TensorSpec(name="big", shape=[3, 1 << 20], dtype="float32"),
+    pb.TensorSpec(name="small", shape=[], dtype="float64"),
+]
 
 
-def test_servers_take_places_and_hear_who_trains(make_job: MakeJob, make_server: MakeServer) -> None:
+def test_servers_take_places_and_hear_who_trains(
+    make_job: MakeJob, make_server: MakeServer
+) -> None:
     job = make_job(parameter_servers=2, together=2)
     first = make_server(job, "s0")
     assert first.told("welcome").server_index == 0
@@ -31,10 +37,15 @@ def test_servers_take_places_and_hear_who_trains(make_job: MakeJob, make_server:
         assert list(server.told("members", lambda m: m.generation == 1).member_ids) == ["a", "b"]
     a.kill()
     assert list(first.told("members", lambda m: m.generation == 2).member_ids) == ["b"]
-    assert [(s.server_id, s.server_index, s.alive) for s in job.get().servers] == [("s0", 0, True), ("s1", 1, True)]
+    assert [(s.server_id, s.server_index, s.alive) for s in job.get().servers] == [
+        ("s0", 0, True),
+        ("s1", 1, True),
+    ]
 
 
-def test_tensors_are_laid_out_when_all_servers_are_there(make_job: MakeJob, make_server: MakeServer) -> None:
+def test_tensors_are_laid_out_when_all_servers_are_there(
+    make_job: MakeJob, make_server: MakeServer
+) -> None:
     job = make_job(parameter_servers=2)
     make_server(job, "s0").told("welcome")
     with pytest.raises(UnavailableError, match="1 of 2") as waiting:
@@ -43,17 +54,24 @@ def test_tensors_are_laid_out_when_all_servers_are_there(make_job: MakeJob, make
     make_server(job, "s1").told("welcome")
     shard_map = job.client.declare_tensors(job.job_id, TENSORS).shard_map
     assert shard_map.epoch == 1
-    found = [(p.partition_id, [(piece.tensor_index, piece.offset, piece.length) for piece in p.pieces]) for p in shard_map.partitions]
+    found = [
+        (p.partition_id, [(piece.tensor_index, piece.offset, piece.length) for piece in p.pieces])
+        for p in shard_map.partitions
+    ]
     assert found == [(0, [(0, 0, 2 << 20)]), (1, [(0, 2 << 20, 1 << 20)]), (2, [(1, 0, 1)])]
     assert [s.address for s in shard_map.servers] == ["s0:7000", "s1:7000"]
     assert job.client.declare_tensors(job.job_id, TENSORS).shard_map == shard_map
     assert job.client.get_shard_map(job.job_id).shard_map == shard_map
     with pytest.raises(PreconditionError, match="small") as conflict:
-        job.client.declare_tensors(job.job_id, [TENSORS[0], pb.TensorSpec(name="small", shape=[2], dtype="float64")])
+        job.client.declare_tensors(
+            job.job_id, [TENSORS[0], pb.TensorSpec(name="small", shape=[2], dtype="float64")]
+        )
     assert conflict.value.reason == "TENSORS_CONFLICT"
 
 
-def test_a_job_that_begins_without_servers_may_have_one_when_a_worker_asks(make_job: MakeJob, make_server: MakeServer) -> None:
+def test_a_job_that_begins_without_servers_may_have_one_when_a_worker_asks(
+    make_job: MakeJob, make_server: MakeServer
+) -> None:
     job = make_job(parameter_servers=0, max_parameter_servers=2)
     assert job.get().servers_awaited == 0, "nobody has asked"
     with pytest.raises(UnavailableError, match="0 of 1 are registered") as waiting:
@@ -61,22 +79,44 @@ def test_a_job_that_begins_without_servers_may_have_one_when_a_worker_asks(make_
     assert waiting.value.reason == "NO_SERVERS"
     assert job.get().servers_awaited == 1
     make_server(job, "s0").told("welcome")
-    assert [server.server_index for server in job.client.declare_tensors(job.job_id, TENSORS).shard_map.servers] == [0]
+    assert [
+        server.server_index
+        for server in job.client.declare_tensors(job.job_id, TENSORS).shard_map.servers
+    ] == [0]
     assert job.get().servers_awaited == 0
-    assert make_server(job, "s1").told("welcome").server_index == 1, "a further one gets its share while training goes on"
+    assert make_server(job, "s1").told("welcome").server_index == 1, (
+        "a further one gets its share while training goes on"
+    )
 
 
-def test_a_table_is_laid_out_in_buckets_over_all_servers(make_job: MakeJob, make_server: MakeServer) -> None:
+def test_a_table_is_laid_out_in_buckets_over_all_servers(
+    make_job: MakeJob, make_server: MakeServer
+) -> None:
     job = make_job(parameter_servers=2)
     for name in ("s0", "s1"):
         make_server(job, name).told("welcome")
-    table = pb.TableSpec(buckets=4, seed=2**64 - 1, initializer="normal", scale=0.5, optimizer="sparse_adam", hyperparameters={"lr": 0.5})
+    table = pb.TableSpec(
+        buckets=4,
+        seed=2**64 - 1,
+        initializer="normal",
+        scale=0.5,
+        optimizer="sparse_adam",
+        hyperparameters={"lr": 0.5},
+    )
     declared = [*TENSORS, pb.TensorSpec(name="users", shape=[0, 8], dtype="float32", table=table)]
     shard_map = job.client.declare_tensors(job.job_id, declared).shard_map
-    found = [(p.bucket.tensor_index, p.bucket.number, p.primary) for p in shard_map.partitions if p.HasField("bucket")]
+    found = [
+        (p.bucket.tensor_index, p.bucket.number, p.primary)
+        for p in shard_map.partitions
+        if p.HasField("bucket")
+    ]
     assert found == [(2, 0, 0), (2, 1, 1), (2, 2, 0), (2, 3, 1)]
     told = shard_map.tensors[2].table
-    assert (told.seed, told.hyperparameters["lr"], told.hyperparameters["beta1"]) == (2**64 - 1, 0.5, 0.9)
+    assert (told.seed, told.hyperparameters["lr"], told.hyperparameters["beta1"]) == (
+        2**64 - 1,
+        0.5,
+        0.9,
+    )
     assert job.client.get_shard_map(job.job_id).shard_map == shard_map
     declared[-1].table.seed = 3
     with pytest.raises(PreconditionError, match="table 'users'") as conflict:
@@ -84,7 +124,9 @@ def test_a_table_is_laid_out_in_buckets_over_all_servers(make_job: MakeJob, make
     assert conflict.value.reason == "TENSORS_CONFLICT"
 
 
-def test_a_lost_server_keeps_its_place_for_its_return(make_job: MakeJob, make_server: MakeServer) -> None:
+def test_a_lost_server_keeps_its_place_for_its_return(
+    make_job: MakeJob, make_server: MakeServer
+) -> None:
     job = make_job(parameter_servers=1)
     server = make_server(job, "s0")
     server.told("welcome")
@@ -99,10 +141,14 @@ def test_a_lost_server_keeps_its_place_for_its_return(make_job: MakeJob, make_se
     assert refused.reason == "SERVERS_COMPLETE"
     assert make_server(job, "s0", pid=2).told("welcome").server_index == 0
     assert job.get().servers[0].alive
-    assert {"server_registered", "server_lost", "tensors_declared"} <= {event.kind for event in job.events()}
+    assert {"server_registered", "server_lost", "tensors_declared"} <= {
+        event.kind for event in job.events()
+    }
 
 
-def test_a_server_without_heartbeats_loses_its_lease(make_job: MakeJob, make_server: MakeServer) -> None:
+def test_a_server_without_heartbeats_loses_its_lease(
+    make_job: MakeJob, make_server: MakeServer
+) -> None:
     job = make_job(parameter_servers=2, lease_ms=1500)
     beating, silent = make_server(job, "s0"), make_server(job, "s1")
     silent.told("welcome")
@@ -130,9 +176,20 @@ def test_batches_are_leased_once_and_those_of_the_dead_again(make_job: MakeJob) 
     job = make_job(together=2)
     a, b = job.form("a", "b")
 
-    def lease(member: str, want: int, finished: tuple[int, ...] = (), **more: Any) -> pb.LeaseBatchesResponse:
+    def lease(
+        member: str, want: int, finished: tuple[int, ...] = (), **more: Any
+    ) -> pb.LeaseBatchesResponse:
         return job.client.lease_batches(
-            job.job_id, member, **{"loader": "train", "epoch": 0, "batches_in_epoch": 5, "want": want, "finished": finished, **more}
+            job.job_id,
+            member,
+            **{
+                "loader": "train",
+                "epoch": 0,
+                "batches_in_epoch": 5,
+                "want": want,
+                "finished": finished,
+                **more,
+            },
         )
 
     assert list(lease("a", 2).batches) == [0, 1]
@@ -153,7 +210,10 @@ def test_batches_are_leased_once_and_those_of_the_dead_again(make_job: MakeJob) 
     assert not waiting.epoch_done
     assert waiting.retry_after_ms > 0
     assert lease("a", 1, (4,)).epoch_done
-    keys = [lease("a", 1, loader=loader, epoch=epoch).first_key for loader, epoch in (("train", 0), ("train", 1), ("other", 0))]
+    keys = [
+        lease("a", 1, loader=loader, epoch=epoch).first_key
+        for loader, epoch in (("train", 0), ("train", 1), ("other", 0))
+    ]
     assert len(set(keys)) == 3
     assert all(keys)
     assert lease("a", 0, epoch=0).newest_epoch == 1
@@ -170,7 +230,11 @@ def test_what_is_returned_is_dealt_again_once_however_often_that_is_said(make_jo
     job.form("a", "b")
 
     def lease(member: str, **request: Any) -> list[int]:
-        return list(job.client.lease_batches(job.job_id, member, loader="l", epoch=0, batches_in_epoch=12, **request).batches)
+        return list(
+            job.client.lease_batches(
+                job.job_id, member, loader="l", epoch=0, batches_in_epoch=12, **request
+            ).batches
+        )
 
     assert lease("a", want=3, sequence=1) == [0, 1, 2]
     again: dict[str, Any] = {"want": 2, "returned": [0, 2], "sequence": 2}
@@ -181,18 +245,24 @@ def test_what_is_returned_is_dealt_again_once_however_often_that_is_said(make_jo
     assert lease("b", want=1, finished=[3], sequence=2) == [2]
 
 
-def test_leases_outlive_the_coordinator(make_coordinator: Callable[..., Coordinator], own_redis: Any) -> None:
+def test_leases_outlive_the_coordinator(
+    make_coordinator: Callable[..., Coordinator], own_redis: Any
+) -> None:
     from tests.integration.coordinator.harness import create_job
 
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client:
         job = create_job(coordinator, client)
         job.form("a")
-        given = client.lease_batches(job.job_id, "a", loader="l", epoch=0, batches_in_epoch=9, want=3)
+        given = client.lease_batches(
+            job.job_id, "a", loader="l", epoch=0, batches_in_epoch=9, want=3
+        )
         assert list(given.batches) == [0, 1, 2]
         coordinator.kill()
         coordinator.start()
         job.join("a", last=1).welcome()
-        more = client.lease_batches(job.job_id, "a", loader="l", epoch=0, batches_in_epoch=9, want=2, finished=[0, 1, 2])
+        more = client.lease_batches(
+            job.job_id, "a", loader="l", epoch=0, batches_in_epoch=9, want=2, finished=[0, 1, 2]
+        )
         assert list(more.batches) == [3, 4]
         job.close()

@@ -1,4 +1,5 @@
-"""The status page's JSON, from a real coordinator, and who gets it; what a browser makes of it is in test_status_page_in_browser.py."""
+"""The status page's JSON, from a real coordinator, and who gets it; what a browser makes of it is
+in test_status_page_in_browser.py."""
 
 from __future__ import annotations
 
@@ -29,9 +30,14 @@ from tests.zygote.children import Zygote
 MakeJob = Callable[..., Job]
 
 
-def answer(coordinator: Coordinator, path: str, *, token: str = "") -> tuple[int, str, dict[str, str]]:
+def answer(
+    coordinator: Coordinator, path: str, *, token: str = ""
+) -> tuple[int, str, dict[str, str]]:
     """Status, text and headers."""
-    request = Request(f"http://{coordinator.ports['http']}{path}", headers={"Authorization": f"Bearer {token}"} if token else {})
+    request = Request(
+        f"http://{coordinator.ports['http']}{path}",
+        headers={"Authorization": f"Bearer {token}"} if token else {},
+    )
     try:
         with urlopen(request, timeout=60) as page:
             return page.status, page.read().decode(), dict(page.headers)
@@ -51,25 +57,57 @@ def of(coordinator: Coordinator, job: Job) -> Any:
     return told(coordinator, f"/api/job?job={job.job_id}")
 
 
-def test_a_job_is_told_with_its_ranks_and_how_far_each_is(make_job: MakeJob, shared_coordinator: Coordinator) -> None:
+def test_a_job_is_told_with_its_ranks_and_how_far_each_is(
+    make_job: MakeJob, shared_coordinator: Coordinator
+) -> None:
     job = make_job(together=2, smallest=2)
     a, b = job.form("a", "b", host="h7", pid=41)
     a.beat(1, sequence=1, step=9, loss=0.5, samples_per_s=100, step_time_s=0.1, busy_time_s=0.05)
     b.beat(1, sequence=1, step=7, loss=math.nan, samples_per_s=50)
-    seen = eventually(lambda: (now := of(shared_coordinator, job))["members"][1]["step"] == 7 and now["newest_step"] == 9 and now, "beats")
-    assert (seen["phase"], seen["run"], seen["generation"], seen["world_size"]) == ("running", 1, 1, 2)
-    assert (seen["min_workers"], seen["max_workers"], seen["members_total"], seen["waits_for"]) == (2, 2, 2, None)
+    seen = eventually(
+        lambda: (
+            (now := of(shared_coordinator, job))["members"][1]["step"] == 7
+            and now["newest_step"] == 9
+            and now
+        ),
+        "beats",
+    )
+    assert (seen["phase"], seen["run"], seen["generation"], seen["world_size"]) == (
+        "running",
+        1,
+        1,
+        2,
+    )
+    assert (seen["min_workers"], seen["max_workers"], seen["members_total"], seen["waits_for"]) == (
+        2,
+        2,
+        2,
+        None,
+    )
     first, second = seen["members"]
-    assert (first["rank"], first["member_id"], first["host"], first["pid"], first["phase"]) == (0, "a", "h7", 41, "ranked")
+    assert (first["rank"], first["member_id"], first["host"], first["pid"], first["phase"]) == (
+        0,
+        "a",
+        "h7",
+        41,
+        "ranked",
+    )
     assert (first["loss"], first["steps_behind"], first["samples_per_s"]) == (0.5, 0, 100)
     assert (second["loss"], second["steps_behind"]) == (None, 2)
-    listed = {each["job_id"]: each for each in told(shared_coordinator, "/api/jobs")["jobs"]}[job.job_id]
+    listed = {each["job_id"]: each for each in told(shared_coordinator, "/api/jobs")["jobs"]}[
+        job.job_id
+    ]
     assert (listed["world_size"], listed["newest_step"], listed["phase"]) == (2, 9, "running")
-    history = eventually(lambda: [p for p in of(shared_coordinator, job)["history"] if p[1] == 9], "a point of the history")
+    history = eventually(
+        lambda: [p for p in of(shared_coordinator, job)["history"] if p[1] == 9],
+        "a point of the history",
+    )
     assert history[-1][1:] == [9, 0.5, 150, 2]
 
 
-def test_names_are_those_of_shoal_status(make_job: MakeJob, make_server: Callable[..., Server], shared_coordinator: Coordinator) -> None:
+def test_names_are_those_of_shoal_status(
+    make_job: MakeJob, make_server: Callable[..., Server], shared_coordinator: Coordinator
+) -> None:
     job = make_job(together=1, parameter_servers=1)
     job.form("a")
     make_server(job, "s0").told("welcome")
@@ -79,11 +117,24 @@ def test_names_are_those_of_shoal_status(make_job: MakeJob, make_server: Callabl
     assert as_status.keys() <= seen.keys()
     for part in ("members", "servers"):
         assert as_status[part][0].keys() - {"metrics_address"} <= seen[part][0].keys()
-    same = ("job_id", "run", "phase", "ending", "ending_reason", "generation", "world_size", "min_workers", "max_workers", "waits_for")
+    same = (
+        "job_id",
+        "run",
+        "phase",
+        "ending",
+        "ending_reason",
+        "generation",
+        "world_size",
+        "min_workers",
+        "max_workers",
+        "waits_for",
+    )
     assert {name: as_status[name] for name in same} == {name: seen[name] for name in same}
 
 
-def test_events_are_told_from_the_newest_ones_on(make_job: MakeJob, shared_coordinator: Coordinator) -> None:
+def test_events_are_told_from_the_newest_ones_on(
+    make_job: MakeJob, shared_coordinator: Coordinator
+) -> None:
     job = make_job(together=2)
     a, b = job.form("a", "b")
     path = f"/api/events?job={job.job_id}"
@@ -105,7 +156,10 @@ def test_parameter_servers_are_told_with_what_they_hold(
     server = make_server(job, "s0")
     server.told("welcome")
     server.beat()
-    seen = eventually(lambda: (now := of(shared_coordinator, job))["servers"][0]["stored_bytes"] == 8 and now, "the server's heartbeat")
+    seen = eventually(
+        lambda: (now := of(shared_coordinator, job))["servers"][0]["stored_bytes"] == 8 and now,
+        "the server's heartbeat",
+    )
     assert seen["servers"] == [
         {
             "server_index": 0,
@@ -139,7 +193,8 @@ def test_of_a_large_job_those_of_whom_there_is_something_to_say_are_listed_first
     beats, due = itertools.count(1), time.monotonic()
 
     def explained() -> Any:
-        """The job once its page names the last rank alone. Members that stop sending heartbeats are named as silent instead."""
+        """The job once its page names the last rank alone. Members that stop sending heartbeats are
+        named as silent instead."""
         nonlocal due
         if time.monotonic() >= due:
             sequence = next(beats)
@@ -152,7 +207,9 @@ def test_of_a_large_job_those_of_whom_there_is_something_to_say_are_listed_first
 
     seen = eventually(explained, "the page to name the rank that the others wait for")
     assert (seen["members_total"], len(seen["members"])) == (size, MOST_MEMBERS)
-    assert [member["rank"] for member in seen["members"]] == sorted(member["rank"] for member in seen["members"])
+    assert [member["rank"] for member in seen["members"]] == sorted(
+        member["rank"] for member in seen["members"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,13 +222,19 @@ def test_of_a_large_job_those_of_whom_there_is_something_to_say_are_listed_first
         ("/api/none", HTTPStatus.NOT_FOUND, "/api/events, /api/job, /api/jobs"),
     ],
 )
-def test_what_cannot_be_told_is_refused(shared_coordinator: Coordinator, path: str, status: int, says: str) -> None:
+def test_what_cannot_be_told_is_refused(
+    shared_coordinator: Coordinator, path: str, status: int, says: str
+) -> None:
     found, text, _ = answer(shared_coordinator, path)
     assert (found, says in text) == (status, True), text
 
 
-def test_an_event_id_that_cannot_be_is_refused(make_job: MakeJob, shared_coordinator: Coordinator) -> None:
-    status, text, _ = answer(shared_coordinator, f"/api/events?job={make_job().job_id}&after=yesterday")
+def test_an_event_id_that_cannot_be_is_refused(
+    make_job: MakeJob, shared_coordinator: Coordinator
+) -> None:
+    status, text, _ = answer(
+        shared_coordinator, f"/api/events?job={make_job().job_id}&after=yesterday"
+    )
     assert (status, "yesterday" in text) == (HTTPStatus.BAD_REQUEST, True), text
 
 
@@ -194,21 +257,25 @@ def test_while_redis_is_away_jobs_are_told_and_events_are_not(
         job.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------- who may see it
+# ----------------------------------------------------------------------------------- who may see it
 
 
 @pytest.fixture(scope="module")
 def guarded(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
     """A coordinator that asks for tokens."""
     directory = tmp_path_factory.mktemp("guarded")
-    (directory / "tokens").write_text("admin: a-token\nviewer: v-token\nworker: w-token\nviewer@train: t-token\n")
+    (directory / "tokens").write_text(
+        "admin: a-token\nviewer: v-token\nworker: w-token\nviewer@train: t-token\n"
+    )
     coordinator = Coordinator(zygote, directory, "--tokens", str(directory / "tokens")).start()
     yield coordinator
     coordinator.close()
 
 
 @pytest.mark.parametrize("path", ["/api/jobs", "/api/job?job=train", "/api/events?job=train"])
-def test_what_the_cluster_does_is_told_to_holders_of_a_token_as_metrics_are(guarded: Coordinator, path: str) -> None:
+def test_what_the_cluster_does_is_told_to_holders_of_a_token_as_metrics_are(
+    guarded: Coordinator, path: str
+) -> None:
     with guarded.client(token="a-token") as client:
         client.create_job(pb.JobSpec(job_id="train", min_workers=1, max_workers=1))
     for token in ("", "another"):
@@ -217,29 +284,48 @@ def test_what_the_cluster_does_is_told_to_holders_of_a_token_as_metrics_are(guar
             assert (status, headers["WWW-Authenticate"]) == (HTTPStatus.UNAUTHORIZED, "Bearer")
             assert "train" not in text
     for token in ("v-token", "w-token", "a-token"):
-        assert "train" in json.dumps(told(guarded, path, token=token)) or "job_created" in json.dumps(told(guarded, path, token=token))
+        assert "train" in json.dumps(
+            told(guarded, path, token=token)
+        ) or "job_created" in json.dumps(told(guarded, path, token=token))
 
 
 def test_a_token_for_one_job_shows_that_one_alone(guarded: Coordinator) -> None:
     with guarded.client(token="a-token") as client:
         for job_id in ("train", "another"):
             client.create_job(pb.JobSpec(job_id=job_id, min_workers=1, max_workers=1))
-    assert {job["job_id"] for job in told(guarded, "/api/jobs", token="v-token")["jobs"]} == {"train", "another"}
-    assert {job["job_id"] for job in told(guarded, "/api/jobs", token="t-token")["jobs"]} == {"train"}
+    assert {job["job_id"] for job in told(guarded, "/api/jobs", token="v-token")["jobs"]} == {
+        "train",
+        "another",
+    }
+    assert {job["job_id"] for job in told(guarded, "/api/jobs", token="t-token")["jobs"]} == {
+        "train"
+    }
     for path in ("/api/job", "/api/events"):
         assert told(guarded, f"{path}?job=train", token="t-token")
         status, text, _ = answer(guarded, f"{path}?job=another", token="t-token")
-        assert (status, "for job 'train', not for 'another'" in text) == (HTTPStatus.FORBIDDEN, True), text
+        assert (status, "for job 'train', not for 'another'" in text) == (
+            HTTPStatus.FORBIDDEN,
+            True,
+        ), text
     assert answer(guarded, "/sd", token="t-token")[0] == HTTPStatus.FORBIDDEN
 
 
-def test_the_page_itself_has_nothing_of_the_cluster_and_asks_for_no_token(guarded: Coordinator) -> None:
+def test_the_page_itself_has_nothing_of_the_cluster_and_asks_for_no_token(
+    guarded: Coordinator,
+) -> None:
     status, text, headers = answer(guarded, "/")
     assert (status, headers["Content-Type"]) == (HTTPStatus.OK, "text/html; charset=utf-8")
-    assert text == (Path(__file__).resolve().parents[3] / "coordinator/shoal_coordinator/page/status.html").read_text()
+    assert (
+        text
+        == (
+            Path(__file__).resolve().parents[3] / "coordinator/shoal_coordinator/page/status.html"
+        ).read_text()
+    )
 
 
-def test_the_page_needs_no_other_host_and_runs_nothing_but_its_own(shared_coordinator: Coordinator) -> None:
+def test_the_page_needs_no_other_host_and_runs_nothing_but_its_own(
+    shared_coordinator: Coordinator,
+) -> None:
     _, text, headers = answer(shared_coordinator, "/")
     addresses = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+[^\s\"'`]*", text))
     assert addresses == {"http://www.w3.org/2000/svg"}, "a name space, which nobody fetches"

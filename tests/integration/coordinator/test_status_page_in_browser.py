@@ -1,4 +1,5 @@
-"""The status page in a headless Chromium, reading from a real coordinator; skipped where Chromium is not installed."""
+"""The status page in a headless Chromium, reading from a real coordinator; skipped where Chromium
+is not installed."""
 
 from __future__ import annotations
 
@@ -42,21 +43,53 @@ def look_at(browser: Browser, job: Job) -> None:
 
 def cells(browser: Browser, section: str) -> list[list[str]]:
     """The texts of a table's body."""
-    rows = "[...document.querySelectorAll(arguments[0])].map(row => [...row.children].map(cell => cell.innerText.trim()))"
+    rows = (
+        "[...document.querySelectorAll(arguments[0])].map(row => [...row.children].map(cell => "
+        "cell.innerText.trim()))"
+    )
     return list(browser.run(f"return {rows}", f"#{section} tbody tr"))
 
 
-def test_it_shows_a_job_its_ranks_and_a_fault_as_it_happens(make_job: MakeJob, browser: Browser) -> None:
+def test_it_shows_a_job_its_ranks_and_a_fault_as_it_happens(
+    make_job: MakeJob, browser: Browser
+) -> None:
     job = make_job(together=3, smallest=2)
     a, b, c = job.form("a", "b", "c", host="host-7")
     for member in (a, b, c):
-        member.beat(1, sequence=1, step=1234, loss=0.125, samples_per_s=50, step_time_s=0.02, busy_time_s=0.01)
+        member.beat(
+            1,
+            sequence=1,
+            step=1234,
+            loss=0.125,
+            samples_per_s=50,
+            step_time_s=0.02,
+            busy_time_s=0.01,
+        )
     look_at(browser, job)
-    eventually(lambda: [row[3] for row in cells(browser, "ranks")] == ["1,234"] * 3, "the ranks' steps")
-    assert cells(browser, "ranks")[0] == ["0", "host-7", "ranked", "1,234", "0", "50", "0.125", "20 ms", "50 %", "now", "1"]
+    eventually(
+        lambda: [row[3] for row in cells(browser, "ranks")] == ["1,234"] * 3, "the ranks' steps"
+    )
+    assert cells(browser, "ranks")[0] == [
+        "0",
+        "host-7",
+        "ranked",
+        "1,234",
+        "0",
+        "50",
+        "0.125",
+        "20 ms",
+        "50 %",
+        "now",
+        "1",
+    ]
     eventually(lambda: "0.125" in browser.texts(".facts dd"), "a point of the history")
     facts = dict(zip(browser.texts(".facts dt"), browser.texts(".facts dd"), strict=True))
-    assert (facts["Ranks"], facts["Generation"], facts["Step"], facts["Loss"]) == ("3 of 2 to 3", "1", "1,234", "0.125")
+    assert (facts["Ranks"], facts["Generation"], facts["Step"], facts["Loss"]) == (
+        "3 of 2 to 3",
+        "1",
+        "1,234",
+        "0.125",
+    )
     assert browser.texts("#link") == ["live"]
     assert browser.texts("#course .mark.fault") == []
 
@@ -68,12 +101,15 @@ def test_it_shows_a_job_its_ranks_and_a_fault_as_it_happens(make_job: MakeJob, b
     assert rows[1][2] == "member c"
     assert browser.run("return document.querySelectorAll('#course .mark.fault').length") == 1
     assert browser.run("return document.querySelectorAll('#course .era').length") == 2
-    assert "1 faults" in browser.run("return document.querySelector('#plot svg').getAttribute('aria-label')")
+    assert "1 faults" in browser.run(
+        "return document.querySelector('#plot svg').getAttribute('aria-label')"
+    )
     browser.click("#events button")
     assert [row[1] for row in cells(browser, "events")] == ["✕ member lost"]
 
     b.kill()
-    # Beside it the page may say that the rank which is left has not been heard of: this test's members beat when it says so.
+    # Beside it the page may say that the rank which is left has not been heard of: this test's
+    # members beat when it says so.
     eventually(
         lambda: any("at least 2 are needed" in text for text in browser.texts(".notice")),
         lambda: f"the page to say why the job stands; it says {browser.texts('.notice')}",
@@ -81,15 +117,30 @@ def test_it_shows_a_job_its_ranks_and_a_fault_as_it_happens(make_job: MakeJob, b
     assert "waiting" in browser.texts("#summary .badge")
 
 
-def test_it_shows_parameter_servers_and_what_is_missing(make_job: MakeJob, make_server: Callable[..., Server], browser: Browser) -> None:
+def test_it_shows_parameter_servers_and_what_is_missing(
+    make_job: MakeJob, make_server: Callable[..., Server], browser: Browser
+) -> None:
     job = make_job(together=1, parameter_servers=2)
     server = make_server(job, "s0")
     server.told("welcome")
     server.beat()
     look_at(browser, job)
-    eventually(lambda: [row[6] for row in cells(browser, "servers")] == ["8 B"], "the server's heartbeat")
-    assert cells(browser, "servers")[0] == ["0", "s0", "primary", "alive", "0", "0 B", "8 B", "s0:7000"]
-    assert any("1 parameter server(s) missing" in text for text in browser.texts(".notice")), browser.texts(".notice")
+    eventually(
+        lambda: [row[6] for row in cells(browser, "servers")] == ["8 B"], "the server's heartbeat"
+    )
+    assert cells(browser, "servers")[0] == [
+        "0",
+        "s0",
+        "primary",
+        "alive",
+        "0",
+        "0 B",
+        "8 B",
+        "s0:7000",
+    ]
+    assert any("1 parameter server(s) missing" in text for text in browser.texts(".notice")), (
+        browser.texts(".notice")
+    )
 
 
 def test_what_others_have_written_is_shown_as_text(make_job: MakeJob, browser: Browser) -> None:
@@ -104,16 +155,26 @@ def test_what_others_have_written_is_shown_as_text(make_job: MakeJob, browser: B
     assert browser.run("return document.title").startswith(job.job_id)
 
 
-def test_jobs_are_chosen_by_links_that_the_keyboard_reaches(make_job: MakeJob, browser: Browser) -> None:
+def test_jobs_are_chosen_by_links_that_the_keyboard_reaches(
+    make_job: MakeJob, browser: Browser
+) -> None:
     one, other = make_job(together=1), make_job(together=1)
     look_at(browser, one)
     browser.run("document.querySelector(arguments[0]).focus()", f"nav a[data-job='{other.job_id}']")
     browser.type(f"nav a[data-job='{other.job_id}']", "\ue007")  # the enter key
     eventually(lambda: browser.texts("h1") == [other.job_id], "the other job")
-    assert browser.run("return document.querySelector('nav [aria-current]').dataset.job") == other.job_id
+    assert (
+        browser.run("return document.querySelector('nav [aria-current]').dataset.job")
+        == other.job_id
+    )
     asked = browser.run("return performance.getEntriesByType('resource').length")
-    eventually(lambda: browser.run("return performance.getEntriesByType('resource').length") > asked, "a further look")
-    assert browser.run("return document.activeElement.dataset.job") == other.job_id, "focus stays when figures change"
+    eventually(
+        lambda: browser.run("return performance.getEntriesByType('resource').length") > asked,
+        "a further look",
+    )
+    assert browser.run("return document.activeElement.dataset.job") == other.job_id, (
+        "focus stays when figures change"
+    )
 
 
 def test_it_is_readable_in_both_themes(make_job: MakeJob, browser: Browser) -> None:
@@ -134,20 +195,36 @@ def test_it_is_readable_in_both_themes(make_job: MakeJob, browser: Browser) -> N
     assert len(set(grounds)) == 2
 
 
-def test_names_roles_and_headings_are_there_for_those_who_do_not_see_it(make_job: MakeJob, browser: Browser) -> None:
+def test_names_roles_and_headings_are_there_for_those_who_do_not_see_it(
+    make_job: MakeJob, browser: Browser
+) -> None:
     job = make_job(together=1)
     job.form("a")
     look_at(browser, job)
     eventually(lambda: cells(browser, "ranks"), "the ranks")
     assert browser.run("return document.documentElement.lang") == "en"
     assert browser.run("return document.querySelectorAll('table:not(:has(caption))').length") == 0
-    assert browser.run("return document.querySelectorAll('thead th:not([scope=col]), tbody th:not([scope=row])').length") == 0
+    assert (
+        browser.run(
+            "return document.querySelectorAll('thead th:not([scope=col]), tbody "
+            "th:not([scope=row])').length"
+        )
+        == 0
+    )
     assert browser.run("return document.querySelector('#plot svg').getAttribute('role')") == "img"
-    assert browser.run("return [...document.querySelectorAll('button, a')].filter(e => !e.innerText.trim()).length") == 0
+    assert (
+        browser.run(
+            "return [...document.querySelectorAll('button, a')].filter(e => "
+            "!e.innerText.trim()).length"
+        )
+        == 0
+    )
     assert browser.run("return document.querySelectorAll('h1').length") == 1
 
 
-def test_a_cluster_with_tokens_asks_for_one(make_coordinator: Callable[..., Coordinator], tmp_path: Path, browser: Browser) -> None:
+def test_a_cluster_with_tokens_asks_for_one(
+    make_coordinator: Callable[..., Coordinator], tmp_path: Path, browser: Browser
+) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("admin: a-token\nviewer: v-token\n")
     coordinator = make_coordinator("--tokens", str(tokens))
@@ -164,14 +241,18 @@ def test_a_cluster_with_tokens_asks_for_one(make_coordinator: Callable[..., Coor
             assert says in browser.texts("#refused")[0]
     eventually(lambda: browser.texts("h1") == ["secret-job"], "the job")
     assert browser.texts("#ask h2") == []
-    assert "v-token" not in json.dumps(browser.run("return [location.href, document.documentElement.outerHTML, {...localStorage}]"))
+    assert "v-token" not in json.dumps(
+        browser.run("return [location.href, document.documentElement.outerHTML, {...localStorage}]")
+    )
 
 
 def test_when_the_coordinator_is_away_it_says_so_and_goes_on_with_it(
     make_coordinator: Callable[..., Coordinator], tmp_path: Path, browser: Browser
 ) -> None:
     reserved = ReservedPort()
-    coordinator = make_coordinator("--redis", f"embedded://{tmp_path / 'redis'}", "--http", f"127.0.0.1:{reserved.port}")
+    coordinator = make_coordinator(
+        "--redis", f"embedded://{tmp_path / 'redis'}", "--http", f"127.0.0.1:{reserved.port}"
+    )
     with coordinator.client() as client:
         client.create_job(pb.JobSpec(job_id="stays", min_workers=1, max_workers=1))
     browser.open(f"http://{coordinator.ports['http']}/")
@@ -186,18 +267,28 @@ def test_when_the_coordinator_is_away_it_says_so_and_goes_on_with_it(
 
 
 CONTRAST = """
-const parse = colour => { const p = colour.match(/[\\d.]+/g).map(Number); return {rgb: p.slice(0, 3), alpha: p.length > 3 ? p[3] : 1}; };
-const luminance = rgb => { const [r, g, b] = rgb.map(v => { v /= 255; return v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4; });
-  return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-const ground = e => { while (e && parse(getComputedStyle(e).backgroundColor).alpha !== 1) e = e.parentElement;
-  return e ? parse(getComputedStyle(e).backgroundColor).rgb : [255, 255, 255]; };
+const parse = colour => {
+  const p = colour.match(/[\\d.]+/g).map(Number);
+  return {rgb: p.slice(0, 3), alpha: p.length > 3 ? p[3] : 1};
+};
+const linear = v => v / 255 <= 0.04045 ? v / 255 / 12.92 : ((v / 255 + 0.055) / 1.055) ** 2.4;
+const luminance = rgb => {
+  const [r, g, b] = rgb.map(linear);
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const ground = e => {
+  while (e && parse(getComputedStyle(e).backgroundColor).alpha !== 1) e = e.parentElement;
+  return e ? parse(getComputedStyle(e).backgroundColor).rgb : [255, 255, 255];
+};
 const faint = [];
 for (const e of document.querySelectorAll('body *')) {
   const own = [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim());
   if (!own || !e.checkVisibility() || e.closest('script, style, .only-read, .skip')) continue;
   const style = getComputedStyle(e), ink = parse(e.closest('svg') ? style.fill : style.color).rgb;
-  const [one, other] = [luminance(ink), luminance(ground(e))], ratio = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
-  if (ratio < 4.5) faint.push([e.tagName, e.className.baseVal ?? e.className, e.textContent.slice(0, 30), ratio]);
+  const [one, other] = [luminance(ink), luminance(ground(e))];
+  const ratio = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+  if (ratio < 4.5)
+    faint.push([e.tagName, e.className.baseVal ?? e.className, e.textContent.slice(0, 30), ratio]);
 }
 return faint;
 """

@@ -1,4 +1,5 @@
-"""What a caller can make grow in a coordinator has a bound, and who comes to it is told what to do."""
+"""What a caller can make grow in a coordinator has a bound, and who comes to it is told what to
+do."""
 
 from __future__ import annotations
 
@@ -40,14 +41,27 @@ def test_jobs(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         store = await JobStore.open(redis_url)
         metrics = CoordinatorMetrics(CollectorRegistry())
-        jobs = Jobs(store, clock=Clock(await store.now_unix_ms()), policy=Policy(), metrics=metrics, retention=timedelta(hours=3))
+        jobs = Jobs(
+            store,
+            clock=Clock(await store.now_unix_ms()),
+            policy=Policy(),
+            metrics=metrics,
+            retention=timedelta(hours=3),
+        )
 
         async def create(job_id: str) -> bool:
-            return (await jobs.create(RunWanted(spec=JobSpec(job_id=job_id, min_workers=1, max_workers=1)), timeout_s=30))[0]
+            return (
+                await jobs.create(
+                    RunWanted(spec=JobSpec(job_id=job_id, min_workers=1, max_workers=1)),
+                    timeout_s=30,
+                )
+            )[0]
 
         try:
             assert [await create("a"), await create("b"), await create("a")] == [True, True, False]
-            with pytest.raises(LimitError, match=r"holds 2 jobs.*In 2 of them is nobody.*3:00:00.*--job-retention") as refused:
+            with pytest.raises(
+                LimitError, match=r"holds 2 jobs.*In 2 of them is nobody.*3:00:00.*--job-retention"
+            ) as refused:
                 await create("c")
             assert refused.value.reason == "JOBS_LIMIT"
             assert await store.claim("c") is None
@@ -74,12 +88,19 @@ def test_followers_of_a_jobs_events(make_job: MakeJob, shared_coordinator: Coord
                 call.cancel()
 
         with ExitStack() as all_of_them:
-            assert {all_of_them.enter_context(followed()) for _ in range(MOST_WATCHERS)} == {"job_created"}
+            assert {all_of_them.enter_context(followed()) for _ in range(MOST_WATCHERS)} == {
+                "job_created"
+            }
             with pytest.raises(grpc.RpcError) as refused, followed():
                 pass
             assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert f"{MOST_WATCHERS} callers follow the events of job {job.job_id}" in refused.value.details()
-            assert [event.kind for event in job.events()] == ["job_created"], "who does not follow is answered"
+            assert (
+                f"{MOST_WATCHERS} callers follow the events of job {job.job_id}"
+                in refused.value.details()
+            )
+            assert [event.kind for event in job.events()] == ["job_created"], (
+                "who does not follow is answered"
+            )
 
         def has_room() -> bool:
             try:
@@ -97,12 +118,23 @@ def test_batches_of_a_member(make_job: MakeJob) -> None:
 
     def lease(want: int, finished: tuple[int, ...] = ()) -> list[int]:
         return list(
-            job.client.lease_batches(job.job_id, "a", loader="l", epoch=0, batches_in_epoch=1 << 40, want=want, finished=finished).batches
+            job.client.lease_batches(
+                job.job_id,
+                "a",
+                loader="l",
+                epoch=0,
+                batches_in_epoch=1 << 40,
+                want=want,
+                finished=finished,
+            ).batches
         )
 
     held = [batch for _ in range(MOST_BATCHES // MOST_WANTED) for batch in lease(MOST_WANTED)]
     assert held == list(range(MOST_BATCHES))
-    with pytest.raises(LimitError, match=r"member a holds 65536 batches of epoch 0 of loader 'l'.*say which are finished") as refused:
+    with pytest.raises(
+        LimitError,
+        match=r"member a holds 65536 batches of epoch 0 of loader 'l'.*say which are finished",
+    ) as refused:
         lease(1)
     assert refused.value.reason == "BATCHES_LIMIT"
     with pytest.raises(LimitError):

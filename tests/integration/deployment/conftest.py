@@ -17,18 +17,31 @@ DEADLINE_S = 60.0
 
 
 class Processes:
-    """Started one after the other, stopped in reverse. Each has a log, and a port file if it writes one."""
+    """Started one after the other, stopped in reverse. Each has a log, and a port file if it writes
+    one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._stack = ExitStack()
 
     def start(
-        self, name: str, command: list[str], *, environment: Mapping[str, str] | None = None, directory: Path | None = None
+        self,
+        name: str,
+        command: list[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        directory: Path | None = None,
     ) -> subprocess.Popen[bytes]:
         """Starts it, by default in this process's environment."""
         log = self._stack.enter_context(self.log_path(name).open("wb"))
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment or os.environ, cwd=directory)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment or os.environ,
+            cwd=directory,
+        )
         self._stack.callback(self.stop, name, process)
         return process
 
@@ -40,7 +53,9 @@ class Processes:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            pytest.fail(f"{name} did not end within {DEADLINE_S:g} s of SIGTERM; it said: {self.log(name)}")
+            pytest.fail(
+                f"{name} did not end within {DEADLINE_S:g} s of SIGTERM; it said: {self.log(name)}"
+            )
 
     def log_path(self, name: str) -> Path:
         return self.folder / f"{name}.log"
@@ -54,14 +69,21 @@ class Processes:
     def ports(self, name: str) -> dict[str, Any]:
         """What its port file says, once it is there."""
         path = self.port_file(name)
-        return dict(self.wait_for(lambda: path.exists() and json.loads(path.read_text()), f"{name} to serve"))
+        return dict(
+            self.wait_for(
+                lambda: path.exists() and json.loads(path.read_text()), f"{name} to serve"
+            )
+        )
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
         """The first true value of `condition`."""
         deadline = time.monotonic() + DEADLINE_S
         while not (found := condition()):
             if time.monotonic() > deadline:
-                logs = "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}" for path in self.folder.glob("*.log"))
+                logs = "\n".join(
+                    f"--- {path.name}\n{path.read_text(errors='replace')[-2000:]}"
+                    for path in self.folder.glob("*.log")
+                )
                 pytest.fail(f"waited {DEADLINE_S:g} s for {what}\n{logs}")
             time.sleep(0.05)
         return found

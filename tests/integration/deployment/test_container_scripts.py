@@ -1,4 +1,5 @@
-"""The three scripts that images and compose stand on: secrets into the environment, health, and making the secrets."""
+"""The three scripts that images and compose stand on: secrets into the environment, health, and
+making the secrets."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def entrypoint(environment: dict[str, str], *command: str) -> subprocess.Complet
     )
 
 
-def test_the_entrypoint_puts_a_secret_files_content_into_the_environment_and_becomes_the_command(tmp_path: Path) -> None:
+def test_the_entrypoint_puts_a_secret_files_content_into_the_environment_and_becomes_the_command(
+    tmp_path: Path,
+) -> None:
     secret = tmp_path / "token"
     secret.write_text("s3cret '$HOME' \"x\"\n")
     ended = entrypoint({"SHOAL_TOKEN__FILE": str(secret), "SHOAL_JOB": "digits"}, "env")
@@ -81,10 +84,18 @@ def answering() -> Iterator[HTTPServer]:
 
 
 def health(url: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-I", str(HEALTHCHECK), url], capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(
+        [sys.executable, "-I", str(HEALTHCHECK), url],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
 
 
-def test_the_health_check_passes_on_200_and_fails_on_503_and_on_silence(answering: HTTPServer) -> None:
+def test_the_health_check_passes_on_200_and_fails_on_503_and_on_silence(
+    answering: HTTPServer,
+) -> None:
     base = f"http://127.0.0.1:{answering.server_port}"
     assert health(f"{base}/healthz").returncode == 0
     refused = health(f"{base}/other")
@@ -115,7 +126,9 @@ def test_made_secrets_are_never_overwritten(make_secrets: Path) -> None:
     assert made(make_secrets) == made(make_secrets)
 
 
-def test_a_containers_user_can_read_the_secrets_and_only_their_owner_the_folder(make_secrets: Path) -> None:
+def test_a_containers_user_can_read_the_secrets_and_only_their_owner_the_folder(
+    make_secrets: Path,
+) -> None:
     made(make_secrets)
     folder = make_secrets.parent / "secrets"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -124,7 +137,11 @@ def test_a_containers_user_can_read_the_secrets_and_only_their_owner_the_folder(
 
 def _check_worker(url: str) -> None:
     """A worker can do all that a store does, and nothing with what is the coordinator's."""
-    for prefix in ("shoal:{train}:store:1-abc", "shoal:{train}:group:abc", "shoal:{train}:rendezvous"):
+    for prefix in (
+        "shoal:{train}:store:1-abc",
+        "shoal:{train}:group:abc",
+        "shoal:{train}:rendezvous",
+    ):
         store = RedisStore(url, prefix)
         with store.watch_writes("key") as written:
             assert written.wait(60), "it may not listen"
@@ -132,36 +149,62 @@ def _check_worker(url: str) -> None:
             store.set("key", "1")
             assert written.wait(60), "it hears nothing"
         store.queue_push("queue", "item")
-        assert (store.queue_pop("queue"), store.add("number", 2), store.num_keys(), store.delete_key("key")) == (b"item", 2, 2, True)
+        assert (
+            store.queue_pop("queue"),
+            store.add("number", 2),
+            store.num_keys(),
+            store.delete_key("key"),
+        ) == (b"item", 2, 2, True)
         store.discard()
         store.close()
     with redis.Redis.from_url(url) as worker:
         for forbidden in ("shoal:{train}:state", "shoal:{train}:events", "shoal:jobs"):
-            for command in (("GET", forbidden), ("DEL", forbidden), ("EVAL", "return redis.call('TYPE', KEYS[1])", "1", forbidden)):
-                with pytest.raises(redis.exceptions.ResponseError, match=r"(?i)no permission|can't access|NOPERM"):
+            for command in (
+                ("GET", forbidden),
+                ("DEL", forbidden),
+                ("EVAL", "return redis.call('TYPE', KEYS[1])", "1", forbidden),
+            ):
+                with pytest.raises(
+                    redis.exceptions.ResponseError, match=r"(?i)no permission|can't access|NOPERM"
+                ):
                     worker.execute_command(*command)
         for command in ("FLUSHALL", "CONFIG GET *", "ACL LIST", "KEYS *"):
             with pytest.raises(redis.exceptions.NoPermissionError):
                 worker.execute_command(*command.split())
 
 
-def test_redis_as_compose_starts_it_keeps_writes_and_lets_strangers_only_ping(make_secrets: Path, tmp_path: Path) -> None:
+def test_redis_as_compose_starts_it_keeps_writes_and_lets_strangers_only_ping(
+    make_secrets: Path, tmp_path: Path
+) -> None:
     secrets = made(make_secrets)
     command = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["redis"]["command"]
     acl = str(make_secrets.parent / "secrets/redis_acl")
     arguments = [acl if part == "/run/secrets/redis_acl" else part for part in command[1:]]
     listen = ["--port", "0", "--unixsocket", str(tmp_path / "socket"), "--dir", str(tmp_path)]
-    server = subprocess.Popen([str(find_server_binary()), *arguments, *listen], stdout=subprocess.DEVNULL)
+    server = subprocess.Popen(
+        [str(find_server_binary()), *arguments, *listen], stdout=subprocess.DEVNULL
+    )
     try:
-        stranger = redis.Redis(unix_socket_path=str(tmp_path / "socket"), retry=Retry(ConstantBackoff(0.05), 200))
+        stranger = redis.Redis(
+            unix_socket_path=str(tmp_path / "socket"), retry=Retry(ConstantBackoff(0.05), 200)
+        )
         assert stranger.ping(), "which is the health check"
         with pytest.raises(redis.exceptions.NoPermissionError):
             stranger.get("shoal")
-        user = redis.Redis(unix_socket_path=str(tmp_path / "socket"), username="shoal", password=urlsplit(secrets["redis_url"]).password)
+        user = redis.Redis(
+            unix_socket_path=str(tmp_path / "socket"),
+            username="shoal",
+            password=urlsplit(secrets["redis_url"]).password,
+        )
         assert user.config_get("append*")["appendfsync"] == "always"
         assert user.set("shoal", "1")
-        _check_worker(f"unix://{tmp_path / 'socket'}?username=worker&password={urlsplit(secrets['redis_worker_url']).password}")
+        _check_worker(
+            f"unix://{tmp_path / 'socket'}?username=worker"
+            f"&password={urlsplit(secrets['redis_worker_url']).password}"
+        )
     finally:
         server.terminate()
         server.wait(timeout=30)
-    assert b"shoal" in b"".join(path.read_bytes() for path in (tmp_path / "appendonlydir").iterdir())
+    assert b"shoal" in b"".join(
+        path.read_bytes() for path in (tmp_path / "appendonlydir").iterdir()
+    )

@@ -1,4 +1,5 @@
-"""Prometheus itself, with docker/prometheus/prometheus.yml, against a real coordinator and a real parameter server."""
+"""Prometheus itself, with docker/prometheus/prometheus.yml, against a real coordinator and a real
+parameter server."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ TOKENS = {"admin": "a-token", "worker": "w-token", "server": "s-token", "viewer"
 def asked(address: str, query: str) -> list[dict[str, Any]]:
     """Prometheus's answer to an instant query."""
     try:
-        with urllib.request.urlopen(f"http://{address}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=10) as answer:
+        with urllib.request.urlopen(
+            f"http://{address}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=10
+        ) as answer:
             return list(json.load(answer)["data"]["result"])
     except urllib.error.HTTPError as error:
         if error.code == HTTPStatus.SERVICE_UNAVAILABLE:  # Prometheus is still starting
@@ -37,7 +40,9 @@ def alerts(address: str) -> dict[str, tuple[str, str]]:
     """Of each alert rule its health and its state."""
     with urllib.request.urlopen(f"http://{address}/api/v1/rules", timeout=10) as answer:
         groups = json.load(answer)["data"]["groups"]
-    return {rule["name"]: (rule["health"], rule["state"]) for group in groups for rule in group["rules"]}
+    return {
+        rule["name"]: (rule["health"], rule["state"]) for group in groups for rule in group["rules"]
+    }
 
 
 def configured(folder: Path, coordinator_http: str) -> Path:
@@ -46,7 +51,11 @@ def configured(folder: Path, coordinator_http: str) -> Path:
     text = (ROOT / "docker/prometheus/prometheus.yml").read_text()
     shutil.copy(ROOT / "docker/prometheus/alerts.yml", folder)
     quicker = (("15s", "500ms"), ("5s", "500ms"), ("3s", "400ms"))
-    for container, here in (("coordinator:7080", coordinator_http), ("/run/secrets", str(folder)), *quicker):
+    for container, here in (
+        ("coordinator:7080", coordinator_http),
+        ("/run/secrets", str(folder)),
+        *quicker,
+    ):
         assert container in text
         text = text.replace(container, here)
     path = folder / "prometheus.yml"
@@ -54,7 +63,9 @@ def configured(folder: Path, coordinator_http: str) -> Path:
     return path
 
 
-def test_prometheus_finds_and_scrapes_what_the_coordinator_lists(processes: Any, tmp_path: Path) -> None:
+def test_prometheus_finds_and_scrapes_what_the_coordinator_lists(
+    processes: Any, tmp_path: Path
+) -> None:
     if shutil.which("prometheus") is None:
         pytest.skip("prometheus is not on PATH (Debian: package prometheus)")
     tokens = tmp_path / "tokens"
@@ -64,34 +75,77 @@ def test_prometheus_finds_and_scrapes_what_the_coordinator_lists(processes: Any,
     server_token.write_text(TOKENS["server"])
 
     def service(name: str, module: str, *flags: str) -> list[str]:
-        common = ["--http", "127.0.0.1:0", "--tokens", str(tokens), "--port-file", str(processes.port_file(name))]
+        common = [
+            "--http",
+            "127.0.0.1:0",
+            "--tokens",
+            str(tokens),
+            "--port-file",
+            str(processes.port_file(name)),
+        ]
         return [sys.executable, "-m", module, *common, *flags]
 
     processes.start("coordinator", service("coordinator", "shoal_coordinator"))
     coordinator = processes.ports("coordinator")
-    with CoordinatorClient(ChannelSettings(address=coordinator["grpc"], token=TOKENS["admin"])) as client:
-        client.create_job(coordinator_pb2.JobSpec(job_id="digits", min_workers=1, max_workers=1, parameter_servers=1))
-    registration = ["--coordinator", coordinator["grpc"], "--job", "digits", "--server-id", "ps-1", "--token-file", str(server_token)]
+    with CoordinatorClient(
+        ChannelSettings(address=coordinator["grpc"], token=TOKENS["admin"])
+    ) as client:
+        client.create_job(
+            coordinator_pb2.JobSpec(
+                job_id="digits", min_workers=1, max_workers=1, parameter_servers=1
+            )
+        )
+    registration = [
+        "--coordinator",
+        coordinator["grpc"],
+        "--job",
+        "digits",
+        "--server-id",
+        "ps-1",
+        "--token-file",
+        str(server_token),
+    ]
     processes.start("ps-1", service("ps-1", "shoal_ps_server", *registration))
 
     configuration = configured(tmp_path, coordinator["http"])
     storage = f"--storage.tsdb.path={tmp_path / 'data'}"
-    processes.start("prometheus", ["prometheus", f"--config.file={configuration}", storage, "--web.listen-address=127.0.0.1:0"])
+    processes.start(
+        "prometheus",
+        [
+            "prometheus",
+            f"--config.file={configuration}",
+            storage,
+            "--web.listen-address=127.0.0.1:0",
+        ],
+    )
     listening = processes.wait_for(
-        lambda: re.search(r'"Listening on".* address=(\S+)', processes.log("prometheus")), "Prometheus to listen"
+        lambda: re.search(r'"Listening on".* address=(\S+)', processes.log("prometheus")),
+        "Prometheus to listen",
     )
 
-    processes.wait_for(lambda: asked(listening[1], 'up{job="coordinator"} == 1'), "the coordinator to be scraped")
-    found = processes.wait_for(lambda: asked(listening[1], "shoal_ps_coordinator_connected == 1"), "the server to be found and scraped")
+    processes.wait_for(
+        lambda: asked(listening[1], 'up{job="coordinator"} == 1'), "the coordinator to be scraped"
+    )
+    found = processes.wait_for(
+        lambda: asked(listening[1], "shoal_ps_coordinator_connected == 1"),
+        "the server to be found and scraped",
+    )
     labels = found[0]["metric"]
     assert (labels["job_id"], labels["role"], labels["server_id"]) == ("digits", "server", "ps-1")
 
-    # The job has its server and no worker yet: that is told after ten minutes, and nothing is amiss.
-    processes.wait_for(lambda: {health for health, _ in alerts(listening[1]).values()} == {"ok"}, "all alerts to be evaluated")
+    # The job has its server and no worker yet: that is told after ten minutes, and nothing is
+    # amiss.
+    processes.wait_for(
+        lambda: {health for health, _ in alerts(listening[1]).values()} == {"ok"},
+        "all alerts to be evaluated",
+    )
 
     def not_inactive() -> set[str]:
         return {name for name, (_, state) in alerts(listening[1]).items() if state != "inactive"}
 
     # Before the first scrape the coordinator was away: that passes with the next evaluation.
-    processes.wait_for(lambda: not_inactive() == {"JobWaitsForWorkers"}, "nothing but the missing worker to be told")
+    processes.wait_for(
+        lambda: not_inactive() == {"JobWaitsForWorkers"},
+        "nothing but the missing worker to be told",
+    )
     assert {state for _, state in alerts(listening[1]).values()} == {"inactive", "pending"}

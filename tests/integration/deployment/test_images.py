@@ -1,8 +1,11 @@
-"""The images, without an engine: each one's distributions in an environment of its own, and compose.yaml's commands started from these.
+"""The images, without an engine: each one's distributions in an environment of its own, and
+compose.yaml's commands started from these.
 
-No container is built here. What an image installs is read from the Dockerfile and installed the same way: third-party packages first, then
-our wheels. torch, which is most of the bytes, is lent by the environment that runs the tests, to those images alone that require it.
-A service's command, environment and secrets are compose.yaml's, with a container's addresses and folders replaced by this test's.
+No container is built here. What an image installs is read from the Dockerfile and installed the
+same way: third-party packages first, then our wheels. torch, which is most of the bytes, is lent by
+the environment that runs the tests, to those images alone that require it. A service's command,
+environment and secrets are compose.yaml's, with a container's addresses and folders replaced by
+this test's.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ from shoal_common.redis.embedded import find_server_binary
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(
-    re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (ROOT / "compose.yaml").read_text())  # each variable's default
+    # each variable's default
+    re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (ROOT / "compose.yaml").read_text())
 )["services"]
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
 REQUIREMENTS = runpy.run_path(str(ROOT / "docker/requirements.py"))
@@ -46,7 +50,13 @@ class Image:
     bin: Path
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([str(self.bin / command[0]), *command[1:]], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+        return subprocess.run(
+            [str(self.bin / command[0]), *command[1:]],
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+            check=False,
+        )
 
     @property
     def default_command(self) -> list[str]:
@@ -61,13 +71,17 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All our distributions."""
     folder = tmp_path_factory.mktemp("wheels")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder)]
-    subprocess.run([*pip, *(str(ROOT / name) for name in REQUIREMENTS["FOLDERS"])], check=True, timeout=500)
+    subprocess.run(
+        [*pip, *(str(ROOT / name) for name in REQUIREMENTS["FOLDERS"])], check=True, timeout=500
+    )
     return folder
 
 
 def install(target: str, wheels: Path, folder: Path) -> Image:
     """As the Dockerfile does it."""
-    stage = re.search(rf"AS {target}-packages\n(?:.*\n)*?RUN python docker/requirements.py (\w+)", DOCKERFILE)
+    stage = re.search(
+        rf"AS {target}-packages\n(?:.*\n)*?RUN python docker/requirements.py (\w+)", DOCKERFILE
+    )
     assert stage
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=120)
     requirements = REQUIREMENTS["third_party"](stage[1])
@@ -76,17 +90,28 @@ def install(target: str, wheels: Path, folder: Path) -> Image:
     listed = folder / "requirements.txt"
     listed.write_text("\n".join(requirements))
     pip = [str(folder / "bin/pip"), "install", "--quiet", "--no-compile"]
-    subprocess.run([*pip, "--constraint", str(ROOT / "constraints.txt"), "--requirement", str(listed)], check=True, timeout=500)
+    subprocess.run(
+        [*pip, "--constraint", str(ROOT / "constraints.txt"), "--requirement", str(listed)],
+        check=True,
+        timeout=500,
+    )
     own = [wheel(wheels, name) for name in REQUIREMENTS["own_distributions"](stage[1])]
     subprocess.run([*pip, "--no-index", "--no-deps", *own], check=True, timeout=180)
     return Image(target, folder / "bin")
 
 
 def lend(name: str, folder: Path) -> None:
-    """Makes a package of this environment, without what it requires, one of the environment in `folder`: for pip it is installed there."""
+    """Makes a package of this environment, without what it requires, one of the environment in
+    `folder`: for pip it is installed there."""
     lent = distribution(name)
     packages = next((folder / "lib").glob("python*/site-packages"))
-    for top in sorted({path.parts[0] for path in lent.files or [] if not path.parts[0].startswith(("..", "__pycache__"))}):
+    for top in sorted(
+        {
+            path.parts[0]
+            for path in lent.files or []
+            if not path.parts[0].startswith(("..", "__pycache__"))
+        }
+    ):
         (packages / top).symlink_to(Path(str(lent.locate_file(top))))
 
 
@@ -118,14 +143,19 @@ def installed(target: str, wheels: Path, factory: pytest.TempPathFactory) -> Ite
 
 
 def test_the_coordinators_image_starts_without_torch(coordinator_image: Image) -> None:
-    assert coordinator_image.run("python", "-c", "import shoal_coordinator.__main__").returncode == 0
+    assert (
+        coordinator_image.run("python", "-c", "import shoal_coordinator.__main__").returncode == 0
+    )
     assert "No module named 'torch'" in coordinator_image.run("python", "-c", "import torch").stderr
 
 
 def test_programs_know_the_flags_that_images_and_compose_give_them(
     coordinator_image: Image, ps_server_image: Image, worker_image: Image
 ) -> None:
-    commands = [(image, image.default_command) for image in (coordinator_image, ps_server_image, worker_image)]
+    commands = [
+        (image, image.default_command)
+        for image in (coordinator_image, ps_server_image, worker_image)
+    ]
     for image, command in [*commands, (worker_image, SERVICES["worker"]["command"])]:
         program = list(itertools.takewhile(lambda word: not word.startswith("-"), command))
         helped = image.run(*program, "--help")
@@ -142,8 +172,12 @@ import shoal
 torch.manual_seed(0)
 data = torch.utils.data.TensorDataset(torch.randn(64, 4))
 net = torch.nn.Linear(4, 1)
-model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=sys.argv[1])
-loader = shoal.ElasticDataLoader(data, **({"global_batch_size": 16} if sys.argv[1] == "ddp" else {"batch_size": 8}))
+model, optimizer = shoal.as_distributed(
+    net, torch.optim.SGD(net.parameters(), 0.1), strategy=sys.argv[1]
+)
+loader = shoal.ElasticDataLoader(
+    data, **({"global_batch_size": 16} if sys.argv[1] == "ddp" else {"batch_size": 8})
+)
 for epoch in loader.epochs(2):
     for (x,) in loader:
         model(x).square().mean().backward()
@@ -160,7 +194,9 @@ class Cluster:
         self.processes = processes
         self.folder = folder
         script = shutil.copy(ROOT / "docker/make_secrets.py", folder)
-        subprocess.run([sys.executable, str(script)], check=True, timeout=30, stdout=subprocess.DEVNULL)
+        subprocess.run(
+            [sys.executable, str(script)], check=True, timeout=30, stdout=subprocess.DEVNULL
+        )
         self.replaced = {
             "/run/secrets": str(folder / "secrets"),
             "0.0.0.0:7000": "127.0.0.1:0",
@@ -175,11 +211,18 @@ class Cluster:
             text = text.replace(container, local)
         return text
 
-    def start(self, service: str, image: Image, *, name: str | None = None, command: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+    def start(
+        self, service: str, image: Image, *, name: str | None = None, command: Sequence[str] = ()
+    ) -> subprocess.Popen[bytes]:
         """As compose.yaml says, through the images' entry point."""
         name = name or service
-        environment = {key: self.here(str(value)) for key, value in SERVICES[service]["environment"].items()}
-        variable = {"coordinator": "SHOAL_COORDINATOR_PORT_FILE", "ps-server": "SHOAL_PS_SERVER_PORT_FILE"}.get(image.target)
+        environment = {
+            key: self.here(str(value)) for key, value in SERVICES[service]["environment"].items()
+        }
+        variable = {
+            "coordinator": "SHOAL_COORDINATOR_PORT_FILE",
+            "ps-server": "SHOAL_PS_SERVER_PORT_FILE",
+        }.get(image.target)
         if variable:
             environment[variable] = str(self.processes.port_file(name))
         if "SHOAL_PS_SERVER_ADVERTISE" in environment:  # a name that only compose's network knows
@@ -202,19 +245,26 @@ class Cluster:
         workers = [self.start("worker", image, name=name, command=words) for name in names]
         said = lambda: "".join(self.processes.log(name) for name in names)  # noqa: E731
         assert [worker.wait(DEADLINE_S) for worker in workers] == [0, 0], said()
-        assert {f"{strategy} world of 2 rank {rank}" for rank in (0, 1)} <= set(re.findall(rf"{strategy} world of 2 rank \d", said())), (
-            said()
-        )
+        assert {f"{strategy} world of 2 rank {rank}" for rank in (0, 1)} <= set(
+            re.findall(rf"{strategy} world of 2 rank \d", said())
+        ), said()
 
     def healthy(self, name: str) -> None:
         """As the image's health check sees it."""
         url = f"http://{self.processes.ports(name)['http']}/healthz"
         check = [sys.executable, "-I", str(ROOT / "docker/healthcheck.py"), url]
-        self.processes.wait_for(lambda: subprocess.run(check, capture_output=True, check=False).returncode == 0, f"{name} to be healthy")
+        self.processes.wait_for(
+            lambda: subprocess.run(check, capture_output=True, check=False).returncode == 0,
+            f"{name} to be healthy",
+        )
 
 
 def test_the_services_of_compose_form_a_cluster_with_tokens_and_a_redis_password(
-    coordinator_image: Image, ps_server_image: Image, worker_image: Image, processes: Any, tmp_path: Path
+    coordinator_image: Image,
+    ps_server_image: Image,
+    worker_image: Image,
+    processes: Any,
+    tmp_path: Path,
 ) -> None:
     cluster = Cluster(processes, tmp_path)
     with closing(socket.socket()) as probe:
@@ -224,17 +274,25 @@ def test_the_services_of_compose_form_a_cluster_with_tokens_and_a_redis_password
         redis_url.chmod(0o644)
         redis_url.write_text(redis_url.read_text().replace("@redis:6379", f"@127.0.0.1:{port}"))
     arguments = [cluster.here(part) for part in SERVICES["redis"]["command"][1:]]
-    processes.start("redis", [str(find_server_binary()), *arguments, "--port", str(port), "--dir", str(tmp_path)])
+    processes.start(
+        "redis",
+        [str(find_server_binary()), *arguments, "--port", str(port), "--dir", str(tmp_path)],
+    )
 
     coordinator = cluster.start("coordinator", coordinator_image)
     cluster.healthy("coordinator")
     cluster.replaced["coordinator:7000"] = processes.ports("coordinator")["grpc"]
-    servers = [cluster.start(name, ps_server_image) for name in SERVICES if name.startswith("ps-server-")]
+    servers = [
+        cluster.start(name, ps_server_image) for name in SERVICES if name.startswith("ps-server-")
+    ]
     (tmp_path / "train.py").write_text(SCRIPT)
-    # The parameter servers belong to compose.yaml's job; the peer-to-peer run, which has to prove that workers may use Redis, is another.
+    # The parameter servers belong to compose.yaml's job; the peer-to-peer run, which has to prove
+    # that workers may use Redis, is another.
     cluster.train(worker_image, "ddp", job="another")
     cluster.train(worker_image, "async_sgd")
 
-    for name, server in zip((name for name in SERVICES if name.startswith("ps-server-")), servers, strict=True):
+    for name, server in zip(
+        (name for name in SERVICES if name.startswith("ps-server-")), servers, strict=True
+    ):
         assert processes.stop(name, server) == 0, processes.log(name)
     assert processes.stop("coordinator", coordinator) == 0, processes.log("coordinator")

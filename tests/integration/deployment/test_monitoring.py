@@ -1,5 +1,5 @@
-"""Prometheus's configuration, the alert rules and the dashboards' queries, judged by Prometheus itself; skipped where its programs are not
-installed."""
+"""Prometheus's configuration, the alert rules and the dashboards' queries, judged by Prometheus
+itself; skipped where its programs are not installed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,19 @@ from shoal_dashboards.panels import rendered
 ROOT = Path(__file__).resolve().parents[3]
 ALERTS = ROOT / "docker/prometheus/alerts.yml"
 RULES = [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
-GENERATED = {path.stem: json.loads(path.read_text()) for path in sorted((ROOT / "docker/grafana/generated").iterdir())}
-TARGETS = [target for dashboard in GENERATED.values() for panel in dashboard["panels"] for target in panel.get("targets", [])]
-MARKS = [mark["expr"] for dashboard in GENERATED.values() for mark in dashboard["annotations"]["list"]]
+GENERATED = {
+    path.stem: json.loads(path.read_text())
+    for path in sorted((ROOT / "docker/grafana/generated").iterdir())
+}
+TARGETS = [
+    target
+    for dashboard in GENERATED.values()
+    for panel in dashboard["panels"]
+    for target in panel.get("targets", [])
+]
+MARKS = [
+    mark["expr"] for dashboard in GENERATED.values() for mark in dashboard["annotations"]["list"]
+]
 EXPRESSIONS = [*(target["expr"] for target in TARGETS), *MARKS]
 
 
@@ -68,12 +78,17 @@ def test_every_credential_is_sent_as_a_bearer_token() -> None:
     jobs = configuration["scrape_configs"]
     sources = [*jobs, *(discovery for job in jobs for discovery in job.get("http_sd_configs", []))]
     for source in sources:
-        assert source["authorization"]["type"] == "Bearer", "without a type, Prometheus 2.42 sends the bare token"
+        assert source["authorization"]["type"] == "Bearer", (
+            "without a type, Prometheus 2.42 sends the bare token"
+        )
 
 
 def test_every_query_of_the_dashboards_is_valid_promql(promtool: str, tmp_path: Path) -> None:
     rules = [
-        {"record": f"panel:query:{index}", "expr": re.sub(r"\$__(rate_)?interval", "1m", expression).replace("$job", "digits")}
+        {
+            "record": f"panel:query:{index}",
+            "expr": re.sub(r"\$__(rate_)?interval", "1m", expression).replace("$job", "digits"),
+        }
         for index, expression in enumerate(EXPRESSIONS)
     ]
     path = tmp_path / "queries.yml"
@@ -84,7 +99,9 @@ def test_every_query_of_the_dashboards_is_valid_promql(promtool: str, tmp_path: 
 def test_the_committed_dashboards_are_what_the_code_makes() -> None:
     assert {board.uid for board in BOARDS} == GENERATED.keys(), "run make dashboards"
     for board in BOARDS:
-        assert (ROOT / f"docker/grafana/generated/{board.uid}.json").read_text() == rendered(board), "run make dashboards"
+        assert (ROOT / f"docker/grafana/generated/{board.uid}.json").read_text() == rendered(
+            board
+        ), "run make dashboards"
 
 
 def test_dashboards_know_each_other_and_are_where_compose_mounts_them() -> None:
@@ -106,6 +123,8 @@ def test_panels_have_titles_of_their_own_and_say_what_they_show() -> None:
 
 
 def test_the_dashboards_read_the_datasource_that_is_provisioned() -> None:
-    provisioned = yaml.safe_load((ROOT / "docker/grafana/datasource.yml").read_text())["datasources"]
+    provisioned = yaml.safe_load((ROOT / "docker/grafana/datasource.yml").read_text())[
+        "datasources"
+    ]
     used = {target["datasource"]["uid"] for target in TARGETS}
     assert used == {source["uid"] for source in provisioned}

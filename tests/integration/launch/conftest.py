@@ -18,7 +18,9 @@ class Coordinator:
     def __init__(self, zygote: Zygote, directory: Path) -> None:
         directory.mkdir()
         self._data = directory / "redis"
-        self._running = harness.Coordinator(zygote, directory, "--redis", f"embedded://{self._data}").start()
+        self._running = harness.Coordinator(
+            zygote, directory, "--redis", f"embedded://{self._data}"
+        ).start()
 
     @property
     def address(self) -> str:

@@ -1,4 +1,5 @@
-"""What `shoal run` makes of a rank whose script raises while the others wait for it: the job ends, not green, and says whose bug it was."""
+"""What `shoal run` makes of a rank whose script raises while the others wait for it: the job ends,
+not green, and says whose bug it was."""
 
 from __future__ import annotations
 
@@ -14,10 +15,13 @@ Command = Any
 TRAINING = """
     import torch, shoal
     from torch import nn
+
     shoal.init()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    model, optimizer = shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 0.1), {strategy})
+    model, optimizer = shoal.as_distributed(
+        model, torch.optim.SGD(model.parameters(), 0.1), {strategy}
+    )
     rows = torch.ones(64, 4)
     loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(rows), global_batch_size=4)
     for epoch in loader.epochs({epochs}):
@@ -36,8 +40,14 @@ A_MOMENT = 3
 
 def run(shell: Shell, *, strategy: str, step: str, epochs: int = FOR_HOURS) -> Command:
     """Two ranks of a script that trains for so long; returns when the launcher has ended."""
-    body = TRAINING.replace("{strategy}", strategy).replace("{step}", step).replace("{epochs}", str(epochs))
-    command = shell.start("run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(body)))
+    body = (
+        TRAINING.replace("{strategy}", strategy)
+        .replace("{step}", step)
+        .replace("{epochs}", str(epochs))
+    )
+    command = shell.start(
+        "run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(body))
+    )
     command.wait()
     return command
 
@@ -51,10 +61,18 @@ def check_told(command: Command, *, rank: int, error: str) -> None:
     assert error in told
 
 
-@pytest.mark.parametrize("runs", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.matrix)])
-def test_a_bug_on_one_rank_under_zero3_is_not_green_though_the_other_may_finish_alone(shell: Shell, runs: int) -> None:
-    """Which of the two ends first, and whether the other has heard of it by then, differs from run to run."""
-    bug = f"if shoal.rank() == 1 and loader.global_step == 5: raise ValueError('a bug on one rank')\n            {PLAIN}"
+@pytest.mark.parametrize(
+    "runs", [pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.matrix)]
+)
+def test_a_bug_on_one_rank_under_zero3_is_not_green_though_the_other_may_finish_alone(
+    shell: Shell, runs: int
+) -> None:
+    """Which of the two ends first, and whether the other has heard of it by then, differs from run
+    to run."""
+    bug = (
+        "if shoal.rank() == 1 and loader.global_step == 5: raise ValueError('a bug on one "
+        f"rank')\n            {PLAIN}"
+    )
     for _ in range(runs):
         command = run(shell, strategy="strategy='zero3'", step=bug, epochs=A_MOMENT)
         check_told(command, rank=1, error="ValueError: a bug on one rank")
@@ -62,14 +80,24 @@ def test_a_bug_on_one_rank_under_zero3_is_not_green_though_the_other_may_finish_
 
 @pytest.mark.slow
 def test_a_bug_on_one_rank_under_zero3_ends_a_long_job(shell: Shell) -> None:
-    bug = f"if shoal.rank() == 1 and loader.global_step == 5: raise ValueError('a bug on one rank')\n            {PLAIN}"
-    check_told(run(shell, strategy="strategy='zero3'", step=bug), rank=1, error="ValueError: a bug on one rank")
+    bug = (
+        "if shoal.rank() == 1 and loader.global_step == 5: raise ValueError('a bug on one "
+        f"rank')\n            {PLAIN}"
+    )
+    check_told(
+        run(shell, strategy="strategy='zero3'", step=bug),
+        rank=1,
+        error="ValueError: a bug on one rank",
+    )
 
 
 @pytest.mark.slow
 def test_a_configuration_that_one_stage_of_a_pipeline_refuses_ends_the_job(shell: Shell) -> None:
     """The other, which waits for gradients, could train all stages on alone."""
-    step = "model.train_step(rows, loss_fn=lambda output, _: output if shoal.rank() == 1 else output.square().mean())"
+    step = (
+        "model.train_step(rows, loss_fn=lambda output, _: output if shoal.rank() == 1 else "
+        "output.square().mean())"
+    )
     command = run(shell, strategy="strategy='pipeline'", step=step)
     check_told(command, rank=1, error="ConfigurationError: the loss of a micro-batch is")
 

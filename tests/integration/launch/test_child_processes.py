@@ -16,7 +16,15 @@ from typing import Any
 
 import pytest
 from shoal.launcher.ports import ReservedPort, ServiceAddresses, read_port_file
-from shoal.launcher.process import Child, ExitStatus, Handle, descendants, start_ticks, stop_all, wait_all
+from shoal.launcher.process import (
+    Child,
+    ExitStatus,
+    Handle,
+    descendants,
+    start_ticks,
+    stop_all,
+    wait_all,
+)
 from shoal_common.errors import CorruptDataError
 
 DEADLINE = timedelta(seconds=60)
@@ -24,7 +32,13 @@ DEADLINE = timedelta(seconds=60)
 
 def python(code: str, **options: object) -> Child:
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    return Child(command, environment=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, **options)  # type: ignore[arg-type]
+    return Child(
+        command,
+        environment=os.environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        **options,
+    )  # type: ignore[arg-type]
 
 
 def until(condition: Callable[[], object], what: str) -> None:
@@ -44,13 +58,21 @@ def gone(pid: int) -> bool:
     return start_ticks(pid) is None
 
 
-@pytest.mark.parametrize(("code", "status"), [("exit(7)", ExitStatus(7)), ("import os; os.kill(os.getpid(), 9)", ExitStatus(137, 9))])
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [("exit(7)", ExitStatus(7)), ("import os; os.kill(os.getpid(), 9)", ExitStatus(137, 9))],
+)
 def test_exit_codes_and_signals_come_through(code: str, status: ExitStatus) -> None:
     assert ended(python(code)) == status
 
 
 def test_a_program_that_is_not_there_ends_with_an_error() -> None:
-    child = Child(["/no/such/program"], environment=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    child = Child(
+        ["/no/such/program"],
+        environment=os.environ,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     assert not ended(child).ok
 
 
@@ -110,12 +132,15 @@ def test_stopping_is_gentle_first(tmp_path: Path) -> None:
     assert (child.status, log.read_text()) == (ExitStatus(5), "left")
 
 
-def test_stopping_ends_those_that_do_not_listen_and_what_they_hid_in_other_sessions(tmp_path: Path) -> None:
+def test_stopping_ends_those_that_do_not_listen_and_what_they_hid_in_other_sessions(
+    tmp_path: Path,
+) -> None:
     note = tmp_path / "pid"
     child = python(f"""
         import pathlib, signal, subprocess, sys
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        hidden = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+        sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
+        hidden = subprocess.Popen(sleeping, start_new_session=True)
         pathlib.Path({str(note)!r}).write_text(str(hidden.pid))
         signal.pause()
     """)
@@ -135,7 +160,8 @@ def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
             textwrap.dedent(f"""
                 import os, pathlib, signal, subprocess, sys
                 from shoal.launcher.process import Child
-                child = Child([sys.executable, "-c", "import time; time.sleep(60)"], environment=os.environ,
+                sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
+                child = Child(sleeping, environment=os.environ,
                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
                 pathlib.Path({str(note)!r}).write_text(str(child.pid))
                 signal.pause()
@@ -175,7 +201,9 @@ def test_port_files_are_read_when_they_are_there(tmp_path: Path) -> None:
     path = tmp_path / "service.json"
     assert read_port_file(path) is None
     path.write_text('{"grpc": "127.0.0.1:1", "http": "127.0.0.1:2", "pid": 3}')
-    assert read_port_file(path) == ServiceAddresses(grpc="127.0.0.1:1", http="127.0.0.1:2", redis="")
+    assert read_port_file(path) == ServiceAddresses(
+        grpc="127.0.0.1:1", http="127.0.0.1:2", redis=""
+    )
     path.write_text("[]")
     with pytest.raises(CorruptDataError, match="port file"):
         read_port_file(path)

@@ -1,4 +1,5 @@
-"""Services of a local cluster that die are started again, however often, unless they do not come to serve."""
+"""Services of a local cluster that die are started again, however often, unless they do not come to
+serve."""
 
 from __future__ import annotations
 
@@ -36,11 +37,17 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     made: list[Service] = []
 
     def make(*, serves: bool) -> tuple[Service, ClusterKeeper, list[str]]:
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path), "SERVES": "yes" if serves else "no"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(tmp_path),
+            "SERVES": "yes" if serves else "no",
+        }
         service = Service("server-0", "a_service", [], directory=tmp_path, environment=environment)
         made.append(service)
         notes: list[str] = []
-        cluster: Any = SimpleNamespace(services=[service], coordinator=None, serves_when_asked=False)
+        cluster: Any = SimpleNamespace(
+            services=[service], coordinator=None, serves_when_asked=False
+        )
         return service, ClusterKeeper(cluster, note=notes.append), notes
 
     yield make
@@ -88,7 +95,8 @@ def test_a_service_that_never_comes_to_serve_is_given_up(kept: Any) -> None:
 
 
 def test_a_coordinator_that_does_not_answer_at_once_is_asked_again_about_the_job(kept: Any) -> None:
-    """The run ended with it before: gRPC says for a while after failures that a server cannot be reached which serves."""
+    """The run ended with it before: gRPC says for a while after failures that a server cannot be
+    reached which serves."""
     service, keeper, notes = kept(serves=True)
     answers = [UnavailableError("failed to connect"), DeadlineError("no answer"), None]
 

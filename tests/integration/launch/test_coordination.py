@@ -24,21 +24,27 @@ RUN = (sys.executable, "-m", "shoal", "run", "--nnodes", "1:2")
 
 def coordinator(command: Command) -> psutil.Process:
     (found,) = (
-        process for process in command.family() if "shoal_coordinator" in process.cmdline() and process.ppid() == command.process.pid
+        process
+        for process in command.family()
+        if "shoal_coordinator" in process.cmdline() and process.ppid() == command.process.pid
     )
     return found
 
 
 def test_launchers_find_the_coordinator_and_the_status_is_the_commands(shell: Shell) -> None:
     script = shell.script("import os\nprint(os.environ['WORLD_SIZE'], flush=True)\n")
-    both = shell.script('"$@" & first=$!\n"$@" & second=$!\nwait $first && wait $second && exit 7\n', "both.sh")
+    both = shell.script(
+        '"$@" & first=$!\n"$@" & second=$!\nwait $first && wait $second && exit 7\n', "both.sh"
+    )
     status, out, err = shell.run(*HERE, "sh", both, *RUN, "--nnodes", "2", script)
     assert status == 7, err
     assert sorted(out.splitlines()) == ["[0]: 2", "[1]: 2"]
 
 
 @pytest.mark.slow
-def test_a_signal_to_every_process_leaves_the_coordinator_until_the_command_has_ended(shell: Shell, elastic_worker: Path) -> None:
+def test_a_signal_to_every_process_leaves_the_coordinator_until_the_command_has_ended(
+    shell: Shell, elastic_worker: Path
+) -> None:
     """As batch systems send it."""
     command = shell.start(*HERE, *RUN, elastic_worker, "never")
     command.wait_for_output("rank 0 of 1")
@@ -61,12 +67,17 @@ def address(process: psutil.Process) -> str:
     return arguments[arguments.index("--listen") + 1]
 
 
-def test_a_coordinator_that_dies_comes_back_with_what_it_knew(shell: Shell, elastic_worker: Path) -> None:
+def test_a_coordinator_that_dies_comes_back_with_what_it_knew(
+    shell: Shell, elastic_worker: Path
+) -> None:
     finish = shell.directory / "finish"
     command = shell.start(*HERE, *RUN, elastic_worker, finish)
     command.wait_for_output("rank 0 of 1")
     its_coordinator = coordinator(command)
-    command.wait_for(lambda: time.time() - its_coordinator.create_time() > 8, "a coordinator that has served for a while")
+    command.wait_for(
+        lambda: time.time() - its_coordinator.create_time() > 8,
+        "a coordinator that has served for a while",
+    )
     os.kill(its_coordinator.pid, signal.SIGKILL)
     command.wait_for(lambda: "and serves again as pid" in command.stderr, "the next coordinator")
     finish.touch()
@@ -77,13 +88,21 @@ def test_a_coordinator_that_dies_comes_back_with_what_it_knew(shell: Shell, elas
 def test_what_cannot_work_is_said_before_anything_is_started(shell: Shell) -> None:
     for flags, said in (
         (("coordinate", "--", "no-such-program"), "'no-such-program' is not on PATH"),
-        (("coordinate", "--host", "192.0.2.77", "--", "true"), "--host '192.0.2.77' is not this machine"),
+        (
+            ("coordinate", "--host", "192.0.2.77", "--", "true"),
+            "--host '192.0.2.77' is not this machine",
+        ),
     ):
         status, _, err = shell.run(*flags)
         assert (status, said in err) == (2, True), err
 
 
 def test_a_redis_that_other_machines_reach_without_tls_has_to_be_allowed(shell: Shell) -> None:
-    command = shell.start_program(sys.executable, "-m", "shoal_coordinator", "--redis", "embedded://192.0.2.77")
+    command = shell.start_program(
+        sys.executable, "-m", "shoal_coordinator", "--redis", "embedded://192.0.2.77"
+    )
     assert command.wait() == 1
-    assert "--redis embedded://192.0.2.77 can be reached from other machines, without TLS; allow it (--insecure)" in command.stderr
+    assert (
+        "--redis embedded://192.0.2.77 can be reached from other machines, without TLS; allow it "
+        "(--insecure)" in command.stderr
+    )

@@ -12,11 +12,16 @@ Shell = Any  # of tests/integration/conftest.py
 TRAINING = """
 import sys, time, torch, shoal
 from torch import nn
+
 shoal.init()
 torch.manual_seed(0)
 net = nn.Linear(4, 4)
-model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), consistency_check_every=4)
-loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(64, 4)), global_batch_size=8)
+model, optimizer = shoal.as_distributed(
+    net, torch.optim.SGD(net.parameters(), 0.1), consistency_check_every=4
+)
+loader = shoal.ElasticDataLoader(
+    torch.utils.data.TensorDataset(torch.ones(64, 4)), global_batch_size=8
+)
 for (rows,) in loader:
     model(rows).square().mean().backward()
     optimizer.step()
@@ -32,7 +37,9 @@ print("the script is over", flush=True)
 """
 
 
-def test_ranks_that_end_with_different_models_fail_the_run_for_the_launcher_and_the_coordinator(shell: Shell, endpoint: str) -> None:
+def test_ranks_that_end_with_different_models_fail_the_run_for_the_launcher_and_the_coordinator(
+    shell: Shell, endpoint: str
+) -> None:
     flags = ("run", "--nnodes", "1", "--nproc-per-node", "2", "--rdzv-endpoint", endpoint)
     status, out, err = shell.run(*flags, "--rdzv-id", "apart", shell.script(TRAINING), "wrong")
     assert (status, out.count("the script is over")) == (1, 2), err
@@ -45,6 +52,10 @@ def test_ranks_that_end_with_different_models_fail_the_run_for_the_launcher_and_
 
 
 @pytest.mark.parametrize("how", ["alone", "sound"])
-def test_a_rank_that_changes_its_model_alone_after_the_loop_is_no_failure(shell: Shell, how: str) -> None:
-    status, out, err = shell.run("run", "--standalone", "--nproc-per-node", "2", shell.script(TRAINING), how)
+def test_a_rank_that_changes_its_model_alone_after_the_loop_is_no_failure(
+    shell: Shell, how: str
+) -> None:
+    status, out, err = shell.run(
+        "run", "--standalone", "--nproc-per-node", "2", shell.script(TRAINING), how
+    )
     assert (status, out.count("the script is over")) == (0, 2), err

@@ -1,4 +1,5 @@
-"""`shoal run` of workers that join their job: deaths, replacements, drains. The workers have no torch; all else is the real thing."""
+"""`shoal run` of workers that join their job: deaths, replacements, drains. The workers have no
+torch; all else is the real thing."""
 
 from __future__ import annotations
 
@@ -14,8 +15,18 @@ Command = Any
 
 def start(shell: Shell, worker: Path, *flags: str, workers: int = 3) -> Command:
     """Starts a run, and waits until all have ranks in one generation."""
-    command = shell.start("run", "--standalone", "--nproc-per-node", str(workers), *flags, worker, shell.directory / "finish")
-    command.wait_for_output(*(f"[{rank}]: generation 1 rank {rank} of {workers}" for rank in range(workers)))
+    command = shell.start(
+        "run",
+        "--standalone",
+        "--nproc-per-node",
+        str(workers),
+        *flags,
+        worker,
+        shell.directory / "finish",
+    )
+    command.wait_for_output(
+        *(f"[{rank}]: generation 1 rank {rank} of {workers}" for rank in range(workers))
+    )
     return command
 
 
@@ -24,14 +35,18 @@ def finish(shell: Shell, command: Command) -> int:
     return int(command.wait())
 
 
-def test_all_workers_are_waited_for_at_the_start_and_the_end_is_a_success(shell: Shell, elastic_worker: Path) -> None:
+def test_all_workers_are_waited_for_at_the_start_and_the_end_is_a_success(
+    shell: Shell, elastic_worker: Path
+) -> None:
     command = start(shell, elastic_worker)
     assert finish(shell, command) == 0, command.stderr
     assert "not finished" not in command.stderr
     assert command.family() == []
 
 
-def test_a_killed_worker_is_replaced_while_the_others_go_on(shell: Shell, elastic_worker: Path) -> None:
+def test_a_killed_worker_is_replaced_while_the_others_go_on(
+    shell: Shell, elastic_worker: Path
+) -> None:
     command = start(shell, elastic_worker)
     first, victim, third = shell.pids()
     os.kill(victim, signal.SIGKILL)
@@ -39,10 +54,15 @@ def test_a_killed_worker_is_replaced_while_the_others_go_on(shell: Shell, elasti
     assert f"rank 1 (pid {victim}) ended with SIGKILL; the others go on, pid" in command.stderr
     assert shell.pids()[:2] == [first, third]
     assert finish(shell, command) == 0
-    assert f"although 1 of its workers failed on the way: rank 1 (pid {victim}, SIGKILL)" in command.stderr
+    assert (
+        f"although 1 of its workers failed on the way: rank 1 (pid {victim}, SIGKILL)"
+        in command.stderr
+    )
 
 
-def test_without_restarts_the_others_go_on_down_to_one_and_when_that_dies_the_run_has_failed(shell: Shell, elastic_worker: Path) -> None:
+def test_without_restarts_the_others_go_on_down_to_one_and_when_that_dies_the_run_has_failed(
+    shell: Shell, elastic_worker: Path
+) -> None:
     command = start(shell, elastic_worker, "--max-restarts", "0", workers=2)
     first, second = shell.pids()
     os.kill(first, signal.SIGKILL)
@@ -50,10 +70,16 @@ def test_without_restarts_the_others_go_on_down_to_one_and_when_that_dies_the_ru
     command.wait_for(lambda: "the others go on without it" in command.stderr, "the launcher's word")
     os.kill(second, signal.SIGKILL)
     assert command.wait() == 128 + signal.SIGKILL
-    assert re.search(r"First failure(.*\n){3}  rank      : 0 (.*\n)+Later failures:\n.*rank 0 \(output \[1\]\) on ", command.stderr)
+    assert re.search(
+        r"First failure(.*\n){3}  rank      : 0 (.*\n)+Later failures:\n.*rank 0 \(output \[1\]\) "
+        r"on ",
+        command.stderr,
+    )
 
 
-def test_what_the_others_outlive_is_told_and_is_no_failure(shell: Shell, elastic_worker: Path) -> None:
+def test_what_the_others_outlive_is_told_and_is_no_failure(
+    shell: Shell, elastic_worker: Path
+) -> None:
     command = start(shell, elastic_worker, "--max-restarts", "0", workers=2)
     os.kill(shell.pids()[0], signal.SIGKILL)
     command.wait_for_output("[1]: generation 2 rank 0 of 1")
@@ -61,7 +87,9 @@ def test_what_the_others_outlive_is_told_and_is_no_failure(shell: Shell, elastic
     assert "came to its end although 1 of its workers failed" in command.stderr
 
 
-def test_a_signal_to_the_launcher_lets_the_workers_take_their_leave(shell: Shell, elastic_worker: Path) -> None:
+def test_a_signal_to_the_launcher_lets_the_workers_take_their_leave(
+    shell: Shell, elastic_worker: Path
+) -> None:
     command = start(shell, elastic_worker, workers=2)
     command.process.send_signal(signal.SIGTERM)
     assert command.wait() == 128 + signal.SIGTERM
@@ -69,7 +97,9 @@ def test_a_signal_to_the_launcher_lets_the_workers_take_their_leave(shell: Shell
     assert "FAILED" not in command.stderr
 
 
-def test_a_launcher_that_is_asked_to_end_just_after_a_death_leaves_no_replacement_behind(shell: Shell, elastic_worker: Path) -> None:
+def test_a_launcher_that_is_asked_to_end_just_after_a_death_leaves_no_replacement_behind(
+    shell: Shell, elastic_worker: Path
+) -> None:
     command = start(shell, elastic_worker, workers=2)
     os.kill(shell.pids()[1], signal.SIGKILL)
     command.process.send_signal(signal.SIGTERM)
@@ -79,9 +109,13 @@ def test_a_launcher_that_is_asked_to_end_just_after_a_death_leaves_no_replacemen
 
 def test_the_coordinator_comes_back_and_the_job_goes_on(shell: Shell, elastic_worker: Path) -> None:
     command = start(shell, elastic_worker, workers=2)
-    coordinator = next(process for process in command.family() if "shoal_coordinator" in process.cmdline())
+    coordinator = next(
+        process for process in command.family() if "shoal_coordinator" in process.cmdline()
+    )
     coordinator.kill()
-    command.wait_for(lambda: "serves again as pid" in command.stderr, "the coordinator's second start")
+    command.wait_for(
+        lambda: "serves again as pid" in command.stderr, "the coordinator's second start"
+    )
     os.kill(shell.pids()[1], signal.SIGKILL)
     command.wait_for_output("[1]: generation 3 rank 1 of 2")
     assert finish(shell, command) == 0

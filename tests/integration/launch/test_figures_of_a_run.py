@@ -1,4 +1,5 @@
-"""What `shoal run` tells of a run: real training, whose worker gets SIGKILL; and the bar on a terminal."""
+"""What `shoal run` tells of a run: real training, whose worker gets SIGKILL; and the bar on a
+terminal."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from torch.utils.data import TensorDataset
 torch.manual_seed(0)
 model, optimizer = torch.nn.Linear(4, 1), None
 model, optimizer = shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 0.01))
-loader = shoal.ElasticDataLoader(TensorDataset(torch.randn(100, 4), torch.randn(100, 1)), global_batch_size=12)
+loader = shoal.ElasticDataLoader(
+    TensorDataset(torch.randn(100, 4), torch.randn(100, 1)), global_batch_size=12
+)
 for epoch in loader.epochs(int(sys.argv[1])):
     for x, y in loader:
         loss = torch.nn.functional.mse_loss(model(x), y)
@@ -41,7 +44,9 @@ for epoch in loader.epochs(int(sys.argv[1])):
 STEPS, SAMPLES = 9, 100  # of an epoch
 
 
-def test_a_killed_worker_is_told_with_its_pause_and_the_figures_and_the_plot_have_it(shell: Shell, tmp_path: Path) -> None:
+def test_a_killed_worker_is_told_with_its_pause_and_the_figures_and_the_plot_have_it(
+    shell: Shell, tmp_path: Path
+) -> None:
     plot, epochs = tmp_path / "course.svg", 30
     flags = ("run", "--standalone", "--nproc-per-node", "2", "--plot", plot)
     command = shell.start(*flags, shell.script(SCRIPT), str(epochs))
@@ -50,7 +55,8 @@ def test_a_killed_worker_is_told_with_its_pause_and_the_figures_and_the_plot_hav
     os.kill(victim, signal.SIGKILL)
     assert command.wait() == 0, command.stderr
     told = re.search(
-        rf"^shoal: rank 1 \(pid {victim} on \S+\) ended with SIGKILL: training stood still for (\d+\.\d{{3}}) s and went on from step "
+        rf"^shoal: rank 1 \(pid {victim} on \S+\) ended with SIGKILL: training stood still for "
+        rf"(\d+\.\d{{3}}) s and went on from step "
         r"(\d+) with 1 rank$",
         command.stderr,
         re.MULTILINE,
@@ -58,9 +64,17 @@ def test_a_killed_worker_is_told_with_its_pause_and_the_figures_and_the_plot_hav
     assert told is not None, command.stderr
     assert 4 * STEPS <= int(told[2]) < epochs * STEPS
     assert 0 < float(told[1]) < 30
-    figures = re.search(rf"^shoal: {epochs * STEPS} steps, {epochs * SAMPLES:,} samples in .*; loss \d", command.stderr, re.MULTILINE)
+    figures = re.search(
+        rf"^shoal: {epochs * STEPS} steps, {epochs * SAMPLES:,} samples in .*; loss \d",
+        command.stderr,
+        re.MULTILINE,
+    )
     assert figures is not None, command.stderr
-    faults = re.search(r"^shoal: 1 fault, \d joins?, 0 leaves: \d pauses?, .* s in all, (\S+) s the longest", command.stderr, re.MULTILINE)
+    faults = re.search(
+        r"^shoal: 1 fault, \d joins?, 0 leaves: \d pauses?, .* s in all, (\S+) s the longest",
+        command.stderr,
+        re.MULTILINE,
+    )
     assert faults is not None, command.stderr
     assert float(faults[1]) >= float(told[1])
     assert "\x1b" not in command.stderr
@@ -70,9 +84,14 @@ def test_a_killed_worker_is_told_with_its_pause_and_the_figures_and_the_plot_hav
     assert "fault-2" not in marks
 
 
-def test_a_plot_that_cannot_be_drawn_is_refused_before_the_run(shell: Shell, tmp_path: Path) -> None:
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_run(
+    shell: Shell, tmp_path: Path
+) -> None:
     script = shell.script("print('ran')")
-    for file, wrong in ((tmp_path / "course.pdf", ".png or .svg"), (tmp_path / "none" / "course.png", "there is no directory")):
+    for file, wrong in (
+        (tmp_path / "course.pdf", ".png or .svg"),
+        (tmp_path / "none" / "course.png", "there is no directory"),
+    ):
         status, out, err = shell.run("run", "--standalone", "--plot", file, script)
         assert (status != 0, out) == (True, "")
         assert wrong in err
@@ -139,17 +158,27 @@ def on_terminal(shell: Shell, *arguments: str | Path) -> str:
     return written.decode()
 
 
-def test_a_bar_on_a_terminal_leaves_the_workers_lines_whole_and_can_be_turned_off(shell: Shell) -> None:
+def test_a_bar_on_a_terminal_leaves_the_workers_lines_whole_and_can_be_turned_off(
+    shell: Shell,
+) -> None:
     script = shell.script(SCRIPT)
     written = on_terminal(shell, "run", "--standalone", "--nproc-per-node", "2", script, "12")
-    assert re.search(rf"step \d+ of {12 * STEPS} \(\d+%\), 0:00:0\d left, [\d,]+ samples/s, loss ", written)
+    assert re.search(
+        rf"step \d+ of {12 * STEPS} \(\d+%\), 0:00:0\d left, [\d,]+ samples/s, loss ", written
+    )
     lines = [line.rpartition("\x1b[2K")[2] for line in written.split("\r\n")]
     plain = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in lines]
     for rank in range(2):
-        assert [line for line in plain if line.startswith(f"[{rank}]: epoch")] == [f"[{rank}]: epoch {e} is over" for e in range(12)]
-    assert any(line.startswith(f"shoal: {12 * STEPS} steps, {12 * SAMPLES:,} samples") for line in plain)
+        assert [line for line in plain if line.startswith(f"[{rank}]: epoch")] == [
+            f"[{rank}]: epoch {e} is over" for e in range(12)
+        ]
+    assert any(
+        line.startswith(f"shoal: {12 * STEPS} steps, {12 * SAMPLES:,} samples") for line in plain
+    )
     assert not any("left" in line for line in plain)  # the bar itself is gone
-    quiet = on_terminal(shell, "run", "--standalone", "--nproc-per-node", "1", "--no-progress", script, "2")
+    quiet = on_terminal(
+        shell, "run", "--standalone", "--nproc-per-node", "1", "--no-progress", script, "2"
+    )
     assert " left" not in quiet
     assert "\x1b[2K" not in quiet
 
@@ -163,7 +192,9 @@ torch.set_num_threads(1)
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 options = {{options}}
-model, optimizer = shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 2.0**-8), strategy="async_sgd", **options)
+model, optimizer = shoal.as_distributed(
+    model, torch.optim.SGD(model.parameters(), 2.0**-8), strategy="async_sgd", **options
+)
 loader = shoal.ElasticDataLoader(TensorDataset(torch.ones(640, 4)), batch_size=4)
 taken = 0
 for _ in loader.epochs(1):
@@ -173,15 +204,23 @@ for _ in loader.epochs(1):
         optimizer.step()
         taken += 1
         time.sleep(0.01)
-        if taken == {{dies_after}} and os.environ["LOCAL_RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if (
+            taken == {{dies_after}}
+            and os.environ["LOCAL_RANK"] == "1"
+            and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+        ):
             os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def run_asynchronous(shell: Shell, options: str, dies_after: int) -> str:
     """Two workers, of which one is killed. Returns what the launcher said."""
-    script = shell.script(ASYNCHRONOUS.replace("{{options}}", options).replace("{{dies_after}}", str(dies_after)))
-    status, _, err = shell.run("run", "--standalone", "--nproc-per-node", "2", "--servers", "1", script)
+    script = shell.script(
+        ASYNCHRONOUS.replace("{{options}}", options).replace("{{dies_after}}", str(dies_after))
+    )
+    status, _, err = shell.run(
+        "run", "--standalone", "--nproc-per-node", "2", "--servers", "1", script
+    )
     assert status == 0, err
     assert "ended with SIGKILL" in err
     said: str = err
@@ -194,7 +233,9 @@ def test_a_batch_that_a_killed_worker_had_pushed_counts_once_in_the_figures(shel
 
 
 @pytest.mark.parametrize("dies_after", [18, 20])
-def test_inner_steps_that_a_killed_worker_had_not_pushed_count_once_in_the_figures(shell: Shell, dies_after: int) -> None:
+def test_inner_steps_that_a_killed_worker_had_not_pushed_count_once_in_the_figures(
+    shell: Shell, dies_after: int
+) -> None:
     """A round has eight steps; their batches are dealt again."""
     options = "{'inner_steps': 8, 'outer_optimizer': torch.optim.SGD(model.parameters(), 1.0)}"
     err = run_asynchronous(shell, options, dies_after)

@@ -1,4 +1,5 @@
-"""What `shoal run` says when the disk of one of two ranks is full: that rank is the first failure, whoever of the two ends first."""
+"""What `shoal run` says when the disk of one of two ranks is full: that rank is the first failure,
+whoever of the two ends first."""
 
 from __future__ import annotations
 
@@ -13,14 +14,21 @@ Shell = Any  # of tests/integration/conftest.py
 TRAINING = """
     import os, resource, signal, torch, shoal
     from torch import nn
+
     shoal.init()
     torch.manual_seed(0)
     net = nn.Linear(64, 64)
-    model, optimizer = shoal.as_distributed(net, torch.optim.Adam(net.parameters(), 0.01), strategy="zero2")
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(64, 64)), global_batch_size=4)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.Adam(net.parameters(), 0.01), strategy="zero2"
+    )
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(torch.ones(64, 64)), global_batch_size=4
+    )
     if shoal.rank() == {rank}:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))  # as of a full disk
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY)
+        )  # as of a full disk
     for epoch in loader.epochs({epochs}):
         for (rows,) in loader:
             model(rows).square().mean().backward()
@@ -32,10 +40,15 @@ TRAINING = """
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("epochs", [1000, pytest.param(1, marks=pytest.mark.slow)])
-def test_the_rank_whose_disk_is_full_is_the_first_failure(shell: Shell, rank: int, epochs: int) -> None:
-    """Rank 0 completes the checkpoint, so it hears of the other's failure, and raises in the same step."""
+def test_the_rank_whose_disk_is_full_is_the_first_failure(
+    shell: Shell, rank: int, epochs: int
+) -> None:
+    """Rank 0 completes the checkpoint, so it hears of the other's failure, and raises in the same
+    step."""
     text = TRAINING.replace("{rank}", str(rank)).replace("{epochs}", str(epochs))
-    command = shell.start("run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(text)))
+    command = shell.start(
+        "run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(text))
+    )
     assert command.wait() == 1, command.stderr
     told = command.stderr.partition("First failure")[2].partition("Later failures")[0]
     assert re.search(rf"rank +: {rank} ", told), command.stderr

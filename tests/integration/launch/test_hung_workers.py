@@ -17,7 +17,9 @@ TRAINING = """
     shoal.init()
     net = torch.nn.Linear(3, 1)
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01))
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.randn(100, 3)), global_batch_size=10)
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(torch.randn(100, 3)), global_batch_size=10
+    )
     hung = pathlib.Path("hung")
     for (x,) in loader:
         model(x).square().mean().backward()
@@ -34,9 +36,15 @@ TRAINING = """
 @pytest.mark.timeout(180)
 def test_a_run_whose_worker_hangs_comes_to_its_end_without_it(shell: Shell) -> None:
     """The worker's lease is 30 seconds, and it has 20 more to end by itself."""
-    command = shell.start("run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(TRAINING)))
+    command = shell.start(
+        "run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(TRAINING))
+    )
     assert command.wait() == 0, command.stderr
-    assert re.search(r"worker 1 \(pid \d+\) was put out of the job and has not ended for 2\d s: it hangs, and is killed", command.stderr)
+    assert re.search(
+        r"worker 1 \(pid \d+\) was put out of the job and has not ended for 2\d s: it hangs, and "
+        r"is killed",
+        command.stderr,
+    )
     assert "[0]: ended at step 10 of a world of 1" in command.stdout
     assert "although 1 of its workers failed on the way" in command.stderr
     assert command.family() == []

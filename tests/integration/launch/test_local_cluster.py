@@ -32,16 +32,26 @@ def test_a_cluster_serves_is_known_and_goes_without_a_trace(tmp_path: Path) -> N
             with ParameterServerClient(ChannelSettings(address=server.address)) as client:
                 assert client.get_server().server_id == server.name
         (record,) = running_clusters()
-        assert (record.job_id, record.coordinator, record.command) == ("job", cluster.coordinator.address, "a test")
+        assert (record.job_id, record.coordinator, record.command) == (
+            "job",
+            cluster.coordinator.address,
+            "a test",
+        )
         processes = set(psutil.Process().children(recursive=True)) - before
         assert len(processes) >= 4
         directory = cluster.directory
     assert not [process for process in processes if process.is_running()]
     assert running_clusters() == []
     assert not directory.exists()
-    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"coordinator.log", "server-0.log", "server-1.log"}
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {
+        "coordinator.log",
+        "server-0.log",
+        "server-1.log",
+    }
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", int(cluster.coordinator.address.rpartition(":")[2])), timeout=5)
+        socket.create_connection(
+            ("127.0.0.1", int(cluster.coordinator.address.rpartition(":")[2])), timeout=5
+        )
 
 
 @pytest.fixture
@@ -50,26 +60,43 @@ def other_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "work"
     folder.mkdir()
     for name in ("redis", "grpc", "torch", "types"):
-        (folder / f"{name}.py").write_text(f"raise SystemExit('{name}.py of the working directory was imported')\n")
+        (folder / f"{name}.py").write_text(
+            f"raise SystemExit('{name}.py of the working directory was imported')\n"
+        )
     monkeypatch.chdir(folder)
 
 
 @pytest.mark.usefixtures("other_modules")
 def test_services_import_nothing_from_the_working_directory() -> None:
-    with LocalCluster(JobSettings(job_id="job", min_workers=1, max_workers=1, parameter_servers=1)) as cluster:
+    with LocalCluster(
+        JobSettings(job_id="job", min_workers=1, max_workers=1, parameter_servers=1)
+    ) as cluster:
         assert cluster.client.get_job("job").spec.parameter_servers == 1
 
 
-def test_a_proxy_in_the_environment_is_not_used_for_the_clusters_own_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "grpc_proxy", "all_proxy"):
+def test_a_proxy_in_the_environment_is_not_used_for_the_clusters_own_connections(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (
+        "http_proxy",
+        "https_proxy",
+        "HTTP_PROXY",
+        "HTTPS_PROXY",
+        "grpc_proxy",
+        "all_proxy",
+    ):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
-    with LocalCluster(JobSettings(job_id="job", min_workers=1, max_workers=1, parameter_servers=1)) as cluster:
+    with LocalCluster(
+        JobSettings(job_id="job", min_workers=1, max_workers=1, parameter_servers=1)
+    ) as cluster:
         assert cluster.client.get_job("job").spec.parameter_servers == 1
         with ParameterServerClient(ChannelSettings(address=cluster.servers[0].address)) as client:
             assert client.get_server().server_id == "server-0"
 
 
-def test_a_cluster_without_a_home_directory_serves_and_says_what_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_without_a_home_directory_serves_and_says_what_does_not_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setenv("HOME", "/dev/null/nobody")
     cluster = LocalCluster(JobSettings(job_id="job", min_workers=1, max_workers=1))
@@ -84,12 +111,17 @@ def test_a_cluster_without_a_home_directory_serves_and_says_what_does_not_work(m
     assert "/dev/null/nobody" in told
 
 
-def test_a_service_that_cannot_start_is_told_with_its_own_words_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_service_that_cannot_start_is_told_with_its_own_words_and_nothing_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = set(psutil.Process().children(recursive=True))
     cluster = LocalCluster(JobSettings(job_id="job", min_workers=1, max_workers=1))
     # A file where Valkey's directory should be.
     (cluster.directory / "redis").touch()
-    with pytest.raises(UnavailableError, match=r"coordinator did not start \(exit code \d+\); its last words: .*redis"):
+    with pytest.raises(
+        UnavailableError,
+        match=r"coordinator did not start \(exit code \d+\); its last words: .*redis",
+    ):
         cluster.open()
     assert not cluster.directory.exists()
     assert set(psutil.Process().children(recursive=True)) <= before

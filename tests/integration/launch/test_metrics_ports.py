@@ -27,7 +27,9 @@ print("trained", flush=True)
 def test_a_worker_whose_metrics_port_is_taken_trains_and_says_so_in_one_line(shell: Shell) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        command = shell.start("run", "--standalone", shell.script(TRAINING), SHOAL_METRICS_LISTEN=listen)
+        command = shell.start(
+            "run", "--standalone", shell.script(TRAINING), SHOAL_METRICS_LISTEN=listen
+        )
         assert command.wait() == 0, command.stderr
     (line,) = (line for line in command.stderr.splitlines() if listen in line)
     assert f"this worker serves no metrics: cannot listen on {listen}" in line

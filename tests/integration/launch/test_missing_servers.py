@@ -1,4 +1,5 @@
-"""An asynchronous job whose parameter servers never come says so, and ends at once when it is told to."""
+"""An asynchronous job whose parameter servers never come says so, and ends at once when it is told
+to."""
 
 from __future__ import annotations
 
@@ -17,22 +18,42 @@ Shell = Any  # of tests/integration/conftest.py
 
 TRAINING = """
     import torch, shoal
+
     torch.set_num_threads(1)
     model = torch.nn.Linear(4, 1)
-    model, optimizer = shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 0.1), strategy="async_sgd")
+    model, optimizer = shoal.as_distributed(
+        model, torch.optim.SGD(model.parameters(), 0.1), strategy="async_sgd"
+    )
     print("trains", flush=True)
 """
-MISSING = "training cannot begin: 2 of 2 parameter servers have not registered; start each with `shoal-ps-server --job lonely"
+MISSING = (
+    "training cannot begin: 2 of 2 parameter servers have not registered; start each with "
+    "`shoal-ps-server --job lonely"
+)
 
 
 def test_the_launcher_and_the_status_say_which_servers_are_missing_and_sigterm_ends_the_job_at_once(
     shell: Shell, coordinator: Coordinator
 ) -> None:
     endpoint = coordinator.address
-    flags = ("run", "--nnodes", "1", "--rdzv-endpoint", endpoint, "--rdzv-id", "lonely", "--servers", "2")
+    flags = (
+        "run",
+        "--nnodes",
+        "1",
+        "--rdzv-endpoint",
+        endpoint,
+        "--rdzv-id",
+        "lonely",
+        "--servers",
+        "2",
+    )
     command = shell.start(*flags, shell.script(textwrap.dedent(TRAINING)))
-    command.wait_for(lambda: f"shoal: job lonely: {MISSING}" in command.stderr, "the launcher's word")
-    command.wait_for(lambda: "waiting for the job's parameter servers for 1" in command.stderr, "rank 0's word")
+    command.wait_for(
+        lambda: f"shoal: job lonely: {MISSING}" in command.stderr, "the launcher's word"
+    )
+    command.wait_for(
+        lambda: "waiting for the job's parameter servers for 1" in command.stderr, "rank 0's word"
+    )
     status, out, err = shell.run("status", "--coordinator", endpoint, "--job", "lonely")
     assert status == 0, err
     assert MISSING in " ".join(out.split())

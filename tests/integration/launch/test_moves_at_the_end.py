@@ -1,5 +1,6 @@
-"""Launchers that come or go as this one's run ends: what is finished, or was asked to end, is not started again. In process, over workers
-that are real; the site and the coordinator's answers are the test's."""
+"""Launchers that come or go as this one's run ends: what is finished, or was asked to end, is not
+started again. In process, over workers that are real; the site and the coordinator's answers are
+the test's."""
 
 from __future__ import annotations
 
@@ -42,7 +43,15 @@ class SlowReporter(Reporter):
         super().__init__(news(ours=0, end=JobEnd.COMPLETED))
         self.asked, self.may_answer = threading.Event(), threading.Event()
 
-    def report(self, member_id: str, status: Any, *, key: str = "", failure: str = "", finished: bool = False) -> ExitReport | None:
+    def report(
+        self,
+        member_id: str,
+        status: Any,
+        *,
+        key: str = "",
+        failure: str = "",
+        finished: bool = False,
+    ) -> ExitReport | None:
         self.asked.set()
         assert self.may_answer.wait(60)
         return super().report(member_id, status, key=key, failure=failure, finished=finished)
@@ -70,23 +79,35 @@ class Site(MovingSite):
 
 
 class Run:
-    """An agent over a worker that runs `program`; the launchers move once its end is reported, or once the file `after` exists."""
+    """An agent over a worker that runs `program`; the launchers move once its end is reported, or
+    once the file `after` exists."""
 
-    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, program: str, *, after: str = "") -> None:
+    def __init__(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch, program: str, *, after: str = ""
+    ) -> None:
         monkeypatch.chdir(directory)
         self.directory = directory
         self.reporter = SlowReporter()
-        self.site = Site(self.reporter, after_moved=Path(after).exists if after else self.reporter.asked.is_set)
+        self.site = Site(
+            self.reporter, after_moved=Path(after).exists if after else self.reporter.asked.is_set
+        )
         self.said: list[str] = []
-        self._settings = RunSettings(command=(sys.executable, "-c", program), program="it", job_id="it", workers=1)
+        self._settings = RunSettings(
+            command=(sys.executable, "-c", program), program="it", job_id="it", workers=1
+        )
 
     def to_its_end(self, meanwhile: Callable[[], None]) -> int:
-        """The exit status. `meanwhile` runs on another thread: signals are for the one that calls this."""
+        """The exit status. `meanwhile` runs on another thread: signals are for the one that calls
+        this."""
         pump = OutputPump(lambda _stream, _data: None)
         other = threading.Thread(target=meanwhile)
         other.start()
         try:
-            return Agent(self._settings, self.site, pump=pump, note=self._note, colour=False).run().exit_code
+            return (
+                Agent(self._settings, self.site, pump=pump, note=self._note, colour=False)
+                .run()
+                .exit_code
+            )
         finally:
             other.join()
             pump.close(nodes._CONNECT_TIMEOUT)
@@ -102,8 +123,11 @@ class Run:
 
 
 @pytest.mark.parametrize("program", [STARTS, JOINS], ids=["plain", "elastic"])
-def test_a_run_whose_workers_have_ended_well_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """The launchers move before the coordinator has answered how the worker ended: by then the job has no members."""
+def test_a_run_whose_workers_have_ended_well_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    """The launchers move before the coordinator has answered how the worker ended: by then the job
+    has no members."""
     run = Run(tmp_path, monkeypatch, program)
 
     def answer_late() -> None:
@@ -114,7 +138,9 @@ def test_a_run_whose_workers_have_ended_well_is_not_started_again(tmp_path: Path
     assert (run.starts, run.site.placed, run.said) == (1, 1, [])
 
 
-def test_a_launcher_that_was_asked_to_end_starts_nothing_when_launchers_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_that_was_asked_to_end_starts_nothing_when_launchers_move(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor does it take a place beside the others again, which they would wait for."""
     run = Run(tmp_path, monkeypatch, HOLDS_OUT, after="asked")
     run.reporter.may_answer.set()

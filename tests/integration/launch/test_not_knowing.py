@@ -1,4 +1,5 @@
-"""A launcher that cannot ask: a coordinator that does not answer is no word about who lives. In process, over workers that are real."""
+"""A launcher that cannot ask: a coordinator that does not answer is no word about who lives. In
+process, over workers that are real."""
 
 from __future__ import annotations
 
@@ -40,7 +41,15 @@ class Reporter(ExitReporter):
     def news(self) -> JobNews | None:
         return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
 
-    def report(self, member_id: str, status: Any, *, key: str = "", failure: str = "", finished: bool = False) -> ExitReport | None:
+    def report(
+        self,
+        member_id: str,
+        status: Any,
+        *,
+        key: str = "",
+        failure: str = "",
+        finished: bool = False,
+    ) -> ExitReport | None:
         news = self.news()
         return ExitReport(was_member=news.ours > 0, rank=-1, job=news) if news is not None else None
 
@@ -89,18 +98,26 @@ def news(*, ours: int, end: JobEnd = JobEnd.NONE) -> JobNews:
     return JobNews(end=end, why="", holders=ours, ours=ours)
 
 
-def run(directory: Path, monkeypatch: pytest.MonkeyPatch, *answers: JobNews | None, starts: int) -> tuple[int, int, str]:
-    """Exit status, how often the worker was started, and what the launcher said. The worker ends once all but the last answer were
-    given, and it was started `starts` times."""
+def run(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, *answers: JobNews | None, starts: int
+) -> tuple[int, int, str]:
+    """Exit status, how often the worker was started, and what the launcher said. The worker ends
+    once all but the last answer were given, and it was started `starts` times."""
     monkeypatch.chdir(directory)
-    settings = RunSettings(command=(sys.executable, "-c", WAITS), program="waits", job_id="waits", workers=1)
+    settings = RunSettings(
+        command=(sys.executable, "-c", WAITS), program="waits", job_id="waits", workers=1
+    )
     said: list[str] = []
     reporter = Reporter(*answers)
     site = MovingSite(reporter, after_moved=Path("started").exists)
     pump = OutputPump(lambda _stream, _data: None)
 
     def settled() -> bool:
-        return site.asked_again.is_set() and len(reporter.answers) == 1 and len(Path("started").read_text()) >= starts
+        return (
+            site.asked_again.is_set()
+            and len(reporter.answers) == 1
+            and len(Path("started").read_text()) >= starts
+        )
 
     finisher = threading.Thread(target=_finish_when, args=(settled, directory))
     finisher.start()
@@ -121,19 +138,27 @@ def _finish_when(condition: Callable[[], bool], directory: Path) -> None:
     (directory / "done").touch()
 
 
-def test_workers_stay_while_the_coordinator_cannot_say_whether_they_are_members(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_stay_while_the_coordinator_cannot_say_whether_they_are_members(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     members = news(ours=1)
-    status, starts, said = run(tmp_path, monkeypatch, None, None, members, news(ours=0, end=JobEnd.COMPLETED), starts=1)
+    status, starts, said = run(
+        tmp_path, monkeypatch, None, None, members, news(ours=0, end=JobEnd.COMPLETED), starts=1
+    )
     assert (status, starts) == (0, 1), said
     assert "anew" not in said
 
 
-def test_workers_of_a_plain_script_are_started_anew_once_that_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_a_plain_script_are_started_anew_once_that_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     status, starts, said = run(tmp_path, monkeypatch, None, news(ours=0), starts=2)
     assert (status, starts) == (0, 2), said
 
 
-def test_who_waits_for_other_launchers_says_how_many_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_for_other_launchers_says_how_many_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nodes, "_REMINDER_S", 0.05)
     said: list[str] = []
     enough = asyncio.Event()
@@ -146,14 +171,21 @@ def test_who_waits_for_other_launchers_says_how_many_are_there(tmp_path: Path, m
         site.begin(lambda *arguments: pytest.fail("a site of several machines starts no services"))
         await site.open("launcher")
         place = asyncio.ensure_future(site.place(again=False))
-        await asyncio.wait([place, asyncio.ensure_future(enough.wait())], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            [place, asyncio.ensure_future(enough.wait())], return_when=asyncio.FIRST_COMPLETED
+        )
         place.cancel()
         with pytest.raises((asyncio.CancelledError, DeadlineError)):
             await place
 
     with LocalCluster(JobSettings(job_id="other", min_workers=1, max_workers=1)) as cluster:
         settings = RunSettings(
-            command=("true",), program="true", job_id="vain", workers=1, nodes=NodeRange(2, 2), endpoint=cluster.coordinator.address
+            command=("true",),
+            program="true",
+            job_id="vain",
+            workers=1,
+            nodes=NodeRange(2, 2),
+            endpoint=cluster.coordinator.address,
         )
         site = SharedSite(settings, note=note)
         try:

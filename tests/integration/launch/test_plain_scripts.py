@@ -17,15 +17,30 @@ Shell = Any  # of tests/integration/conftest.py
 ALL_REDUCE = """
 import json, os, sys, torch, torch.distributed as dist
 
+
 def say(*words):  # torchrun lets the ranks' writes run into each other: one write a line
     sys.stdout.write(" ".join(map(str, words)) + "\\n")
+
 
 dist.init_process_group("gloo")
 total = torch.full((4,), float(dist.get_rank() + 1))
 dist.all_reduce(total)
-say("sum", total.tolist(), "on", dist.get_rank(), "of", dist.get_world_size(), "local", os.environ["LOCAL_RANK"])
+say(
+    "sum",
+    total.tolist(),
+    "on",
+    dist.get_rank(),
+    "of",
+    dist.get_world_size(),
+    "local",
+    os.environ["LOCAL_RANK"],
+)
 if dist.get_rank() == 1:
-    own = {name: value for name, value in os.environ.items() if name.startswith(("TORCH", "OMP", "ROLE")) or name[-4:] in ("RANK", "SIZE")}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("TORCH", "OMP", "ROLE")) or name[-4:] in ("RANK", "SIZE")
+    }
     say("environment", json.dumps(own))
 dist.destroy_process_group()
 """
@@ -37,29 +52,42 @@ def lines_of(output: str) -> list[str]:
 
 
 def environment_of(lines: list[str]) -> dict[str, str]:
-    return dict(json.loads(next(line for line in lines if line.startswith("environment")).partition(" ")[2]))
+    return dict(
+        json.loads(next(line for line in lines if line.startswith("environment")).partition(" ")[2])
+    )
 
 
 @pytest.mark.slow
 def test_a_torchrun_script_runs_unchanged_and_says_the_same(shell: Shell) -> None:
     script = shell.script(ALL_REDUCE)
-    torchrun = shell.start_program(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script)
+    torchrun = shell.start_program(
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script
+    )
     assert torchrun.wait() == 0, torchrun.stderr
     status, out, err = shell.run("run", "--standalone", "--nproc-per-node=2", script)
     assert status == 0, err
     theirs, ours = lines_of(torchrun.stdout), lines_of(out)
-    assert [line for line in ours if line.startswith("sum")] == [line for line in theirs if line.startswith("sum")]
+    assert [line for line in ours if line.startswith("sum")] == [
+        line for line in theirs if line.startswith("sum")
+    ]
     assert len([line for line in ours if line == "sum [3.0, 3.0, 3.0, 3.0] on 1 of 2 local 1"]) == 1
 
     their_variables, our_variables = environment_of(theirs), environment_of(ours)
     their_variables.pop("TORCHELASTIC_SIGNALS_TO_HANDLE")  # from torchrun to its own agent
     assert set(their_variables) <= set(our_variables)
     different = {name for name, value in their_variables.items() if our_variables[name] != value}
-    assert different <= {"TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"}
+    assert different <= {
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_ERROR_FILE",
+        "TORCHELASTIC_USE_AGENT_STORE",
+    }
 
 
 def test_output_carries_the_rank_and_keeps_its_stream(shell: Shell) -> None:
-    script = shell.script("import os, sys\nprint('to out', os.environ['RANK'])\nprint('to err', os.environ['RANK'], file=sys.stderr)")
+    script = shell.script(
+        "import os, sys\nprint('to out', os.environ['RANK'])\nprint('to err', os.environ['RANK'], "
+        "file=sys.stderr)"
+    )
     status, out, err = shell.run("run", "--nproc-per-node", "2", script)
     assert status == 0, err
     assert sorted(out.splitlines()) == ["[0]: to out 0", "[1]: to out 1"]
@@ -67,10 +95,15 @@ def test_output_carries_the_rank_and_keeps_its_stream(shell: Shell) -> None:
 
 
 def test_the_first_failure_ends_the_run_with_its_code_and_is_told(shell: Shell) -> None:
-    script = shell.script("import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)")
+    script = shell.script(
+        "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)"
+    )
     command = shell.start("run", "--nproc-per-node", "3", script)
     assert command.wait() == 7
-    assert re.search(r"First failure.*\n.*\n.*\n +rank +: 1 \(local_rank: 1\)\n +exit code : 7, pid \d+", command.stderr)
+    assert re.search(
+        r"First failure.*\n.*\n.*\n +rank +: 1 \(local_rank: 1\)\n +exit code : 7, pid \d+",
+        command.stderr,
+    )
     command.wait_until_gone()
 
 
@@ -84,7 +117,8 @@ def test_a_death_by_signal_is_128_and_the_signal(shell: Shell) -> None:
 def test_a_traceback_kept_by_torchs_record_is_in_the_account(shell: Shell) -> None:
     script = shell.script(
         "import json, os\n"
-        "message = {'message': 'x', 'extraInfo': {'py_callstack': 'Traceback: the very cause', 'timestamp': '0'}}\n"
+        "message = {'message': 'x', 'extraInfo': {'py_callstack': 'Traceback: the very cause', "
+        "'timestamp': '0'}}\n"
         "json.dump({'message': message}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n"
         "raise SystemExit(1)"
     )
@@ -108,7 +142,9 @@ def test_all_workers_are_started_anew_as_often_as_allowed(shell: Shell) -> None:
 
 
 def test_when_restarts_are_used_up_the_last_failure_counts(shell: Shell) -> None:
-    script = shell.script("import os, sys\nsys.exit(10 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))")
+    script = shell.script(
+        "import os, sys\nsys.exit(10 + int(os.environ['TORCHELASTIC_RESTART_COUNT']))"
+    )
     status, _, err = shell.run("run", "--max-restarts", "1", script)
     assert status == 11, err
     assert err.count("rank      : 0") == 1
@@ -136,14 +172,19 @@ def test_torchruns_environment_variables_stand_for_its_flags(shell: Shell) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--nproc-per-nod", "2", "x.py"], "No such option: --nproc-per-nod (Possible options: --nproc-per-node)"),
+        (
+            ["--nproc-per-nod", "2", "x.py"],
+            "No such option: --nproc-per-nod (Possible options: --nproc-per-node)",
+        ),
         (["--nproc-per-node", "two", "/bin/true"], "--nproc-per-node 'two': expected a number"),
         (["--nnodes", "2", "/bin/true"], "several machines need a coordinator"),
         (["missing.py"], "the script 'missing.py' does not exist here"),
         ([], "Missing argument"),
     ],
 )
-def test_command_lines_that_cannot_work_are_refused_before_anything_starts(shell: Shell, arguments: list[str], message: str) -> None:
+def test_command_lines_that_cannot_work_are_refused_before_anything_starts(
+    shell: Shell, arguments: list[str], message: str
+) -> None:
     status, out, err = shell.run("run", *arguments)
     assert (status, out) == (2, "")
     assert message in err
@@ -152,10 +193,24 @@ def test_command_lines_that_cannot_work_are_refused_before_anything_starts(shell
 
 def test_files_keep_each_workers_output(shell: Shell) -> None:
     script = shell.script("import os\nprint('line of', os.environ['RANK'])")
-    status, out, _ = shell.run("run", "--nproc-per-node", "2", "--log-dir", "logs", "--redirects", "1:1", "--tee", "0:1", script)
+    status, out, _ = shell.run(
+        "run",
+        "--nproc-per-node",
+        "2",
+        "--log-dir",
+        "logs",
+        "--redirects",
+        "1:1",
+        "--tee",
+        "0:1",
+        script,
+    )
     assert (status, out) == (0, "[0]: line of 0\n")
     logs = {path.parts[-2]: path for path in (shell.directory / "logs").rglob("stdout.log")}
-    assert {rank: path.read_text() for rank, path in logs.items()} == {"0": "line of 0\n", "1": "line of 1\n"}
+    assert {rank: path.read_text() for rank, path in logs.items()} == {
+        "0": "line of 0\n",
+        "1": "line of 1\n",
+    }
 
 
 SLEEPER = """
@@ -167,7 +222,9 @@ time.sleep(300)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_launcher_that_is_asked_to_end_takes_everything_with_it(shell: Shell, number: signal.Signals) -> None:
+def test_a_launcher_that_is_asked_to_end_takes_everything_with_it(
+    shell: Shell, number: signal.Signals
+) -> None:
     command = shell.start("run", "--standalone", "--nproc-per-node", "2", shell.script(SLEEPER))
     command.wait_for_output("[0]: started", "[1]: started")
     command.process.send_signal(number)
@@ -179,7 +236,9 @@ def test_a_launcher_that_is_killed_leaves_no_worker_no_service_and_no_files(shel
     temporary = shell.directory / "temporary"
     temporary.mkdir()
     script = shell.script("import time\nprint('started', flush=True)\ntime.sleep(300)")
-    command = shell.start("run", "--standalone", "--nproc-per-node", "2", script, TMPDIR=str(temporary))
+    command = shell.start(
+        "run", "--standalone", "--nproc-per-node", "2", script, TMPDIR=str(temporary)
+    )
     command.wait_for_output("[0]: started", "[1]: started")
     runtime = shell.directory / "runtime" / "shoal"
     command.wait_for(lambda: list(runtime.glob("*.json")), "the cluster")
@@ -196,7 +255,10 @@ def test_a_launcher_that_is_killed_leaves_no_worker_no_service_and_no_files(shel
 
 
 def test_workers_that_do_not_listen_are_killed_after_the_grace(shell: Shell) -> None:
-    script = shell.script("import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', flush=True)\nsignal.pause()")
+    script = shell.script(
+        "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf', "
+        "flush=True)\nsignal.pause()"
+    )
     command = shell.start("run", "--shutdown-timeout", "0", script)
     command.wait_for_output("[0]: deaf")
     command.process.send_signal(signal.SIGINT)
@@ -219,14 +281,26 @@ def test_a_second_interrupt_does_not_wait_for_the_grace(shell: Shell) -> None:
 
 
 def test_a_lost_terminal_does_not_end_the_workers(shell: Shell, tmp_path: Path) -> None:
-    script = shell.script("import pathlib, time\nfor _ in range(20000): print('x' * 100)\npathlib.Path('done').touch()")
-    pipeline = shell.start_program("bash", "-c", f"set -o pipefail; {sys.executable} -m shoal run {script} | head -1")
+    script = shell.script(
+        "import pathlib, time\nfor _ in range(20000): print('x' * "
+        "100)\npathlib.Path('done').touch()"
+    )
+    pipeline = shell.start_program(
+        "bash", "-c", f"set -o pipefail; {sys.executable} -m shoal run {script} | head -1"
+    )
     assert pipeline.wait() == 0, pipeline.stderr
     assert (tmp_path / "done").exists()
 
 
 def test_each_worker_of_slices_of_gpus_sees_its_own(shell: Shell) -> None:
-    script = shell.script("import os\nprint('sees', os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'])\n")
-    status, out, err = shell.run("run", "--standalone", "--nproc-per-node=gpu", script, CUDA_VISIBLE_DEVICES="MIG-aa,MIG-bb")
+    script = shell.script(
+        "import os\nprint('sees', os.environ['LOCAL_RANK'], os.environ['CUDA_VISIBLE_DEVICES'])\n"
+    )
+    status, out, err = shell.run(
+        "run", "--standalone", "--nproc-per-node=gpu", script, CUDA_VISIBLE_DEVICES="MIG-aa,MIG-bb"
+    )
     assert status == 0, err
-    assert [line for line in lines_of(out) if line.startswith("sees")] == ["sees 0 MIG-aa", "sees 1 MIG-bb"]
+    assert [line for line in lines_of(out) if line.startswith("sees")] == [
+        "sees 0 MIG-aa",
+        "sees 1 MIG-bb",
+    ]

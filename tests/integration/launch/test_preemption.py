@@ -1,4 +1,5 @@
-"""SIGTERM to `shoal run` of a training script: what it leaves behind, what the launcher says, and how it goes on when it is run again."""
+"""SIGTERM to `shoal run` of a training script: what it leaves behind, what the launcher says, and
+how it goes on when it is run again."""
 
 from __future__ import annotations
 
@@ -20,10 +21,13 @@ STEPS = 48
 TRAINING = """
     import json, os, pathlib, shoal, time, torch
     from torch import nn
+
     shoal.init()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
-    model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 0.01), strategy="zero2")
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.AdamW(net.parameters(), 0.01), strategy="zero2"
+    )
     rows = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
     loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(rows), global_batch_size=4)
     shoal.resume("checkpoints")
@@ -35,7 +39,9 @@ TRAINING = """
             model(batch).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-            shoal.save_checkpoint("checkpoints", every_steps=int(os.environ.get("SAVE_EVERY", "1000000")))
+            shoal.save_checkpoint(
+                "checkpoints", every_steps=int(os.environ.get("SAVE_EVERY", "1000000"))
+            )
             if loader.global_step == 3:
                 pathlib.Path(f"trains-{shoal.rank()}").touch()
             if loader.global_step >= 3 and not pathlib.Path("go").exists():
@@ -50,9 +56,13 @@ def preempt(shell: Shell, *flags: str, **variables: str) -> tuple[Path, Command]
     """The script, and its run of two ranks after SIGTERM has ended it in the middle."""
     script = shell.script(textwrap.dedent(TRAINING))
     command = shell.start(*FLAGS, *flags, script, SHOAL_RECORD_DIR="records", **variables)
-    command.wait_for(lambda: all((shell.directory / f"trains-{rank}").exists() for rank in range(2)), "training")
+    command.wait_for(
+        lambda: all((shell.directory / f"trains-{rank}").exists() for rank in range(2)), "training"
+    )
     if variables:
-        command.wait_for(lambda: latest(shell.directory / "checkpoints") is not None, "a checkpoint")
+        command.wait_for(
+            lambda: latest(shell.directory / "checkpoints") is not None, "a checkpoint"
+        )
     command.process.send_signal(signal.SIGTERM)
     assert command.wait() == PREEMPTED, command.stderr
     return script, command
@@ -80,9 +90,15 @@ def newest_step(shell: Shell) -> int:
     return int(found.name.removeprefix("step-"))
 
 
-@pytest.mark.parametrize("again", [pytest.param(False, marks=pytest.mark.matrix), pytest.param(True, marks=pytest.mark.slow)])
-def test_a_preempted_run_saves_after_its_loop_at_one_border_and_again_takes_each_sample_once(shell: Shell, again: bool) -> None:
-    """SHOAL_DRAIN_GRACE_S is left at its default, 1 s, within which the launcher asks both workers to leave."""
+@pytest.mark.parametrize(
+    "again",
+    [pytest.param(False, marks=pytest.mark.matrix), pytest.param(True, marks=pytest.mark.slow)],
+)
+def test_a_preempted_run_saves_after_its_loop_at_one_border_and_again_takes_each_sample_once(
+    shell: Shell, again: bool
+) -> None:
+    """SHOAL_DRAIN_GRACE_S is left at its default, 1 s, within which the launcher asks both workers
+    to leave."""
     script, _ = preempt(shell)
     told = ended(shell)
     assert len(told) == 2
@@ -100,9 +116,20 @@ def test_a_preempted_run_saves_after_its_loop_at_one_border_and_again_takes_each
 
 
 @pytest.mark.slow
-def test_a_grace_that_is_shorter_than_the_write_leaves_the_older_checkpoint_whole(shell: Shell) -> None:
-    script, command = preempt(shell, "--shutdown-timeout", "3", SAVE_EVERY="2", SHOAL_FAILPOINTS="checkpoint.shard_written@2=hang")
-    assert "after 3 s (--shutdown-timeout): a checkpoint that is still being written will not count" in command.stderr
+def test_a_grace_that_is_shorter_than_the_write_leaves_the_older_checkpoint_whole(
+    shell: Shell,
+) -> None:
+    script, command = preempt(
+        shell,
+        "--shutdown-timeout",
+        "3",
+        SAVE_EVERY="2",
+        SHOAL_FAILPOINTS="checkpoint.shard_written@2=hang",
+    )
+    assert (
+        "after 3 s (--shutdown-timeout): a checkpoint that is still being written will not count"
+        in command.stderr
+    )
     assert newest_step(shell) == 2
     ended(shell)
     finish(shell, script, records="other")

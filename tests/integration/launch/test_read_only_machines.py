@@ -1,4 +1,5 @@
-"""Programs on a machine whose file systems are read-only, as in a container with `read_only: true`, or full.
+"""Programs on a machine whose file systems are read-only, as in a container with `read_only: true`,
+or full.
 
 A mount namespace of the test's own has them: nothing changes for others. That needs root.
 """
@@ -17,7 +18,8 @@ import pytest
 
 Shell = Any  # of tests/integration/conftest.py
 
-# The directories among the arguments before -- stay writable. What is mounted elsewhere (/tmp, /dev/shm) is its own file system.
+# The directories among the arguments before -- stay writable. What is mounted elsewhere (/tmp,
+# /dev/shm) is its own file system.
 _ENTER = """
 set -e
 mount --make-rprivate /
@@ -38,7 +40,19 @@ def why_not() -> str:
     probe = 'if touch "$0" 2>/dev/null; then exit 3; fi'
     try:
         done = subprocess.run(
-            ["unshare", "--mount", "sh", "-c", _ENTER, "sh", "--", "sh", "-c", probe, f"/tmp/shoal-probe-{os.getpid()}"],
+            [
+                "unshare",
+                "--mount",
+                "sh",
+                "-c",
+                _ENTER,
+                "sh",
+                "--",
+                "sh",
+                "-c",
+                probe,
+                f"/tmp/shoal-probe-{os.getpid()}",
+            ],
             capture_output=True,
             text=True,
             timeout=60,
@@ -46,7 +60,11 @@ def why_not() -> str:
         )
     except OSError as error:
         return f"there is no unshare: {error}"
-    return "" if done.returncode == 0 else f"a mount namespace needs root: {done.stderr.strip() or 'it is not read-only'}"
+    return (
+        ""
+        if done.returncode == 0
+        else f"a mount namespace needs root: {done.stderr.strip() or 'it is not read-only'}"
+    )
 
 
 _FILL = """
@@ -58,7 +76,9 @@ exec "$2" -m shoal_coordinator --listen 127.0.0.1:0 --redis "embedded://$1/redis
 """
 
 
-def test_an_embedded_redis_on_a_full_disk_is_said_to_have_no_room(shell: Shell, tmp_path: Path) -> None:
+def test_an_embedded_redis_on_a_full_disk_is_said_to_have_no_room(
+    shell: Shell, tmp_path: Path
+) -> None:
     if why := why_not():
         pytest.skip(why)
     done = subprocess.run(
@@ -75,9 +95,11 @@ def test_an_embedded_redis_on_a_full_disk_is_said_to_have_no_room(shell: Shell, 
     assert f"the disk of {tmp_path / 'redis'} is full; make room there" in line
 
 
-def run(shell: Shell, *command: str | Path, writable: Path | None = None) -> tuple[int, str, list[str]]:
-    """Runs a module with arguments where all is read-only but `writable`, which is TMPDIR then. Returns its status, its output and
-    the lines of its errors."""
+def run(
+    shell: Shell, *command: str | Path, writable: Path | None = None
+) -> tuple[int, str, list[str]]:
+    """Runs a module with arguments where all is read-only but `writable`, which is TMPDIR then.
+    Returns its status, its output and the lines of its errors."""
     if why := why_not():
         pytest.skip(why)
     environment = {**shell.environment, "HOME": "/nonexistent/home"}
@@ -86,7 +108,16 @@ def run(shell: Shell, *command: str | Path, writable: Path | None = None) -> tup
         environment["TMPDIR"] = str(writable)
     done = subprocess.run(
         [
-            *("unshare", "--mount", "sh", "-c", _ENTER, "sh", *([writable] if writable is not None else []), "--"),
+            *(
+                "unshare",
+                "--mount",
+                "sh",
+                "-c",
+                _ENTER,
+                "sh",
+                *([writable] if writable is not None else []),
+                "--",
+            ),
             *(sys.executable, "-m", *command),
         ],
         env=environment,
@@ -101,16 +132,22 @@ def run(shell: Shell, *command: str | Path, writable: Path | None = None) -> tup
 
 TRAINING = """
 import torch, shoal
+
 model = torch.nn.Linear(4, 1)
 model, optimizer = shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 0.1))
-loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(16, 4)), global_batch_size=4)
+loader = shoal.ElasticDataLoader(
+    torch.utils.data.TensorDataset(torch.ones(16, 4)), global_batch_size=4
+)
 for (x,) in loader:
     model(x).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
 print("trained", loader.global_step)
 """
-NO_TEMPORARY = r"No usable temporary directory found in \[.*\]: set TMPDIR to a directory that you can write to"
+NO_TEMPORARY = (
+    r"No usable temporary directory found in \[.*\]: set TMPDIR to a directory that you "
+    r"can write to"
+)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +160,9 @@ NO_TEMPORARY = r"No usable temporary directory found in \[.*\]: set TMPDIR to a 
     ],
     ids=lambda command: command[0] + "-" + command[1].strip("-"),
 )
-def test_without_a_temporary_directory_a_program_says_so_in_one_line(shell: Shell, command: tuple[str, ...]) -> None:
+def test_without_a_temporary_directory_a_program_says_so_in_one_line(
+    shell: Shell, command: tuple[str, ...]
+) -> None:
     arguments = [shell.script("print('ran')") if each == "none.py" else each for each in command]
     status, out, lines = run(shell, *arguments)
     assert status != 0
@@ -135,13 +174,29 @@ def test_without_a_temporary_directory_a_program_says_so_in_one_line(shell: Shel
 @pytest.mark.parametrize(
     "command",
     [
-        ("shoal_coordinator", "--listen", "127.0.0.1:0", "--redis", "embedded:///var/lib/shoal-none"),
-        ("shoal_ps_server", "--job", "j", "--coordinator", "127.0.0.1:1", "--data-dir", "/var/lib/shoal-none"),
+        (
+            "shoal_coordinator",
+            "--listen",
+            "127.0.0.1:0",
+            "--redis",
+            "embedded:///var/lib/shoal-none",
+        ),
+        (
+            "shoal_ps_server",
+            "--job",
+            "j",
+            "--coordinator",
+            "127.0.0.1:1",
+            "--data-dir",
+            "/var/lib/shoal-none",
+        ),
         ("shoal", "run", "--standalone", "--log-dir", "/var/lib/shoal-none", "none.py"),
     ],
     ids=lambda command: command[0],
 )
-def test_a_directory_for_data_that_cannot_be_written_is_named_in_one_line(shell: Shell, tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_a_directory_for_data_that_cannot_be_written_is_named_in_one_line(
+    shell: Shell, tmp_path: Path, command: tuple[str, ...]
+) -> None:
     arguments = [shell.script("print('ran')") if each == "none.py" else each for each in command]
     writable = tmp_path / "writable"
     writable.mkdir()

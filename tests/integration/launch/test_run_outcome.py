@@ -1,4 +1,5 @@
-"""What `shoal run` returns and says when workers of a job raise, are put out, or are asked to leave. docs/exit-status.md is the table."""
+"""What `shoal run` returns and says when workers of a job raise, are put out, or are asked to
+leave. docs/exit-status.md is the table."""
 
 from __future__ import annotations
 
@@ -23,21 +24,32 @@ TRAINING = """
     shoal.init()
     model = torch.nn.Linear(4, 1)
     model, optimizer = shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 0.1))
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.zeros(64, 4)), global_batch_size=4)
+    dataset = torch.utils.data.TensorDataset(torch.zeros(64, 4))
+    loader = shoal.ElasticDataLoader(dataset, global_batch_size=4)
     for epoch in loader.epochs(10_000):
         for (rows,) in loader:
             optimizer.zero_grad()
             model(rows).sum().backward()
             optimizer.step()
-            time.sleep(0.01)  # else the ranks that go on would take whole processors from those that come
+            time.sleep(0.01)  # else the ranks that go on would take the processors from joiners
             if loader.global_step == 5:
 """
 
 
 def start(shell: Shell, worker: Path, *flags: str, workers: int = 2) -> Command:
     """Starts a run, and waits until all have ranks in one generation."""
-    command = shell.start("run", "--standalone", "--nproc-per-node", str(workers), *flags, worker, shell.directory / "finish")
-    command.wait_for_output(*(f"[{rank}]: generation 1 rank {rank} of {workers}" for rank in range(workers)))
+    command = shell.start(
+        "run",
+        "--standalone",
+        "--nproc-per-node",
+        str(workers),
+        *flags,
+        worker,
+        shell.directory / "finish",
+    )
+    command.wait_for_output(
+        *(f"[{rank}]: generation 1 rank {rank} of {workers}" for rank in range(workers))
+    )
     return command
 
 
@@ -51,7 +63,9 @@ def training(shell: Shell, at_step_5: str) -> Path:
     return script
 
 
-def test_a_bug_on_one_rank_ends_the_job_with_its_traceback_first_and_its_status(shell: Shell) -> None:
+def test_a_bug_on_one_rank_ends_the_job_with_its_traceback_first_and_its_status(
+    shell: Shell,
+) -> None:
     command = shell.start("run", "--standalone", "--nproc-per-node", "2", training(shell, BUG))
     assert command.wait() == 1, command.stderr
     assert "it raised, and no restart cures that: the job ends" in command.stderr
@@ -60,17 +74,24 @@ def test_a_bug_on_one_rank_ends_the_job_with_its_traceback_first_and_its_status(
     assert "Later failures" not in told
 
 
-def test_a_worker_that_raises_is_replaced_as_often_as_max_restarts_says(shell: Shell, elastic_worker: Path) -> None:
+def test_a_worker_that_raises_is_replaced_as_often_as_max_restarts_says(
+    shell: Shell, elastic_worker: Path
+) -> None:
     command = start(shell, elastic_worker, "--max-restarts", "1")
     (shell.directory / "raise-1").touch()
-    command.wait_for(lambda: "ended with exit code 1; the others go on, pid" in command.stderr, "the replacement")
+    command.wait_for(
+        lambda: "ended with exit code 1; the others go on, pid" in command.stderr, "the replacement"
+    )
     assert command.wait() == 1
     assert "it raised, and no restart cures that: the job ends" in command.stderr
     assert "[0]: left" in command.stdout
 
 
-def test_fail_fast_ends_the_job_also_where_its_opposite_was_given_before(shell: Shell, elastic_worker: Path) -> None:
-    """The last one of --fail-fast and --no-fail-fast on the command line counts, as where a wrapper gives one and its caller the other."""
+def test_fail_fast_ends_the_job_also_where_its_opposite_was_given_before(
+    shell: Shell, elastic_worker: Path
+) -> None:
+    """The last one of --fail-fast and --no-fail-fast on the command line counts, as where a wrapper
+    gives one and its caller the other."""
     command = start(shell, elastic_worker, "--no-fail-fast", "--fail-fast")
     (shell.directory / "raise-1").touch()
     assert command.wait() == 1
@@ -78,29 +99,41 @@ def test_fail_fast_ends_the_job_also_where_its_opposite_was_given_before(shell: 
     assert "[0]: left" in command.stdout
 
 
-def test_without_fail_fast_the_others_go_on_to_the_end_and_the_status_still_tells(shell: Shell, elastic_worker: Path) -> None:
+def test_without_fail_fast_the_others_go_on_to_the_end_and_the_status_still_tells(
+    shell: Shell, elastic_worker: Path
+) -> None:
     command = start(shell, elastic_worker, "--no-fail-fast")
     (shell.directory / "raise-1").touch()
     command.wait_for_output("[0]: generation 2 rank 0 of 1")
-    command.wait_for(lambda: "exit code 1; the others go on without it" in command.stderr, "the launcher's word")
+    command.wait_for(
+        lambda: "exit code 1; the others go on without it" in command.stderr, "the launcher's word"
+    )
     (shell.directory / "finish").touch()
     assert command.wait() == 1
     assert "FAILED" in command.stderr
 
 
-def test_a_worker_that_the_coordinator_put_out_is_replaced(shell: Shell, elastic_worker: Path) -> None:
+def test_a_worker_that_the_coordinator_put_out_is_replaced(
+    shell: Shell, elastic_worker: Path
+) -> None:
     command = start(shell, elastic_worker)
     record = shell.cluster()
     with CoordinatorClient(ChannelSettings(address=record.coordinator)) as client:
         victim = client.get_job(record.job_id).members[1]
-        client.report_exit(record.job_id, victim.member_id, exit_code=1)  # as of a host that was lost, but it lives
+        # as of a host that was lost, but it lives
+        client.report_exit(record.job_id, victim.member_id, exit_code=1)
     command.wait_for_output("[0]: generation 2 rank 0 of 1", "[1]: generation 3 rank 1 of 2")
-    assert f"rank 1 (pid {victim.pid}) ended with exit code {PUT_OUT}; the others go on, pid" in command.stderr
+    assert (
+        f"rank 1 (pid {victim.pid}) ended with exit code {PUT_OUT}; the others go on, pid"
+        in command.stderr
+    )
     (shell.directory / "finish").touch()
     assert command.wait() == 0
 
 
-def test_a_run_whose_workers_were_all_drained_is_not_a_success(shell: Shell, elastic_worker: Path) -> None:
+def test_a_run_whose_workers_were_all_drained_is_not_a_success(
+    shell: Shell, elastic_worker: Path
+) -> None:
     command = start(shell, elastic_worker)
     record = shell.cluster()
     with CoordinatorClient(ChannelSettings(address=record.coordinator)) as client:
@@ -110,12 +143,17 @@ def test_a_run_whose_workers_were_all_drained_is_not_a_success(shell: Shell, ela
     assert "is not finished: its last workers here were asked to leave" in command.stderr
 
 
-def test_the_death_of_all_who_hold_the_state_is_said_loudly(shell: Shell, elastic_worker: Path) -> None:
+def test_the_death_of_all_who_hold_the_state_is_said_loudly(
+    shell: Shell, elastic_worker: Path
+) -> None:
     command = start(shell, elastic_worker, "--allow-restart-from-scratch", workers=1)
     for process in command.family():
         if process.pid in shell.pids():
             process.kill()
-    command.wait_for(lambda: "NOBODY IS LEFT WHO HOLDS THE TRAINING STATE" in command.stderr, "the launcher's word")
+    command.wait_for(
+        lambda: "NOBODY IS LEFT WHO HOLDS THE TRAINING STATE" in command.stderr,
+        "the launcher's word",
+    )
     command.wait_for_output("[0]: generation 2 rank 0 of 1", "SHOAL_ALLOW_RESTART_FROM_SCRATCH=1")
     (shell.directory / "finish").touch()
     assert command.wait() == 0
@@ -125,7 +163,11 @@ def test_the_death_of_all_who_hold_the_state_is_said_loudly(shell: Shell, elasti
 def test_training_that_would_begin_anew_at_step_0_fails_the_run(shell: Shell) -> None:
     command = shell.start("run", "--standalone", training(shell, DEATH))
     assert command.wait() == 1, command.stderr
-    assert re.search(r"First failure(.*\n)+.*every process that held the state of the run is gone(.*\n)+.*SIGKILL", command.stderr)
+    assert re.search(
+        r"First failure(.*\n)+.*every process that held the state of the run is "
+        r"gone(.*\n)+.*SIGKILL",
+        command.stderr,
+    )
 
 
 def test_a_preempted_run_says_so_and_names_those_who_did_not_leave_in_time(shell: Shell) -> None:
@@ -144,7 +186,10 @@ def test_a_preempted_run_says_so_and_names_those_who_did_not_leave_in_time(shell
     assert command.wait() == PREEMPTED
     assert command.stdout.count("heard") == 1
     assert "again" not in command.stderr
-    assert re.search(r"killing rank 0 \(pid \d+\) after 1 s \(--shutdown-timeout\): a checkpoint that is still", command.stderr)
+    assert re.search(
+        r"killing rank 0 \(pid \d+\) after 1 s \(--shutdown-timeout\): a checkpoint that is still",
+        command.stderr,
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,13 +201,18 @@ def test_a_preempted_run_says_so_and_names_those_who_did_not_leave_in_time(shell
         pytest.param("zero1", "break", marks=pytest.mark.matrix),
     ],
 )
-def test_a_rank_that_ends_before_the_others_fails_the_run(shell: Shell, strategy: str, leave: str) -> None:
+def test_a_rank_that_ends_before_the_others_fails_the_run(
+    shell: Shell, strategy: str, leave: str
+) -> None:
     at_step_5 = f"if shoal.rank() == 1: {leave}"
     script = training(shell, at_step_5)
     text = script.read_text().replace(
-        "torch.optim.SGD(model.parameters(), 0.1)", f"torch.optim.SGD(model.parameters(), 0.1), strategy='{strategy}'"
+        "torch.optim.SGD(model.parameters(), 0.1)",
+        f"torch.optim.SGD(model.parameters(), 0.1), strategy='{strategy}'",
     )
-    script.write_text(text.replace("range(10_000)", "range(1)").replace("epochs(10_000)", "epochs(1)"))
+    script.write_text(
+        text.replace("range(10_000)", "range(1)").replace("epochs(10_000)", "epochs(1)")
+    )
     command = shell.start("run", "--standalone", "--nproc-per-node", "2", script)
     assert command.wait() == 1, command.stderr
     assert "the ranks' scripts went different ways" in command.stderr
@@ -180,21 +230,36 @@ def saving_to_a_full_disk(shell: Shell) -> Path:
 
 @pytest.mark.slow
 def test_a_last_checkpoint_that_was_not_written_fails_the_run(shell: Shell) -> None:
-    command = shell.start("run", "--standalone", "--nproc-per-node", "2", saving_to_a_full_disk(shell))
+    command = shell.start(
+        "run", "--standalone", "--nproc-per-node", "2", saving_to_a_full_disk(shell)
+    )
     assert command.wait() == 1, command.stderr
     assert "this worker fails: the last checkpoint is not there" in command.stderr + command.stdout
 
 
-def test_a_last_checkpoint_that_was_not_written_fails_a_process_that_trains_alone(shell: Shell) -> None:
+def test_a_last_checkpoint_that_was_not_written_fails_a_process_that_trains_alone(
+    shell: Shell,
+) -> None:
     script = saving_to_a_full_disk(shell)
-    alone = subprocess.run([sys.executable, script], check=False, cwd=script.parent, capture_output=True, text=True, timeout=60)
+    alone = subprocess.run(
+        [sys.executable, script],
+        check=False,
+        cwd=script.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert alone.returncode == 1, alone.stderr
     assert "this process fails: the last checkpoint is not there" in alone.stderr
 
 
 @pytest.mark.slow
 def test_a_script_that_ends_by_system_exit_has_finished(shell: Shell) -> None:
-    body = textwrap.indent(textwrap.dedent(TRAINING).replace("10_000", "1").partition("        if")[0], "    ")
-    script = shell.script(f"import shoal\ndef main():\n{body}\n    return 0\nraise SystemExit(main())\n")
+    body = textwrap.indent(
+        textwrap.dedent(TRAINING).replace("10_000", "1").partition("        if")[0], "    "
+    )
+    script = shell.script(
+        f"import shoal\ndef main():\n{body}\n    return 0\nraise SystemExit(main())\n"
+    )
     command = shell.start("run", "--standalone", "--nproc-per-node", "2", script)
     assert command.wait() == 0, command.stderr

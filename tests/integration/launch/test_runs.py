@@ -1,4 +1,5 @@
-"""A job id used again and again: launchers of several machines (here all on one) that start the same command after its end."""
+"""A job id used again and again: launchers of several machines (here all on one) that start the
+same command after its end."""
 
 from __future__ import annotations
 
@@ -31,62 +32,103 @@ def job(endpoint: str, job_id: str = "default") -> pb.GetJobResponse:
 def endings(endpoint: str, job_id: str = "default") -> list[str]:
     """How the job's runs ended, the newest last."""
     found = job(endpoint, job_id)
-    names = [pb.JobEnding.Name(each).removeprefix("JOB_ENDING_").lower() for each in (*(p.ending for p in found.past_runs), found.ending)]
+    names = [
+        pb.JobEnding.Name(each).removeprefix("JOB_ENDING_").lower()
+        for each in (*(p.ending for p in found.past_runs), found.ending)
+    ]
     assert [past.run.number for past in found.past_runs] == list(range(1, len(names)))
     return names
 
 
-def start_elastic(shell: Shell, endpoint: str, worker: Path, until: str, *flags: str, machines: int = 2) -> list[Command]:
+def start_elastic(
+    shell: Shell, endpoint: str, worker: Path, until: str, *flags: str, machines: int = 2
+) -> list[Command]:
     """As many launchers as `machines`, with a worker each, once all have a rank."""
-    command = ("run", "--nnodes", f"{machines}", "--rdzv-endpoint", endpoint, *flags, worker, shell.directory / until)
+    command = (
+        "run",
+        "--nnodes",
+        f"{machines}",
+        "--rdzv-endpoint",
+        endpoint,
+        *flags,
+        worker,
+        shell.directory / until,
+    )
     nodes = [shell.start(*command) for _ in range(machines)]
     for node in nodes:
         node.wait_for(lambda node=node: f" of {machines}\n" in node.stdout, "its rank")
     return nodes
 
 
-def test_the_command_of_several_machines_trains_again_when_it_is_started_again(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+def test_the_command_of_several_machines_trains_again_when_it_is_started_again(
+    shell: Shell, endpoint: str, elastic_worker: Path
+) -> None:
     for number in (1, 2):
         nodes = start_elastic(shell, endpoint, elastic_worker, f"finish-{number}")
         (shell.directory / f"finish-{number}").touch()
         assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
         told = "".join(node.stderr for node in nodes)
-        assert (f"run {number} of job default begins; run {number - 1} was completed" in told) == (number > 1), told
+        assert (f"run {number} of job default begins; run {number - 1} was completed" in told) == (
+            number > 1
+        ), told
     assert endings(endpoint) == ["completed"] * 2
 
 
-def test_a_plain_script_of_several_machines_runs_again_when_it_is_started_again(shell: Shell, endpoint: str) -> None:
+def test_a_plain_script_of_several_machines_runs_again_when_it_is_started_again(
+    shell: Shell, endpoint: str
+) -> None:
     script = shell.script(PLAIN)
     for _ in range(2):
-        nodes = [shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, script) for _ in range(2)]
+        nodes = [
+            shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, script)
+            for _ in range(2)
+        ]
         assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
-        assert sorted(line for node in nodes for line in node.stdout.splitlines()) == ["[0]: rank 0 of 2", "[1]: rank 1 of 2"]
+        assert sorted(line for node in nodes for line in node.stdout.splitlines()) == [
+            "[0]: rank 0 of 2",
+            "[1]: rank 1 of 2",
+        ]
     assert endings(endpoint) == ["completed"] * 2
 
 
-def test_another_run_does_not_begin_beside_a_plain_script_that_runs(shell: Shell, endpoint: str) -> None:
-    script = shell.script("import pathlib, time\nprint('here', flush=True)\nwhile not pathlib.Path('go').exists():\n    time.sleep(0.05)\n")
+def test_another_run_does_not_begin_beside_a_plain_script_that_runs(
+    shell: Shell, endpoint: str
+) -> None:
+    script = shell.script(
+        "import pathlib, time\nprint('here', flush=True)\nwhile not pathlib.Path('go').exists():\n "
+        "   time.sleep(0.05)\n"
+    )
     first = shell.start("run", "--nnodes", "1", "--rdzv-endpoint", endpoint, script)
     first.wait_for(lambda: "here" in first.stdout, "its script")
-    status, _, err = shell.run("run", "--nnodes", "1", "--rdzv-endpoint", endpoint, "--run", "2", script)
-    assert status == 1
-    assert re.search(r"run 1 of job default goes on, with 1 launchers \(\S+\): stop it before run 2, or leave out --run to join it", err), (
-        err
+    status, _, err = shell.run(
+        "run", "--nnodes", "1", "--rdzv-endpoint", endpoint, "--run", "2", script
     )
+    assert status == 1
+    assert re.search(
+        r"run 1 of job default goes on, with 1 launchers \(\S+\): stop it before run 2, or leave "
+        r"out --run to join it",
+        err,
+    ), err
     (shell.directory / "go").touch()
     assert first.wait() == 0, first.stderr
     assert endings(endpoint) == ["completed"]
 
 
 @pytest.mark.slow
-def test_ranks_that_cannot_hold_the_model_are_refused_in_each_run(shell: Shell, endpoint: str) -> None:
-    """In a later run, too, these are the ranks that it begins with, not those that a death has left."""
+def test_ranks_that_cannot_hold_the_model_are_refused_in_each_run(
+    shell: Shell, endpoint: str
+) -> None:
+    """In a later run, too, these are the ranks that it begins with, not those that a death has
+    left."""
     script = shell.script(
         f"import sys\nsys.path.insert(0, {str(REPOSITORY)!r})\n"
-        "import shoal\nfrom tests.unit.worker_strategies import mesh_models as models\nnet = models.make()\n"
+        "import shoal\nfrom tests.unit.worker_strategies import mesh_models as models\nnet = "
+        "models.make()\n"
         "optimizer = models.OPTIMIZERS['adamw'](net.parameters())\n"
-        "model, optimizer = shoal.as_distributed(net, optimizer, strategy='tensor', tensor_parallel_size=2)\n"
-        "for x, y in shoal.ElasticDataLoader(models.data(), global_batch_size=models.BATCH):\n    model.train_step(x, y, models.loss_of)\n"
+        "model, optimizer = shoal.as_distributed(net, optimizer, strategy='tensor', "
+        "tensor_parallel_size=2)\n"
+        "for x, y in shoal.ElasticDataLoader(models.data(), global_batch_size=models.BATCH):\n    "
+        "model.train_step(x, y, models.loss_of)\n"
     )
     for number in (1, 2):
         status, _, err = shell.run("run", "--nnodes", "1", "--rdzv-endpoint", endpoint, script)
@@ -95,7 +137,9 @@ def test_ranks_that_cannot_hold_the_model_are_refused_in_each_run(shell: Shell, 
     assert endings(endpoint) == ["failed", "failed"]
 
 
-def test_a_job_that_failed_is_a_new_run_when_it_is_started_again(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+def test_a_job_that_failed_is_a_new_run_when_it_is_started_again(
+    shell: Shell, endpoint: str, elastic_worker: Path
+) -> None:
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish")
     (shell.directory / "raise-1").touch()
     assert [node.wait() for node in nodes] == [1, 1]
@@ -107,7 +151,9 @@ def test_a_job_that_failed_is_a_new_run_when_it_is_started_again(shell: Shell, e
     assert endings(endpoint) == ["failed", "completed"]
 
 
-def test_a_run_that_was_preempted_goes_on_when_it_is_started_again(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+def test_a_run_that_was_preempted_goes_on_when_it_is_started_again(
+    shell: Shell, endpoint: str, elastic_worker: Path
+) -> None:
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish")
     for node in nodes:
         node.process.send_signal(signal.SIGTERM)
@@ -132,29 +178,37 @@ def test_a_launcher_that_comes_after_the_end_says_so_while_it_waits_for_the_othe
     late = shell.start(*flags, "--rdzv-conf", "join_timeout=12", elastic_worker, "finish")
     assert late.wait() == 1
     assert re.search(
-        r"run 2 of job default begins; run 1 was completed \d+ s ago \(member \S+ came to the end of its script\); "
+        r"run 2 of job default begins; run 1 was completed \d+ s ago \(member \S+ came to the end "
+        r"of its script\); "
         r"with --run 1 nothing would have begun",
         late.stderr,
     )
     waiting = (
-        r"for up to \d s more for the launchers of run 2 of job default: 1 of at least 2 are there \(\S+\), 1 more have to come; run 1 was"
+        r"for up to \d s more for the launchers of run 2 of job default: 1 of at least 2 are "
+        r"there \(\S+\), 1 more have to come; run 1 was"
     )
     assert re.search(waiting, late.stderr), late.stderr
     assert "2 launchers for run 2 of job default did not come together within 12 s" in late.stderr
 
 
-def test_a_launcher_that_was_told_its_run_does_not_begin_another(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+def test_a_launcher_that_was_told_its_run_does_not_begin_another(
+    shell: Shell, endpoint: str, elastic_worker: Path
+) -> None:
     """As a scheduler's requeue, which starts it again after the others have finished."""
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish", "--run", "1")
     (shell.directory / "finish").touch()
     assert [node.wait() for node in nodes] == [0, 0]
-    requeued = shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--run", "1", elastic_worker, "finish")
+    requeued = shell.start(
+        "run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--run", "1", elastic_worker, "finish"
+    )
     assert requeued.wait() == 0
     assert "run 1 of job default was completed" in requeued.stderr
     assert "nothing is left to do" in requeued.stderr
     assert requeued.stdout == ""
     assert endings(endpoint) == ["completed"]
-    status, _, err = shell.run("run", "--rdzv-endpoint", endpoint, "--run", "7", elastic_worker, "finish")
+    status, _, err = shell.run(
+        "run", "--rdzv-endpoint", endpoint, "--run", "7", elastic_worker, "finish"
+    )
     assert status == 1
     assert "job default has no run 7: the newest one is run 1, and the next will be run 2" in err
 
@@ -172,33 +226,48 @@ def test_resume_goes_on_with_a_run_that_failed_and_not_with_one_that_is_complete
     assert job(endpoint).generation.number > generation
     (shell.directory / "finish").touch()
     assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
-    status, _, err = shell.run("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--resume", elastic_worker, "finish")
+    status, _, err = shell.run(
+        "run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--resume", elastic_worker, "finish"
+    )
     assert status == 1
     assert "run 1 of job default was completed" in err
     assert "there is nothing to resume; start without --resume for run 2" in err
 
 
-def test_a_machine_that_is_started_again_early_waits_for_the_others_to_leave(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+def test_a_machine_that_is_started_again_early_waits_for_the_others_to_leave(
+    shell: Shell, endpoint: str, elastic_worker: Path
+) -> None:
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish")
     stopped = next(
-        process for process in nodes[1].family() if "elastic_worker" in " ".join(process.cmdline()) and process.pid != nodes[1].process.pid
+        process
+        for process in nodes[1].family()
+        if "elastic_worker" in " ".join(process.cmdline()) and process.pid != nodes[1].process.pid
     )
     os.kill(stopped.pid, signal.SIGSTOP)
     (shell.directory / "finish").touch()
     assert nodes[0].wait() == 0, nodes[0].stderr
-    early = shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, elastic_worker, "finish")
-    early.wait_for(lambda: "run 1 of job default was completed" in early.stderr, "its word on whom it waits for")
+    early = shell.start(
+        "run", "--nnodes", "2", "--rdzv-endpoint", endpoint, elastic_worker, "finish"
+    )
+    early.wait_for(
+        lambda: "run 1 of job default was completed" in early.stderr,
+        "its word on whom it waits for",
+    )
     assert "1 of its members are still there" in early.stderr
     os.kill(stopped.pid, signal.SIGCONT)
     assert nodes[1].wait() == 0, nodes[1].stderr
-    other = shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, elastic_worker, "finish")
+    other = shell.start(
+        "run", "--nnodes", "2", "--rdzv-endpoint", endpoint, elastic_worker, "finish"
+    )
     assert [early.wait(), other.wait()] == [0, 0], [early.stderr, other.stderr]
     assert endings(endpoint) == ["completed", "completed"]
 
 
 def compose_command(endpoint: str, script: Path, *arguments: object) -> list[str]:
-    """What compose.yaml's workers run, with this test's coordinator and script in the place of a container's."""
-    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (REPOSITORY / "compose.yaml").read_text())  # each variable's default
+    """What compose.yaml's workers run, with this test's coordinator and script in the place of a
+    container's."""
+    # each variable's default
+    text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (REPOSITORY / "compose.yaml").read_text())
     command = yaml.safe_load(text)["services"]["worker"]["command"]
     assert command[0] == "shoal"
     assert command[-1] == "train.py"
@@ -208,8 +277,11 @@ def compose_command(endpoint: str, script: Path, *arguments: object) -> list[str
 
 
 @pytest.mark.slow
-def test_composes_workers_train_again_and_come_back_after_a_failure_in_a_new_run(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
-    """Two containers. A run that comes to its end; one that fails, after which `restart: on-failure` starts both again; its end."""
+def test_composes_workers_train_again_and_come_back_after_a_failure_in_a_new_run(
+    shell: Shell, endpoint: str, elastic_worker: Path
+) -> None:
+    """Two containers. A run that comes to its end; one that fails, after which
+    `restart: on-failure` starts both again; its end."""
 
     def start(until: str) -> list[Command]:
         command = compose_command(endpoint, elastic_worker, shell.directory / until)
@@ -231,7 +303,9 @@ def test_composes_workers_train_again_and_come_back_after_a_failure_in_a_new_run
     assert endings(endpoint, "train") == ["completed", "failed", "completed"]
 
 
-def test_a_late_worker_of_an_old_run_is_told_so(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+def test_a_late_worker_of_an_old_run_is_told_so(
+    shell: Shell, endpoint: str, elastic_worker: Path
+) -> None:
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish", machines=1)
     first = job(endpoint)
     (shell.directory / "finish").touch()
@@ -242,17 +316,33 @@ def test_a_late_worker_of_an_old_run_is_told_so(shell: Shell, endpoint: str, ela
         for late in (
             lambda: client.report_exit("default", "somebody", exit_code=0),
             lambda: client.stop_job("default"),
-            lambda: client.lease_batches("default", "somebody", loader="train", epoch=0, batches_in_epoch=1, want=1),
-            lambda: client.declare_tensors("default", [pb.TensorSpec(name="w", shape=[1], dtype="float32")]),
+            lambda: client.lease_batches(
+                "default", "somebody", loader="train", epoch=0, batches_in_epoch=1, want=1
+            ),
+            lambda: client.declare_tensors(
+                "default", [pb.TensorSpec(name="w", shape=[1], dtype="float32")]
+            ),
             lambda: client.get_shard_map("default"),
             lambda: client.drain_member("default", rank=0),
             lambda: client.drain_server("default", "s"),
             lambda: next(
-                client.join_session(iter([pb.MemberMessage(join=pb.Join(job_id="default", member_id="m", host="h", pid=1, run=first.run))]))
+                client.join_session(
+                    iter(
+                        [
+                            pb.MemberMessage(
+                                join=pb.Join(
+                                    job_id="default", member_id="m", host="h", pid=1, run=first.run
+                                )
+                            )
+                        ]
+                    )
+                )
             ),
         ):
             with pytest.raises(
-                PreconditionError, match=r"run 1 of job default was completed \d+ s ago \(.*\); the newest one is run 2"
+                PreconditionError,
+                match=r"run 1 of job default was completed \d+ s ago \(.*\); the newest one is run "
+                r"2",
             ) as told:
                 late()
             assert told.value.reason == "RUN_ENDED"

@@ -1,4 +1,5 @@
-"""Scripts that other libraries are tested with, or that their users write, end under `shoal run` as under torchrun."""
+"""Scripts that other libraries are tested with, or that their users write, end under `shoal run` as
+under torchrun."""
 
 from __future__ import annotations
 
@@ -19,8 +20,9 @@ OFFLINE = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
 
 
 def of_accelerate(name: str) -> Path:
-    """A script of its own tests. Not among those here: test_distributed_data_loop, which hangs on CPUs under torchrun as well, and
-    test_ops, which takes itself for a process alone on CPUs, so that it would test nothing, and says whether it was one."""
+    """A script of its own tests. Not among those here: test_distributed_data_loop, which hangs on
+    CPUs under torchrun as well, and test_ops, which takes itself for a process alone on CPUs, so
+    that it would test nothing, and says whether it was one."""
     found = find_spec("accelerate")
     assert found is not None
     assert found.submodule_search_locations is not None
@@ -45,7 +47,9 @@ def test_accelerates_own_scripts_pass(shell: Shell, name: str) -> None:
 def test_transformers_trainer_ends_with_the_same_weights_as_under_torchrun(shell: Shell) -> None:
     shell.environment.update(OFFLINE)
     here = shell.start("run", *IN_TWO, TRAINER, shell.directory / "here")
-    there = shell.start_program(sys.executable, "-m", "torch.distributed.run", *IN_TWO, TRAINER, shell.directory / "there")
+    there = shell.start_program(
+        sys.executable, "-m", "torch.distributed.run", *IN_TWO, TRAINER, shell.directory / "there"
+    )
     assert (here.wait(), there.wait()) == (0, 0), here.stderr + there.stderr
     assert len(endings(here.stdout)) == 2
     assert endings(here.stdout) == endings(there.stdout)
@@ -53,8 +57,12 @@ def test_transformers_trainer_ends_with_the_same_weights_as_under_torchrun(shell
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "fault"), [("ddp", "kill"), ("zero3", "kill"), ("tensor", "")])
-def test_a_gpt_of_another_package_ends_as_in_plain_torch(shell: Shell, strategy: str, fault: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "fault"), [("ddp", "kill"), ("zero3", "kill"), ("tensor", "")]
+)
+def test_a_gpt_of_another_package_ends_as_in_plain_torch(
+    shell: Shell, strategy: str, fault: str
+) -> None:
     plain = shell.start_program(sys.executable, NANO_GPT, shell.directory / "plain", "plain")
     command = shell.start("run", *IN_TWO, NANO_GPT, shell.directory / "run", strategy, fault)
     assert (plain.wait(), command.wait()) == (0, 0), plain.stderr + command.stderr + command.stdout

@@ -1,4 +1,5 @@
-"""A cluster with mutual TLS and tokens for each role and job, used by the commands that its people use."""
+"""A cluster with mutual TLS and tokens for each role and job, used by the commands that its people
+use."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ Shell = Any  # of tests/integration/conftest.py
 
 Command = Any
 
-pytestmark = pytest.mark.fresh  # a process that is forked early keeps what the launcher wipes from its environment
+# a process that is forked early keeps what the launcher wipes from its environment
+pytestmark = pytest.mark.fresh
 
 SCRIPT = """
 import subprocess, sys, time
@@ -39,10 +41,14 @@ from torch.utils.data import TensorDataset
 
 torch.set_num_threads(1)
 shoal.init()
-helper = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
+helper = subprocess.Popen(
+    [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+)
 torch.manual_seed(0)
 net = nn.Linear(4, 1)
-model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-3), strategy=sys.argv[1])
+model, optimizer = shoal.as_distributed(
+    net, torch.optim.SGD(net.parameters(), 1e-3), strategy=sys.argv[1]
+)
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 options = {"batch_size": 4} if sys.argv[1] == "async_sgd" else {"global_batch_size": 16}
 loader = shoal.ElasticDataLoader(TensorDataset(x, x.sum(1, keepdim=True)), **options)
@@ -54,7 +60,9 @@ for _ in loader.epochs(1_000_000):
         if optimizer.step() and not said:
             said = True
             print("trains", flush=True)
-        time.sleep(0.01)  # else it would take whole processors from the commands that it is looked at with
+        time.sleep(
+            0.01
+        )  # else it would take whole processors from the commands that it is looked at with
 helper.stdin.close()
 helper.wait()
 print("after the loop", flush=True)
@@ -70,7 +78,9 @@ from torch.utils.data import TensorDataset
 torch.set_num_threads(1)
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-3), strategy=sys.argv[1])
+model, optimizer = shoal.as_distributed(
+    net, torch.optim.SGD(net.parameters(), 1e-3), strategy=sys.argv[1]
+)
 x = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 loader = shoal.ElasticDataLoader(TensorDataset(x, x.sum(1, keepdim=True)), global_batch_size=16)
 said = False
@@ -81,7 +91,9 @@ for _ in loader.epochs(1_000_000):
         if optimizer.step() and not said:
             said = True
             print("trains", flush=True)
-        time.sleep(0.01)  # else it would take whole processors from the commands that it is looked at with
+        time.sleep(
+            0.01
+        )  # else it would take whole processors from the commands that it is looked at with
 print("after the loop", flush=True)
 """
 
@@ -98,7 +110,8 @@ time.sleep(600)
 
 
 class Cluster:
-    """A coordinator that asks everyone for a certificate and a token, and what its people have in their files."""
+    """A coordinator that asks everyone for a certificate and a token, and what its people have in
+    their files."""
 
     def __init__(self, shell: Shell) -> None:
         self.shell = shell
@@ -107,10 +120,20 @@ class Cluster:
         assert status == 0, err
         assert "ca.pem" in out
         self.secrets: dict[str, str] = {}
-        for holder in ("admin", "viewer", "worker@ddp", "worker@async", "worker@plain", "server@async", "admin@ddp"):
+        for holder in (
+            "admin",
+            "viewer",
+            "worker@ddp",
+            "worker@async",
+            "worker@plain",
+            "server@async",
+            "admin@ddp",
+        ):
             self.secrets[holder] = secrets.token_urlsafe(24)
             self.token(holder).write_text(f"{self.secrets[holder]}\n")
-        (directory / "tokens").write_text("".join(f"{holder}: {token}\n" for holder, token in self.secrets.items()))
+        (directory / "tokens").write_text(
+            "".join(f"{holder}: {token}\n" for holder, token in self.secrets.items())
+        )
         self.coordinator = self.service("coordinator", "shoal_coordinator")
         self.address: str = self.ports("coordinator", self.coordinator)["grpc"]
 
@@ -121,8 +144,21 @@ class Cluster:
         return self.directory / "certs" / name
 
     def service(self, name: str, module: str, *flags: str | Path) -> Command:
-        own = ("--tls-cert", self.pem("server.pem"), "--tls-key", self.pem("server.key"), "--tls-client-ca", self.pem("ca.pem"))
-        common = ("--tokens", self.directory / "tokens", "--port-file", self.directory / f"{name}.json", *own)
+        own = (
+            "--tls-cert",
+            self.pem("server.pem"),
+            "--tls-key",
+            self.pem("server.key"),
+            "--tls-client-ca",
+            self.pem("ca.pem"),
+        )
+        common = (
+            "--tokens",
+            self.directory / "tokens",
+            "--port-file",
+            self.directory / f"{name}.json",
+            *own,
+        )
         return self.shell.start_program(sys.executable, "-m", module, *common, *flags)
 
     def ports(self, name: str, command: Command) -> dict[str, Any]:
@@ -138,16 +174,33 @@ class Cluster:
 
     def asked(self, holder: str, command: str, *arguments: str) -> tuple[int, str, str]:
         """A command about the cluster: status, standard output, standard error."""
-        found: tuple[int, str, str] = self.shell.run(command, "--coordinator", self.address, *self.flags(holder), *arguments)
+        found: tuple[int, str, str] = self.shell.run(
+            command, "--coordinator", self.address, *self.flags(holder), *arguments
+        )
         return found
 
     def run(self, job: str, *arguments: str | Path, **variables: str) -> Command:
-        flags = ("--rdzv-endpoint", self.address, "--rdzv-id", job, "--nproc-per-node", "2", "--max-restarts", "3")
+        flags = (
+            "--rdzv-endpoint",
+            self.address,
+            "--rdzv-id",
+            job,
+            "--nproc-per-node",
+            "2",
+            "--max-restarts",
+            "3",
+        )
         return self.shell.start("run", *flags, *arguments, **variables)
 
     def client(self, holder: str) -> CoordinatorClient:
-        tls = TlsSettings(authority=self.pem("ca.pem"), certificate=self.pem("client.pem"), key=self.pem("client.key"))
-        return CoordinatorClient(ChannelSettings(address=self.address, tls=tls, token=self.secrets[holder]))
+        tls = TlsSettings(
+            authority=self.pem("ca.pem"),
+            certificate=self.pem("client.pem"),
+            key=self.pem("client.key"),
+        )
+        return CoordinatorClient(
+            ChannelSettings(address=self.address, tls=tls, token=self.secrets[holder])
+        )
 
     def close(self) -> None:
         self.coordinator.close()
@@ -163,7 +216,9 @@ def cluster(shared_shell: Shell) -> Iterator[Cluster]:
 def workers(command: Command) -> list[psutil.Process]:
     """Those that run the script, not what they have started."""
     own = (process for process in command.family() if process.ppid() == command.process.pid)
-    return [process for process in own if re.search("(script|family).py", " ".join(process.cmdline()))]
+    return [
+        process for process in own if re.search("(script|family).py", " ".join(process.cmdline()))
+    ]
 
 
 def seen_of(process: psutil.Process) -> bytes:
@@ -175,7 +230,8 @@ def seen_of(process: psutil.Process) -> bytes:
 
 
 def test_a_run_trains_over_tls_and_a_replacement_takes_its_state(cluster: Cluster) -> None:
-    """By flags alone. The processes of the run, and those that its script has started, hold no secret in arguments or environment."""
+    """By flags alone. The processes of the run, and those that its script has started, hold no
+    secret in arguments or environment."""
     script = cluster.shell.script(SCRIPT)
     command = cluster.run("ddp", *cluster.flags("worker@ddp"), script, "ddp")
     command.wait_for(lambda: command.stdout.count("trains") == 2, "both workers to train")
@@ -187,11 +243,15 @@ def test_a_run_trains_over_tls_and_a_replacement_takes_its_state(cluster: Cluste
             assert token.encode() not in seen, process.cmdline()
     with cluster.client("admin") as client:
         for rank in client.get_job("ddp").generation.ranks:
-            connection = socket.create_connection(rank.donor_address.rsplit(":", 1), timeout=60)  # where peers take its state
+            # where peers take its state
+            connection = socket.create_connection(rank.donor_address.rsplit(":", 1), timeout=60)
             with PairContexts.caller().wrap_socket(connection) as channel:
                 assert channel.version() == "TLSv1.3"
     workers(command)[0].send_signal(signal.SIGKILL)
-    command.wait_for(lambda: command.stdout.count("trains") == 3, "the replacement to train with what a peer has given it")
+    command.wait_for(
+        lambda: command.stdout.count("trains") == 3,
+        "the replacement to train with what a peer has given it",
+    )
     for holder, asked in (("viewer", "status"), ("viewer", "events"), ("worker@ddp", "status")):
         status, out, err = cluster.asked(holder, asked, "--job", "ddp")
         assert (status, bool(out)) == (0, True), err
@@ -199,8 +259,13 @@ def test_a_run_trains_over_tls_and_a_replacement_takes_its_state(cluster: Cluste
     assert (status, "ddp" in out) == (0, True), err
     status, out, err = cluster.asked("viewer", "jobs", "--json")
     assert {job["job_id"] for job in json.loads(out)} >= {"ddp"}, err
-    for holder, said in (("viewer", "role viewer may not call"), ("worker@async", "is for job 'async', not for 'ddp'")):
-        status, _, err = cluster.asked(holder, "status" if "@" in holder else "stop", "--job", "ddp")
+    for holder, said in (
+        ("viewer", "role viewer may not call"),
+        ("worker@async", "is for job 'async', not for 'ddp'"),
+    ):
+        status, _, err = cluster.asked(
+            holder, "status" if "@" in holder else "stop", "--job", "ddp"
+        )
         assert (status, said in err) == (1, True), err
     status, _, err = cluster.asked("admin@ddp", "stop", "--job", "ddp")
     assert status == 0, err
@@ -213,11 +278,16 @@ def test_a_run_trains_over_tls_and_a_replacement_takes_its_state(cluster: Cluste
     ("strategy", "survives"),
     [
         ("zero2", True),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("tensor", False), ("local_sgd", True), ("pipeline", False))),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("tensor", False), ("local_sgd", True), ("pipeline", False))
+        ),
         pytest.param("fsdp", True, marks=pytest.mark.matrix),
     ],
 )
-def test_each_family_of_strategies_trains_over_tls(cluster: Cluster, strategy: str, survives: bool) -> None:
+def test_each_family_of_strategies_trains_over_tls(
+    cluster: Cluster, strategy: str, survives: bool
+) -> None:
     """`survives`: two ranks keep enough for the loss of one."""
     script = cluster.shell.script(FAMILY, name="family.py")
     command = cluster.run("ddp", *cluster.flags("worker@ddp"), script, strategy)
@@ -231,8 +301,11 @@ def test_each_family_of_strategies_trains_over_tls(cluster: Cluster, strategy: s
     assert command.stdout.count("after the loop") == 2, command.stderr
 
 
-def test_asynchronous_training_goes_over_tls_to_servers_that_ask_for_tokens(cluster: Cluster) -> None:
-    """The worker's token is in a variable, that of the launcher alone: it goes no further than that process."""
+def test_asynchronous_training_goes_over_tls_to_servers_that_ask_for_tokens(
+    cluster: Cluster,
+) -> None:
+    """The worker's token is in a variable, that of the launcher alone: it goes no further than that
+    process."""
     script = cluster.shell.script(SCRIPT)
     variables = {
         "SHOAL_TLS_CA": str(cluster.pem("ca.pem")),
@@ -243,7 +316,16 @@ def test_asynchronous_training_goes_over_tls_to_servers_that_ask_for_tokens(clus
     command = cluster.run("async", "--servers", "1", script, "async_sgd", **variables)
     command.wait_for(lambda: "async" in cluster.asked("admin", "jobs")[1], "the job")
     calls = ("--tls-ca", cluster.pem("ca.pem"), "--token-file", cluster.token("server@async"))
-    job = ("--coordinator", cluster.address, "--job", "async", "--server-id", "ps", "--snapshot-interval", "0s")
+    job = (
+        "--coordinator",
+        cluster.address,
+        "--job",
+        "async",
+        "--server-id",
+        "ps",
+        "--snapshot-interval",
+        "0s",
+    )
     server = cluster.service("ps", "shoal_ps_server", *job, *calls)
     command.wait_for(lambda: command.stdout.count("trains") == 2, "both workers to push")
     family = command.family()
@@ -257,7 +339,10 @@ def test_asynchronous_training_goes_over_tls_to_servers_that_ask_for_tokens(clus
         for child in worker.children():
             assert not {"SHOAL_TOKEN", "SHOAL_STORE_URL", "SHOAL_MEMBER_KEY"} & set(child.environ())
     workers(command)[0].send_signal(signal.SIGKILL)
-    command.wait_for(lambda: command.stdout.count("trains") == 3, "the replacement, which is told the token as well")
+    command.wait_for(
+        lambda: command.stdout.count("trains") == 3,
+        "the replacement, which is told the token as well",
+    )
     status, _, err = cluster.asked("admin", "stop", "--job", "async")
     assert status == 0, err
     command.wait()
@@ -269,38 +354,75 @@ def test_submitted_runs_are_given_the_flags_and_show_no_secret(cluster: Cluster)
     script = cluster.shell.script(SCRIPT)
     status, _, err = cluster.asked("worker@ddp", "submit", "--job", "ddp", str(script), "ddp")
     assert status == 0, err
-    eventually(lambda: "trains" in cluster.asked("worker@ddp", "logs", "--job", "ddp")[1], "the submitted run to train")
+    eventually(
+        lambda: "trains" in cluster.asked("worker@ddp", "logs", "--job", "ddp")[1],
+        "the submitted run to train",
+    )
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.uids().real == os.getuid():
-                assert cluster.secrets["worker@ddp"].encode() not in seen_of(process), process.cmdline()
+                assert cluster.secrets["worker@ddp"].encode() not in seen_of(process), (
+                    process.cmdline()
+                )
     status, _, err = cluster.asked("admin@ddp", "stop", "--job", "ddp")
     assert status == 0, err
-    eventually(lambda: "after the loop" in cluster.asked("worker@ddp", "logs", "--job", "ddp")[1], "its end")
+    eventually(
+        lambda: "after the loop" in cluster.asked("worker@ddp", "logs", "--job", "ddp")[1],
+        "its end",
+    )
 
 
 @pytest.mark.parametrize(
     "command",
-    ["status", "events", "stop", *(pytest.param(each, marks=pytest.mark.matrix) for each in ("top", "jobs", "drain", "kill"))],
+    [
+        "status",
+        "events",
+        "stop",
+        *(
+            pytest.param(each, marks=pytest.mark.matrix)
+            for each in ("top", "jobs", "drain", "kill")
+        ),
+    ],
 )
 def test_a_command_without_a_certificate_is_not_let_in(cluster: Cluster, command: str) -> None:
     more = {"drain": ("0",), "kill": ("0",), "top": ("--once",)}.get(command, ())
     job = () if command == "jobs" else ("--job", "ddp")
-    flags = ("--coordinator", cluster.address, "--tls-ca", cluster.pem("ca.pem"), "--token-file", cluster.token("admin"), *job, *more)
+    flags = (
+        "--coordinator",
+        cluster.address,
+        "--tls-ca",
+        cluster.pem("ca.pem"),
+        "--token-file",
+        cluster.token("admin"),
+        *job,
+        *more,
+    )
     status, out, err = cluster.shell.run(command, *flags)
     assert status != 0, out
     assert "Traceback" not in err
 
 
 def test_a_failure_on_one_machine_reaches_the_other_by_a_workers_token(cluster: Cluster) -> None:
-    """Workers of a plain script are no members of a job: only their launchers can tell each other of a failure."""
+    """Workers of a plain script are no members of a job: only their launchers can tell each other
+    of a failure."""
     script = cluster.shell.script(PLAIN, name="plain.py")
     started = [
-        cluster.run("plain", "--nnodes", "2", "--node-rank", str(rank), *cluster.flags("worker@plain"), script, cluster.shell.directory)
+        cluster.run(
+            "plain",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(rank),
+            *cluster.flags("worker@plain"),
+            script,
+            cluster.shell.directory,
+        )
         for rank in range(2)
     ]
     for command in started:
-        command.wait_for(lambda: len(list(cluster.shell.directory.glob("sleeps-*"))) == 3, "the workers of both")
+        command.wait_for(
+            lambda: len(list(cluster.shell.directory.glob("sleeps-*"))) == 3, "the workers of both"
+        )
     (cluster.shell.directory / "fail").touch()
     assert [command.wait() for command in started] == [1, 1]
     with cluster.client("admin") as client:
@@ -315,12 +437,16 @@ def test_neither_a_token_alone_nor_a_certificate_alone_opens_anything(cluster: C
         (TlsSettings(authority=cluster.pem("ca.pem"), **client), None, AuthenticationError),
         (TlsSettings(authority=cluster.pem("ca.pem"), **client), "guess", AuthenticationError),
     ):
-        with CoordinatorClient(ChannelSettings(address=cluster.address, tls=tls, token=token, attempts=1)) as caller:
+        with CoordinatorClient(
+            ChannelSettings(address=cluster.address, tls=tls, token=token, attempts=1)
+        ) as caller:
             with pytest.raises(ShoalError) as caught:
                 caller.list_jobs()
             assert isinstance(caught.value, refused)
 
 
 def test_a_token_among_the_arguments_is_refused_with_the_remedy(cluster: Cluster) -> None:
-    status, _, err = cluster.shell.run("status", "--coordinator", cluster.address, "--token", "hunter2")
+    status, _, err = cluster.shell.run(
+        "status", "--coordinator", cluster.address, "--token", "hunter2"
+    )
     assert (status, "--token-file" in err, "hunter2" in err) == (2, True, False), err

@@ -1,4 +1,5 @@
-"""A script that needs parameter servers gets one under `--standalone`, though none was asked for on the command line."""
+"""A script that needs parameter servers gets one under `--standalone`, though none was asked for on
+the command line."""
 
 from __future__ import annotations
 
@@ -14,11 +15,16 @@ Command = Any
 
 TRAINING = """
     import torch, shoal
+
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 1)
-    model, optimizer = shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 2.0**-8), strategy="async_sgd")
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(64, 4)), batch_size=4)
+    model, optimizer = shoal.as_distributed(
+        model, torch.optim.SGD(model.parameters(), 2.0**-8), strategy="async_sgd"
+    )
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(torch.ones(64, 4)), batch_size=4
+    )
     seen = 0
     for epoch in loader.epochs(EPOCHS):
         for (rows,) in loader:
@@ -46,18 +52,30 @@ def served(shell: Shell) -> bool:
 def test_a_script_that_needs_a_server_gets_one_and_every_sample_is_seen_once(shell: Shell) -> None:
     command = shell.start("run", "--standalone", "--nproc-per-node", "2", script_of(shell, 3))
     assert command.wait() == 0, command.stderr
-    assert "the script uses parameter servers: server-0 was started for it; --servers N starts more" in command.stderr
-    seen = [int(line.partition("saw ")[2]) for line in command.stdout.splitlines() if "saw " in line]
+    assert (
+        "the script uses parameter servers: server-0 was started for it; --servers N starts more"
+        in command.stderr
+    )
+    seen = [
+        int(line.partition("saw ")[2]) for line in command.stdout.splitlines() if "saw " in line
+    ]
     assert len(seen) == 2
     assert sum(seen) == 3 * 64
 
 
 @pytest.mark.slow
-def test_the_server_that_was_started_for_a_script_comes_back_when_it_is_killed(shell: Shell) -> None:
+def test_the_server_that_was_started_for_a_script_comes_back_when_it_is_killed(
+    shell: Shell,
+) -> None:
     command = shell.start("run", "--standalone", "--nproc-per-node", "2", script_of(shell, 60))
     command.wait_for(lambda: any(started(command)), "the parameter server's process")
     command.wait_for(lambda: served(shell), "a step with it")
     next(started(command)).kill()
     assert command.wait() == 0, command.stderr
     assert "serves again as pid" in command.stderr
-    assert sum(int(line.partition("saw ")[2]) for line in command.stdout.splitlines() if "saw " in line) == 60 * 64
+    assert (
+        sum(
+            int(line.partition("saw ")[2]) for line in command.stdout.splitlines() if "saw " in line
+        )
+        == 60 * 64
+    )

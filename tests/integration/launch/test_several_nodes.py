@@ -20,7 +20,14 @@ Coordinator = Any  # of conftest.py here
 
 PLACE = """
 import os
-print(*map(os.environ.get, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT")), flush=True)
+
+print(
+    *map(
+        os.environ.get,
+        ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_PORT"),
+    ),
+    flush=True,
+)
 """
 
 
@@ -30,7 +37,12 @@ def places(command: Command) -> list[list[str]]:
 
 def test_launchers_agree_on_the_ranks_of_their_workers(shell: Shell, endpoint: str) -> None:
     script = shell.script(PLACE)
-    nodes = [shell.start("run", "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", endpoint, script) for _ in range(2)]
+    nodes = [
+        shell.start(
+            "run", "--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", endpoint, script
+        )
+        for _ in range(2)
+    ]
     assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
     lines = [line for node in nodes for line in places(node)]
     assert sorted(line[:5] for line in lines) == [
@@ -51,12 +63,22 @@ def test_all_reduce_over_two_launchers(shell: Shell, endpoint: str) -> None:
         "print('sum', total.item(), flush=True)\n"
         "dist.destroy_process_group()\n"
     )
-    nodes = [shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-backend", "c10d", script) for _ in range(2)]
+    nodes = [
+        shell.start(
+            "run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-backend", "c10d", script
+        )
+        for _ in range(2)
+    ]
     assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
-    assert sorted(line for node in nodes for line in node.stdout.splitlines()) == ["[0]: sum 2.0", "[1]: sum 2.0"]
+    assert sorted(line for node in nodes for line in node.stdout.splitlines()) == [
+        "[0]: sum 2.0",
+        "[1]: sum 2.0",
+    ]
 
 
-def test_a_failure_on_one_machine_starts_the_workers_of_all_anew(shell: Shell, endpoint: str) -> None:
+def test_a_failure_on_one_machine_starts_the_workers_of_all_anew(
+    shell: Shell, endpoint: str
+) -> None:
     script = shell.script(
         PLACE + "import pathlib, sys, time\n"
         "mine, other = (pathlib.Path('started-' + rank) for rank in (os.environ['RANK'], '0'))\n"
@@ -66,12 +88,19 @@ def test_a_failure_on_one_machine_starts_the_workers_of_all_anew(shell: Shell, e
         "    if os.environ['RANK'] == '1': sys.exit(1)\n"
         "    time.sleep(60)\n"
     )
-    nodes = [shell.start("run", "--nnodes", "2", "--max-restarts", "1", "--rdzv-endpoint", endpoint, script) for _ in range(2)]
+    nodes = [
+        shell.start(
+            "run", "--nnodes", "2", "--max-restarts", "1", "--rdzv-endpoint", endpoint, script
+        )
+        for _ in range(2)
+    ]
     assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
     assert [len(places(node)) for node in nodes] == [2, 2]
 
 
-def test_a_restart_for_which_the_others_are_no_longer_there_fails_at_once(shell: Shell, endpoint: str) -> None:
+def test_a_restart_for_which_the_others_are_no_longer_there_fails_at_once(
+    shell: Shell, endpoint: str
+) -> None:
     script = shell.script(
         PLACE + "import pathlib, sys, time\n"
         "if os.environ['RANK'] == '1':\n"
@@ -79,21 +108,45 @@ def test_a_restart_for_which_the_others_are_no_longer_there_fails_at_once(shell:
         "    sys.exit(1)\n"
         "while not pathlib.Path('failed').exists(): time.sleep(0.01)\n"
     )
-    nodes = [shell.start("run", "--nnodes", "2", "--max-restarts", "1", "--rdzv-endpoint", endpoint, script) for _ in range(2)]
+    nodes = [
+        shell.start(
+            "run", "--nnodes", "2", "--max-restarts", "1", "--rdzv-endpoint", endpoint, script
+        )
+        for _ in range(2)
+    ]
     # The one that succeeds may have been started again meanwhile, and fall with the other.
-    assert sorted(node.wait() for node in nodes) in ([0, 1], [1, 1]), [node.stderr for node in nodes]
+    assert sorted(node.wait() for node in nodes) in ([0, 1], [1, 1]), [
+        node.stderr for node in nodes
+    ]
 
 
 def test_a_machine_that_gives_up_ends_the_run_on_all(shell: Shell, endpoint: str) -> None:
-    script = shell.script(PLACE + "import sys, time\nif os.environ['RANK'] == '1': sys.exit(5)\ntime.sleep(60)")
-    nodes = [shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, script) for _ in range(2)]
+    script = shell.script(
+        PLACE + "import sys, time\nif os.environ['RANK'] == '1': sys.exit(5)\ntime.sleep(60)"
+    )
+    nodes = [
+        shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, script) for _ in range(2)
+    ]
     assert sorted(node.wait() for node in nodes) == [1, 5], [node.stderr for node in nodes]
     assert any("was stopped: the workers on" in node.stderr for node in nodes)
 
 
-def test_a_launcher_that_comes_later_enlarges_the_world_of_a_plain_script(shell: Shell, endpoint: str) -> None:
-    script = shell.script(PLACE + "import pathlib, time\nwhile not pathlib.Path('done').exists(): time.sleep(0.01)\n")
-    flags = ["run", "--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "last_call_timeout=0.1", script]
+def test_a_launcher_that_comes_later_enlarges_the_world_of_a_plain_script(
+    shell: Shell, endpoint: str
+) -> None:
+    script = shell.script(
+        PLACE + "import pathlib, time\nwhile not pathlib.Path('done').exists(): time.sleep(0.01)\n"
+    )
+    flags = [
+        "run",
+        "--nnodes",
+        "1:2",
+        "--rdzv-endpoint",
+        endpoint,
+        "--rdzv-conf",
+        "last_call_timeout=0.1",
+        script,
+    ]
     first = shell.start(*flags)
     first.wait_for_output("0 1 0 0 1")
     second = shell.start(*flags)
@@ -104,9 +157,21 @@ def test_a_launcher_that_comes_later_enlarges_the_world_of_a_plain_script(shell:
     assert sorted([places(first)[1][:2], places(second)[0][:2]]) == [["0", "2"], ["1", "2"]]
 
 
-def test_elastic_workers_stay_as_they_are_when_a_launcher_comes(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+def test_elastic_workers_stay_as_they_are_when_a_launcher_comes(
+    shell: Shell, endpoint: str, elastic_worker: Path
+) -> None:
     finish = shell.directory / "finish"
-    flags = ["run", "--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "last_call_timeout=0.1", elastic_worker, finish]
+    flags = [
+        "run",
+        "--nnodes",
+        "1:2",
+        "--rdzv-endpoint",
+        endpoint,
+        "--rdzv-conf",
+        "last_call_timeout=0.1",
+        elastic_worker,
+        finish,
+    ]
     first = shell.start(*flags)
     first.wait_for_output("generation 1 rank 0 of 1")
     second = shell.start(*flags)
@@ -121,18 +186,34 @@ def test_elastic_workers_stay_as_they_are_when_a_launcher_comes(shell: Shell, en
 
 def test_places_may_be_settled_beforehand(shell: Shell, endpoint: str) -> None:
     script = shell.script(PLACE)
-    flags = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", "1234", "--rdzv-endpoint", endpoint, script]
+    flags = [
+        "--nnodes",
+        "2",
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        "1234",
+        "--rdzv-endpoint",
+        endpoint,
+        script,
+    ]
     nodes = [shell.start("run", "--node-rank", str(rank), *flags) for rank in (1, 0)]
     assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
-    assert [places(node) for node in nodes] == [[["1", "2", "0", "1", "2", "1234"]], [["0", "2", "0", "0", "2", "1234"]]]
+    assert [places(node) for node in nodes] == [
+        [["1", "2", "0", "1", "2", "1234"]],
+        [["0", "2", "0", "0", "2", "1234"]],
+    ]
 
 
 def test_a_coordinator_that_is_not_there_is_told_with_the_remedy(shell: Shell) -> None:
     script = shell.script(PLACE)
-    status, _, err = shell.run("run", "--rdzv-endpoint", "127.0.0.1:9", "--rdzv-conf", "join_timeout=1", script)
+    status, _, err = shell.run(
+        "run", "--rdzv-endpoint", "127.0.0.1:9", "--rdzv-conf", "join_timeout=1", script
+    )
     assert status == 1
     assert re.search(
-        r"no coordinator has answered at 127\.0\.0\.1:9 \(--rdzv-endpoint\) for \d+ s: nothing listens at 127\.0\.0\.1:9 "
+        r"no coordinator has answered at 127\.0\.0\.1:9 \(--rdzv-endpoint\) for \d+ s: nothing "
+        r"listens at 127\.0\.0\.1:9 "
         r"\(connection refused\); on one machine use --standalone",
         err,
     ), err
@@ -140,8 +221,13 @@ def test_a_coordinator_that_is_not_there_is_told_with_the_remedy(shell: Shell) -
 
 def test_a_launcher_that_waits_for_a_coordinator_says_why_within_seconds(shell: Shell) -> None:
     script = shell.script(PLACE)
-    command = shell.start("run", "--rdzv-endpoint", "coordinator.invalid:9", "--rdzv-conf", "join_timeout=60", script)
-    cause = "more for the coordinator at coordinator.invalid:9: the name 'coordinator.invalid' cannot be resolved"
+    command = shell.start(
+        "run", "--rdzv-endpoint", "coordinator.invalid:9", "--rdzv-conf", "join_timeout=60", script
+    )
+    cause = (
+        "more for the coordinator at coordinator.invalid:9: the name 'coordinator.invalid' "
+        "cannot be resolved"
+    )
     command.wait_for(lambda: cause in command.stderr, "the launcher to say why it waits")
     command.process.send_signal(signal.SIGTERM)
     assert command.wait() == PREEMPTED
@@ -149,7 +235,9 @@ def test_a_launcher_that_waits_for_a_coordinator_says_why_within_seconds(shell: 
 
 def test_launchers_that_do_not_come_together_in_time_say_so(shell: Shell, endpoint: str) -> None:
     script = shell.script(PLACE)
-    status, _, err = shell.run("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=2", script)
+    status, _, err = shell.run(
+        "run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=2", script
+    )
     assert status == 1
     assert "2 launchers for run 1 of job default did not come together within 2 s" in err
 
@@ -163,9 +251,20 @@ pathlib.Path(os.environ["SHOAL_MEMBER_FILE"]).write_text("finished")
 """
 
 
-def test_elastic_workers_that_the_coordinator_has_put_out_are_not_started_anew_when_launchers_come(shell: Shell, endpoint: str) -> None:
+def test_elastic_workers_that_the_coordinator_has_put_out_are_not_started_anew_when_launchers_come(
+    shell: Shell, endpoint: str
+) -> None:
     script = shell.script(ELASTIC_AND_CUT_OFF)
-    flags = ["run", "--nnodes", "1:2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "last_call_timeout=0.1", script]
+    flags = [
+        "run",
+        "--nnodes",
+        "1:2",
+        "--rdzv-endpoint",
+        endpoint,
+        "--rdzv-conf",
+        "last_call_timeout=0.1",
+        script,
+    ]
     first = shell.start(*flags)
     first.wait_for_output("works")
     second = shell.start(*flags)
@@ -177,15 +276,30 @@ def test_elastic_workers_that_the_coordinator_has_put_out_are_not_started_anew_w
 
 
 @pytest.mark.slow
-def test_workers_go_on_when_the_coordinator_comes_back_without_its_data(shell: Shell, coordinator: Coordinator, endpoint: str) -> None:
-    script = shell.script(PLACE + "import pathlib, time\nwhile not pathlib.Path('done').exists(): time.sleep(0.01)\n")
-    nodes = [shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, script) for _ in range(2)]
+def test_workers_go_on_when_the_coordinator_comes_back_without_its_data(
+    shell: Shell, coordinator: Coordinator, endpoint: str
+) -> None:
+    script = shell.script(
+        PLACE + "import pathlib, time\nwhile not pathlib.Path('done').exists(): time.sleep(0.01)\n"
+    )
+    nodes = [
+        shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, script) for _ in range(2)
+    ]
     for node in nodes:
         node.wait_for(lambda node=node: len(places(node)) == 1, "its worker")
     coordinator.lose_data()
-    nodes[0].wait_for(lambda: any("has lost its data, and job default with it: created anew" in node.stderr for node in nodes), "the word")
+    nodes[0].wait_for(
+        lambda: any(
+            "has lost its data, and job default with it: created anew" in node.stderr
+            for node in nodes
+        ),
+        "the word",
+    )
     with CoordinatorClient(ChannelSettings(address=endpoint)) as client:
-        nodes[0].wait_for(lambda: client.get_job("default.nodes").generation.number, "the launchers' next generation")
+        nodes[0].wait_for(
+            lambda: client.get_job("default.nodes").generation.number,
+            "the launchers' next generation",
+        )
     (shell.directory / "done").touch()
     assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
     assert [len(places(node)) for node in nodes] == [1, 1]
@@ -193,36 +307,72 @@ def test_workers_go_on_when_the_coordinator_comes_back_without_its_data(shell: S
 
 
 @pytest.mark.parametrize("settled", [False, True])
-def test_a_worker_that_raises_ends_the_job_on_all_machines(shell: Shell, endpoint: str, elastic_worker: Path, settled: bool) -> None:
-    flags = ["--nnodes", "2" if settled else "1:2", "--rdzv-endpoint", endpoint, elastic_worker, shell.directory / "finish"]
+def test_a_worker_that_raises_ends_the_job_on_all_machines(
+    shell: Shell, endpoint: str, elastic_worker: Path, settled: bool
+) -> None:
+    flags = [
+        "--nnodes",
+        "2" if settled else "1:2",
+        "--rdzv-endpoint",
+        endpoint,
+        elastic_worker,
+        shell.directory / "finish",
+    ]
     first, second = (
-        shell.start("run", *(("--master-addr", "127.0.0.1", "--node-rank", str(rank)) if settled else ()), *flags) for rank in range(2)
+        shell.start(
+            "run",
+            *(("--master-addr", "127.0.0.1", "--node-rank", str(rank)) if settled else ()),
+            *flags,
+        )
+        for rank in range(2)
     )
     for node in (first, second):
         node.wait_for(lambda node=node: " of 2\n" in node.stdout, "both ranks")
     raising, other = (first, second) if "rank 1 of 2" in first.stdout else (second, first)
     (shell.directory / "raise-1").touch()
     assert [raising.wait(), other.wait()] == [1, 1], [first.stderr, second.stderr]
-    assert re.search(r"rank 1 (\(output \[0\]\) )?on \S+ \(pid \d+\) ended with exit code 1", other.stderr), other.stderr
+    assert re.search(
+        r"rank 1 (\(output \[0\]\) )?on \S+ \(pid \d+\) ended with exit code 1", other.stderr
+    ), other.stderr
     assert "left" in other.stdout
 
 
-def test_launchers_of_a_preempted_allocation_all_say_so(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
-    nodes = [shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, elastic_worker, "never") for _ in range(2)]
+def test_launchers_of_a_preempted_allocation_all_say_so(
+    shell: Shell, endpoint: str, elastic_worker: Path
+) -> None:
+    nodes = [
+        shell.start("run", "--nnodes", "2", "--rdzv-endpoint", endpoint, elastic_worker, "never")
+        for _ in range(2)
+    ]
     for node in nodes:
         node.wait_for(lambda node=node: " of 2\n" in node.stdout, "both ranks")
     for node in nodes:
         node.process.send_signal(signal.SIGTERM)
-    assert [node.wait() for node in nodes] == [PREEMPTED, PREEMPTED], [node.stderr for node in nodes]
+    assert [node.wait() for node in nodes] == [PREEMPTED, PREEMPTED], [
+        node.stderr for node in nodes
+    ]
     assert all("left" in node.stdout for node in nodes)
 
 
-@pytest.mark.parametrize("least", [[], ["--min-workers", "2"]], ids=["fixed", "as many as at the start"])
+@pytest.mark.parametrize(
+    "least", [[], ["--min-workers", "2"]], ids=["fixed", "as many as at the start"]
+)
 def test_a_worker_that_is_killed_stops_the_others_of_a_fixed_run_only_where_they_are_too_few(
     shell: Shell, endpoint: str, elastic_worker: Path, least: list[str]
 ) -> None:
     finish = shell.directory / "finish"
-    flags = ["run", "--nnodes", "2", *least, "--max-restarts", "0", "--rdzv-endpoint", endpoint, elastic_worker, finish]
+    flags = [
+        "run",
+        "--nnodes",
+        "2",
+        *least,
+        "--max-restarts",
+        "0",
+        "--rdzv-endpoint",
+        endpoint,
+        elastic_worker,
+        finish,
+    ]
     first, second = (shell.start(*flags) for _ in range(2))
     for node in (first, second):
         node.wait_for(lambda node=node: " of 2\n" in node.stdout, "both ranks")
@@ -230,27 +380,56 @@ def test_a_worker_that_is_killed_stops_the_others_of_a_fixed_run_only_where_they
         killed, kept = (member.pid for member in client.get_job("default").members)
         os.kill(killed, signal.SIGKILL)
         if least:
-            first.wait_for(lambda: client.get_job("default").phase == pb.JOB_PHASE_WAITING, "the job to wait")
+            first.wait_for(
+                lambda: client.get_job("default").phase == pb.JOB_PHASE_WAITING, "the job to wait"
+            )
             os.kill(kept, signal.SIGKILL)
             assert {first.wait(), second.wait()} == {128 + signal.SIGKILL}
             return
-        first.wait_for(lambda: " rank 0 of 1\n" in first.stdout + second.stdout, "the one that is left to go on alone")
+        first.wait_for(
+            lambda: " rank 0 of 1\n" in first.stdout + second.stdout,
+            "the one that is left to go on alone",
+        )
     finish.touch()
     assert {first.wait(), second.wait()} == {0, 128 + signal.SIGKILL}, [first.stderr, second.stderr]
 
 
-def test_survivors_that_wait_for_more_workers_still_hold_the_training_state(shell: Shell, endpoint: str, elastic_worker: Path) -> None:
+def test_survivors_that_wait_for_more_workers_still_hold_the_training_state(
+    shell: Shell, endpoint: str, elastic_worker: Path
+) -> None:
     finish = shell.directory / "finish"
-    flags = ["run", "--nnodes", "2", "--min-workers", "2", "--rdzv-endpoint", endpoint, elastic_worker, finish]
+    flags = [
+        "run",
+        "--nnodes",
+        "2",
+        "--min-workers",
+        "2",
+        "--rdzv-endpoint",
+        endpoint,
+        elastic_worker,
+        finish,
+    ]
     first, second = (shell.start(*flags) for _ in range(2))
     for node in (first, second):
         node.wait_for(lambda node=node: " of 2\n" in node.stdout, "both ranks")
     with CoordinatorClient(ChannelSettings(address=endpoint)) as client:
-        first.wait_for(lambda: all(member.progress.step for member in client.get_job("default").members), "a step")
+        first.wait_for(
+            lambda: all(member.progress.step for member in client.get_job("default").members),
+            "a step",
+        )
         os.kill(client.get_job("default").members[0].pid, signal.SIGKILL)
-    first.wait_for(lambda: "takes its place" in first.stderr + second.stderr or "NOBODY" in first.stderr + second.stderr, "the word")
+    first.wait_for(
+        lambda: (
+            "takes its place" in first.stderr + second.stderr
+            or "NOBODY" in first.stderr + second.stderr
+        ),
+        "the word",
+    )
     for node in (first, second):
-        node.wait_for(lambda node=node: re.search(r"generation [2-9] rank . of 2", node.stdout), "both ranks again")
+        node.wait_for(
+            lambda node=node: re.search(r"generation [2-9] rank . of 2", node.stdout),
+            "both ranks again",
+        )
     finish.touch()
     assert [first.wait(), second.wait()] == [0, 0], [first.stderr, second.stderr]
     assert "NOBODY IS LEFT" not in first.stderr + second.stderr

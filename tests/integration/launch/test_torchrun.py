@@ -1,4 +1,5 @@
-"""torchrun itself, whose agents meet at Shoal's coordinator; and its scripts with init_method="redis://..."."""
+"""torchrun itself, whose agents meet at Shoal's coordinator; and its scripts with
+init_method="redis://..."."""
 
 from __future__ import annotations
 
@@ -19,10 +20,13 @@ Command = Any
 
 SUM = """
 import os, torch, torch.distributed as dist
+
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
-os.write(1, f"sum {int(total.item())} rank {dist.get_rank()}\\n".encode())  # in one piece: workers share the pipe
+os.write(
+    1, f"sum {int(total.item())} rank {dist.get_rank()}\\n".encode()
+)  # in one piece: workers share the pipe
 """
 STAYS = """
 import pathlib, time
@@ -35,7 +39,9 @@ dist.destroy_process_group()
 @pytest.fixture
 def coordinator(shell: Shell, tmp_path: Path) -> Iterator[Service]:
     (directory := tmp_path / "coordinator").mkdir()
-    service = Service("coordinator", "shoal_coordinator", [], directory=directory, environment=shell.environment)
+    service = Service(
+        "coordinator", "shoal_coordinator", [], directory=directory, environment=shell.environment
+    )
     service.start()
     service.wait_ready(timedelta(seconds=90))
     yield service
@@ -43,9 +49,22 @@ def coordinator(shell: Shell, tmp_path: Path) -> Iterator[Service]:
     service.release()
 
 
-def torchrun(shell: Shell, coordinator: Service, script: Path, *flags: str, nodes: str = "2") -> Command:
-    where = ("--nnodes", nodes, "--rdzv-backend", "shoal", "--rdzv-endpoint", coordinator.address, "--rdzv-id", "job")
-    return shell.start_program(sys.executable, "-m", "torch.distributed.run", *where, *flags, script)
+def torchrun(
+    shell: Shell, coordinator: Service, script: Path, *flags: str, nodes: str = "2"
+) -> Command:
+    where = (
+        "--nnodes",
+        nodes,
+        "--rdzv-backend",
+        "shoal",
+        "--rdzv-endpoint",
+        coordinator.address,
+        "--rdzv-id",
+        "job",
+    )
+    return shell.start_program(
+        sys.executable, "-m", "torch.distributed.run", *where, *flags, script
+    )
 
 
 def test_agents_of_torchrun_meet_at_the_coordinator(shell: Shell, coordinator: Service) -> None:
@@ -56,7 +75,9 @@ def test_agents_of_torchrun_meet_at_the_coordinator(shell: Shell, coordinator: S
 
 
 @pytest.mark.slow
-def test_agents_that_come_and_go_make_the_others_start_their_workers_anew(shell: Shell, coordinator: Service) -> None:
+def test_agents_that_come_and_go_make_the_others_start_their_workers_anew(
+    shell: Shell, coordinator: Service
+) -> None:
     script = shell.script(SUM + STAYS)
     flags = ("--rdzv-conf", "last_call_timeout=0.1", "--max-restarts", "3")
     first = torchrun(shell, coordinator, script, *flags, nodes="1:2")

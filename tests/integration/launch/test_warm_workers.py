@@ -1,4 +1,5 @@
-"""Workers forked from a warm process cannot be told from fresh interpreters, and nothing depends on the warm process's life."""
+"""Workers forked from a warm process cannot be told from fresh interpreters, and nothing depends on
+the warm process's life."""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ class Both:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "PET_", "PYTHON", "COV"))}
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith(("SHOAL_", "PET_", "PYTHON", "COV"))
+        }
         self.environment = {**kept, "OMP_NUM_THREADS": "1", "GRPC_ENABLE_FORK_SUPPORT": "0"}
         self.notes: list[str] = []
         self.runner = asyncio.Runner()
@@ -53,12 +58,19 @@ class Both:
 
     def start(self, *arguments: str, **variables: str) -> Child:
         """Starts `python -u ARGUMENTS`, forked."""
-        return self.warm.start([sys.executable, "-u", *arguments], {**self.environment, "RANK": "3", **variables})
+        return self.warm.start(
+            [sys.executable, "-u", *arguments], {**self.environment, "RANK": "3", **variables}
+        )
 
     def start_fresh(self, *arguments: str, **variables: str) -> Child:
         """Starts it in a fresh interpreter."""
         environment = {**self.environment, "RANK": "3", **variables}
-        return Child([sys.executable, "-u", *arguments], environment=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        return Child(
+            [sys.executable, "-u", *arguments],
+            environment=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
 
     def outcomes(self, *arguments: str) -> tuple[Any, Any]:
         """Status, standard output and standard error: of the forked one, and of the fresh one."""
@@ -97,13 +109,20 @@ def described(output: str) -> tuple[dict[str, Any], list[str]]:
     return names, ["".join(line) for line in lines if not line[2].startswith(("{", "[", '"'))]
 
 
-@pytest.mark.parametrize("arguments", [(str(SEES), "--flag", "a b", ""), ("-m", "what_a_worker_sees", "one")], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "arguments",
+    [(str(SEES), "--flag", "a b", ""), ("-m", "what_a_worker_sees", "one")],
+    ids=["script", "module"],
+)
 def test_a_forked_worker_sees_what_a_fresh_one_sees(both: Both, arguments: tuple[str, ...]) -> None:
     shutil.copy(SEES, both.directory)
     (warm, warm_out, warm_err), (fresh, fresh_out, fresh_err) = both.outcomes(*arguments)
     assert (warm, warm_err) == (fresh, fresh_err) == (ExitStatus(0), "")
     warm_seen, fresh_seen = dict(described(warm_out)[0]), dict(described(fresh_out)[0])
-    random_warm, random_fresh = json.loads(warm_seen.pop("random")), json.loads(fresh_seen.pop("random"))
+    random_warm, random_fresh = (
+        json.loads(warm_seen.pop("random")),
+        json.loads(fresh_seen.pop("random")),
+    )
     assert warm_seen == fresh_seen
     assert described(warm_out)[1] == described(fresh_out)[1]
     assert "a thread outlives the script" in warm_out
@@ -116,34 +135,52 @@ ENDINGS = {
     "its exit code": "import sys; sys.exit(7)",
     "a text as the exit code": "import sys; sys.exit('the reason')",
     "an exception": "def inner():\n    return 1 / 0\ndef outer():\n    inner()\nouter()",
-    "an exception with causes": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('é') from error",
+    "an exception with "
+    "causes": "try:\n    1 / 0\nexcept ZeroDivisionError as error:\n    raise ValueError('é') from "
+    "error",
     "an error in its syntax": "import os\nprint('never')\nx = = 3",
     "Ctrl-C": "raise KeyboardInterrupt",
     "SIGINT": "import os, signal; os.kill(os.getpid(), signal.SIGINT); signal.pause()",
     "SIGTERM": "import os, signal; os.kill(os.getpid(), signal.SIGTERM); signal.pause()",
     "abort": "import os; os.abort()",
     "os._exit": "import os; print('unflushed', end=''); os._exit(3)",
-    "a hook for exceptions": "import sys\nsys.excepthook = lambda *about: print(about[0], about[2].tb_lineno, about[2].tb_next)\n1 / 0",
-    "an exception in a thread": "import threading\nthread = threading.Thread(target=lambda: 1 / 0)\nthread.start(); thread.join()",
+    "a hook for "
+    "exceptions": "import sys\nsys.excepthook = lambda *about: print(about[0], about[2].tb_lineno, "
+    "about[2].tb_next)\n1 / 0",
+    "an exception in a "
+    "thread": "import threading\nthread = threading.Thread(target=lambda: 1 / 0)\nthread.start(); "
+    "thread.join()",
     "an exit handler that raises": "import atexit\natexit.register(lambda: 1 / 0)",
-    "a destructor at the end": "class A:\n    def __del__(self): print('gone', __name__)\nkept = A()",
-    "the traceback of a caught exception": "import traceback\ntry:\n    1 / 0\nexcept Exception:\n    traceback.print_exc()",
+    "a destructor at the "
+    "end": "class A:\n    def __del__(self): print('gone', __name__)\nkept = A()",
+    "the traceback of a caught "
+    "exception": "import traceback\ntry:\n    1 / 0\nexcept Exception:\n    traceback.print_exc()",
     "a warning": "import warnings\nwarnings.warn('hear')",
-    "memory that is limited": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 32, 1 << 32))\nbytearray(1 << 33)",
+    "memory that is "
+    "limited": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 32, 1 << "
+    "32))\nbytearray(1 << 33)",
 }
 
 
 @pytest.mark.parametrize("how", ENDINGS)
 def test_a_forked_worker_ends_as_a_fresh_one_does(both: Both, how: str) -> None:
     script = both.script(ENDINGS[how])
-    warm, fresh = (tuple(re.sub("0x[0-9a-f]+|Thread-[0-9]+", "", str(part)) for part in each) for each in both.outcomes(script))
+    warm, fresh = (
+        tuple(re.sub("0x[0-9a-f]+|Thread-[0-9]+", "", str(part)) for part in each)
+        for each in both.outcomes(script)
+    )
     assert warm == fresh
 
 
 def test_tracebacks_name_the_script_as_it_was_named(both: Both) -> None:
     (both.directory / "folder").mkdir(exist_ok=True)
     both.script("raise ValueError", "folder/script.py")
-    for name in ("folder/script.py", "./folder/../folder/script.py", str(both.directory / "folder" / "script.py"), "missing.py"):
+    for name in (
+        "folder/script.py",
+        "./folder/../folder/script.py",
+        str(both.directory / "folder" / "script.py"),
+        "missing.py",
+    ):
         warm, fresh = both.outcomes(name)
         assert warm == fresh
     for name in ("folder.script", "folder.missing", "missing"):
@@ -154,8 +191,8 @@ def test_tracebacks_name_the_script_as_it_was_named(both: Both) -> None:
 def test_processes_that_a_worker_leaves_are_killed_with_its_group(both: Both) -> None:
     script = both.script(
         "import subprocess, sys\n"
-        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(300)'], stdout=subprocess.DEVNULL,"
-        " stderr=subprocess.DEVNULL)\n"
+        "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(300)'], "
+        "stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
         "print(child.pid)\n"
     )
     status, out, _ = ended(both.start(script))
@@ -164,7 +201,9 @@ def test_processes_that_a_worker_leaves_are_killed_with_its_group(both: Both) ->
         psutil.Process(int(out)).wait(DEADLINE.total_seconds())
 
 
-def test_a_file_in_the_scripts_folder_that_hides_an_imported_module_makes_workers_start_fresh(both: Both) -> None:
+def test_a_file_in_the_scripts_folder_that_hides_an_imported_module_makes_workers_start_fresh(
+    both: Both,
+) -> None:
     folder = both.directory / "hiding"
     folder.mkdir()
     both.script("import sympy\nprint(sympy.MINE)", "hiding/script.py")
@@ -183,20 +222,37 @@ def test_another_environment_makes_workers_start_fresh(both: Both) -> None:
 @pytest.mark.parametrize(
     ("startup", "reason"),
     [
-        ("import sys; sys.stderr.write('noise\\n' * 100_000)", "importing torch and Shoal printed something, .* \\(noise\\)$"),
-        ("import torch; torch.cuda._is_in_bad_fork = lambda: True", "has called the CUDA runtime, and torch refuses to use it"),
-        ("import threading, time; threading.Thread(target=time.sleep, args=(300,), daemon=True).start()", "has 2 threads$"),
-        ("import sys; 'warm' in sys.orig_argv[2] and __import__('os')._exit(7)", "the warm process ended with exit code 7$"),
+        (
+            "import sys; sys.stderr.write('noise\\n' * 100_000)",
+            "importing torch and Shoal printed something, .* \\(noise\\)$",
+        ),
+        (
+            "import torch; torch.cuda._is_in_bad_fork = lambda: True",
+            "has called the CUDA runtime, and torch refuses to use it",
+        ),
+        (
+            "import threading, time; threading.Thread(target=time.sleep, args=(300,), "
+            "daemon=True).start()",
+            "has 2 threads$",
+        ),
+        (
+            "import sys; 'warm' in sys.orig_argv[2] and __import__('os')._exit(7)",
+            "the warm process ended with exit code 7$",
+        ),
     ],
     ids=["noise", "CUDA", "threads", "death"],
 )
-def test_what_an_environment_adds_to_interpreters_makes_workers_start_fresh(both: Both, tmp_path: Path, startup: str, reason: str) -> None:
+def test_what_an_environment_adds_to_interpreters_makes_workers_start_fresh(
+    both: Both, tmp_path: Path, startup: str, reason: str
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(startup)
     environment = {**both.environment, "PYTHONPATH": str(tmp_path)}
     notes: list[str] = []
 
     async def settle() -> None:
-        warm = WarmWorkers([sys.executable, "-u", str(SEES)], environment, wanted=True, note=notes.append)
+        warm = WarmWorkers(
+            [sys.executable, "-u", str(SEES)], environment, wanted=True, note=notes.append
+        )
         warm.begin()
         try:
             async with asyncio.timeout(DEADLINE.total_seconds()):
@@ -209,7 +265,9 @@ def test_what_an_environment_adds_to_interpreters_makes_workers_start_fresh(both
     assert re.search(reason, "\n".join(notes), re.MULTILINE), notes
 
 
-def test_workers_start_fresh_when_the_warm_process_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_start_fresh_when_the_warm_process_is_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("shoal.launcher.warm._FORK_TIMEOUT", timedelta(seconds=2))
     monkeypatch.chdir(tmp_path)
     others = set(psutil.Process().children())
@@ -241,7 +299,11 @@ def test_a_worker_ends_at_once_if_its_launcher_dies_before_adopting_it() -> None
         print(select.select([reading], [], [], 15)[0] == [reading])
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=DEADLINE.total_seconds(), check=True
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE.total_seconds(),
+        check=True,
     )
     assert done.stdout == "True\n", "it waited for a launcher that is gone"
 
@@ -252,7 +314,14 @@ RUNS = "import os, time, torch\nprint('pid', os.getpid(), flush=True)\nwhile Tru
 def warm_process(launcher: int) -> psutil.Process | None:
     """The warm process of a launcher, if it has one."""
     children = psutil.Process(launcher).children()
-    return next((each for each in children if any("shoal/warm/__main__" in word for word in each.cmdline())), None)
+    return next(
+        (
+            each
+            for each in children
+            if any("shoal/warm/__main__" in word for word in each.cmdline())
+        ),
+        None,
+    )
 
 
 def test_the_death_of_the_warm_process_costs_workers_nothing(shell: Shell) -> None:
@@ -262,8 +331,14 @@ def test_the_death_of_the_warm_process_costs_workers_nothing(shell: Shell) -> No
     first = warm_process(command.process.pid)
     assert first is not None
     first.kill()
-    command.wait_for(lambda: f"the warm process (pid {first.pid}) ended with SIGKILL" in command.stderr, "the notice")
-    command.wait_for(lambda: (again := warm_process(command.process.pid)) and again.pid != first.pid, "another one")
+    command.wait_for(
+        lambda: f"the warm process (pid {first.pid}) ended with SIGKILL" in command.stderr,
+        "the notice",
+    )
+    command.wait_for(
+        lambda: (again := warm_process(command.process.pid)) and again.pid != first.pid,
+        "another one",
+    )
     assert worker.is_running()
     assert worker.ppid() == command.process.pid
 
@@ -282,9 +357,15 @@ def test_only_the_launcher_has_the_socket_of_its_warm_process(shell: Shell) -> N
     command.wait_for_output("pid")
     warm = warm_process(command.process.pid)
     assert warm is not None
-    sockets = {link for each in Path(f"/proc/{warm.pid}/fd").iterdir() if (link := str(each.readlink())).startswith("socket:")}
+    sockets = {
+        link
+        for each in Path(f"/proc/{warm.pid}/fd").iterdir()
+        if (link := str(each.readlink())).startswith("socket:")
+    }
     assert len(sockets) == 1
-    assert not [each for each in psutil.Process(warm.pid).net_connections("all") if each.laddr], "it has no name that others could call"
+    assert not [each for each in psutil.Process(warm.pid).net_connections("all") if each.laddr], (
+        "it has no name that others could call"
+    )
     worker = Path(f"/proc/{command.stdout.split()[-1]}/fd")
     assert not [each for each in worker.iterdir() if str(each.readlink()).startswith("socket:")]
 
@@ -297,7 +378,10 @@ def test_no_warm_starts_fresh_interpreters_without_a_word(shell: Shell) -> None:
 
 
 def test_the_reason_for_fresh_interpreters_is_told(shell: Shell) -> None:
-    script = shell.script("import os\nos.environ['OMP_NUM_THREADS'] = '2'\nimport torch\nprint(torch.get_num_threads())")
+    script = shell.script(
+        "import os\nos.environ['OMP_NUM_THREADS'] = '2'\nimport "
+        "torch\nprint(torch.get_num_threads())"
+    )
     status, out, err = shell.run("run", "--standalone", script)
     assert (status, out) == (0, "[0]: 2\n")
     assert f"workers start in fresh interpreters: {script} sets OMP_NUM_THREADS" in err
@@ -314,12 +398,20 @@ def test_stop_all_ends_forked_workers(both: Both) -> None:
 def test_a_parameter_server_that_is_killed_is_forked_anew_and_serves(shell: Shell) -> None:
     command = shell.start("run", "--standalone", "--servers=1", shell.script(RUNS))
     command.wait_for_output("pid")
-    (server,) = (each for each in psutil.Process(command.process.pid).children() if "shoal_ps_server" in each.cmdline())
+    (server,) = (
+        each
+        for each in psutil.Process(command.process.pid).children()
+        if "shoal_ps_server" in each.cmdline()
+    )
     words = server.cmdline()
     command.wait_for(Path(words[words.index("--port-file") + 1]).exists, "the first one")
     server.kill()
     command.wait_for(lambda: "serves again as pid" in command.stderr, "another one")
     again = int(command.stderr.rpartition("serves again as pid ")[2].split()[0])
     assert psutil.Process(again).ppid() == command.process.pid
-    shared = [line.split()[1] for line in Path(f"/proc/{again}/smaps_rollup").read_text().splitlines() if line.startswith("Shared_Dirty")]
+    shared = [
+        line.split()[1]
+        for line in Path(f"/proc/{again}/smaps_rollup").read_text().splitlines()
+        if line.startswith("Shared_Dirty")
+    ]
     assert int(shared[0]) > 50_000, "kB of torch, written before the fork"

@@ -1,4 +1,5 @@
-"""Prints all that a worker can see of its process, as JSON; values that differ from run to run are reduced to what they have in common.
+"""Prints all that a worker can see of its process, as JSON; values that differ from run to run are
+reduced to what they have in common.
 
 For test_warm_workers.py, which runs it in a forked worker and in a fresh interpreter.
 """
@@ -25,7 +26,8 @@ import uuid
 import warnings
 from pathlib import Path
 
-if __name__ == "__main__":  # processes of multiprocessing's import this file too, and need none of these
+if __name__ == "__main__":
+    # processes of multiprocessing's import this file too, and need none of these
     import numpy as np
     import shoal_worker.api  # noqa: F401 - it sets variables
     import torch
@@ -44,7 +46,8 @@ def square(number):
 
 def stream(text):
     """A text stream's settings."""
-    return [text.encoding, text.errors, text.newlines, text.line_buffering, text.write_through, text.isatty(), type(text.buffer).__name__,
+    return [text.encoding, text.errors, text.newlines, text.line_buffering, text.write_through,
+            text.isatty(), type(text.buffer).__name__,
             text.fileno(), text.name, text.mode, stat.S_IFMT(os.fstat(text.fileno()).st_mode)]
 
 
@@ -61,9 +64,11 @@ def seen():
     own = ("SHOAL_", "TORCHELASTIC_", "MASTER_PORT")
     kernel = (proc / "environ").read_text().split("\0")
     return {
-        "environment": {name: value for name, value in os.environ.items() if not name.startswith(own)},
+        "environment": {name: value for name,
+                        value in os.environ.items() if not name.startswith(own)},
         "names": sorted(os.environ),
-        "libc": [libc.getenv(b"RANK"), libc.getenv(b"ROLE_NAME"), libc.getenv(b"NO_SUCH")].__repr__(),
+        "libc": [libc.getenv(b"RANK"), libc.getenv(b"ROLE_NAME"),
+                 libc.getenv(b"NO_SUCH")].__repr__(),
         "kernel": sorted(line for line in kernel if line and not line.startswith(own)),
         "commandline": (proc / "cmdline").read_text(),
         "comm": (proc / "comm").read_text(),
@@ -71,41 +76,57 @@ def seen():
         "directory": str(Path.cwd()),
         "umask": status["Umask"],
         "signals": [status[name] for name in ("SigBlk", "SigIgn", "SigCgt", "SigPnd", "ShdPnd")],
-        "handlers": {number.name: repr(signal.getsignal(number)).partition(" at ")[0] for number in signal.valid_signals()
+        "handlers": {number.name: repr(signal.getsignal(number)).partition(" at ")[0]
+                     for number in signal.valid_signals()
                      if isinstance(number, signal.Signals)},
         "mask": sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
-        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")},
+        "limits": {name: resource.getrlimit(getattr(resource, name))
+                   for name in dir(resource) if name.startswith("RLIMIT_")},
         "leads": [os.getsid(0) == os.getpid(), os.getpgid(0) == os.getpid()],
         "death signal": death.value,
         "subreaper": status.get("NoNewPrivs"),
         "affinity": sorted(os.sched_getaffinity(0)),
         "nice": os.nice(0),
         "streams": [stream(each) for each in (sys.stdin, sys.stdout, sys.stderr)],
-        "same streams": [sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__],
+        "same streams": [sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__,
+                         sys.stderr is sys.__stderr__],
         "descriptors": sorted(int(each.name) for each in Path("/proc/self/fd").iterdir()),
-        "sys": [sys.argv, sys.orig_argv, sys.path, repr(sys.flags), sys.warnoptions, repr(sys._xoptions), sys.executable, sys.prefix,
-                sys.dont_write_bytecode, sys.pycache_prefix, sys.getrecursionlimit(), sys.getswitchinterval(), sys.platlibdir,
+        "sys": [sys.argv, sys.orig_argv, sys.path, repr(sys.flags), sys.warnoptions,
+                repr(sys._xoptions), sys.executable, sys.prefix,
+                sys.dont_write_bytecode, sys.pycache_prefix, sys.getrecursionlimit(),
+                sys.getswitchinterval(), sys.platlibdir,
                 [repr(each).partition(" at ")[0] for each in sys.meta_path], len(sys.path_hooks)],
-        "hooks": [sys.excepthook is sys.__excepthook__, sys.displayhook is sys.__displayhook__, sys.gettrace(), sys.getprofile(),
+        "hooks": [sys.excepthook is sys.__excepthook__, sys.displayhook is sys.__displayhook__,
+                  sys.gettrace(), sys.getprofile(),
                   threading.gettrace(), sys.breakpointhook is sys.__breakpointhook__],
-        "main": [sorted(vars(main)), main.__file__, main.__name__, repr(main.__spec__).partition(" at ")[0], main.__package__,
-                 repr(getattr(main, "__cached__", "none")), main.__annotations__, type(main.__loader__).__name__,
-                 type(main.__builtins__).__name__, main is sys.modules[Pickled.__module__], type(main).__name__],
+        "main": [sorted(vars(main)), main.__file__, main.__name__,
+                 repr(main.__spec__).partition(" at ")[0], main.__package__,
+                 repr(getattr(main, "__cached__", "none")), main.__annotations__,
+                 type(main.__loader__).__name__,
+                 type(main.__builtins__).__name__, main is sys.modules[Pickled.__module__],
+                 type(main).__name__],
         "collector": [gc.isenabled(), gc.get_threshold(), gc.get_debug()],
-        "threads": [threading.main_thread().native_id == os.getpid(), threading.current_thread() is threading.main_thread(),
-                    [each.name for each in threading.enumerate()], len(list(Path("/proc/self/task").iterdir())),
+        "threads": [threading.main_thread().native_id == os.getpid(),
+                    threading.current_thread() is threading.main_thread(),
+                    [each.name for each in threading.enumerate()],
+                    len(list(Path("/proc/self/task").iterdir())),
                     threading.get_native_id() == os.getpid()],
-        "torch": [torch.Generator().initial_seed(), torch.get_num_threads(), torch.get_num_interop_threads(),
-                  str(torch.get_default_dtype()), torch.is_grad_enabled(), torch.cuda.is_initialized(), torch.cuda.is_available(),
+        "torch": [torch.Generator().initial_seed(), torch.get_num_threads(),
+                  torch.get_num_interop_threads(),
+                  str(torch.get_default_dtype()), torch.is_grad_enabled(),
+                  torch.cuda.is_initialized(), torch.cuda.is_available(),
                   torch.get_deterministic_debug_mode()],
         "fault handler": faulthandler.is_enabled(),
         "warnings": [repr(each) for each in warnings.filters],
-        "logging": [logging.root.level, repr(logging.root.handlers), logging.raiseExceptions, logging.getLogger("torch").level,
+        "logging": [logging.root.level, repr(logging.root.handlers), logging.raiseExceptions,
+                    logging.getLogger("torch").level,
                     [type(each).__name__ for each in logging.getLogger("torch").handlers]],
         "locale": [locale.getlocale(), locale.getpreferredencoding(), sys.getfilesystemencoding()],
         "temporary": tempfile.gettempdir(),
-        "multiprocessing": [multiprocessing.current_process().name, multiprocessing.parent_process(), multiprocessing.get_start_method(),
-                            multiprocessing.current_process().daemon, multiprocessing.active_children()],
+        "multiprocessing": [multiprocessing.current_process().name,
+                            multiprocessing.parent_process(), multiprocessing.get_start_method(),
+                            multiprocessing.current_process().daemon,
+                            multiprocessing.active_children()],
         "pickled": pickle.loads(pickle.dumps(Pickled())).number,
         "children": [list(pool(method)) for method in ("spawn", "fork", "forkserver")],
     }
@@ -121,10 +142,12 @@ if __name__ == "__main__":
     everything = seen()
     for name, value in everything.items():
         print(name, json.dumps(value, default=repr))
-    random_ones = [torch.initial_seed(), torch.rand(3).tolist(), random.random(), np.random.rand(), uuid.uuid4().hex,
+    random_ones = [torch.initial_seed(), torch.rand(3).tolist(), random.random(), np.random.rand(),
+                   uuid.uuid4().hex,
                    next(tempfile._get_candidate_names()),
                    multiprocessing.current_process().authkey.hex()]
     print("random", json.dumps(random_ones))
     atexit.register(print, "exit: 1st registered, has __file__:", "__file__" in globals())
     atexit.register(lambda: print("exit: 2nd registered, has __file__:", "__file__" in globals()))
-    threading.Thread(target=lambda: (threading.main_thread().join(), print("a thread outlives the script"))).start()
+    threading.Thread(target=lambda: (threading.main_thread().join(), print("a thread outlives the "
+                                                                           "script"))).start()

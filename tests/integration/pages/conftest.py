@@ -15,11 +15,28 @@ from tests.sessions import Session
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[Session]:
     """Terminals of a person who has installed Shoal and set nothing else."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(("SHOAL_", "PET_", "OMP_"))}
-    mark = {name: value for name, value in os.environ.items() if name == "SHOAL_PYTEST_RUN"}  # of tests/conftest.py
-    places = {"XDG_RUNTIME_DIR": str(tmp_path / "runtime"), "XDG_STATE_HOME": str(tmp_path / "state")}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("SHOAL_", "PET_", "OMP_"))
+    }
+    # of tests/conftest.py
+    mark = {name: value for name, value in os.environ.items() if name == "SHOAL_PYTEST_RUN"}
+    places = {
+        "XDG_RUNTIME_DIR": str(tmp_path / "runtime"),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+    }
     folder = tmp_path / "project"
     folder.mkdir()
-    running = Session(folder, {**own, **mark, **places, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "COLUMNS": "120"})
+    running = Session(
+        folder,
+        {
+            **own,
+            **mark,
+            **places,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "COLUMNS": "120",
+        },
+    )
     yield running
     running.close()

@@ -1,4 +1,5 @@
-"""docs/install.md, word by word: wheels are built, installed into an environment that has nothing, and train on two workers."""
+"""docs/install.md, word by word: wheels are built, installed into an environment that has nothing,
+and train on two workers."""
 
 from __future__ import annotations
 
@@ -17,14 +18,24 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Session]:
-    """A project beside the checkout, with commands of the system alone. The folder `shoal` is this checkout under the page's name."""
+    """A project beside the checkout, with commands of the system alone. The folder `shoal` is this
+    checkout under the page's name."""
     (tmp_path / "shoal").symlink_to(ROOT)
     folder = tmp_path / "project"
     folder.mkdir()
     dropped = ("SHOAL_", "PET_", "OMP_", "PYTHON", "VIRTUAL_ENV")
-    own = {name: value for name, value in os.environ.items() if not name.startswith(dropped) or name == "SHOAL_PYTEST_RUN"}
-    own["PATH"] = ":".join(part for part in own["PATH"].split(":") if not Path(part).is_relative_to(ROOT))
-    places = {"XDG_RUNTIME_DIR": str(tmp_path / "runtime"), "XDG_STATE_HOME": str(tmp_path / "state")}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(dropped) or name == "SHOAL_PYTEST_RUN"
+    }
+    own["PATH"] = ":".join(
+        part for part in own["PATH"].split(":") if not Path(part).is_relative_to(ROOT)
+    )
+    places = {
+        "XDG_RUNTIME_DIR": str(tmp_path / "runtime"),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+    }
     # make is not to set up again the environment that runs this test.
     running = Session(folder, {**own, **places, "MAKEFLAGS": "--old-file=.venv/installed"})
     yield running
@@ -33,14 +44,24 @@ def project(tmp_path: Path) -> Iterator[Session]:
 
 @pytest.mark.images
 @pytest.mark.timeout(600)
-def test_the_wheels_train_on_two_workers_in_a_project_outside_of_the_checkout(project: Session) -> None:
+def test_the_wheels_train_on_two_workers_in_a_project_outside_of_the_checkout(
+    project: Session,
+) -> None:
     project.follow(blocks_of(ROOT / "docs" / "install.md"))
     python = project.directory / ".venv/bin/python"
-    found = subprocess.run([python, "-c", "import shoal; print(shoal.__file__)"], cwd="/", capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [python, "-c", "import shoal; print(shoal.__file__)"],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert found.stdout.startswith(str(project.directory))
     wheels = sorted((ROOT / "dist").glob("*.whl"))
     for wheel in wheels:
-        assert any(name.endswith("/licenses/LICENSE") for name in ZipFile(wheel).namelist()), f"{wheel.name} has no license"
+        assert any(name.endswith("/licenses/LICENSE") for name in ZipFile(wheel).namelist()), (
+            f"{wheel.name} has no license"
+        )
     extra = [*wheels, "shoal[tensorboard]"]  # in the page's order
     pip = [python, "-m", "pip", "install", "--dry-run", "--quiet", "-c", ROOT / "constraints.txt"]
     subprocess.run([*pip, *extra], check=True, timeout=300)

@@ -1,4 +1,5 @@
-"""The pages of docs/migration, word by word: what is before and what is after end with the same parameters."""
+"""The pages of docs/migration, word by word: what is before and what is after end with the same
+parameters."""
 
 from __future__ import annotations
 
@@ -14,11 +15,14 @@ MIGRATION = Path(__file__).parents[3] / "docs" / "migration"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("page", ["ddp", "accelerate", pytest.param("trainers", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "page", ["ddp", "accelerate", pytest.param("trainers", marks=pytest.mark.matrix)]
+)
 def test_before_and_after_end_with_the_same_parameters(session: Session, page: str) -> None:
     session.follow(blocks_of(MIGRATION / f"{page}.md"))
     before, *others = (
-        torch.load(session.directory / f"{name}.pt") for name in ("before", "after", *(["loop"] if page == "trainers" else []))
+        torch.load(session.directory / f"{name}.pt")
+        for name in ("before", "after", *(["loop"] if page == "trainers" else []))
     )
     for after in others:
         torch.testing.assert_close(after, before)

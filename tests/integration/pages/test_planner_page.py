@@ -25,6 +25,12 @@ def test_the_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> Non
     with torch.device("meta"):
         model = blocks.Decoder(64)
         words = torch.zeros(2, blocks.TOKENS, dtype=torch.long)
-    names = {"shoal": shoal, "model": model, "optimizer": torch.optim.AdamW(model.parameters()), "words": words, "loss_fn": blocks.loss_fn}
+    names = {
+        "shoal": shoal,
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "words": words,
+        "loss_fn": blocks.loss_fn,
+    }
     exec(compile(example, PAGE.name, "exec"), names)
     assert "recommended: shoal.as_distributed(" in capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""The site of docs/ is not built with a link that leads nowhere, or with something that a browser would fetch from elsewhere."""
+"""The site of docs/ is not built with a link that leads nowhere, or with something that a browser
+would fetch from elsewhere."""
 
 from __future__ import annotations
 
@@ -18,7 +19,10 @@ from tests.zygote.children import eventually
 ROOT = Path(__file__).parents[3]
 MKDOCS = ROOT / ".venv-docs/bin/mkdocs"
 
-pytestmark = [pytest.mark.images, pytest.mark.skipif(not MKDOCS.exists(), reason="make docs has not set up .venv-docs")]
+pytestmark = [
+    pytest.mark.images,
+    pytest.mark.skipif(not MKDOCS.exists(), reason="make docs has not set up .venv-docs"),
+]
 
 
 def build(folder: Path, text: str) -> tuple[int, str]:
@@ -28,8 +32,18 @@ def build(folder: Path, text: str) -> tuple[int, str]:
     checks = re.search(r"^validation:\n(?: .*\n)+", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert checks is not None
     theme = "theme: {name: material, font: false}\n"
-    (folder / "mkdocs.yml").write_text(f"site_name: A site\n{theme}hooks: [{ROOT / 'docsite/hooks.py'}]\n{checks[0]}not_in_nav: /source/\n")
-    built = subprocess.run([MKDOCS, "build", "--strict"], cwd=folder, capture_output=True, text=True, timeout=180, check=False)
+    (folder / "mkdocs.yml").write_text(
+        f"site_name: A site\n{theme}hooks: [{ROOT / 'docsite/hooks.py'}]\n{checks[0]}not_in_nav: "
+        "/source/\n"
+    )
+    built = subprocess.run(
+        [MKDOCS, "build", "--strict"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
     return built.returncode, built.stderr
 
 
@@ -63,22 +77,36 @@ class Quiet(SimpleHTTPRequestHandler):
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[str]:
     """The address of the whole site, built and served."""
-    subprocess.run([MKDOCS, "build", "--quiet", "--site-dir", tmp_path / "site"], cwd=ROOT, check=True, timeout=240)
-    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path / "site"))) as server:
+    subprocess.run(
+        [MKDOCS, "build", "--quiet", "--site-dir", tmp_path / "site"],
+        cwd=ROOT,
+        check=True,
+        timeout=240,
+    )
+    with ThreadingHTTPServer(
+        ("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path / "site"))
+    ) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
 
 
 @pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
-def test_the_search_finds_a_guide_and_nothing_is_fetched_from_elsewhere(served: str, tmp_path: Path) -> None:
+def test_the_search_finds_a_guide_and_nothing_is_fetched_from_elsewhere(
+    served: str, tmp_path: Path
+) -> None:
     with Browser(tmp_path) as browser:
         browser.open(f"{served}/index.html?q=AveragedModel")
         found = "return [...document.querySelectorAll('a.md-search-result__link')].map(a => a.href)"
         links = eventually(lambda: browser.run(found), "the search to find something")
         assert any("guides/averages.html" in link for link in links)
         browser.open(f"{served}/architecture.html")
-        assert browser.run("return [...document.querySelectorAll('article img')].every(i => i.complete && i.naturalWidth > 0)")
-        fetched = browser.run("return performance.getEntriesByType('resource').map(entry => entry.name)")
+        assert browser.run(
+            "return [...document.querySelectorAll('article img')].every(i => i.complete && "
+            "i.naturalWidth > 0)"
+        )
+        fetched = browser.run(
+            "return performance.getEntriesByType('resource').map(entry => entry.name)"
+        )
         assert fetched
         assert [address for address in fetched if not address.startswith(served)] == []

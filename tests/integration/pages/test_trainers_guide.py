@@ -1,4 +1,5 @@
-"""The script of docs/guides/trainers.md for Lightning, word by word: it trains on two workers, saves, and writes the model."""
+"""The script of docs/guides/trainers.md for Lightning, word by word: it trains on two workers,
+saves, and writes the model."""
 
 from __future__ import annotations
 
@@ -17,4 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 def test_the_script_for_lightning_trains_and_writes_the_model(session: Session) -> None:
     session.follow(blocks_of(PAGE))
     assert (session.directory / "checkpoints" / "step-24").is_dir()
-    assert "layers.0.weight" in torch.load(session.directory / "model.ckpt", weights_only=True)["state_dict"]
+    assert (
+        "layers.0.weight"
+        in torch.load(session.directory / "model.ckpt", weights_only=True)["state_dict"]
+    )

@@ -14,9 +14,13 @@ PAGE = Path(__file__).parents[3] / "docs" / "tutorial.md"
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_tutorial_prints_what_it_shows_and_a_killed_worker_changes_no_bit(session: Session) -> None:
+def test_the_tutorial_prints_what_it_shows_and_a_killed_worker_changes_no_bit(
+    session: Session,
+) -> None:
     session.follow(blocks_of(PAGE))
-    digests = [re.findall(r"digest of the parameters is (\w+)", said) for _, said in session.printed]
+    digests = [
+        re.findall(r"digest of the parameters is (\w+)", said) for _, said in session.printed
+    ]
     (alone,), (disturbed,) = (found for found in digests if found)
     assert alone == disturbed
     assert any("ended with SIGKILL" in said for _, said in session.printed)

@@ -18,11 +18,16 @@ def mlp() -> nn.Module:
     layers: list[nn.Module] = []
     for _ in range(8):
         layers += [nn.Linear(6, 6), nn.ReLU(inplace=True)]
-    return nn.Sequential(nn.Sequential(*layers[:8]), nn.Sequential(*layers[8:]), nn.Linear(6, 3)).double()
+    return nn.Sequential(
+        nn.Sequential(*layers[:8]), nn.Sequential(*layers[8:]), nn.Linear(6, 3)
+    ).double()
 
 
 def cnn() -> nn.Module:
-    blocks = [nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace=True)) for _ in range(7)]
+    blocks = [
+        nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace=True))
+        for _ in range(7)
+    ]
     return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(3, 3)).double()
 
 
@@ -35,7 +40,9 @@ class Attention(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor, mask_TT: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x_BTD)).split(x_BTD.shape[-1], dim=-1)
-        return x_BTD + self.out(nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_TT))
+        return x_BTD + self.out(
+            nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask_TT)
+        )
 
 
 class GPT(nn.Module):
@@ -59,7 +66,9 @@ class GPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         length = tokens.shape[1]
-        x = self.transformer["wte"](tokens) * self.scale + self.transformer["wpe"](torch.arange(length))
+        x = self.transformer["wte"](tokens) * self.scale + self.transformer["wpe"](
+            torch.arange(length)
+        )
         x = self.transformer["drop"](x)
         allowed = torch.ones(length, length, dtype=torch.bool).tril() if mask is None else mask
         for layer in self.transformer["h"]:
@@ -95,7 +104,9 @@ def batch(name: str, rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tens
         both = torch.randint(0, VOCABULARY, (2, rows, 5), generator=generator)
         return both[0], both[1]
     shape = (rows, 6) if name == "mlp" else (rows, 3, 4, 4)
-    return torch.randn(shape, generator=generator, dtype=torch.float64), torch.randint(0, 3, (rows,), generator=generator)
+    return torch.randn(shape, generator=generator, dtype=torch.float64), torch.randint(
+        0, 3, (rows,), generator=generator
+    )
 
 
 def cross_entropy(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -108,22 +119,35 @@ def pipeline_of(module: nn.Module, group: Any, **settings: Any) -> Pipeline:
 
 
 def train(pipeline: Pipeline, inputs: Any, targets: Any = None, **options: Any) -> float:
-    """Takes a batch through; the loss. Gradients are added, and those of shared parameters summed over their stages."""
+    """Takes a batch through; the loss. Gradients are added, and those of shared parameters summed
+    over their stages."""
     parts = cut_batch(inputs, targets, count=pipeline.settings.micro_batches, **options)
     loss = float(pipeline.train_on(parts, None if targets is None else cross_entropy))
-    shared, own = pipeline.split.shared, dict(pipeline.module.named_parameters(remove_duplicate=False))
-    sum_shared(shared, pipeline.rank_of, own, pipeline.links, shared_exist(shared, own, pipeline.links))
+    shared, own = (
+        pipeline.split.shared,
+        dict(pipeline.module.named_parameters(remove_duplicate=False)),
+    )
+    sum_shared(
+        shared, pipeline.rank_of, own, pipeline.links, shared_exist(shared, own, pipeline.links)
+    )
     return loss
 
 
 def gradients_here(pipeline: Pipeline) -> Gradients:
     """The gradients of the parameters that this rank's stages hold, by name in the whole model."""
     stages = {stage for stage, rank in enumerate(pipeline.rank_of) if rank == pipeline.links.rank}
-    return {name: p.grad for name, p in pipeline.module.named_parameters() if stages & set(pipeline.split.placement[name])}
+    return {
+        name: p.grad
+        for name, p in pipeline.module.named_parameters()
+        if stages & set(pipeline.split.placement[name])
+    }
 
 
-def alone(module: nn.Module, batches: Sequence[MicroBatch]) -> tuple[float, Gradients, dict[str, torch.Tensor]]:
-    """One process that accumulates the same micro-batches: the loss, the gradients, and parameters and buffers afterwards."""
+def alone(
+    module: nn.Module, batches: Sequence[MicroBatch]
+) -> tuple[float, Gradients, dict[str, torch.Tensor]]:
+    """One process that accumulates the same micro-batches: the loss, the gradients, and parameters
+    and buffers afterwards."""
     module = copy.deepcopy(module)
     weight = sum(one.weight for one in batches)
     total = 0.0

@@ -17,7 +17,14 @@ from shoal_worker.backends.gloo.backend import GlooBackend
 from shoal_worker.pipelining.micro_batches import cut_batch
 from shoal_worker.pipelining.pipeline import Pipeline, PipelineSettings
 
-from tests.integration.pipelining.models import alone, batch, gradients_here, made, pipeline_of, train
+from tests.integration.pipelining.models import (
+    alone,
+    batch,
+    gradients_here,
+    made,
+    pipeline_of,
+    train,
+)
 
 
 def train_one(rank: int, group: Any, *, model: str, schedule: str) -> dict[str, Any]:
@@ -26,13 +33,17 @@ def train_one(rank: int, group: Any, *, model: str, schedule: str) -> dict[str, 
     loss, gradients, _ = alone(module, cut_batch(inputs, targets, count=4))
     pipeline = pipeline_of(made(model), group, schedule=schedule)
     own = train(pipeline, inputs, targets)
-    difference = max(float((found - gradients[name]).abs().max()) for name, found in gradients_here(pipeline).items())
+    difference = max(
+        float((found - gradients[name]).abs().max())
+        for name, found in gradients_here(pipeline).items()
+    )
     output = float((pipeline.predict(inputs) - module.eval()(inputs).detach()).abs().max())
     return {"loss": own, "expected_loss": loss, "gradients": difference, "output": output}
 
 
 def break_down(rank: int, group: Any, *, how: str, schedule: str) -> dict[str, Any]:
-    """The second rank fails, or dies, at its third forward pass; how long the others take to say so."""
+    """The second rank fails, or dies, at its third forward pass; how long the others take to say
+    so."""
     begun = time.monotonic()
 
     def fail(when: str, stage: int, index: int) -> None:
@@ -45,18 +56,30 @@ def break_down(rank: int, group: Any, *, how: str, schedule: str) -> dict[str, A
     try:
         train(pipeline, *batch("gpt", 8))
     except (MembershipChanged, ArithmeticError) as error:
-        return {"error": type(error).__name__, "text": str(error), "seconds": time.monotonic() - begun}
+        return {
+            "error": type(error).__name__,
+            "text": str(error),
+            "seconds": time.monotonic() - begun,
+        }
     return {"error": None}
 
 
 _CASES: dict[str, Callable[..., dict[str, Any]]] = {"train": train_one, "break_down": break_down}
 
 
-def run_case(rank: int, directory: str, case: str, size: int, arguments: dict[str, Any]) -> dict[str, Any]:
+def run_case(
+    rank: int, directory: str, case: str, size: int, arguments: dict[str, Any]
+) -> dict[str, Any]:
     """A task: a case on one of `size` ranks, which meet in `directory`."""
     backend = GlooBackend()
     store = dist.FileStore(str(Path(directory) / "store"), size)
-    backend.initialize(rank=rank, world_size=size, store=store, timeout=timedelta(seconds=120), hostname="127.0.0.1")
+    backend.initialize(
+        rank=rank,
+        world_size=size,
+        store=store,
+        timeout=timedelta(seconds=120),
+        hostname="127.0.0.1",
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", module="torch")

@@ -55,7 +55,9 @@ def test_a_stage_that_fails_ends_all_ranks_with_its_reason(schedule: str, where:
     first = [rank for rank, error in errors.items() if isinstance(error, ArithmeticError)]
     assert len(first) == 1
     note = errors[first[0]].__notes__[0]
-    assert note.startswith(f"in pipeline stage {1 if schedule == 'zbv' else 0}, micro-batch 2, {where}")
+    assert note.startswith(
+        f"in pipeline stage {1 if schedule == 'zbv' else 0}, micro-batch 2, {where}"
+    )
     others = [error for rank, error in errors.items() if rank not in first]
     assert all(isinstance(error, MembershipChanged) for error in others), errors
     assert any("out of order" in str(error) for error in others)
@@ -67,8 +69,12 @@ def test_ranks_that_were_given_different_batches_are_told_so() -> None:
         train(pipeline_of(made("mlp"), group), *batch("mlp", 4 + rank))
 
     errors = errors_of_grid(2, 1, body)
-    assert any("ranks of one replica must pass the same batch" in str(error) for error in errors.values())
-    assert all(isinstance(error, ConfigurationError | MembershipChanged) for error in errors.values())
+    assert any(
+        "ranks of one replica must pass the same batch" in str(error) for error in errors.values()
+    )
+    assert all(
+        isinstance(error, ConfigurationError | MembershipChanged) for error in errors.values()
+    )
 
 
 def test_a_loss_that_is_no_number_and_an_output_without_one_are_refused() -> None:
@@ -76,13 +82,19 @@ def test_a_loss_that_is_no_number_and_an_output_without_one_are_refused() -> Non
 
     def unreduced(rank: int, group: Any) -> None:
         pipeline_of(made("mlp"), group).train_on(
-            cut_batch(inputs, targets, count=4), lambda o, t: nn.functional.cross_entropy(o, t, reduction="none").repeat(2)
+            cut_batch(inputs, targets, count=4),
+            lambda o, t: nn.functional.cross_entropy(o, t, reduction="none").repeat(2),
         )
 
     def no_loss(rank: int, group: Any) -> None:
         train(pipeline_of(made("mlp"), group), inputs)
 
-    with pytest.raises(ConfigurationError, match=r"the loss of a micro-batch is \(2,\): expected a tensor of one element"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"the loss of a micro-batch is \(2,\): expected a tensor of one element",
+    ):
         run_line(2, unreduced)
-    with pytest.raises(ConfigurationError, match=r"needs an output with a \.loss tensor; got Tensor"):
+    with pytest.raises(
+        ConfigurationError, match=r"needs an output with a \.loss tensor; got Tensor"
+    ):
         run_line(2, no_loss)

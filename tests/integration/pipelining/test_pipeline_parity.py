@@ -10,7 +10,17 @@ import torch
 from shoal_worker.pipelining.micro_batches import cut_batch
 from shoal_worker.pipelining.schedule import schedule_names
 
-from tests.integration.pipelining.models import GPT, MODELS, Gradients, alone, batch, gradients_here, made, pipeline_of, train
+from tests.integration.pipelining.models import (
+    GPT,
+    MODELS,
+    Gradients,
+    alone,
+    batch,
+    gradients_here,
+    made,
+    pipeline_of,
+    train,
+)
 from tests.integration.pipelining.threads import run_line
 
 _TOLERANCE = {"rtol": 0.0, "atol": 1e-10}
@@ -23,14 +33,19 @@ def _assert_gradients(found: list[Gradients], expected: Gradients) -> None:
             wanted = expected[name]
             assert (gradient is None) == (wanted is None), f"{name}: {gradient} instead of {wanted}"
             if gradient is not None:
-                torch.testing.assert_close(gradient, wanted, **_TOLERANCE, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(
+                    gradient, wanted, **_TOLERANCE, msg=lambda text, name=name: f"{name}: {text}"
+                )
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("schedule", schedule_names())
-def test_every_schedule_gives_the_gradients_of_one_process(schedule: str, name: str, ranks: int) -> None:
-    module, (inputs, targets) = made(name), batch(name, 7)  # 7 samples in 4 micro-batches: 2, 2, 2, 1
+def test_every_schedule_gives_the_gradients_of_one_process(
+    schedule: str, name: str, ranks: int
+) -> None:
+    # 7 samples in 4 micro-batches: 2, 2, 2, 1
+    module, (inputs, targets) = made(name), batch(name, 7)
     loss, gradients, _ = alone(module, cut_batch(inputs, targets, count=4))
 
     def body(rank: int, group: Any) -> Any:
@@ -63,7 +78,9 @@ def test_frozen_parameters_and_stages_without_trainable_ones(schedule: str) -> N
     results = run_line(4, body)
     _assert_gradients([one[0] for one in results], gradients)
     thawed = copy.deepcopy(module).requires_grad_(True)
-    _assert_gradients([one[1] for one in results], alone(thawed, cut_batch(inputs, targets, count=4))[1])
+    _assert_gradients(
+        [one[1] for one in results], alone(thawed, cut_batch(inputs, targets, count=4))[1]
+    )
 
 
 def test_weights_by_tokens_and_sums_of_losses() -> None:
@@ -81,7 +98,9 @@ def test_weights_by_tokens_and_sums_of_losses() -> None:
         train(pipeline, inputs, targets, weight_fn=tokens)
         summed = pipeline_of(module, group, micro_batches=3, loss_reduction="sum")
         train(summed, inputs, targets)
-        return gradients_here(pipeline), {name: None if g is None else g / 3 for name, g in gradients_here(summed).items()}
+        return gradients_here(pipeline), {
+            name: None if g is None else g / 3 for name, g in gradients_here(summed).items()
+        }
 
     results = run_line(2, body)
     _assert_gradients([one[0] for one in results], weighted)

@@ -1,4 +1,5 @@
-"""Pipelines of real processes on Gloo: the same results, and an end to all waits when a rank fails or dies."""
+"""Pipelines of real processes on Gloo: the same results, and an end to all waits when a rank fails
+or dies."""
 
 from __future__ import annotations
 
@@ -18,16 +19,28 @@ Run = Callable[..., dict[int, dict[str, Any]]]
 def run(take_ranks: Callable[[int], list[Rank]], tmp_path: Path) -> Run:
     """run(case, ranks, dying=(), **arguments): what each rank says but those that are to die."""
 
-    def run(case: str, ranks: int, dying: Collection[int] = (), **arguments: Any) -> dict[int, dict[str, Any]]:
+    def run(
+        case: str, ranks: int, dying: Collection[int] = (), **arguments: Any
+    ) -> dict[int, dict[str, Any]]:
         task = "tests.integration.pipelining.ranks:run_case"
-        return run_task(take_ranks(ranks), task, dying=dying, directory=str(tmp_path), case=case, size=ranks, arguments=arguments)
+        return run_task(
+            take_ranks(ranks),
+            task,
+            dying=dying,
+            directory=str(tmp_path),
+            case=case,
+            size=ranks,
+            arguments=arguments,
+        )
 
     return run
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.matrix), 4])
 @pytest.mark.parametrize("schedule", schedule_names())
-def test_every_schedule_gives_the_gradients_of_one_process_over_gloo(run: Run, schedule: str, ranks: int) -> None:
+def test_every_schedule_gives_the_gradients_of_one_process_over_gloo(
+    run: Run, schedule: str, ranks: int
+) -> None:
     results = run("train", ranks, model="gpt", schedule=schedule)
     assert len(results) == ranks
     for one in results.values():
@@ -40,6 +53,9 @@ def test_every_schedule_gives_the_gradients_of_one_process_over_gloo(run: Run, s
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 def test_no_rank_waits_for_one_that_fails_or_dies(run: Run, schedule: str, how: str) -> None:
     results = run("break_down", 4, dying=[1] if how == "dies" else [], schedule=schedule, how=how)
-    expected = dict.fromkeys(results, "GroupEndedError") | ({1: "ArithmeticError"} if how == "raises" else {})
+    expected = dict.fromkeys(results, "GroupEndedError") | (
+        {1: "ArithmeticError"} if how == "raises" else {}
+    )
     assert {rank: one["error"] for rank, one in results.items()} == expected
-    assert all(one["seconds"] < 50 for one in results.values()), results  # the groups' timeout is 120 s
+    # the groups' timeout is 120 s
+    assert all(one["seconds"] < 50 for one in results.values()), results

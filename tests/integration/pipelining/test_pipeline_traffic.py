@@ -10,9 +10,14 @@ from tests.integration.pipelining.models import VOCABULARY, batch, made, pipelin
 from tests.integration.pipelining.threads import run_line
 
 
-@pytest.mark.parametrize(("schedule", "borders"), [("1f1b", 3), ("gpipe", 3), ("interleaved_1f1b", 7), ("zbv", 6)])
-def test_a_step_sends_activations_and_gradients_at_the_borders_between_ranks_and_no_more(schedule: str, borders: int) -> None:
-    """SPEC.md 2. ZBV's middle border lies within one rank. The embedding's and the scale's gradients go to their owner and back."""
+@pytest.mark.parametrize(
+    ("schedule", "borders"), [("1f1b", 3), ("gpipe", 3), ("interleaved_1f1b", 7), ("zbv", 6)]
+)
+def test_a_step_sends_activations_and_gradients_at_the_borders_between_ranks_and_no_more(
+    schedule: str, borders: int
+) -> None:
+    """SPEC.md 2. ZBV's middle border lies within one rank. The embedding's and the scale's
+    gradients go to their owner and back."""
     rows, length, width = 7, 5, 8
     module, (inputs, targets) = made("gpt"), batch("gpt", rows)
 
@@ -30,4 +35,5 @@ def test_a_step_sends_activations_and_gradients_at_the_borders_between_ranks_and
     assert sum(one.gradients for one in results) == 2 * borders * activation
     tied = 0 if schedule == "zbv" else 2 * VOCABULARY * width * 8
     assert sum(one.shared for one in results) == 2 * (tied + 3 * 2 * 8)
-    assert sum(one.headers for one in results) == borders * 2 * 1024  # micro-batches of 2 samples and of 1
+    # micro-batches of 2 samples and of 1
+    assert sum(one.headers for one in results) == borders * 2 * 1024

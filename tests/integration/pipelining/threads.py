@@ -19,7 +19,8 @@ Body = Callable[[int, int, Any, Any], Any]
 
 
 def run_grid(pipeline: int, data: int, body: Body) -> list[list[Any]]:
-    """`body` on each rank; results by replica and stage rank. Raises what the first rank to fail has raised."""
+    """`body` on each rank; results by replica and stage rank. Raises what the first rank to fail
+    has raised."""
     results = run_threads(_grid(pipeline, data, body))
     return [results[replica * pipeline :][:pipeline] for replica in range(data)]
 
@@ -41,10 +42,19 @@ def _grid(pipeline: int, data: int, body: Body) -> list[Callable[[], Any]]:
     def run(replica: int, rank: int) -> Any:
         backends = [InMemoryBackend(), InMemoryBackend()]
         try:
-            backends[0].initialize(rank=rank, world_size=pipeline, store=lines[replica], timeout=_TIMEOUT)
+            backends[0].initialize(
+                rank=rank, world_size=pipeline, store=lines[replica], timeout=_TIMEOUT
+            )
             if data > 1:
-                backends[1].initialize(rank=replica, world_size=data, store=columns[rank], timeout=_TIMEOUT)
-            return body(rank, replica, backends[0].process_group, backends[1].process_group if data > 1 else None)
+                backends[1].initialize(
+                    rank=replica, world_size=data, store=columns[rank], timeout=_TIMEOUT
+                )
+            return body(
+                rank,
+                replica,
+                backends[0].process_group,
+                backends[1].process_group if data > 1 else None,
+            )
         finally:
             for backend in backends:
                 backend.shutdown()

@@ -1,9 +1,10 @@
-"""Lightning's Trainer, elastic: a small network with dropout, a schedule, clipping, validations, early stopping, in epochs of a limited
-number of batches. Each rank prints what it ends with.
+"""Lightning's Trainer, elastic: a small network with dropout, a schedule, clipping, validations,
+early stopping, in epochs of a limited number of batches. Each rank prints what it ends with.
 
-Arguments: a directory, a strategy ("plain": Lightning's own, alone), and perhaps "kill", "late" or "slow". "kill": the second worker kills
-itself in its 6th step, before the update, "late": in the validation behind step 5; the others wait behind step 10 until its replacement
-has come. "slow": steps take 0.3 s.
+Arguments: a directory, a strategy ("plain": Lightning's own, alone), and perhaps "kill", "late" or
+"slow". "kill": the second worker kills itself in its 6th step, before the update, "late": in the
+validation behind step 5; the others wait behind step 10 until its replacement has come. "slow":
+steps take 0.3 s.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Net(lightning.LightningModule):
-    """A regression; `dropout` is left out where the run is compared with Lightning's own, which draws other random numbers."""
+    """A regression; `dropout` is left out where the run is compared with Lightning's own, which
+    draws other random numbers."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(dropout), nn.Linear(32, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(8, 32), nn.Tanh(), nn.Dropout(dropout), nn.Linear(32, 1)
+        )
 
     def forward(self, x):
         return self.layers(x)
@@ -52,12 +56,15 @@ class Net(lightning.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.05, total_steps=self.trainer.estimated_stepping_batches
+        )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 class Fault(Callback):
-    """Kills the second worker, once, and paces the others until there is another in its place; or is slow."""
+    """Kills the second worker, once, and paces the others until there is another in its place; or
+    is slow."""
 
     def __init__(self, directory: Path, mode: str) -> None:
         self.mode, self.killed, self.came = mode, directory / "killed", directory / "came"
@@ -85,7 +92,9 @@ class Fault(Callback):
                 print("step 12 is over", flush=True)
             return
         give_up_at = time.monotonic() + 120
-        while trainer.global_step >= 10 and not self.came.exists() and time.monotonic() < give_up_at:
+        while (
+            trainer.global_step >= 10 and not self.came.exists() and time.monotonic() < give_up_at
+        ):
             time.sleep(0.05)
         if trainer.global_step >= 10 and shoal.world_size() < int(os.environ["WORLD_SIZE"]):
             time.sleep(0.2)
@@ -99,7 +108,13 @@ class Course(Callback):
 
     def on_train_epoch_end(self, trainer, pl_module):
         told = ("loss_epoch", "error", "val_loss")
-        self.epochs.append({name: round(float(trainer.callback_metrics[name]), 5) for name in told if name in trainer.callback_metrics})
+        self.epochs.append(
+            {
+                name: round(float(trainer.callback_metrics[name]), 5)
+                for name in told
+                if name in trainer.callback_metrics
+            }
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return {"epochs": self.epochs}
@@ -109,7 +124,11 @@ class Course(Callback):
 
 
 def main() -> None:
-    directory, strategy, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""
+    directory, strategy, mode = (
+        Path(sys.argv[1]),
+        sys.argv[2],
+        sys.argv[3] if len(sys.argv) > 3 else "",
+    )
     directory.mkdir(exist_ok=True)
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -119,10 +138,14 @@ def main() -> None:
     callbacks: list[Callback] = [course, patience]
     named: dict[str, Any] = {"enable_checkpointing": False}
     if strategy not in ("plain", "alike"):
-        callbacks.append(Checkpoints(directory / "checkpoints", every_n_steps=7, keep=2, resume=True))
+        callbacks.append(
+            Checkpoints(directory / "checkpoints", every_n_steps=7, keep=2, resume=True)
+        )
         named = {}
     if strategy != "plain":
-        named["strategy"] = ShoalStrategy("ddp" if strategy == "alike" else strategy, deterministic=True)
+        named["strategy"] = ShoalStrategy(
+            "ddp" if strategy == "alike" else strategy, deterministic=True
+        )
     if mode:
         callbacks.append(Fault(directory, mode))
     net = Net(0.0 if strategy in ("plain", "alike") else 0.2)
@@ -139,12 +162,16 @@ def main() -> None:
         enable_model_summary=False,
         **named,
     )
-    train = torch.utils.data.DataLoader(data, batch_size=2, shuffle=strategy not in ("plain", "alike"))
+    train = torch.utils.data.DataLoader(
+        data, batch_size=2, shuffle=strategy not in ("plain", "alike")
+    )
     trainer.fit(net, train, torch.utils.data.DataLoader(data, batch_size=6))
     state = trainer.strategy.lightning_module_state_dict()
     trainer.save_checkpoint(directory / "model.ckpt", weights_only=True)
     told = {
-        "digest": xxh3_64_hexdigest(b"".join(value.contiguous().numpy().tobytes() for _, value in sorted(state.items()))),
+        "digest": xxh3_64_hexdigest(
+            b"".join(value.contiguous().numpy().tobytes() for _, value in sorted(state.items()))
+        ),
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
         "world": shoal.world_size() if strategy != "plain" else 1,

@@ -1,7 +1,9 @@
-"""transformers' Trainer, elastic: a small GPT-2 with dropout, a schedule, evaluations with metrics. Each rank prints what it ends with.
+"""transformers' Trainer, elastic: a small GPT-2 with dropout, a schedule, evaluations with metrics.
+Each rank prints what it ends with.
 
-Arguments: a directory, a strategy, and perhaps "kill", "late" or "slow". "kill": the second worker kills itself in its 6th step, before the
-update, "late": in its evaluation behind step 5; the others wait behind step 10 until its replacement has come. "slow": steps take 0.3 s.
+Arguments: a directory, a strategy, and perhaps "kill", "late" or "slow". "kill": the second worker
+kills itself in its 6th step, before the update, "late": in its evaluation behind step 5; the others
+wait behind step 10 until its replacement has come. "slow": steps take 0.3 s.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ import numpy as np
 import shoal
 import torch
 from shoal.integrations.transformers import Trainer, TrainingArguments
-from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainerCallback, set_seed
+from transformers import (
+    EarlyStoppingCallback,
+    GPT2Config,
+    GPT2LMHeadModel,
+    TrainerCallback,
+    set_seed,
+)
 from xxhash import xxh3_64_hexdigest
 
 
@@ -36,7 +44,8 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Fault(TrainerCallback):
-    """Kills the second worker, once, and paces the others until there is another in its place; or is slow."""
+    """Kills the second worker, once, and paces the others until there is another in its place; or
+    is slow."""
 
     def __init__(self, directory: Path, mode: str) -> None:
         self.mode, self.killed, self.came = mode, directory / "killed", directory / "came"
@@ -76,11 +85,25 @@ def accuracy(predictions) -> dict[str, float]:
 
 
 def main() -> None:
-    directory, strategy, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""
+    directory, strategy, mode = (
+        Path(sys.argv[1]),
+        sys.argv[2],
+        sys.argv[3] if len(sys.argv) > 3 else "",
+    )
     directory.mkdir(exist_ok=True)
     set_seed(0)
     torch.set_num_threads(1)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0))
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=50,
+            n_positions=16,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
     arguments = TrainingArguments(
         output_dir=str(directory),
         num_train_epochs=8,
@@ -110,9 +133,14 @@ def main() -> None:
     )
     loss = trainer.train(resume_from_checkpoint=True).training_loss
     state = trainer.model_wrapped.full_state_dict()
-    digest = xxh3_64_hexdigest(b"".join(value.contiguous().numpy().tobytes() for _, value in sorted(state.items())))
+    digest = xxh3_64_hexdigest(
+        b"".join(value.contiguous().numpy().tobytes() for _, value in sorted(state.items()))
+    )
     speeds = ("_runtime", "_per_second")
-    history = [{name: round(value, 6) for name, value in entry.items() if not name.endswith(speeds)} for entry in trainer.state.log_history]
+    history = [
+        {name: round(value, 6) for name, value in entry.items() if not name.endswith(speeds)}
+        for entry in trainer.state.log_history
+    ]
     trainer.save_model(str(directory / "model"))
     told = {
         "digest": digest,

@@ -1,8 +1,10 @@
 """A member of a job without torch: joins, says what it is told, and leaves when asked.
 
-It prints a line per generation, `generation G rank R of N`, and one when it leaves. On SIGTERM, a drain or a stop it leaves as drained;
-once the file named by its argument exists, as finished; as shoal's workers do, it tells its launcher so in a file. Its heartbeats count
-steps. Once a file raise-RANK is there beside the one to finish, with its rank in the job, it raises. Put out, it ends with PUT_OUT.
+It prints a line per generation, `generation G rank R of N`, and one when it leaves. On SIGTERM, a
+drain or a stop it leaves as drained; once the file named by its argument exists, as finished; as
+shoal's workers do, it tells its launcher so in a file. Its heartbeats count steps. Once a file
+raise-RANK is there beside the one to finish, with its rank in the job, it raises. Put out, it ends
+with PUT_OUT.
 """
 
 from __future__ import annotations
@@ -17,7 +19,12 @@ from pathlib import Path
 
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.credentials import CallerSettings
-from shoal_common.errors import DeadlineError, PreconditionError, UnavailableError, UnknownResourceError
+from shoal_common.errors import (
+    DeadlineError,
+    PreconditionError,
+    UnavailableError,
+    UnknownResourceError,
+)
 from shoal_common.exit_status import PUT_OUT
 from shoal_common.runs import Run
 from shoal_protos.v1 import coordinator_pb2 as pb
@@ -35,8 +42,14 @@ class Member:
         self.rank = -1
         self.stopped = False
         self.raise_now = False
-        told = Run.parse(os.environ["SHOAL_RUN"], what="SHOAL_RUN") if "SHOAL_RUN" in os.environ else None
-        self.run_id = None if told is None else pb.RunId(number=told.number, began_unix_ms=told.began_unix_ms)
+        told = (
+            Run.parse(os.environ["SHOAL_RUN"], what="SHOAL_RUN")
+            if "SHOAL_RUN" in os.environ
+            else None
+        )
+        self.run_id = (
+            None if told is None else pb.RunId(number=told.number, began_unix_ms=told.began_unix_ms)
+        )
 
     def messages(self) -> Iterator[pb.MemberMessage]:
         self.streams += 1
@@ -64,8 +77,12 @@ class Member:
                 self.left = True
                 yield pb.MemberMessage(leave=pb.Leave(reason=self.leaving))
                 return
-            progress = pb.Progress(step=step, sequence=step, samples_per_s=100.0, loss=1 / (step + 1), step_time_s=0.1)
-            yield pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self.generation, progress=progress))
+            progress = pb.Progress(
+                step=step, sequence=step, samples_per_s=100.0, loss=1 / (step + 1), step_time_s=0.1
+            )
+            yield pb.MemberMessage(
+                heartbeat=pb.Heartbeat(generation=self.generation, progress=progress)
+            )
             step += 1
             time.sleep(self.interval_s)
 
@@ -92,7 +109,15 @@ class Member:
 
     def run(self) -> None:
         self.tell_launcher("joined")
-        print("told", *(f"{name}={os.environ[name]}" for name in ("SHOAL_ALLOW_RESTART_FROM_SCRATCH",) if name in os.environ), flush=True)
+        print(
+            "told",
+            *(
+                f"{name}={os.environ[name]}"
+                for name in ("SHOAL_ALLOW_RESTART_FROM_SCRATCH",)
+                if name in os.environ
+            ),
+            flush=True,
+        )
         deadline = time.monotonic() + 90
         settings = CallerSettings.load().channel(os.environ["SHOAL_COORDINATOR"])
         with CoordinatorClient(settings) as client:

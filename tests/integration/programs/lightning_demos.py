@@ -1,8 +1,10 @@
-"""Models that come with Lightning and that it is tested and shown with, unchanged: a BoringModel through fit, validate, test and predict,
-and the word language model of torch's own examples, which it has ported, with its `prepare_data`.
+"""Models that come with Lightning and that it is tested and shown with, unchanged: a BoringModel
+through fit, validate, test and predict, and the word language model of torch's own examples, which
+it has ported, with its `prepare_data`.
 
-Arguments: a directory, "boring" or "language", a strategy ("plain": Lightning's own, alone), and perhaps "kill": the second worker kills
-itself in its 6th step. The language model reads `data/wikitext-2.txt` of the working directory, and would download it were it not there.
+Arguments: a directory, "boring" or "language", a strategy ("plain": Lightning's own, alone), and
+perhaps "kill": the second worker kills itself in its 6th step. The language model reads
+`data/wikitext-2.txt` of the working directory, and would download it were it not there.
 """
 
 from __future__ import annotations
@@ -32,7 +34,11 @@ class Killed(Callback):
         self.killed = directory / "killed"
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        if trainer.global_step == 5 and os.environ.get("LOCAL_RANK") == "1" and not self.killed.exists():
+        if (
+            trainer.global_step == 5
+            and os.environ.get("LOCAL_RANK") == "1"
+            and not self.killed.exists()
+        ):
             self.killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -46,13 +52,23 @@ class Language(LightningTransformer):
 
 
 def main() -> None:
-    directory, model, strategy, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] if len(sys.argv) > 4 else ""
+    directory, model, strategy, mode = (
+        Path(sys.argv[1]),
+        sys.argv[2],
+        sys.argv[3],
+        sys.argv[4] if len(sys.argv) > 4 else "",
+    )
     directory.mkdir(exist_ok=True)
     torch.set_num_threads(1)
     torch.manual_seed(3)
     net = BoringModel() if model == "boring" else Language(WikiText2().vocab_size)
-    # In its steps a rounding of the language model grows a thousandfold, so that it is compared bit by bit or not at all.
-    named: dict[str, Any] = {"strategy": ShoalStrategy(strategy, deterministic=model == "language")} if strategy != "plain" else {}
+    # In its steps a rounding of the language model grows a thousandfold, so that it is compared bit
+    # by bit or not at all.
+    named: dict[str, Any] = (
+        {"strategy": ShoalStrategy(strategy, deterministic=model == "language")}
+        if strategy != "plain"
+        else {}
+    )
     trainer = lightning.Trainer(
         max_epochs=2,
         accelerator="cpu",
@@ -68,10 +84,15 @@ def main() -> None:
     trainer.fit(net)
     told: dict[str, Any] = {"steps": trainer.global_step}
     if model == "boring":
-        told["validated"], told["tested"] = trainer.validate(net, verbose=False), trainer.test(net, verbose=False)
+        told["validated"], told["tested"] = (
+            trainer.validate(net, verbose=False),
+            trainer.test(net, verbose=False),
+        )
         predictions = trainer.predict(net)
         assert predictions is not None
-        told["predicted"] = [float(one.sum()) for one in predictions if isinstance(one, torch.Tensor)]
+        told["predicted"] = [
+            float(one.sum()) for one in predictions if isinstance(one, torch.Tensor)
+        ]
     trainer.save_checkpoint(directory / "model.ckpt", weights_only=True)
     print(f"told {json.dumps(told)}", flush=True)
 

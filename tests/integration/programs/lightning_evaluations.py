@@ -1,8 +1,10 @@
-"""Lightning's Trainer with what people log and measure: torchmetrics' modules, values by step and epoch with every reduction, validations
-within epochs, then `validate`, `test` and `predict`. Each rank prints what came of it.
+"""Lightning's Trainer with what people log and measure: torchmetrics' modules, values by step and
+epoch with every reduction, validations within epochs, then `validate`, `test` and `predict`. Each
+rank prints what came of it.
 
-Arguments: a directory, a strategy ("plain": Lightning's own, alone), and perhaps when the second worker kills itself: "kill", in the fit,
-behind the forward pass of its 5th step, or "late", in the test, at its second batch.
+Arguments: a directory, a strategy ("plain": Lightning's own, alone), and perhaps when the second
+worker kills itself: "kill", in the fit, behind the forward pass of its 5th step, or "late", in the
+test, at its second batch.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ class Net(lightning.LightningModule):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, CLASSES))
         self.accuracy = MulticlassAccuracy(CLASSES)
-        self.scores = MetricCollection([MulticlassF1Score(CLASSES), MulticlassAUROC(CLASSES)], prefix="score/")
+        self.scores = MetricCollection(
+            [MulticlassF1Score(CLASSES), MulticlassAUROC(CLASSES)], prefix="score/"
+        )
         self.pearson = PearsonCorrCoef()
         self.mean = MeanMetric()
         self.killed, self.mode, self.steps, self.tests = directory / "killed", mode, 0, 0
@@ -98,7 +102,10 @@ class Net(lightning.LightningModule):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9),
+        }
 
 
 class Writer(BasePredictionWriter):
@@ -108,7 +115,9 @@ class Writer(BasePredictionWriter):
         super().__init__("batch_and_epoch")
         self.directory = directory
 
-    def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+    def write_on_batch_end(
+        self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx
+    ):
         (self.directory / f"batch-{batch_idx}.json").write_text(json.dumps(batch_indices))
 
     def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
@@ -116,7 +125,11 @@ class Writer(BasePredictionWriter):
 
 
 def main() -> None:
-    directory, strategy, mode = Path(sys.argv[1]), sys.argv[2], sys.argv[3] if len(sys.argv) > 3 else ""
+    directory, strategy, mode = (
+        Path(sys.argv[1]),
+        sys.argv[2],
+        sys.argv[3] if len(sys.argv) > 3 else "",
+    )
     directory.mkdir(exist_ok=True)
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -146,7 +159,9 @@ def main() -> None:
     tested = trainer.test(net, [loader(9), loader(20)], verbose=False)
     predictions = trainer.predict(net, loader(11))
     assert predictions is not None
-    predicted = [[float(said.sum()), told["labels"].tolist(), told["batch"]] for said, told in predictions]
+    predicted = [
+        [float(said.sum()), told["labels"].tolist(), told["batch"]] for said, told in predictions
+    ]
     told = {"fitted": fitted, "validated": validated, "tested": tested, "predicted": predicted}
     told["world"] = shoal.world_size() if strategy != "plain" else 1
     print(f"told {json.dumps(told)}", flush=True)

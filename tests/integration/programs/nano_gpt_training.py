@@ -1,7 +1,9 @@
-"""A GPT that another package brings (nano_gpt, after Karpathy's lessons), unchanged, with that package's optimizer, schedule and batches,
-in a loop like its own: parts of a batch, clipping, learning rates set by hand. It says what the model ends with.
+"""A GPT that another package brings (nano_gpt, after Karpathy's lessons), unchanged, with that
+package's optimizer, schedule and batches, in a loop like its own: parts of a batch, clipping,
+learning rates set by hand. It says what the model ends with.
 
-Arguments: a directory, a strategy ("plain": torch alone), and perhaps "kill": the second worker kills itself in its 6th step.
+Arguments: a directory, a strategy ("plain": torch alone), and perhaps "kill": the second worker
+kills itself in its 6th step.
 """
 
 from __future__ import annotations
@@ -22,7 +24,14 @@ from nano_gpt.model import GPT
 from nano_gpt.trainer import create_optimizer, get_lr
 
 SIZE = GPTConfig(block_size=16, vocab_size=32, n_layer=3, n_head=4, n_embd=32)
-COURSE = TrainConfig(total_batch_size=8 * 16, micro_batch_size=2, sequence_length=16, max_lr=1e-2, warmup_steps=3, max_steps=12)
+COURSE = TrainConfig(
+    total_batch_size=8 * 16,
+    micro_batch_size=2,
+    sequence_length=16,
+    max_lr=1e-2,
+    warmup_steps=3,
+    max_steps=12,
+)
 DATA = DatasetConfig(micro_batch_size=1, sequence_length=16)
 
 
@@ -43,7 +52,9 @@ def plain_steps(samples: Any, model: torch.nn.Module, optimizer: torch.optim.Opt
     for step in range(COURSE.max_steps):
         optimizer.zero_grad()
         begin = step * 8 % len(samples)
-        for x, y in zip(*(tensor[begin : begin + 8].split(2) for tensor in samples.tensors), strict=True):
+        for x, y in zip(
+            *(tensor[begin : begin + 8].split(2) for tensor in samples.tensors), strict=True
+        ):
             _, loss = model(x, y)
             (loss / parts).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -51,8 +62,12 @@ def plain_steps(samples: Any, model: torch.nn.Module, optimizer: torch.optim.Opt
         optimizer.step()
 
 
-def elastic_steps(samples: Any, model: Any, optimizer: Any, directory: Path, *, kills: bool) -> None:
-    loader = shoal.ElasticDataLoader(samples, global_batch_size=8, micro_batch_size=2, shuffle=False)
+def elastic_steps(
+    samples: Any, model: Any, optimizer: Any, directory: Path, *, kills: bool
+) -> None:
+    loader = shoal.ElasticDataLoader(
+        samples, global_batch_size=8, micro_batch_size=2, shuffle=False
+    )
 
     def batches() -> Iterator[Any]:
         for _ in loader.epochs(COURSE.max_steps):
@@ -87,12 +102,17 @@ def main() -> None:
         plain_steps(samples, net, optimizer)
         state = net.state_dict()
     else:
-        model, optimizer = shoal.as_distributed(net, optimizer, strategy=strategy, minimum_parameter_group_size=1)
+        model, optimizer = shoal.as_distributed(
+            net, optimizer, strategy=strategy, minimum_parameter_group_size=1
+        )
         elastic_steps(samples, model, optimizer, directory, kills=kills)
         state = model.full_state_dict()
     if strategy == "plain" or shoal.rank() == 0:
         torch.save(state, directory / "model.pt")
-    print(f"told {json.dumps({'parameters': sum(value.numel() for value in state.values())})}", flush=True)
+    print(
+        f"told {json.dumps({'parameters': sum(value.numel() for value in state.values())})}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

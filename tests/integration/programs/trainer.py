@@ -1,4 +1,5 @@
-"""transformers' Trainer, as its users write it: a small GPT-2 on tokens that follow from their places. Prints a line at its end."""
+"""transformers' Trainer, as its users write it: a small GPT-2 on tokens that follow from their
+places. Prints a line at its end."""
 
 from __future__ import annotations
 
@@ -23,7 +24,16 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 def main() -> None:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
-        GPT2Config(vocab_size=50, n_positions=16, n_embd=32, n_layer=2, n_head=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0)
+        GPT2Config(
+            vocab_size=50,
+            n_positions=16,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            attn_pdrop=0,
+            embd_pdrop=0,
+            resid_pdrop=0,
+        )
     )
     arguments = TrainingArguments(
         output_dir=sys.argv[1],
@@ -39,8 +49,9 @@ def main() -> None:
     loss = trainer.train().training_loss
     total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
     print(f"ranks {arguments.world_size} loss {loss:.6f} sum {total:.9f}", flush=True)
-    # No destructors: a thread of torch's process group that still has a collective's tensors wants the interpreter to let go of them, and
-    # the interpreter waits for that thread. Where nobody destroys the group, the process may abort instead.
+    # No destructors: a thread of torch's process group that still has a collective's tensors wants
+    # the interpreter to let go of them, and the interpreter waits for that thread. Where nobody
+    # destroys the group, the process may abort instead.
     sys.stdout.flush()
     os._exit(0)
 

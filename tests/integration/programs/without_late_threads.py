@@ -1,7 +1,8 @@
-"""Trains as any script does and ends without shoal.shutdown(), on a Python that starts no thread once its interpreter goes down.
+"""Trains as any script does and ends without shoal.shutdown(), on a Python that starts no thread
+once its interpreter goes down.
 
-Python 3.12.0 to 3.12.2 are such (gh-113964). On others this makes Thread.start raise what they raise, and has `native_threads` take this
-Python for one of them.
+Python 3.12.0 to 3.12.2 are such (gh-113964). On others this makes Thread.start raise what they
+raise, and has `native_threads` take this Python for one of them.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ def be_such_a_python() -> None:
             raise RuntimeError("can't create new thread at interpreter shutdown")
         start(thread)
 
-    setattr(threading.Thread, "start", start_unless_late)  # noqa: B010 - mypy takes it for a mistake
+    # mypy takes it for a mistake
+    setattr(threading.Thread, "start", start_unless_late)  # noqa: B010
     package = importlib.util.find_spec("shoal_worker")
     assert package is not None
     assert package.origin is not None
     name = "shoal_worker.backends.native_threads"
-    spec = importlib.util.spec_from_file_location(name, Path(package.origin).parent / "backends" / "native_threads.py")
+    spec = importlib.util.spec_from_file_location(
+        name, Path(package.origin).parent / "backends" / "native_threads.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -42,7 +46,9 @@ def train() -> None:
     torch.manual_seed(0)
     net = nn.Linear(4, 1)
     data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy="ddp")
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy="ddp"
+    )
     for x, y in shoal.ElasticDataLoader(data, global_batch_size=8):
         nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()

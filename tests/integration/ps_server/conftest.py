@@ -1,7 +1,9 @@
-"""Real parameter servers over real sockets: on an event loop of a thread for most tests, as processes where signals and files matter.
+"""Real parameter servers over real sockets: on an event loop of a thread for most tests, as
+processes where signals and files matter.
 
-Their coordinator is either the real one (test_ps_real_coordinator.py) or a scripted one, over real gRPC too, for moments that the real one
-reaches only by luck: a member put out at a given time, a coordinator that dies and comes back.
+Their coordinator is either the real one (test_ps_real_coordinator.py) or a scripted one, over real
+gRPC too, for moments that the real one reaches only by luck: a member put out at a given time, a
+coordinator that dies and comes back.
 """
 
 from __future__ import annotations
@@ -105,8 +107,11 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.stop()
         self._reserved.close()
 
-    def members(self, generation: int, *member_ids: str, keys: Mapping[str, str] | None = None) -> None:
-        """Tells the server of a generation, now and at every reconnection. `keys`: of those members that have one."""
+    def members(
+        self, generation: int, *member_ids: str, keys: Mapping[str, str] | None = None
+    ) -> None:
+        """Tells the server of a generation, now and at every reconnection. `keys`: of those members
+        that have one."""
         with self._lock:
             self._members = (generation, member_ids)
             self._keys = keys or {}
@@ -120,17 +125,25 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def over(self) -> None:
         """Tells the server that the job is over."""
-        self._outbox.put(coordinator_pb2.ServerDirective(stop=coordinator_pb2.Stop(reason="finished")))
+        self._outbox.put(
+            coordinator_pb2.ServerDirective(stop=coordinator_pb2.Stop(reason="finished"))
+        )
 
     def _members_directive(self) -> coordinator_pb2.ServerDirective:
         generation, member_ids = self._members
-        digests = [bytes.fromhex(member_key_digest(self._keys.get(member, ""))) for member in member_ids]
-        members = coordinator_pb2.Members(generation=generation, member_ids=member_ids, key_digests=digests)
+        digests = [
+            bytes.fromhex(member_key_digest(self._keys.get(member, ""))) for member in member_ids
+        ]
+        members = coordinator_pb2.Members(
+            generation=generation, member_ids=member_ids, key_digests=digests
+        )
         return coordinator_pb2.ServerDirective(members=members)
 
-    # ------------------------------------------------------------------------------------------------------------------ RPCs
+    # ----------------------------------------------------------------------------------------- RPCs
 
-    def ServerSession(self, requests: Iterator[coordinator_pb2.ServerMessage], context: Any) -> Iterator[coordinator_pb2.ServerDirective]:
+    def ServerSession(
+        self, requests: Iterator[coordinator_pb2.ServerMessage], context: Any
+    ) -> Iterator[coordinator_pb2.ServerDirective]:
         register = next(requests).register
         self.tokens.put(dict(context.invocation_metadata()).get("authorization", ""))
         if self.refusal is not None:
@@ -139,7 +152,9 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             outbox = self._outbox = queue.Queue()
             outbox.put(
                 coordinator_pb2.ServerDirective(
-                    welcome=coordinator_pb2.ServerWelcome(server_index=self.server_index, heartbeat_interval_ms=50)
+                    welcome=coordinator_pb2.ServerWelcome(
+                        server_index=self.server_index, heartbeat_interval_ms=50
+                    )
                 )
             )
             outbox.put(self._members_directive())
@@ -166,27 +181,41 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         except grpc.RpcError:
             pass
 
-    def GetShardMap(self, request: coordinator_pb2.GetShardMapRequest, context: Any) -> coordinator_pb2.GetShardMapResponse:
+    def GetShardMap(
+        self, request: coordinator_pb2.GetShardMapRequest, context: Any
+    ) -> coordinator_pb2.GetShardMapResponse:
         if self.shard_map is None:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, "no tensors were declared")
         return coordinator_pb2.GetShardMapResponse(shard_map=self.shard_map)
 
 
-def shard_map(*tensors: tuple[str, int, str], epoch: int = 1, partition: int = 2 << 20, owner: int = 0) -> coordinator_pb2.ShardMap:
-    """A map of flat tensors (name, length, dtype), cut every `partition` elements, all on server `owner`."""
+def shard_map(
+    *tensors: tuple[str, int, str], epoch: int = 1, partition: int = 2 << 20, owner: int = 0
+) -> coordinator_pb2.ShardMap:
+    """A map of flat tensors (name, length, dtype), cut every `partition` elements, all on server
+    `owner`."""
     made = coordinator_pb2.ShardMap(epoch=epoch)
     for index, (name, length, dtype) in enumerate(tensors):
         made.tensors.add(name=name, shape=[length], dtype=dtype)
         for offset in range(0, length, partition):
-            piece = coordinator_pb2.Piece(tensor_index=index, offset=offset, length=min(partition, length - offset))
+            piece = coordinator_pb2.Piece(
+                tensor_index=index, offset=offset, length=min(partition, length - offset)
+            )
             made.partitions.add(partition_id=len(made.partitions), pieces=[piece], primary=owner)
     return made
 
 
 class Member:
-    """A worker, as a parameter server sees it: it keeps its sequence numbers and the versions that it pulled."""
+    """A worker, as a parameter server sees it: it keeps its sequence numbers and the versions that
+    it pulled."""
 
-    def __init__(self, client: ParameterServerClient, shard_map: coordinator_pb2.ShardMap, member_id: str, generation: int) -> None:
+    def __init__(
+        self,
+        client: ParameterServerClient,
+        shard_map: coordinator_pb2.ShardMap,
+        member_id: str,
+        generation: int,
+    ) -> None:
         self.client = client
         self.member_id = member_id
         self.generation = generation
@@ -198,7 +227,11 @@ class Member:
     def header(self, partition_id: int, **changes: Any) -> pb.PushHeader:
         """The next push of a partition; its sequence number is not used up."""
         tensor, length = self._shape(partition_id)
-        dtype, size = {"float32": (pb.DTYPE_FLOAT32, 4), "float64": (pb.DTYPE_FLOAT64, 8), "bfloat16": (pb.DTYPE_BFLOAT16, 2)}[tensor.dtype]
+        dtype, size = {
+            "float32": (pb.DTYPE_FLOAT32, 4),
+            "float64": (pb.DTYPE_FLOAT64, 8),
+            "bfloat16": (pb.DTYPE_BFLOAT16, 2),
+        }[tensor.dtype]
         fields: dict[str, Any] = {
             "job_id": JOB,
             "member_id": self.member_id,
@@ -218,24 +251,33 @@ class Member:
     def initialize(self, values: np.ndarray[Any, Any]) -> list[pb.PartitionResult]:
         """Offers the same values, repeated, to every partition."""
         return self.client.initialize(
-            (self.header(each.partition_id, sequence=0, base_version=0), self._payload(each.partition_id, values))
+            (
+                self.header(each.partition_id, sequence=0, base_version=0),
+                self._payload(each.partition_id, values),
+            )
             for each in self._map.partitions
         )
 
-    def push(self, gradient: np.ndarray[Any, Any] | float, partitions: Sequence[int] = (), **changes: Any) -> list[pb.PartitionResult]:
+    def push(
+        self, gradient: np.ndarray[Any, Any] | float, partitions: Sequence[int] = (), **changes: Any
+    ) -> list[pb.PartitionResult]:
         """One iteration: pushes to the partitions (none named: all) and counts."""
         wanted = list(partitions) or [each.partition_id for each in self._map.partitions]
         uploads = []
         for partition_id in wanted:
             payload = self._payload(partition_id, gradient)
-            uploads.append((self.header(partition_id, checksum=checksum(payload), **changes), payload))
+            uploads.append(
+                (self.header(partition_id, checksum=checksum(payload), **changes), payload)
+            )
         results = self.client.push(uploads)
         for header, _ in uploads:
             self._sequences[header.partition_id] = header.sequence
         self.clock += 1
         return results
 
-    def pull(self, *, wait: timedelta = timedelta(0), **changes: Any) -> dict[int, np.ndarray[Any, Any]]:
+    def pull(
+        self, *, wait: timedelta = timedelta(0), **changes: Any
+    ) -> dict[int, np.ndarray[Any, Any]]:
         """All partitions that are newer than those pulled before, as their elements' bytes."""
         buffers: dict[int, np.ndarray[Any, Any]] = {}
 
@@ -290,17 +332,25 @@ class Cluster:
         partition: int = 256,
         **settings: Any,
     ) -> ParameterServerClient:
-        """Starts a server that holds these tensors (default: 600 floats) cut in partitions of so many elements, and waits until it is
-        registered and knows the members (default: a, b in generation 1)."""
+        """Starts a server that holds these tensors (default: 600 floats) cut in partitions of so
+        many elements, and waits until it is registered and knows the members (default: a, b in
+        generation 1)."""
         self.declare(*tensors, members=members, partition=partition)
         client = self.unregistered(**settings)
         self.coordinator.registrations.get(timeout=DEADLINE_S)
         self.coordinator.heartbeats.get(timeout=DEADLINE_S)  # the welcome has arrived, too
         return client
 
-    def declare(self, *tensors: tuple[str, int, str], members: Mapping[int, Sequence[str]] | None = None, partition: int = 256) -> None:
+    def declare(
+        self,
+        *tensors: tuple[str, int, str],
+        members: Mapping[int, Sequence[str]] | None = None,
+        partition: int = 256,
+    ) -> None:
         """What the coordinator tells of tensors and members."""
-        self.coordinator.shard_map = shard_map(*(tensors or (("weight", 600, "float32"),)), partition=partition)
+        self.coordinator.shard_map = shard_map(
+            *(tensors or (("weight", 600, "float32"),)), partition=partition
+        )
         for generation, names in (members or {1: ("a", "b")}).items():
             self.coordinator.members(generation, *names)
 
@@ -309,10 +359,16 @@ class Cluster:
         self._running.append(Running(self.directory, **{"coordinator": self.address, **settings}))
         return self.client(self._running[-1])
 
-    def client(self, running: Running, *, transport: Transport | None = None, **settings: Any) -> ParameterServerClient:
+    def client(
+        self, running: Running, *, transport: Transport | None = None, **settings: Any
+    ) -> ParameterServerClient:
         """Another client of a server. `transport`: other than the cluster's."""
-        channel = ChannelSettings(address=running.address, deadline=timedelta(seconds=DEADLINE_S), **settings)
-        client = ParameterServerClient(channel, transport=self.transport if transport is None else transport)
+        channel = ChannelSettings(
+            address=running.address, deadline=timedelta(seconds=DEADLINE_S), **settings
+        )
+        client = ParameterServerClient(
+            channel, transport=self.transport if transport is None else transport
+        )
         self._clients.append(client)
         return client
 
@@ -326,15 +382,25 @@ class Cluster:
         """The newest server."""
         return self._running[-1]
 
-    def member(self, client: ParameterServerClient, name: str = "a", *, generation: int = 1) -> Member:
+    def member(
+        self, client: ParameterServerClient, name: str = "a", *, generation: int = 1
+    ) -> Member:
         """A worker. Its first pushes and pulls must come after `server` returned."""
         assert self.coordinator.shard_map is not None
         return Member(client, self.coordinator.shard_map, name, generation)
 
-    def trainable(self, client: ParameterServerClient, *, bound: int | None = None, lr: float = 1.0) -> Member:
+    def trainable(
+        self, client: ParameterServerClient, *, bound: int | None = None, lr: float = 1.0
+    ) -> Member:
         """Configures plain SGD with asp, or with ssp(bound), and starts from zeros."""
-        mode = pb.Consistency(mode=pb.Consistency.MODE_ASP) if bound is None else pb.Consistency(mode=pb.Consistency.MODE_SSP, bound=bound)
-        client.configure_optimizer(JOB, pb.OptimizerSpec(name="sgd", hyperparameters={"lr": lr}), mode)
+        mode = (
+            pb.Consistency(mode=pb.Consistency.MODE_ASP)
+            if bound is None
+            else pb.Consistency(mode=pb.Consistency.MODE_SSP, bound=bound)
+        )
+        client.configure_optimizer(
+            JOB, pb.OptimizerSpec(name="sgd", hyperparameters={"lr": lr}), mode
+        )
         member = self.member(client)
         member.initialize(np.zeros(1))
         return member
@@ -363,7 +429,12 @@ class Running:
     def __init__(self, directory: Path, *, until_serving: bool = True, **settings: Any) -> None:
         """`until_serving`: waits until it serves, which a backup may never do."""
         port_file = directory / f"port-{time.monotonic_ns()}"
-        defaults = {"job": JOB, "server_id": "server", "port_file": port_file, "snapshot_interval": "0s"}
+        defaults = {
+            "job": JOB,
+            "server_id": "server",
+            "port_file": port_file,
+            "snapshot_interval": "0s",
+        }
         self.settings = PsServerSettings.load(**{**defaults, **settings})
         port_file = Path(self.settings.port_file or port_file)
         self._stop = asyncio.Event()
@@ -398,7 +469,9 @@ class Running:
         assert self._loop is not None
         assert self.thread.ident is not None
         bulk = _Noted.of_thread[self.thread.ident]._bulk
-        asyncio.run_coroutine_threadsafe(bulk.drain_and_stop(timedelta(0)), self._loop).result(DEADLINE_S)
+        asyncio.run_coroutine_threadsafe(bulk.drain_and_stop(timedelta(0)), self._loop).result(
+            DEADLINE_S
+        )
 
     def stop(self) -> None:
         """As SIGTERM does."""
@@ -416,7 +489,9 @@ def transport() -> Transport:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, transport: Transport, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+def cluster(
+    tmp_path: Path, transport: Transport, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Cluster]:
     monkeypatch.setattr(serving, "ParameterServer", _Noted)
     made = Cluster(tmp_path, transport)
     yield made
@@ -424,7 +499,8 @@ def cluster(tmp_path: Path, transport: Transport, monkeypatch: pytest.MonkeyPatc
 
 
 class ServerProcess:
-    """A parameter server in a process of its own, forked from the zygote or as launchers start it."""
+    """A parameter server in a process of its own, forked from the zygote or as launchers start
+    it."""
 
     def __init__(
         self,
@@ -485,7 +561,9 @@ class ServerProcess:
 
     def client(self) -> ParameterServerClient:
         """Waits until it serves."""
-        return ParameterServerClient(ChannelSettings(address=self.address(), deadline=timedelta(seconds=DEADLINE_S)))
+        return ParameterServerClient(
+            ChannelSettings(address=self.address(), deadline=timedelta(seconds=DEADLINE_S))
+        )
 
     def wait(self) -> int:
         """Its exit status."""

@@ -1,4 +1,5 @@
-"""Servers between which partitions move: a coordinator that decides what the test says, and a trainer that follows its shard map."""
+"""Servers between which partitions move: a coordinator that decides what the test says, and a
+trainer that follows its shard map."""
 
 from __future__ import annotations
 
@@ -36,9 +37,15 @@ ASP = pb.Consistency(mode=pb.Consistency.MODE_ASP)
 
 
 class MovingCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
-    """Any number of servers, `s0`, `s1`, ... at the places 0, 1, ...; what it decides is its shard map. Its own lock guards its state."""
+    """Any number of servers, `s0`, `s1`, ... at the places 0, 1, ...; what it decides is its shard
+    map. Its own lock guards its state."""
 
-    def __init__(self, *tensors: tuple[str, int, str], partition: int, credentials: grpc.ServerCredentials | None = None) -> None:
+    def __init__(
+        self,
+        *tensors: tuple[str, int, str],
+        partition: int,
+        credentials: grpc.ServerCredentials | None = None,
+    ) -> None:
         """`credentials`: for TLS."""
         self._lock = threading.RLock()
         self.map = shard_map(*tensors, partition=partition)
@@ -71,7 +78,9 @@ class MovingCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 move=self._settled.move + 1,
                 partition_ids=partition_ids,
                 receiver_index=receiver,
-                receiver_address=self.registered[receiver].address if receiver in self.registered else "",
+                receiver_address=self.registered[receiver].address
+                if receiver in self.registered
+                else "",
                 giver_incarnation=self.registered[giver].incarnation,
             )
             self._giver = giver
@@ -84,7 +93,11 @@ class MovingCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             order, self.order = self.order, None
             assert order is not None
             taken = report is not None and report.taken
-            if taken and report is not None and report.receiver_incarnation == self.registered[order.receiver_index].incarnation:
+            if (
+                taken
+                and report is not None
+                and report.receiver_incarnation == self.registered[order.receiver_index].incarnation
+            ):
                 self.map.epoch += 1
                 for partition_id in order.partition_ids:
                     self.map.partitions[partition_id].primary = order.receiver_index
@@ -114,15 +127,19 @@ class MovingCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     def _members_directive(self) -> coordinator_pb2.ServerDirective:
         generation, member_ids = self.members
-        return coordinator_pb2.ServerDirective(members=coordinator_pb2.Members(generation=generation, member_ids=member_ids))
+        return coordinator_pb2.ServerDirective(
+            members=coordinator_pb2.Members(generation=generation, member_ids=member_ids)
+        )
 
     def _tell(self, index: int, directive: coordinator_pb2.ServerDirective) -> None:
         if index in self._outboxes:
             self._outboxes[index].put(directive)
 
-    # ------------------------------------------------------------------------------------------------------------------ RPCs
+    # ----------------------------------------------------------------------------------------- RPCs
 
-    def ServerSession(self, requests: Iterator[coordinator_pb2.ServerMessage], context: Any) -> Iterator[coordinator_pb2.ServerDirective]:
+    def ServerSession(
+        self, requests: Iterator[coordinator_pb2.ServerMessage], context: Any
+    ) -> Iterator[coordinator_pb2.ServerDirective]:
         register = next(requests).register
         index = int(register.server_id.removeprefix("s"))
         outbox: queue.Queue[coordinator_pb2.ServerDirective] = queue.Queue()
@@ -153,10 +170,16 @@ class MovingCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
                 if message.HasField("move"):
                     self.reports.put(message.move)
                     with self._lock:
-                        if self.decides and self.order is not None and self.order.move == message.move.move:
+                        if (
+                            self.decides
+                            and self.order is not None
+                            and self.order.move == message.move.move
+                        ):
                             self.decide(message.move)
 
-    def GetShardMap(self, request: coordinator_pb2.GetShardMapRequest, context: Any) -> coordinator_pb2.GetShardMapResponse:
+    def GetShardMap(
+        self, request: coordinator_pb2.GetShardMapRequest, context: Any
+    ) -> coordinator_pb2.GetShardMapResponse:
         return coordinator_pb2.GetShardMapResponse(shard_map=self.newest_map())
 
 
@@ -174,7 +197,12 @@ class MovingServer:
         flags: Sequence[str] = (),
     ) -> None:
         self._flags = flags
-        self._zygote, self._directory, self._coordinator, self._index = zygote, directory, coordinator, index
+        self._zygote, self._directory, self._coordinator, self._index = (
+            zygote,
+            directory,
+            coordinator,
+            index,
+        )
         self._keeps_data = keeps_data
         self.process: Child
         self._http = ""
@@ -183,12 +211,24 @@ class MovingServer:
         with self._coordinator._lock:
             self._coordinator.registered.pop(self._index, None)
         port_file = self._directory / f"{time.monotonic_ns()}.json"
-        arguments = ["--coordinator", self._coordinator.address, "--job", JOB, "--server-id", f"s{self._index}"]
+        arguments = [
+            "--coordinator",
+            self._coordinator.address,
+            "--job",
+            JOB,
+            "--server-id",
+            f"s{self._index}",
+        ]
         arguments += ["--port-file", str(port_file), "--snapshot-interval", "0s", *self._flags]
         if self._keeps_data:
             arguments += ["--data-dir", str(self._directory / f"data-{self._index}")]
-        self.process = self._zygote.start("server", arguments, output=self._directory / f"log-{self._index}", **environment)
-        eventually(lambda: self._index in self._coordinator.registered or self.process.ended.is_set(), "the server to register")
+        self.process = self._zygote.start(
+            "server", arguments, output=self._directory / f"log-{self._index}", **environment
+        )
+        eventually(
+            lambda: self._index in self._coordinator.registered or self.process.ended.is_set(),
+            "the server to register",
+        )
         if not environment:
             assert not self.process.ended.is_set(), self.process.said()
             self._http = json.loads(port_file.read_text())["http"]
@@ -197,14 +237,25 @@ class MovingServer:
         """The sum of a metric's samples of this very name."""
         with urllib.request.urlopen(f"http://{self._http}/metrics") as answer:
             lines = answer.read().decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.split("{")[0].split(" ")[0] == name)
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.split("{")[0].split(" ")[0] == name
+        )
 
 
 class Trainer:
-    """One worker: follows the shard map, and sends again what was not acknowledged, under the same numbers. `whole` is a server that does
-    the same without moves."""
+    """One worker: follows the shard map, and sends again what was not acknowledged, under the same
+    numbers. `whole` is a server that does the same without moves."""
 
-    def __init__(self, coordinator: MovingCoordinator, *, member: str = "a", optimizer: pb.OptimizerSpec = ADAMW, **channel: Any) -> None:
+    def __init__(
+        self,
+        coordinator: MovingCoordinator,
+        *,
+        member: str = "a",
+        optimizer: pb.OptimizerSpec = ADAMW,
+        **channel: Any,
+    ) -> None:
         """`channel`: ChannelSettings besides the address."""
         self._channel = channel
         self._coordinator = coordinator
@@ -243,9 +294,12 @@ class Trainer:
         return self._send(partition_id, UploadKind.PUSH, again=True)
 
     def check(self) -> None:
-        """What the servers hold is what one would hold between whose partitions nothing ever moved, to the last bit."""
+        """What the servers hold is what one would hold between whose partitions nothing ever moved,
+        to the last bit."""
         for partition_id in self.partition_ids:
-            version, values = self._insist(lambda partition_id=partition_id: self._pull(partition_id))
+            version, values = self._insist(
+                lambda partition_id=partition_id: self._pull(partition_id)
+            )
             image = self.whole.image(partition_id)
             assert image is not None
             assert version == image.version
@@ -255,7 +309,9 @@ class Trainer:
         for client in self._clients.values():
             client.close()
 
-    def _send(self, partition_id: int, kind: UploadKind, *, again: bool = False) -> pb.PartitionResult:
+    def _send(
+        self, partition_id: int, kind: UploadKind, *, again: bool = False
+    ) -> pb.PartitionResult:
         length = sum(piece.length for piece in self._map.partitions[partition_id].pieces)
         generator = torch.Generator().manual_seed(1000 * self.steps + partition_id)
         values = torch.randn(length, generator=generator)
@@ -286,7 +342,9 @@ class Trainer:
 
         result = self._insist(send)
         if not again:
-            parsed = parse_upload_header(pb.PushHeader.FromString(header().SerializeToString()), self._at_epoch(), kind)
+            parsed = parse_upload_header(
+                pb.PushHeader.FromString(header().SerializeToString()), self._at_epoch(), kind
+            )
             upload = Upload(parsed)
             upload.add(payload.cast("B"))
             (self.whole.push if push else self.whole.initialize)(upload)
@@ -302,7 +360,11 @@ class Trainer:
             buffers.append(np.empty(header.length, np.float32))
             return memoryview(buffers[0]).cast("B")
 
-        request = pb.PullRequest(job_id=JOB, shard_map_epoch=self._map.epoch, partitions=[pb.PartitionPull(partition_id=partition_id)])
+        request = pb.PullRequest(
+            job_id=JOB,
+            shard_map_epoch=self._map.epoch,
+            partitions=[pb.PartitionPull(partition_id=partition_id)],
+        )
         (header,) = self._client(self._map.partitions[partition_id].primary).pull(request, into)
         return header.version, buffers[0]
 
@@ -324,12 +386,17 @@ class Trainer:
     def _client(self, index: int) -> ParameterServerClient:
         address = self._coordinator.address_of(index)
         if address not in self._clients:
-            self._clients[address] = ParameterServerClient(ChannelSettings(address=address, **self._channel), transport=Transport.GRPC)
+            self._clients[address] = ParameterServerClient(
+                ChannelSettings(address=address, **self._channel), transport=Transport.GRPC
+            )
         return self._clients[address]
 
 
 def holds(server_address: str) -> dict[int, int]:
     """Partition -> version, of a server; empty while it cannot be reached."""
-    with suppress(ShoalError), ParameterServerClient(ChannelSettings(address=server_address)) as client:
+    with (
+        suppress(ShoalError),
+        ParameterServerClient(ChannelSettings(address=server_address)) as client,
+    ):
         return {each.partition_id: each.version for each in client.get_server().partitions}
     return {}

@@ -1,4 +1,5 @@
-"""A primary and its backup at awkward moments: the backup's side, or the coordinator's, is played by the test."""
+"""A primary and its backup at awkward moments: the backup's side, or the coordinator's, is played
+by the test."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ class Follower:
         begin = pb.FollowBegin(job_id="job", server_id="b", epoch=epoch, format=FORMAT_VERSION)
         self._out.put(pb.FollowRequest(begin=begin))
         self._channel = grpc.insecure_channel(address)
-        follow = self._channel.stream_stream("/shoal.v1.ParameterServer/Follow", request_serializer=pb.FollowRequest.SerializeToString)
+        follow = self._channel.stream_stream(
+            "/shoal.v1.ParameterServer/Follow",
+            request_serializer=pb.FollowRequest.SerializeToString,
+        )
         self.call = follow(iter(self._out.get, None))
         self._position = 0
 
@@ -90,7 +94,9 @@ def eventually_followed(cluster: Cluster) -> Iterator[Follower]:
 def primary(cluster: Cluster, *tensors: Any, **settings: Any) -> Any:
     """A member of a job whose only server has `b` for a backup, by the coordinator's word."""
     cluster.coordinator.place = coordinator_pb2.ServerPlace(epoch=2, backup_id="b")
-    return cluster.trainable(cluster.server(*tensors, data_dir=cluster.directory / "data", **settings))
+    return cluster.trainable(
+        cluster.server(*tensors, data_dir=cluster.directory / "data", **settings)
+    )
 
 
 def report(cluster: Cluster) -> coordinator_pb2.BackupReport:
@@ -104,7 +110,9 @@ def in_sync(cluster: Cluster, following: Follower) -> None:
     assert report(cluster).in_sync
 
 
-def test_a_stream_that_ends_while_the_journal_is_told_of_it_holds_nobody_up(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_ends_while_the_journal_is_told_of_it_holds_nobody_up(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     member = primary(cluster)
     member.push(1.0)
     go, syncing, slow = threading.Event(), threading.Event(), threading.Event()
@@ -118,7 +126,9 @@ def test_a_stream_that_ends_while_the_journal_is_told_of_it_holds_nobody_up(clus
 
     ended = threading.Event()
     seen = Backup._ended
-    monkeypatch.setattr(Backup, "_ended", lambda backup, stream: (seen(backup, stream), ended.set()))
+    monkeypatch.setattr(
+        Backup, "_ended", lambda backup, stream: (seen(backup, stream), ended.set())
+    )
     with follower(cluster) as following:
         following.read_all()
         monkeypatch.setattr(os, "fdatasync", synced)
@@ -136,7 +146,9 @@ def test_a_stream_that_ends_while_the_journal_is_told_of_it_holds_nobody_up(clus
         assert report(cluster).in_sync
 
 
-def test_a_backup_that_does_not_read_is_reported_though_nothing_more_can_be_sent_to_it(cluster: Cluster) -> None:
+def test_a_backup_that_does_not_read_is_reported_though_nothing_more_can_be_sent_to_it(
+    cluster: Cluster,
+) -> None:
     member = primary(cluster, DATA, partition=2 << 20)
     with follower(cluster) as following:
         in_sync(cluster, following)
@@ -148,7 +160,9 @@ def test_a_backup_that_does_not_read_is_reported_though_nothing_more_can_be_sent
         assert not pushing.is_alive()
 
 
-def test_whoever_waits_for_a_backup_is_told_to_look_elsewhere_each_time_anew(cluster: Cluster) -> None:
+def test_whoever_waits_for_a_backup_is_told_to_look_elsewhere_each_time_anew(
+    cluster: Cluster,
+) -> None:
     member = primary(cluster)
     with follower(cluster) as following:
         in_sync(cluster, following)
@@ -160,7 +174,9 @@ def test_whoever_waits_for_a_backup_is_told_to_look_elsewhere_each_time_anew(clu
         assert time.monotonic() - waited_from < 30
 
 
-def test_a_primary_that_its_backup_has_left_serves_nobody_until_the_coordinator_has_dropped_it(cluster: Cluster) -> None:
+def test_a_primary_that_its_backup_has_left_serves_nobody_until_the_coordinator_has_dropped_it(
+    cluster: Cluster,
+) -> None:
     member = primary(cluster)
     with follower(cluster) as following:
         in_sync(cluster, following)
@@ -180,12 +196,18 @@ def test_a_primary_that_its_backup_has_left_serves_nobody_until_the_coordinator_
     member.push(1.0)
 
 
-def test_a_server_that_was_a_backup_asks_the_coordinator_before_it_serves(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_was_a_backup_asks_the_coordinator_before_it_serves(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(standing, "_PLACE_WAIT", timedelta(milliseconds=50))
     member = primary(cluster)
     member.push(1.0)
     with told_to_follow(cluster) as other:
-        settings: dict[str, Any] = {"coordinator": other.address, "server_id": "b", "data_dir": cluster.directory / "b"}
+        settings: dict[str, Any] = {
+            "coordinator": other.address,
+            "server_id": "b",
+            "data_dir": cluster.directory / "b",
+        }
         backup = Running(cluster.directory, **settings)
         assert report(cluster).in_sync
         backup.stop()
@@ -229,7 +251,9 @@ def told_to_follow(cluster: Cluster) -> Iterator[ScriptedCoordinator]:
     """What the server `b` hears of the coordinator: that it follows the cluster's server."""
     other = ScriptedCoordinator()
     other.start()
-    other.place = coordinator_pb2.ServerPlace(epoch=2, role=BACKUP, primary_address=cluster.running.address, backup_id="b")
+    other.place = coordinator_pb2.ServerPlace(
+        epoch=2, role=BACKUP, primary_address=cluster.running.address, backup_id="b"
+    )
     other.shard_map = cluster.coordinator.shard_map
     other.members(1, "a", "b")
     try:
@@ -245,7 +269,9 @@ def holds(directory: Path) -> dict[int, int]:
         return dict(recovered.shard.summary().versions)
 
 
-def test_a_backup_that_cannot_make_a_change_copies_all_anew(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backup_that_cannot_make_a_change_copies_all_anew(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(standby_module, "_DIVERGED_AGAIN_S", 0.1)
     make, failed = Replay.make, threading.Event()
 
@@ -258,16 +284,25 @@ def test_a_backup_that_cannot_make_a_change_copies_all_anew(cluster: Cluster, mo
     monkeypatch.setattr(Replay, "make", fails_once)
     member = primary(cluster)
     with told_to_follow(cluster) as other:
-        backup = Running(cluster.directory, coordinator=other.address, server_id="b", data_dir=cluster.directory / "b")
+        backup = Running(
+            cluster.directory,
+            coordinator=other.address,
+            server_id="b",
+            data_dir=cluster.directory / "b",
+        )
         try:
             assert report(cluster).in_sync
-            pushing = threading.Thread(target=wait_until, args=(lambda: _pushes(member), "the push to be acknowledged"))
+            pushing = threading.Thread(
+                target=wait_until, args=(lambda: _pushes(member), "the push to be acknowledged")
+            )
             pushing.start()
             while report(cluster).in_sync:
                 pass
             assert failed.is_set()
             cluster.coordinator.placed(epoch=3, backup_id="b")
-            other.placed(epoch=3, role=BACKUP, primary_address=cluster.running.address, backup_id="b")
+            other.placed(
+                epoch=3, role=BACKUP, primary_address=cluster.running.address, backup_id="b"
+            )
             while not report(cluster).in_sync:
                 pass
             pushing.join(30)
@@ -275,24 +310,36 @@ def test_a_backup_that_cannot_make_a_change_copies_all_anew(cluster: Cluster, mo
         finally:
             backup.stop()
         assert backup.failure is None
-    assert holds(cluster.directory / "b") == {each.partition_id: each.version for each in member.client.get_server().partitions}
+    assert holds(cluster.directory / "b") == {
+        each.partition_id: each.version for each in member.client.get_server().partitions
+    }
 
 
 @pytest.mark.parametrize("damaged", ["snapshot.safetensors", "journal.00000001"])
-def test_a_backup_whose_directory_cannot_be_read_copies_all_anew(cluster: Cluster, damaged: str) -> None:
+def test_a_backup_whose_directory_cannot_be_read_copies_all_anew(
+    cluster: Cluster, damaged: str
+) -> None:
     member = primary(cluster)
     member.push(1.0)
     data = cluster.directory / "b"
     data.mkdir()
     (data / damaged).write_bytes(b"nothing that it wrote")
     with told_to_follow(cluster) as other:
-        backup = Running(cluster.directory, until_serving=False, coordinator=other.address, server_id="b", data_dir=data)
+        backup = Running(
+            cluster.directory,
+            until_serving=False,
+            coordinator=other.address,
+            server_id="b",
+            data_dir=data,
+        )
         try:
             assert report(cluster).in_sync
         finally:
             backup.stop()
         assert backup.failure is None
-    assert holds(data) == {each.partition_id: each.version for each in member.client.get_server().partitions}
+    assert holds(data) == {
+        each.partition_id: each.version for each in member.client.get_server().partitions
+    }
 
 
 def _pushes(member: Any) -> bool:

@@ -1,4 +1,5 @@
-"""The bulk channel: who gets one, what it refuses, what happens when it cannot be had or breaks, and that it leaves nothing behind."""
+"""The bulk channel: who gets one, what it refuses, what happens when it cannot be had or breaks,
+and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -20,7 +21,15 @@ import numpy as np
 import pytest
 import trustme
 from shoal_common.bulk.area import SharedArea
-from shoal_common.bulk.frames import HEAD_BYTES, LARGEST_MESSAGE_BYTES, TICKET_BYTES, Kind, greeting, head, parse_head
+from shoal_common.bulk.frames import (
+    HEAD_BYTES,
+    LARGEST_MESSAGE_BYTES,
+    TICKET_BYTES,
+    Kind,
+    greeting,
+    head,
+    parse_head,
+)
 from shoal_common.bulk.transport import Transport
 from shoal_common.clients.bulk import OpenedConnection
 from shoal_common.clients.parameter_server import ParameterServerClient
@@ -38,7 +47,9 @@ BOTH = pytest.mark.parametrize("transport", [Transport.TCP, Transport.MEMORY])
 class Wire:
     """A bulk connection that is spoken by hand."""
 
-    def __init__(self, opened: pb.OpenDataResponse, *, memory: bool = False, ticket: bytes | None = None) -> None:
+    def __init__(
+        self, opened: pb.OpenDataResponse, *, memory: bool = False, ticket: bytes | None = None
+    ) -> None:
         if memory:
             self.socket = socket.socket(socket.AF_UNIX)
             self.socket.connect(f"\0{opened.memory_name}")
@@ -89,14 +100,16 @@ def metric(cluster, line: str) -> float:
     """The value of a line of /metrics; 0 without it."""
     with urllib.request.urlopen(f"http://{cluster.running.http}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
-    return next((float(each.rpartition(" ")[2]) for each in lines if each.startswith(line + " ")), 0.0)
+    return next(
+        (float(each.rpartition(" ")[2]) for each in lines if each.startswith(line + " ")), 0.0
+    )
 
 
 def connections(cluster, transport: Transport) -> float:
     return metric(cluster, f'shoal_ps_bulk_connections{{transport="{transport}"}}')
 
 
-# -------------------------------------------------------------------------------------------------------------------- who gets one
+# ------------------------------------------------------------------------------------- who gets one
 
 
 def test_one_machine_shares_memory_without_being_told_to(cluster) -> None:
@@ -114,10 +127,16 @@ def test_with_tls_on_the_rpcs_the_bulk_channel_has_it_too(cluster, tmp_path, mut
     issued.cert_chain_pems[0].write_to_path(files["certificate"])
     issued.private_key_pem.write_to_path(files["key"])
     cluster.coordinator.stop()
-    cluster.coordinator.credentials = grpc.ssl_server_credentials([(files["key"].read_bytes(), files["certificate"].read_bytes())])
+    cluster.coordinator.credentials = grpc.ssl_server_credentials(
+        [(files["key"].read_bytes(), files["certificate"].read_bytes())]
+    )
     cluster.coordinator.start()
     cluster.declare()
-    served = {"tls_ca": files["authority"], "tls_cert": files["certificate"], "tls_key": files["key"]}
+    served = {
+        "tls_ca": files["authority"],
+        "tls_cert": files["certificate"],
+        "tls_key": files["key"],
+    }
     cluster.unregistered(tls_client_ca=files["authority"] if mutual else None, **served)
     cluster.coordinator.registrations.get(timeout=30)
     cluster.coordinator.heartbeats.get(timeout=30)
@@ -132,17 +151,26 @@ def test_with_tls_on_the_rpcs_the_bulk_channel_has_it_too(cluster, tmp_path, mut
         authority_alone = TlsSettings(authority=files["authority"])
         channel = ChannelSettings(address=cluster.running.address, tls=authority_alone)
         with pytest.raises((ShoalError, OSError)):
-            OpenedConnection.open(Transport.TCP, client.open_data("job"), channel, "", until=time.monotonic() + 30)
+            OpenedConnection.open(
+                Transport.TCP, client.open_data("job"), channel, "", until=time.monotonic() + 30
+            )
 
 
 def test_who_may_only_look_can_pull_and_not_push(cluster, tmp_path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("worker: wt\nreader: rt\n")
     cluster.server(tokens=tokens, token="st")
-    worker, reader = (cluster.client(cluster.running, token=token, transport=Transport.TCP) for token in ("wt", "rt"))
+    worker, reader = (
+        cluster.client(cluster.running, token=token, transport=Transport.TCP)
+        for token in ("wt", "rt")
+    )
     cluster.trainable(worker)
     assert len(cluster.member(reader).pull(member_id="")) == 3
-    for call in (lambda: reader.open_data("job", "a"), lambda: cluster.member(reader).push(1.0), lambda: cluster.member(reader).pull()):
+    for call in (
+        lambda: reader.open_data("job", "a"),
+        lambda: cluster.member(reader).push(1.0),
+        lambda: cluster.member(reader).pull(),
+    ):
         with pytest.raises(PermissionDeniedError):
             call()
     with closing(Wire(reader.open_data("job"))) as wire:
@@ -151,7 +179,12 @@ def test_who_may_only_look_can_pull_and_not_push(cluster, tmp_path) -> None:
         wire.send(Kind.PARTITION, cluster.member(reader).header(0).SerializeToString())
         wire.send(Kind.END)
         assert isinstance(wire.refusal(), PermissionDeniedError)
-        wire.send(Kind.PULL, pb.PullRequest(job_id="job", member_id="a", generation=1, shard_map_epoch=1).SerializeToString())
+        wire.send(
+            Kind.PULL,
+            pb.PullRequest(
+                job_id="job", member_id="a", generation=1, shard_map_epoch=1
+            ).SerializeToString(),
+        )
         assert isinstance(wire.refusal(), PermissionDeniedError)
     assert {each.version for each in worker.get_server().partitions} == {1}
 
@@ -161,8 +194,14 @@ def test_a_ticket_opens_one_connection(cluster, transport) -> None:
     client = cluster.server()
     memory = transport is Transport.MEMORY
     opened = client.open_data("job", "a")
-    with closing(Wire(opened, memory=memory)) as first, closing(Wire(opened, memory=memory)) as second:
-        assert second.refusal().reason == "TICKET_INVALID" or first.refusal().reason == "TICKET_INVALID"
+    with (
+        closing(Wire(opened, memory=memory)) as first,
+        closing(Wire(opened, memory=memory)) as second,
+    ):
+        assert (
+            second.refusal().reason == "TICKET_INVALID"
+            or first.refusal().reason == "TICKET_INVALID"
+        )
     with closing(Wire(opened, memory=memory, ticket=bytes(TICKET_BYTES))) as guessed:
         assert guessed.refusal().reason == "TICKET_INVALID"
         assert guessed.is_closed()
@@ -187,7 +226,16 @@ def test_a_member_has_so_many_connections(cluster) -> None:
 def test_bulk_connections_leave_descriptors_for_everything_else(cluster, start, tmp_path) -> None:
     members = [f"worker-{number}" for number in range(8)]
     cluster.declare(members={1: members})
-    flags = ("--coordinator", cluster.address, "--job", "job", "--server-id", "server", "--data-dir", str(tmp_path / "data"))
+    flags = (
+        "--coordinator",
+        cluster.address,
+        "--job",
+        "job",
+        "--server-id",
+        "server",
+        "--data-dir",
+        str(tmp_path / "data"),
+    )
     process = start(*flags, fresh=True, most_descriptors=128)
     client = process.client()
     wires: list[Wire] = []
@@ -204,7 +252,9 @@ def test_bulk_connections_leave_descriptors_for_everything_else(cluster, start, 
     assert 10 < len(wires) < 32
     late = process.client()  # another connection
     client.configure_optimizer(
-        "job", pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 1.0}), pb.Consistency(mode=pb.Consistency.MODE_ASP)
+        "job",
+        pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 1.0}),
+        pb.Consistency(mode=pb.Consistency.MODE_ASP),
     )
     member = cluster.member(late, members[-1])
     member.initialize(np.zeros(1))
@@ -216,7 +266,7 @@ def test_bulk_connections_leave_descriptors_for_everything_else(cluster, start, 
     late.close()
 
 
-# ---------------------------------------------------------------------------------------------------------------- what it refuses
+# ---------------------------------------------------------------------------------- what it refuses
 
 
 PULL = pb.PullRequest(job_id="job", member_id="", shard_map_epoch=1).SerializeToString()
@@ -260,7 +310,9 @@ def test_after_a_refusal_the_connection_goes_on(cluster, transport) -> None:
     good, bad = (memoryview(np.full(1 << 20, value, np.float32)) for value in (1, np.nan))
     for _ in range(3):
         with pytest.raises(ShoalError) as caught:
-            client.push([(member.header(0), bad), (member.header(1), good), (member.header(2), good)])
+            client.push(
+                [(member.header(0), bad), (member.header(1), good), (member.header(2), good)]
+            )
         assert caught.value.reason == "GRADIENT_NOT_FINITE"
         with pytest.raises(ShoalError) as caught:
             client.push([(member.header(0, payload_bytes=8), good), (member.header(1), good)])
@@ -295,7 +347,7 @@ def test_what_a_client_does_to_shared_memory_changes_nothing_that_was_checked(cl
     assert (member.pull()[0].view(np.float32) == -1).all()
 
 
-# ----------------------------------------------------------------------------------------------------- when it cannot be had, or breaks
+# ----------------------------------------------------------------- when it cannot be had, or breaks
 
 
 def test_where_the_port_is_shut_tensors_go_over_grpc_and_it_is_said_once(cluster, caplog) -> None:
@@ -303,13 +355,19 @@ def test_where_the_port_is_shut_tensors_go_over_grpc_and_it_is_said_once(cluster
     cluster.running.shut_bulk_channel()
     lost: list[Transport] = []
     channel = ChannelSettings(address=cluster.running.address)
-    with caplog.at_level(logging.WARNING), ParameterServerClient(channel, fell_back=lost.append) as client:
+    with (
+        caplog.at_level(logging.WARNING),
+        ParameterServerClient(channel, fell_back=lost.append) as client,
+    ):
         member = cluster.trainable(client)
         for _ in range(3):
             member.push(1.0)
             member.pull()
-    assert lost == [Transport.TCP]  # nobody expects to share memory with a server that may be anywhere
-    assert [record.getMessage() for record in caplog.records if "no bulk channel" in record.getMessage()] != []
+    # nobody expects to share memory with a server that may be anywhere
+    assert lost == [Transport.TCP]
+    assert [
+        record.getMessage() for record in caplog.records if "no bulk channel" in record.getMessage()
+    ] != []
     assert sum("no bulk channel" in record.getMessage() for record in caplog.records) == 1
     assert metric(cluster, 'shoal_ps_streams_total{method="Push",transport="grpc"}') == 3
 
@@ -323,11 +381,25 @@ def test_a_transport_that_is_demanded_and_cannot_be_had_is_an_error(cluster, tra
     assert caught.value.reason == "TRANSPORT_UNAVAILABLE"
 
 
-def test_a_server_that_is_killed_in_the_middle_of_a_push_is_unavailable_and_the_push_counts_once(cluster, start, tmp_path) -> None:
+def test_a_server_that_is_killed_in_the_middle_of_a_push_is_unavailable_and_the_push_counts_once(
+    cluster, start, tmp_path
+) -> None:
     cluster.declare(("weight", 600, "float32"), partition=300)
-    process = start("--coordinator", cluster.address, "--job", "job", "--server-id", "server", "--data-dir", str(tmp_path / "data"))
+    process = start(
+        "--coordinator",
+        cluster.address,
+        "--job",
+        "job",
+        "--server-id",
+        "server",
+        "--data-dir",
+        str(tmp_path / "data"),
+    )
     channel = ChannelSettings(address=process.address(), attempts=1)
-    clients = {name: ParameterServerClient(channel, transport=each) for name, each in (("a", Transport.TCP), ("b", Transport.MEMORY))}
+    clients = {
+        name: ParameterServerClient(channel, transport=each)
+        for name, each in (("a", Transport.TCP), ("b", Transport.MEMORY))
+    }
     cluster.trainable(clients["a"])
     members = [cluster.member(client, name) for name, client in clients.items()]
     payload = memoryview(np.ones(300, np.float32))
@@ -346,7 +418,10 @@ def test_a_server_that_is_killed_in_the_middle_of_a_push_is_unavailable_and_the_
     with ThreadPoolExecutor(len(members)) as pool:
         pushing = [pool.submit(push, member) for member in members]
         halfway.wait(30)
-        cluster.wait_until(lambda: clients["a"].get_server().partitions[0].version == 3, "the first partitions to be applied")
+        cluster.wait_until(
+            lambda: clients["a"].get_server().partitions[0].version == 3,
+            "the first partitions to be applied",
+        )
         process.end(signal.SIGKILL)
         halfway.wait(30)
         for each in pushing:
@@ -361,7 +436,9 @@ def test_a_server_that_is_killed_in_the_middle_of_a_push_is_unavailable_and_the_
 
 
 @BOTH
-def test_a_client_that_goes_away_in_the_middle_of_a_push_leaves_whole_partitions(cluster, transport) -> None:
+def test_a_client_that_goes_away_in_the_middle_of_a_push_leaves_whole_partitions(
+    cluster, transport
+) -> None:
     client = cluster.server()
     member = cluster.trainable(client)
     with closing(Wire(client.open_data("job", "a"), memory=transport is Transport.MEMORY)) as wire:
@@ -375,7 +452,10 @@ def test_a_client_that_goes_away_in_the_middle_of_a_push_leaves_whole_partitions
         wire.send(Kind.PUSH)
         wire.send(Kind.PARTITION, member.header(0).SerializeToString())
         wire.socket.sendall(head(Kind.DATA, 1024) + bytes(1000))
-    cluster.wait_until(lambda: connections(cluster, Transport.TCP) + connections(cluster, Transport.MEMORY) <= 1, "the ends to be noticed")
+    cluster.wait_until(
+        lambda: connections(cluster, Transport.TCP) + connections(cluster, Transport.MEMORY) <= 1,
+        "the ends to be noticed",
+    )
     assert {each.version for each in member.push(1.0)} == {2}
 
 
@@ -383,14 +463,20 @@ def test_a_client_that_goes_away_in_the_middle_of_a_push_leaves_whole_partitions
 def test_a_pull_that_waits_ends_with_its_deadline_and_with_its_client(cluster, transport) -> None:
     client = cluster.server()
     early = cluster.member(client, "b")
-    request = pb.PullRequest(job_id="job", member_id="b", generation=1, shard_map_epoch=1, wait_ms=60_000)
+    request = pb.PullRequest(
+        job_id="job", member_id="b", generation=1, shard_map_epoch=1, wait_ms=60_000
+    )
     with pytest.raises(ShoalError) as caught:
         client.pull(request, lambda _: None, deadline=timedelta(milliseconds=100))
     assert caught.value.reason == "DEADLINE_EXCEEDED"
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(lambda: early.pull(wait=timedelta(seconds=60)))
         cluster.wait_until(
-            lambda: metric(cluster, f'shoal_ps_streams_total{{method="Pull",transport="{transport}"}}') == 2, "the second pull"
+            lambda: (
+                metric(cluster, f'shoal_ps_streams_total{{method="Pull",transport="{transport}"}}')
+                == 2
+            ),
+            "the second pull",
         )
         client.close()
         with pytest.raises(UnavailableError) as closed:
@@ -399,7 +485,9 @@ def test_a_pull_that_waits_ends_with_its_deadline_and_with_its_client(cluster, t
 
 
 @BOTH
-def test_a_server_that_stops_ends_idle_connections_and_the_next_call_finds_the_one_after_it(cluster, tmp_path, transport) -> None:
+def test_a_server_that_stops_ends_idle_connections_and_the_next_call_finds_the_one_after_it(
+    cluster, tmp_path, transport
+) -> None:
     client = cluster.server(data_dir=tmp_path / "data")
     member = cluster.trainable(client)
     member.push(1.0)
@@ -411,13 +499,15 @@ def test_a_server_that_stops_ends_idle_connections_and_the_next_call_finds_the_o
     assert {each.version for each in member.push(1.0)} == {3}
 
 
-# ------------------------------------------------------------------------------------------------------------ what it leaves behind
+# ---------------------------------------------------------------------------- what it leaves behind
 
 
 def test_hundreds_of_connections_leave_no_descriptors_and_no_memory(cluster, start) -> None:
     cluster.declare(("weight", 600, "float32"), partition=300)
     # Not forked: memory is measured, and the zygote has shared some of its own.
-    process = start("--coordinator", cluster.address, "--job", "job", "--server-id", "server", fresh=True)
+    process = start(
+        "--coordinator", cluster.address, "--job", "job", "--server-id", "server", fresh=True
+    )
     client = process.client()
     cluster.trainable(client)
     request = pb.PullRequest(job_id="job", shard_map_epoch=1)
@@ -427,23 +517,39 @@ def test_hundreds_of_connections_leave_no_descriptors_and_no_memory(cluster, sta
         for _ in range(times):
             for transport in (Transport.TCP, Transport.MEMORY):
                 with closing(
-                    OpenedConnection.open(transport, client.open_data("job"), channel, "", until=time.monotonic() + 30)
+                    OpenedConnection.open(
+                        transport, client.open_data("job"), channel, "", until=time.monotonic() + 30
+                    )
                 ) as connection:
-                    assert len(connection.pull(request, PullReceiver(lambda _: None), time.monotonic() + 30)) == 2
+                    assert (
+                        len(
+                            connection.pull(
+                                request, PullReceiver(lambda _: None), time.monotonic() + 30
+                            )
+                        )
+                        == 2
+                    )
 
     def descriptors(process: int) -> int:
         return len(list(Path(f"/proc/{process}/fd").iterdir()))
 
     def resident(process: int) -> int:
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf(
+            "SC_PAGE_SIZE"
+        )
 
     come_and_go(20)
     both = (process.pid, os.getpid())
     before, memory = [descriptors(each) for each in both], [resident(each) for each in both]
     come_and_go(150)
     for each, had, held in zip(both, before, memory, strict=True):
-        cluster.wait_until(lambda process=each, most=had + 2: descriptors(process) <= most, "descriptors to be closed")
-        assert resident(each) < held + (32 << 20), "150 connections have 600 MiB of shared memory, one after another"
+        cluster.wait_until(
+            lambda process=each, most=had + 2: descriptors(process) <= most,
+            "descriptors to be closed",
+        )
+        assert resident(each) < held + (32 << 20), (
+            "150 connections have 600 MiB of shared memory, one after another"
+        )
     client.close()
 
 
@@ -452,7 +558,9 @@ def test_many_threads_share_a_client(cluster, transport) -> None:
     client = cluster.server(members={1: [f"worker-{number}" for number in range(4)]})
     cluster.member(client, "worker-0").initialize(np.zeros(1))
     cluster.client(cluster.running).configure_optimizer(
-        "job", pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 1.0}), pb.Consistency(mode=pb.Consistency.MODE_ASP)
+        "job",
+        pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 1.0}),
+        pb.Consistency(mode=pb.Consistency.MODE_ASP),
     )
     barrier = threading.Barrier(4)
 

@@ -1,4 +1,5 @@
-"""What asp, ssp and bsp promise, held against recorded histories: real servers and sockets, a thread for each member, seeded delays."""
+"""What asp, ssp and bsp promise, held against recorded histories: real servers and sockets, a
+thread for each member, seeded delays."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ import pytest
 from shoal_common.errors import DeadlineError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from tests.histories import BrokenPromise, History, check_asp, check_bsp, check_ssp, pushes_by_member
+from tests.histories import (
+    BrokenPromise,
+    History,
+    check_asp,
+    check_bsp,
+    check_ssp,
+    pushes_by_member,
+)
 
 LONG = timedelta(seconds=30)
 MEMBERS = 3
@@ -33,7 +41,16 @@ def ssp(bound: int) -> pb.Consistency:
 class Trainer:
     """One member, which writes the history as it goes."""
 
-    def __init__(self, cluster: Any, client: Any, history: History, place: int, *, members: int = MEMBERS, generation: int = 1) -> None:
+    def __init__(
+        self,
+        cluster: Any,
+        client: Any,
+        history: History,
+        place: int,
+        *,
+        members: int = MEMBERS,
+        generation: int = 1,
+    ) -> None:
         self.member = cluster.member(client, f"m{place}", generation=generation)
         self.place = place
         self.joined_at = 0
@@ -51,7 +68,9 @@ class Trainer:
     def read(self, *, wait: timedelta = LONG) -> None:
         """Pulls, and says so, as bsp has it."""
         self.pull(wait=wait)
-        self.member.client.advance_clock("job", self.member.member_id, clock=self.member.clock, has_read=True)
+        self.member.client.advance_clock(
+            "job", self.member.member_id, clock=self.member.clock, has_read=True
+        )
 
     def push(self) -> None:
         with self._history.pushing(self.place, self.member.clock + 1):
@@ -63,7 +82,9 @@ class Trainer:
                     if error.reason != "BSP_WAIT_TIMEOUT":
                         raise
 
-    def train(self, iterations: int, *, seed: int = 0, slowly: bool = False, says_so: bool = True) -> None:
+    def train(
+        self, iterations: int, *, seed: int = 0, slowly: bool = False, says_so: bool = True
+    ) -> None:
         delays = random.Random(f"{seed}/{self.place}")
         for _ in range(iterations):
             (self.read if says_so else self.pull)()
@@ -77,12 +98,22 @@ class Trainer:
 def begin(cluster) -> Callable[..., tuple[Any, History, list[Trainer]]]:
     """begin(consistency) -> (client, history, trainers): a server with zeros in all partitions."""
 
-    def make(consistency: pb.Consistency, *, present: int = MEMBERS, **settings: Any) -> tuple[Any, History, list[Trainer]]:
+    def make(
+        consistency: pb.Consistency, *, present: int = MEMBERS, **settings: Any
+    ) -> tuple[Any, History, list[Trainer]]:
         names = [f"m{place}" for place in range(present)]
-        client = cluster.server(("counts", MEMBERS * PARTITIONS, "float64"), members={1: names}, partition=MEMBERS, **settings)
+        client = cluster.server(
+            ("counts", MEMBERS * PARTITIONS, "float64"),
+            members={1: names},
+            partition=MEMBERS,
+            **settings,
+        )
         client.configure_optimizer("job", SGD, consistency)
         history = History()
-        trainers = [Trainer(cluster, cluster.client(cluster.running), history, place) for place in range(present)]
+        trainers = [
+            Trainer(cluster, cluster.client(cluster.running), history, place)
+            for place in range(present)
+        ]
         trainers[0].member.initialize(np.zeros(1))
         return client, history, trainers
 
@@ -97,20 +128,33 @@ def together(*calls: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize(
     ("consistency", "check"),
-    [(ASP, check_asp), (ssp(2), partial(check_ssp, bound=2)), (ssp(0), partial(check_ssp, bound=0)), (BSP, check_bsp)],
+    [
+        (ASP, check_asp),
+        (ssp(2), partial(check_ssp, bound=2)),
+        (ssp(0), partial(check_ssp, bound=0)),
+        (BSP, check_bsp),
+    ],
     ids=["asp", "ssp2", "ssp0", "bsp"],
 )
 @pytest.mark.parametrize("seed", [1, 2])
-def test_a_history_keeps_what_its_consistency_promises(begin, consistency: pb.Consistency, check: Callable[..., None], seed: int) -> None:
+def test_a_history_keeps_what_its_consistency_promises(
+    begin, consistency: pb.Consistency, check: Callable[..., None], seed: int
+) -> None:
     _, history, trainers = begin(consistency)
-    together(*(partial(t.train, ITERATIONS, seed=seed, slowly=t.place == 0, says_so=consistency == BSP) for t in trainers))
+    together(
+        *(
+            partial(t.train, ITERATIONS, seed=seed, slowly=t.place == 0, says_so=consistency == BSP)
+            for t in trainers
+        )
+    )
     check(history)
     assert pushes_by_member(history) == dict.fromkeys(range(MEMBERS), ITERATIONS)
     assert history.pulls[-1].counts
 
 
 def test_bsp_is_kept_by_members_that_never_say_that_they_have_read(begin) -> None:
-    """Then their next push says it: all pushes of an iteration are let in when the last of them has come."""
+    """Then their next push says it: all pushes of an iteration are let in when the last of them has
+    come."""
     _, history, trainers = begin(BSP)
     together(*(partial(t.train, 10, says_so=False) for t in trainers))
     check_bsp(history)
@@ -126,11 +170,17 @@ def overlapping(trainers: list[Trainer]) -> None:
 
 
 @pytest.mark.parametrize("consistency", [ASP, ssp(0)], ids=["asp", "ssp0"])
-def test_the_check_of_bsp_finds_a_push_of_a_later_iteration_also_under_ssp_with_a_bound_of_nought(begin, consistency) -> None:
+def test_the_check_of_bsp_finds_a_push_of_a_later_iteration_also_under_ssp_with_a_bound_of_nought(
+    begin, consistency
+) -> None:
     _, history, trainers = begin(consistency)
     overlapping(trainers)
     check_ssp(history, bound=0)
-    with pytest.raises(BrokenPromise, match=r"member 1 after 0 iterations reads \(1, 0, 0\) in partition 0: exactly \(0, 0, 0\) were due"):
+    with pytest.raises(
+        BrokenPromise,
+        match=r"member 1 after 0 iterations reads \(1, 0, 0\) in partition 0: exactly \(0, 0, 0\) "
+        r"were due",
+    ):
         check_bsp(history)
 
 
@@ -141,11 +191,13 @@ def test_the_check_of_ssp_finds_a_pull_that_did_not_wait(begin) -> None:
         fast.push()
     fast.pull()
     check_asp(history)
-    with pytest.raises(BrokenPromise, match="0 pushes of member 1, at least 1 were due with a bound of 2"):
+    with pytest.raises(
+        BrokenPromise, match="0 pushes of member 1, at least 1 were due with a bound of 2"
+    ):
         check_ssp(history, bound=2)
 
 
-def test_the_check_of_asp_finds_a_push_that_is_lost_one_that_counts_twice_and_values_that_go_back() -> None:
+def test_the_check_of_asp_finds_lost_pushes_double_pushes_and_values_that_go_back() -> None:
     def history(*counts: tuple[int, ...]) -> History:
         made = History()
         with made.pushing(0, 1):
@@ -185,7 +237,9 @@ def test_under_bsp_a_push_waits_until_all_have_read_what_it_changes(begin, clust
 
 
 @pytest.mark.parametrize("how", ["killed", "says farewell", "rests"])
-def test_under_bsp_nobody_waits_for_a_member_that_is_gone_or_has_said_farewell(begin, cluster, how: str) -> None:
+def test_under_bsp_nobody_waits_for_a_member_that_is_gone_or_has_said_farewell(
+    begin, cluster, how: str
+) -> None:
     _, _, trainers = begin(BSP)
     for each in trainers[:2]:
         each.read()
@@ -211,7 +265,9 @@ def test_under_bsp_nobody_waits_for_a_member_that_is_gone_or_has_said_farewell(b
             reading.result(60)
 
 
-def test_under_bsp_a_joiner_reads_whole_iterations_and_is_waited_for_from_then_on(begin, cluster) -> None:
+def test_under_bsp_a_joiner_reads_whole_iterations_and_is_waited_for_from_then_on(
+    begin, cluster
+) -> None:
     client, history, trainers = begin(BSP, present=2)
     together(*(partial(each.train, 3) for each in trainers))
     first, second = trainers
@@ -219,15 +275,21 @@ def test_under_bsp_a_joiner_reads_whole_iterations_and_is_waited_for_from_then_o
         each.read()
     first.push()  # its iteration is open when the joiner comes, and goes on without it
     cluster.coordinator.members(2, "m0", "m1", "m2")
-    cluster.wait_until(lambda: "m2" in client.get_server().clocks, "the server to hear of the joiner")
+    cluster.wait_until(
+        lambda: "m2" in client.get_server().clocks, "the server to hear of the joiner"
+    )
     joiner = Trainer(cluster, cluster.client(cluster.running), history, 2, generation=2)
     joiner.joined_at = client.get_server().clocks["m2"]
     assert joiner.joined_at == 4
-    together(partial(joiner.train, 5), lambda: [second.push(), second.train(5)], partial(first.train, 5))
+    together(
+        partial(joiner.train, 5), lambda: [second.push(), second.train(5)], partial(first.train, 5)
+    )
     check_bsp(history, since=(0, 0, 4))
 
 
-def test_after_a_restart_of_the_server_bsp_goes_on_though_nobody_reads_again(begin, cluster, tmp_path) -> None:
+def test_after_a_restart_of_the_server_bsp_goes_on_though_nobody_reads_again(
+    begin, cluster, tmp_path
+) -> None:
     """What was read is not in the journal; whose push comes has read it."""
     _, history, trainers = begin(BSP, data_dir=tmp_path / "data")
     together(*(partial(each.train, 2) for each in trainers))

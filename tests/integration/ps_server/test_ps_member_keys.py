@@ -1,4 +1,5 @@
-"""A member speaks for itself alone: who has a worker's token, and not the member's key, neither pushes nor pulls as that member."""
+"""A member speaks for itself alone: who has a worker's token, and not the member's key, neither
+pushes nor pulls as that member."""
 
 from __future__ import annotations
 
@@ -12,11 +13,18 @@ from shoal_common.errors import PermissionDeniedError
 
 KEYS = {"a": "a" * 32, "b": "b" * 32}
 
-over_each_transport = pytest.mark.parametrize("transport", [Transport.GRPC, Transport.TCP, Transport.MEMORY])
+over_each_transport = pytest.mark.parametrize(
+    "transport", [Transport.GRPC, Transport.TCP, Transport.MEMORY]
+)
 
 
 def client_of(cluster: Any, name: str | None, transport: Transport = Transport.GRPC) -> Any:
-    return cluster.client(cluster.running, transport=transport, token="wt", member_key=None if name is None else KEYS[name])
+    return cluster.client(
+        cluster.running,
+        transport=transport,
+        token="wt",
+        member_key=None if name is None else KEYS[name],
+    )
 
 
 @pytest.fixture
@@ -33,7 +41,9 @@ def guarded(cluster: Any, tmp_path: Any) -> Any:
 
 
 @over_each_transport
-def test_a_member_pushes_and_pulls_with_its_own_key_and_nobody_without_it(guarded: Any, transport: Transport) -> None:
+def test_a_member_pushes_and_pulls_with_its_own_key_and_nobody_without_it(
+    guarded: Any, transport: Transport
+) -> None:
     own = guarded.member(client_of(guarded, "a", transport))
     guarded.trainable(own.client)
     own.push(1.0)
@@ -44,7 +54,9 @@ def test_a_member_pushes_and_pulls_with_its_own_key_and_nobody_without_it(guarde
                 call()
             assert refused.value.reason == "MEMBER_KEY_WRONG"
     assert all(result.version == 3 for result in own.push(1.0)), "nothing of the others was applied"
-    assert len(guarded.member(client_of(guarded, None, transport)).pull(member_id="")) == 3, "who looks on needs none"
+    assert len(guarded.member(client_of(guarded, None, transport)).pull(member_id="")) == 3, (
+        "who looks on needs none"
+    )
 
 
 def test_every_call_that_names_a_member_asks_for_its_key(guarded: Any) -> None:
@@ -56,7 +68,9 @@ def test_every_call_that_names_a_member_asks_for_its_key(guarded: Any) -> None:
         "Pull": lambda client: guarded.member(client).pull(),
         "OpenData": lambda client: client.open_data("job", "a"),
         "AdvanceClock": lambda client: client.advance_clock("job", "a", clock=5),
-        "AdvanceClock of a generation": lambda client: client.advance_clock("job", "a", clock=6, generation=1),
+        "AdvanceClock of a generation": lambda client: client.advance_clock(
+            "job", "a", clock=6, generation=1
+        ),
     }
     for name, call in calls.items():
         with pytest.raises(PermissionDeniedError) as refused:
@@ -65,11 +79,15 @@ def test_every_call_that_names_a_member_asks_for_its_key(guarded: Any) -> None:
         call(own)
 
 
-def test_a_ticket_that_was_got_before_the_server_knew_of_the_member_does_not_speak_for_it(guarded: Any) -> None:
+def test_a_ticket_that_was_got_before_the_server_knew_of_the_member_does_not_speak_for_it(
+    guarded: Any,
+) -> None:
     """The thief asks for a connection in the name of a member that is yet to come."""
     owner = guarded.member(client_of(guarded, "a"))
     guarded.trainable(owner.client)
-    early = guarded.client(guarded.running, transport=Transport.TCP, token="wt", member_key=KEYS["b"])
+    early = guarded.client(
+        guarded.running, transport=Transport.TCP, token="wt", member_key=KEYS["b"]
+    )
     thief = guarded.member(early, "c", generation=2)
     ticket = early.open_data("job", "c")
     assert ticket.ticket
@@ -79,7 +97,9 @@ def test_a_ticket_that_was_got_before_the_server_knew_of_the_member_does_not_spe
     assert refused.value.reason == "MEMBER_KEY_WRONG"
 
 
-def test_a_server_that_comes_back_while_the_coordinator_is_away_knows_the_keys(guarded: Any, tmp_path: Any) -> None:
+def test_a_server_that_comes_back_while_the_coordinator_is_away_knows_the_keys(
+    guarded: Any, tmp_path: Any
+) -> None:
     cluster = guarded
     cluster.running.stop()
     settings = {"tokens": tmp_path / "tokens", "token": "st", "data_dir": tmp_path / "data"}

@@ -1,4 +1,5 @@
-"""What membership does to pushes and pulls: fencing, ssp's waits, and a coordinator that is away."""
+"""What membership does to pushes and pulls: fencing, ssp's waits, and a coordinator that is
+away."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ def test_a_member_put_out_can_neither_push_nor_pull(cluster) -> None:
     out = cluster.member(client, "b")
     out.push(1.0)
     cluster.coordinator.members(2, "a")
-    cluster.wait_until(lambda: set(client.get_server().clocks) == {"a"}, "the server to hear of generation 2")
+    cluster.wait_until(
+        lambda: set(client.get_server().clocks) == {"a"}, "the server to hear of generation 2"
+    )
     for attempt in (lambda: out.push(1.0), out.pull, lambda: out.initialize(np.zeros(1))):
         with pytest.raises(StaleGenerationError):
             attempt()
@@ -66,9 +69,13 @@ def test_a_push_that_is_under_way_when_its_member_is_put_out_is_not_applied(clus
 
     def uploads():
         yield out.header(0), memoryview(np.ones(256, np.float32))
-        cluster.wait_until(lambda: client.get_server().pushes_applied == 1, "the first partition to be applied")
+        cluster.wait_until(
+            lambda: client.get_server().pushes_applied == 1, "the first partition to be applied"
+        )
         cluster.coordinator.members(2, "a")
-        cluster.wait_until(lambda: "b" not in client.get_server().clocks, "the server to hear of generation 2")
+        cluster.wait_until(
+            lambda: "b" not in client.get_server().clocks, "the server to hear of generation 2"
+        )
         yield out.header(1), memoryview(np.ones(256, np.float32))
 
     with pytest.raises(StaleGenerationError):
@@ -76,7 +83,9 @@ def test_a_push_that_is_under_way_when_its_member_is_put_out_is_not_applied(clus
     assert [each.version for each in client.get_server().partitions] == [2, 1, 1]
 
 
-def test_a_member_of_a_generation_that_is_news_here_waits_for_the_coordinators_word(cluster) -> None:
+def test_a_member_of_a_generation_that_is_news_here_waits_for_the_coordinators_word(
+    cluster,
+) -> None:
     client = cluster.server()
     cluster.trainable(client)
     joiner = cluster.member(client, "joiner", generation=2)
@@ -86,7 +95,9 @@ def test_a_member_of_a_generation_that_is_news_here_waits_for_the_coordinators_w
         assert {each.version for each in pushing.result(60)} == {2}
 
 
-def test_a_word_on_a_clock_of_a_generation_that_is_news_here_waits_for_the_coordinators_too(cluster) -> None:
+def test_a_word_on_a_clock_of_a_generation_that_is_news_here_waits_for_the_coordinators_too(
+    cluster,
+) -> None:
     client = cluster.server()
     cluster.trainable(client)
     with ThreadPoolExecutor(1) as pool:
@@ -94,7 +105,9 @@ def test_a_word_on_a_clock_of_a_generation_that_is_news_here_waits_for_the_coord
         cluster.coordinator.members(2, "a", "b", "joiner")
         told.result(60)
     cluster.coordinator.members(3, "a", "b")
-    cluster.wait_until(lambda: set(client.get_server().clocks) == {"a", "b"}, "the server to hear of generation 3")
+    cluster.wait_until(
+        lambda: set(client.get_server().clocks) == {"a", "b"}, "the server to hear of generation 3"
+    )
     with pytest.raises(StaleGenerationError):
         client.advance_clock("job", "joiner", clock=1, generation=2)
 
@@ -116,8 +129,11 @@ def test_ssp_holds_the_fast_until_the_slow_come_up(cluster) -> None:
     assert dict(client.get_server().clocks) == {"a": 2, "b": 1}
 
 
-def test_a_member_that_caught_up_before_its_first_push_is_as_far_after_a_crash(cluster, tmp_path) -> None:
-    """Its first word, with which its count begins, came with a pull, of which the journal has nothing else."""
+def test_a_member_that_caught_up_before_its_first_push_is_as_far_after_a_crash(
+    cluster, tmp_path
+) -> None:
+    """Its first word, with which its count begins, came with a pull, of which the journal has
+    nothing else."""
     client = cluster.server(data_dir=tmp_path / "data")
     others, joiner = cluster.trainable(client, bound=5), cluster.member(client, "b")
     others.pull()
@@ -143,18 +159,34 @@ def test_ssp_holds_nobody_up_for_members_that_are_gone(cluster) -> None:
         waiting.result(60)
 
 
-def test_a_worker_killed_in_the_middle_of_a_push_leaves_whole_partitions_and_holds_nobody_up(cluster, tmp_path) -> None:
+def test_a_worker_killed_in_the_middle_of_a_push_leaves_whole_partitions_and_holds_nobody_up(
+    cluster, tmp_path
+) -> None:
     client = cluster.server()
     other, victim = cluster.trainable(client, bound=0), cluster.member(client, "b")
     other.pull()
     victim.pull()
     ones = np.ones(256, np.float32).tobytes()
-    whole, half = encode_push_chunk((victim.header(0), memoryview(ones))), encode_push_chunk((victim.header(1), memoryview(ones)[:512]))
+    whole, half = (
+        encode_push_chunk((victim.header(0), memoryview(ones))),
+        encode_push_chunk((victim.header(1), memoryview(ones)[:512])),
+    )
     (tmp_path / "0").write_bytes(whole)
     (tmp_path / "1").write_bytes(half)
-    process = subprocess.Popen([sys.executable, "-c", PUSHES_FOR_EVER, cluster.running.address, str(tmp_path / "0"), str(tmp_path / "1")])
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            PUSHES_FOR_EVER,
+            cluster.running.address,
+            str(tmp_path / "0"),
+            str(tmp_path / "1"),
+        ]
+    )
     try:
-        cluster.wait_until(lambda: client.get_server().pushes_applied == 1, "the first partition to be applied")
+        cluster.wait_until(
+            lambda: client.get_server().pushes_applied == 1, "the first partition to be applied"
+        )
         other.push(1.0)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(lambda: other.pull(wait=LONG))
@@ -194,14 +226,19 @@ def test_a_clock_counts_only_when_the_whole_stream_is_in(cluster) -> None:
     member.pull()
     with pytest.raises(InvalidRequestError):
         client.push(
-            [(member.header(0), memoryview(np.ones(256, np.float32))), (member.header(1), memoryview(np.full(256, np.nan, np.float32)))]
+            [
+                (member.header(0), memoryview(np.ones(256, np.float32))),
+                (member.header(1), memoryview(np.full(256, np.nan, np.float32))),
+            ]
         )
     assert client.get_server().clocks["a"] == 0
     member.push(1.0)
     assert client.get_server().clocks["a"] == 1
 
 
-def test_training_goes_on_while_the_coordinator_is_away_and_news_comes_when_it_is_back(cluster) -> None:
+def test_training_goes_on_while_the_coordinator_is_away_and_news_comes_when_it_is_back(
+    cluster,
+) -> None:
     client = cluster.server()
     member = cluster.trainable(client)
     cluster.coordinator.stop()
@@ -213,16 +250,23 @@ def test_training_goes_on_while_the_coordinator_is_away_and_news_comes_when_it_i
     cluster.coordinator.start()
     assert cluster.coordinator.registrations.get(timeout=30).server_id == "server"
     cluster.coordinator.members(2, "a")
-    cluster.wait_until(lambda: set(client.get_server().clocks) == {"a"}, "the server to hear of generation 2")
+    cluster.wait_until(
+        lambda: set(client.get_server().clocks) == {"a"}, "the server to hear of generation 2"
+    )
     member.push(1.0)
 
 
 def test_the_coordinator_hears_how_much_is_stored(cluster) -> None:
     cluster.trainable(cluster.server())
-    cluster.wait_until(lambda: cluster.coordinator.heartbeats.get(timeout=30).stored_bytes == 2400, "a heartbeat with 2400 bytes")
+    cluster.wait_until(
+        lambda: cluster.coordinator.heartbeats.get(timeout=30).stored_bytes == 2400,
+        "a heartbeat with 2400 bytes",
+    )
 
 
-def test_before_the_coordinator_has_spoken_callers_are_told_to_try_again(cluster, monkeypatch) -> None:
+def test_before_the_coordinator_has_spoken_callers_are_told_to_try_again(
+    cluster, monkeypatch
+) -> None:
     monkeypatch.setattr(standing, "_PLACE_WAIT", timedelta(milliseconds=50))
     cluster.coordinator.stop()
     cluster.coordinator.shard_map = None

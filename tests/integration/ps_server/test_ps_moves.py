@@ -1,4 +1,5 @@
-"""Partitions move between two servers while a worker trains: nothing is lost or doubled, whoever is killed in between."""
+"""Partitions move between two servers while a worker trains: nothing is lost or doubled, whoever is
+killed in between."""
 
 from __future__ import annotations
 
@@ -29,9 +30,19 @@ Start = Callable[..., "Pair"]
 class Pair:
     """Two servers, of which the first has all partitions at the beginning."""
 
-    def __init__(self, zygote: Zygote, directory: Path, *tensors: tuple[str, int, str], partition: int, keeps_data: bool = True) -> None:
+    def __init__(
+        self,
+        zygote: Zygote,
+        directory: Path,
+        *tensors: tuple[str, int, str],
+        partition: int,
+        keeps_data: bool = True,
+    ) -> None:
         self.coordinator = MovingCoordinator(*tensors, partition=partition)
-        self.servers = [MovingServer(zygote, directory, self.coordinator, index, keeps_data=keeps_data) for index in range(2)]
+        self.servers = [
+            MovingServer(zygote, directory, self.coordinator, index, keeps_data=keeps_data)
+            for index in range(2)
+        ]
         for server in self.servers:
             server.start()
         self.trainer = Trainer(self.coordinator)
@@ -43,7 +54,9 @@ class Pair:
 
     def wait_for(self, *partition_ids: int, owner: int) -> None:
         def have_moved() -> bool:
-            return self.coordinator.order is None and {self.coordinator.owner(each) for each in partition_ids} == {owner}
+            return self.coordinator.order is None and {
+                self.coordinator.owner(each) for each in partition_ids
+            } == {owner}
 
         eventually(have_moved, f"partitions {partition_ids} to be server {owner}'s")
 
@@ -63,8 +76,16 @@ def start(zygote: Zygote, tmp_path: Path) -> Iterator[Start]:
     """start(*tensors, partition=) -> Pair"""
     with ExitStack() as stack:
 
-        def started(*tensors: tuple[str, int, str], partition: int = 256, keeps_data: bool = True) -> Pair:
-            pair = Pair(zygote, tmp_path, *(tensors or (("weight", 1000, "float32"),)), partition=partition, keeps_data=keeps_data)
+        def started(
+            *tensors: tuple[str, int, str], partition: int = 256, keeps_data: bool = True
+        ) -> Pair:
+            pair = Pair(
+                zygote,
+                tmp_path,
+                *(tensors or (("weight", 1000, "float32"),)),
+                partition=partition,
+                keeps_data=keeps_data,
+            )
             stack.callback(pair.close)
             return pair
 
@@ -72,7 +93,9 @@ def start(zygote: Zygote, tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize("keeps_data", [True, False])
-def test_partitions_move_while_pushes_go_on_and_nothing_is_lost_or_doubled(start: Start, keeps_data: bool) -> None:
+def test_partitions_move_while_pushes_go_on_and_nothing_is_lost_or_doubled(
+    start: Start, keeps_data: bool
+) -> None:
     pair = start(keeps_data=keeps_data)
     trainer = pair.trainer
     trainer.begin()
@@ -102,7 +125,9 @@ def test_partitions_move_while_pushes_go_on_and_nothing_is_lost_or_doubled(start
     assert pair.servers[1].metric("shoal_ps_moved_partitions_total") == 4
 
 
-def test_partitions_move_between_servers_that_ask_each_other_for_certificates_and_tokens(zygote: Zygote, tmp_path: Path) -> None:
+def test_partitions_move_between_servers_that_ask_each_other_for_certificates_and_tokens(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     authority = trustme.CA()
     issued = authority.issue_cert("127.0.0.1")
     files = {name: tmp_path / f"{name}.pem" for name in ("authority", "certificate", "key")}
@@ -112,12 +137,32 @@ def test_partitions_move_between_servers_that_ask_each_other_for_certificates_an
     tokens = tmp_path / "tokens"
     tokens.write_text("server: st\nworker: wt\n")
     (tmp_path / "token").write_text("st\n")
-    flags = ["--tokens", str(tokens), "--token-file", str(tmp_path / "token"), "--tls-client-ca", str(files["authority"])]
-    flags += ["--tls-ca", str(files["authority"]), "--tls-cert", str(files["certificate"]), "--tls-key", str(files["key"])]
-    credentials = grpc.ssl_server_credentials([(files["key"].read_bytes(), files["certificate"].read_bytes())])
-    coordinator = MovingCoordinator(("weight", 1000, "float32"), partition=256, credentials=credentials)
+    flags = [
+        "--tokens",
+        str(tokens),
+        "--token-file",
+        str(tmp_path / "token"),
+        "--tls-client-ca",
+        str(files["authority"]),
+    ]
+    flags += [
+        "--tls-ca",
+        str(files["authority"]),
+        "--tls-cert",
+        str(files["certificate"]),
+        "--tls-key",
+        str(files["key"]),
+    ]
+    credentials = grpc.ssl_server_credentials(
+        [(files["key"].read_bytes(), files["certificate"].read_bytes())]
+    )
+    coordinator = MovingCoordinator(
+        ("weight", 1000, "float32"), partition=256, credentials=credentials
+    )
     trainer = Trainer(coordinator, tls=TlsSettings(**files), token="wt")
-    servers = [MovingServer(zygote, tmp_path, coordinator, index, flags=flags) for index in range(2)]
+    servers = [
+        MovingServer(zygote, tmp_path, coordinator, index, flags=flags) for index in range(2)
+    ]
     try:
         for server in servers:
             server.start()
@@ -145,21 +190,34 @@ def test_the_pause_of_a_move_of_32_mib_with_the_state_of_adamw_is_short(start: S
     pauses = []
     for giver in (0, 1, 0):
         pair.move(0, 1, 2, 3, giver=giver)
-        eventually(lambda giver=giver: pair.held(1 - giver) == {0, 1, 2, 3} and not pair.held(giver), "both servers to know")
-        pauses.append(sum(server.metric("shoal_ps_frozen_seconds_sum") for server in pair.servers) - sum(pauses))
+        eventually(
+            lambda giver=giver: pair.held(1 - giver) == {0, 1, 2, 3} and not pair.held(giver),
+            "both servers to know",
+        )
+        pauses.append(
+            sum(server.metric("shoal_ps_frozen_seconds_sum") for server in pair.servers)
+            - sum(pauses)
+        )
     pair.trainer.step()
     pair.trainer.check()
     print(f"pauses of {', '.join(f'{pause:.3f}' for pause in pauses)} s")
     assert min(pauses) < 2.0  # 0.5 where nothing else runs
 
 
-@pytest.mark.parametrize("other", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["comes-back", "other-is-killed-too"])
+@pytest.mark.parametrize(
+    "other",
+    [False, pytest.param(True, marks=pytest.mark.slow)],
+    ids=["comes-back", "other-is-killed-too"],
+)
 def test_servers_can_be_killed_at_each_failpoint_of_a_move(start: Start, other: bool) -> None:
-    """The one that passes it, or then both of them; what was acknowledged is there once, at the server that the map names."""
+    """The one that passes it, or then both of them; what was acknowledged is there once, at the
+    server that the map names."""
     pair = start()
     trainer = pair.trainer
     trainer.begin()
-    for name in sorted(name for name in documented("Parameter servers") if name.startswith("move.")):
+    for name in sorted(
+        name for name in documented("Parameter servers") if name.startswith("move.")
+    ):
         giver = pair.coordinator.owner(1)
         armed = 1 - giver if name in ("move.taken", "move.activated") else giver
         trainer.step()
@@ -178,7 +236,10 @@ def test_servers_can_be_killed_at_each_failpoint_of_a_move(start: Start, other: 
         trainer.step()
         trainer.check()
         assert trainer.push_again(1).duplicate
-        owners = [{each for each in range(4) if pair.coordinator.owner(each) == index} for index in range(2)]
+        owners = [
+            {each for each in range(4) if pair.coordinator.owner(each) == index}
+            for index in range(2)
+        ]
         assert [pair.held(0), pair.held(1)] == owners, name
 
 
@@ -197,8 +258,11 @@ def test_what_a_receiver_does_not_take_in_time_stays_and_is_served_on(start: Sta
     pair.trainer.check()
 
 
-def test_a_move_that_is_settled_otherwise_meanwhile_leaves_everything_as_it_was(start: Start) -> None:
-    """The coordinator has lost patience: what was frozen is served again, and what was taken is dropped."""
+def test_a_move_that_is_settled_otherwise_meanwhile_leaves_everything_as_it_was(
+    start: Start,
+) -> None:
+    """The coordinator has lost patience: what was frozen is served again, and what was taken is
+    dropped."""
     pair = start()
     coordinator, trainer = pair.coordinator, pair.trainer
     trainer.begin()
@@ -231,7 +295,9 @@ def test_clocks_are_not_told_to_a_server_that_has_given_a_copy_of_them_away(star
     ):
 
         def tell(client: ParameterServerClient, clock: int, epoch: int) -> int:
-            return client.advance_clock(JOB, "a", clock=clock, generation=1, shard_map_epoch=epoch).slowest_clock
+            return client.advance_clock(
+                JOB, "a", clock=clock, generation=1, shard_map_epoch=epoch
+            ).slowest_clock
 
         tell(giver, 0, 1)
         tell(giver, 3, 1)
@@ -242,7 +308,10 @@ def test_clocks_are_not_told_to_a_server_that_has_given_a_copy_of_them_away(star
             tell(giver, 4, 1)
         assert moving.value.reason == "PARTITION_MOVING"
         assert moving.value.retry_after is not None
-        assert {each.partition_id for each in giver.get_server().partitions if each.moving} == {1, 3}
+        assert {each.partition_id for each in giver.get_server().partitions if each.moving} == {
+            1,
+            3,
+        }
         coordinator.decide(report)
         with pytest.raises(PreconditionError) as stale:
             eventually(lambda: _answers(lambda: tell(giver, 4, 1)), "the giver to know the new map")
@@ -252,17 +321,29 @@ def test_clocks_are_not_told_to_a_server_that_has_given_a_copy_of_them_away(star
         assert tell(giver, 4, 2) == 0
 
 
-@pytest.mark.parametrize(("decided", "refusal"), [(False, "PARTITION_MOVING"), (True, "STALE_SHARD_MAP")])
-def test_a_clock_that_waits_for_its_generation_while_partitions_move_is_not_counted(start: Start, decided: bool, refusal: str) -> None:
+@pytest.mark.parametrize(
+    ("decided", "refusal"), [(False, "PARTITION_MOVING"), (True, "STALE_SHARD_MAP")]
+)
+def test_a_clock_that_waits_for_its_generation_while_partitions_move_is_not_counted(
+    start: Start, decided: bool, refusal: str
+) -> None:
     """It was sent before they moved: the giver alone would know of it."""
     pair = start()
     coordinator = pair.coordinator
     pair.trainer.begin(pb.Consistency(mode=pb.Consistency.MODE_SSP, bound=1))
     coordinator.decides = False
-    with ParameterServerClient(ChannelSettings(address=coordinator.address_of(0))) as giver, ThreadPoolExecutor(1) as threads:
+    with (
+        ParameterServerClient(ChannelSettings(address=coordinator.address_of(0))) as giver,
+        ThreadPoolExecutor(1) as threads,
+    ):
         calls = pair.servers[0].metric("grpc_server_started_total")
-        telling = threads.submit(giver.advance_clock, JOB, "a", clock=1, generation=2, shard_map_epoch=1)
-        eventually(lambda: pair.servers[0].metric("grpc_server_started_total") > calls, "the clock to be told")
+        telling = threads.submit(
+            giver.advance_clock, JOB, "a", clock=1, generation=2, shard_map_epoch=1
+        )
+        eventually(
+            lambda: pair.servers[0].metric("grpc_server_started_total") > calls,
+            "the clock to be told",
+        )
         coordinator.move([1, 3], 0, 1)
         report = coordinator.reports.get(timeout=60)
         assert report.taken

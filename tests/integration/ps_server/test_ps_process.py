@@ -43,27 +43,36 @@ def flags(cluster, *more: str) -> tuple[str, ...]:
     return ("--coordinator", cluster.address, "--job", "job", "--server-id", "server", *more)
 
 
-def test_metrics_tell_of_the_disk_and_of_the_bound_that_workers_keep(cluster, start, tmp_path) -> None:
+def test_metrics_tell_of_the_disk_and_of_the_bound_that_workers_keep(
+    cluster, start, tmp_path
+) -> None:
     process = start(*flags(cluster, "--data-dir", str(tmp_path / "data")))
     client = process.client()
     cluster.coordinator.registrations.get(timeout=30)
     optimizer = pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 0.1})
-    client.configure_optimizer("job", optimizer, pb.Consistency(mode=pb.Consistency.MODE_SSP, bound=7))
+    client.configure_optimizer(
+        "job", optimizer, pb.Consistency(mode=pb.Consistency.MODE_SSP, bound=7)
+    )
 
     def told(name: str) -> float:
         with urllib.request.urlopen(f"http://{process.http}/metrics", timeout=30) as answer:
             families = text_string_to_metric_families(answer.read().decode())
-        return next(sample.value for family in families for sample in family.samples if sample.name == name)
+        return next(
+            sample.value for family in families for sample in family.samples if sample.name == name
+        )
 
     usage = shutil.disk_usage(tmp_path)
     assert told("shoal_ps_disk_bytes") == usage.total
     assert 0 < told("shoal_ps_disk_free_bytes") <= usage.total
-    cluster.wait_until(lambda: told("shoal_ps_clock_bound") == 7, "a heartbeat, with which the gauges are set")
+    cluster.wait_until(
+        lambda: told("shoal_ps_clock_bound") == 7, "a heartbeat, with which the gauges are set"
+    )
     assert process.end() == 0
 
 
 def test_a_restarted_server_goes_on_where_it_was_stopped(cluster, start, tmp_path) -> None:
-    """SIGTERM writes a snapshot; the next server has values, momentum, versions, sequence numbers and settings."""
+    """SIGTERM writes a snapshot; the next server has values, momentum, versions, sequence numbers
+    and settings."""
     data = tmp_path / "data"
     client = cluster.server()  # the same pushes on a server that is not stopped
     process = start(*flags(cluster, "--data-dir", str(data)))
@@ -103,13 +112,22 @@ def test_a_restarted_server_goes_on_where_it_was_stopped(cluster, start, tmp_pat
 
 
 def test_a_killed_server_comes_back_with_all_that_it_acknowledged(cluster, start, tmp_path) -> None:
-    """Two members push without a pause; the server is killed in the middle of it, again and again."""
+    """Two members push without a pause; the server is killed in the middle of it, again and
+    again."""
     data = tmp_path / "data"
     cluster.declare(partition=300)
     generator = random.Random(0)
     acknowledged = {"a": 0, "b": 0}
     for kill in range(4):
-        process = start(*flags(cluster, "--data-dir", str(data), "--snapshot-interval", "0.2s" if kill == 2 else "0s"))
+        process = start(
+            *flags(
+                cluster,
+                "--data-dir",
+                str(data),
+                "--snapshot-interval",
+                "0.2s" if kill == 2 else "0s",
+            )
+        )
         client = process.client()
         if kill == 0:
             cluster.trainable(client)
@@ -125,9 +143,13 @@ def test_a_killed_server_comes_back_with_all_that_it_acknowledged(cluster, start
 
         known = {name: client.get_server(member_id=name) for name in acknowledged}
         for name, server in known.items():
-            assert {each.sequence for each in server.partitions} <= {acknowledged[name], acknowledged[name] + 1}
+            assert {each.sequence for each in server.partitions} <= {
+                acknowledged[name],
+                acknowledged[name] + 1,
+            }
             acknowledged[name] = min(each.sequence for each in server.partitions)
-            cluster.member(client, name).push(1.0, sequence=acknowledged[name] + 1, base_version=1)  # whatever of it is not there yet
+            # whatever of it is not there yet
+            cluster.member(client, name).push(1.0, sequence=acknowledged[name] + 1, base_version=1)
             acknowledged[name] += 1
         members = [threading.Thread(target=train, args=(name,)) for name in acknowledged]
         for each in members:
@@ -138,7 +160,9 @@ def test_a_killed_server_comes_back_with_all_that_it_acknowledged(cluster, start
             "pushes to be acknowledged",
         )
         if kill == 2:
-            cluster.wait_until(lambda process=process: "snapshot written" in process.log, "a snapshot")
+            cluster.wait_until(
+                lambda process=process: "snapshot written" in process.log, "a snapshot"
+            )
         process.end(signal.SIGKILL)
         for each in members:
             each.join()
@@ -146,7 +170,10 @@ def test_a_killed_server_comes_back_with_all_that_it_acknowledged(cluster, start
 
     assert min(acknowledged.values()) > 20
     client = cluster.unregistered(data_dir=data)
-    sequences = [[each.sequence for each in client.get_server(member_id=name).partitions] for name in acknowledged]
+    sequences = [
+        [each.sequence for each in client.get_server(member_id=name).partitions]
+        for name in acknowledged
+    ]
     for name, found in zip(acknowledged, sequences, strict=True):
         assert all(acknowledged[name] <= each <= acknowledged[name] + 1 for each in found)
     versions = [each.version for each in client.get_server().partitions]
@@ -155,15 +182,20 @@ def test_a_killed_server_comes_back_with_all_that_it_acknowledged(cluster, start
     assert all((values[number] == 1.0 - version).all() for number, version in enumerate(versions))
 
 
-def test_a_damaged_snapshot_keeps_the_server_from_starting_and_stays_as_it_is(cluster, tmp_path) -> None:
+def test_a_damaged_snapshot_keeps_the_server_from_starting_and_stays_as_it_is(
+    cluster, tmp_path
+) -> None:
     snapshot = tmp_path / "data" / "snapshot.safetensors"
     snapshot.parent.mkdir()
     snapshot.write_bytes(b"no snapshot at all")
     with pytest.raises(CorruptDataError, match=r"snapshot\.safetensors is damaged"):
         cluster.unregistered(data_dir=snapshot.parent)
     assert snapshot.read_bytes() == b"no snapshot at all"
-    assert not cluster.coordinator.registrations.get(timeout=30).address  # it asked whether it is a backup, and is none
-    cluster.coordinator.refusal = InvalidRequestError("register.address='': this job has no backups", reason="REQUEST_INVALID")
+    # it asked whether it is a backup, and is none
+    assert not cluster.coordinator.registrations.get(timeout=30).address
+    cluster.coordinator.refusal = InvalidRequestError(
+        "register.address='': this job has no backups", reason="REQUEST_INVALID"
+    )
     with pytest.raises(CorruptDataError, match=r"snapshot\.safetensors is damaged"):
         cluster.unregistered(data_dir=snapshot.parent)
     assert snapshot.read_bytes() == b"no snapshot at all"
@@ -190,14 +222,19 @@ sys.meta_path.insert(0, Signaller())
 from shoal_ps_server.__main__ import main
 main(["--coordinator", "127.0.0.1:1", "--job", "job", "--server-id", "server"])
 """
-    ended = subprocess.run([sys.executable, "-c", signalled_at_import], capture_output=True, timeout=60, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", signalled_at_import], capture_output=True, timeout=60, check=False
+    )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"", b"")
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--job", "job"], "coordinator: Field required (set --coordinator or SHOAL_PS_SERVER_COORDINATOR)"),
+        (
+            ["--job", "job"],
+            "coordinator: Field required (set --coordinator or SHOAL_PS_SERVER_COORDINATOR)",
+        ),
         (["--coordinator", "nowhere", "--job", "job"], "address 'nowhere': expected HOST:PORT"),
         (["--coordinator", "h:1", "--job", "a b"], "job='a b'"),
         (["--coordinator", "h:1", "--job", "j", "--snapshot-interval", "soon"], "duration 'soon'"),
@@ -226,25 +263,35 @@ def test_settings_that_cannot_be_served_are_refused(cluster, settings, complaint
 
 
 def test_a_registration_that_is_refused_ends_the_server(cluster) -> None:
-    cluster.coordinator.refusal = PreconditionError("the job takes no servers", reason="SERVERS_COMPLETE")
+    cluster.coordinator.refusal = PreconditionError(
+        "the job takes no servers", reason="SERVERS_COMPLETE"
+    )
     cluster.unregistered()
     cluster.running.thread.join(30)
     assert isinstance(cluster.running.failure, PreconditionError)
     assert str(cluster.running.failure) == "the job takes no servers"
 
 
-def test_a_server_waits_for_its_place_while_its_predecessor_is_not_known_to_be_gone(cluster) -> None:
-    cluster.coordinator.refusal = PreconditionError("another process has this server_id", reason="SERVER_CONFLICT")
+def test_a_server_waits_for_its_place_while_its_predecessor_is_not_known_to_be_gone(
+    cluster,
+) -> None:
+    cluster.coordinator.refusal = PreconditionError(
+        "another process has this server_id", reason="SERVER_CONFLICT"
+    )
     cluster.declare()
     client = cluster.unregistered()
-    cluster.wait_until(lambda: cluster.coordinator.tokens.qsize() > 1, "a second attempt to register")
+    cluster.wait_until(
+        lambda: cluster.coordinator.tokens.qsize() > 1, "a second attempt to register"
+    )
     cluster.coordinator.refusal = None
     cluster.trainable(client).push(1.0)
 
 
 def test_a_server_whose_place_was_taken_over_ends(cluster) -> None:
     cluster.server()
-    cluster.coordinator.refusal = PreconditionError("another process has this server_id", reason="SERVER_CONFLICT")
+    cluster.coordinator.refusal = PreconditionError(
+        "another process has this server_id", reason="SERVER_CONFLICT"
+    )
     cluster.coordinator.stop()
     cluster.coordinator.start()
     cluster.running.thread.join(30)
@@ -269,7 +316,11 @@ def test_roles_are_enforced(cluster, tmp_path) -> None:
     worker, reader = (cluster.client(cluster.running, token=token) for token in ("wt", "rt"))
     cluster.trainable(worker)
     assert len(reader.get_server().partitions) == 3
-    for call in (lambda: reader.snapshot("job"), lambda: cluster.member(reader).pull(), lambda: cluster.member(reader).push(1.0)):
+    for call in (
+        lambda: reader.snapshot("job"),
+        lambda: cluster.member(reader).pull(),
+        lambda: cluster.member(reader).push(1.0),
+    ):
         with pytest.raises(PermissionDeniedError):
             call()
     assert len(cluster.member(reader).pull(member_id="")) == 3  # it looks on, as nobody's member
@@ -284,11 +335,15 @@ def test_a_readers_token_is_enough_to_read_the_whole_model(cluster, tmp_path) ->
     cluster.trainable(cluster.client(cluster.running, token="wt")).push(1.0)
     cluster.coordinator.shard_map.servers.add(server_index=0, address=cluster.running.address)
     patience = timedelta(seconds=30)
-    with shoal.ModelReader(ChannelSettings(address=cluster.address, token="rt"), "job", patience=patience) as reader:
+    with shoal.ModelReader(
+        ChannelSettings(address=cluster.address, token="rt"), "job", patience=patience
+    ) as reader:
         assert reader.state_dict()["weight"].tolist() == [-1.0] * 600
         assert reader.versions == {0: 2, 1: 2, 2: 2}
     with pytest.raises(AuthenticationError):
-        shoal.ParameterServerClient.state_dict(ChannelSettings(address=cluster.address, token="other"), "job", patience=patience)
+        shoal.ParameterServerClient.state_dict(
+            ChannelSettings(address=cluster.address, token="other"), "job", patience=patience
+        )
 
 
 def test_a_model_that_is_read_while_others_push_has_whole_partitions(cluster) -> None:
@@ -301,7 +356,10 @@ def test_a_model_that_is_read_while_others_push_has_whole_partitions(cluster) ->
         while not ended.is_set():
             member.push(1.0)
 
-    with ThreadPoolExecutor(1) as pool, shoal.ModelReader(ChannelSettings(address=cluster.address), "job") as reader:
+    with (
+        ThreadPoolExecutor(1) as pool,
+        shoal.ModelReader(ChannelSettings(address=cluster.address), "job") as reader,
+    ):
         pushing = pool.submit(push)
         try:
             for _ in range(30):
@@ -314,18 +372,25 @@ def test_a_model_that_is_read_while_others_push_has_whole_partitions(cluster) ->
 
 
 def test_snapshots_are_written_by_and_by_while_values_change(cluster, tmp_path) -> None:
-    client = cluster.server(data_dir=tmp_path / "data", snapshot_interval=timedelta(milliseconds=20))
+    client = cluster.server(
+        data_dir=tmp_path / "data", snapshot_interval=timedelta(milliseconds=20)
+    )
     member = cluster.trainable(client)
     snapshot = tmp_path / "data" / "snapshot.safetensors"
     for _ in range(3):
         earlier = snapshot.stat().st_mtime_ns if snapshot.exists() else 0
         member.push(1.0)
-        cluster.wait_until(lambda: snapshot.exists() and snapshot.stat().st_mtime_ns > earlier, "a newer snapshot")  # noqa: B023
+        cluster.wait_until(
+            lambda: snapshot.exists() and snapshot.stat().st_mtime_ns > earlier,  # noqa: B023
+            "a newer snapshot",
+        )
 
 
 def test_health_reports_a_journal_that_cannot_be_written(cluster, start, tmp_path) -> None:
     cluster.declare(partition=300)
-    process = start(*flags(cluster, "--data-dir", str(tmp_path / "data"), "--snapshot-interval", "0s"))
+    process = start(
+        *flags(cluster, "--data-dir", str(tmp_path / "data"), "--snapshot-interval", "0s")
+    )
     client = process.client()
     member = cluster.trainable(client)
 
@@ -338,8 +403,13 @@ def test_health_reports_a_journal_that_cannot_be_written(cluster, start, tmp_pat
                 return error.code, error.read().decode()
 
     assert health() == (200, "ok\n")
-    journal = max((tmp_path / "data").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (journal.stat().st_size + 4096, resource.RLIM_INFINITY))
+    journal = max(
+        (tmp_path / "data").rglob("*"),
+        key=lambda path: path.stat().st_size if path.is_file() else 0,
+    )
+    resource.prlimit(
+        process.pid, resource.RLIMIT_FSIZE, (journal.stat().st_size + 4096, resource.RLIM_INFINITY)
+    )
 
     def push_until_refused() -> None:
         for _ in range(1000):
@@ -351,7 +421,9 @@ def test_health_reports_a_journal_that_cannot_be_written(cluster, start, tmp_pat
     status, reason = health()
     assert status == 503
     assert "the journal cannot be written, updates are refused" in reason
-    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    resource.prlimit(
+        process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    )
     member.push(1.0)
     assert health() == (200, "ok\n")
     client.close()
@@ -359,7 +431,9 @@ def test_health_reports_a_journal_that_cannot_be_written(cluster, start, tmp_pat
     assert "the journal can be written again" in process.log
 
 
-def test_a_snapshot_that_cannot_be_written_is_an_error_and_training_goes_on(cluster, tmp_path) -> None:
+def test_a_snapshot_that_cannot_be_written_is_an_error_and_training_goes_on(
+    cluster, tmp_path
+) -> None:
     data = tmp_path / "data"
     client = cluster.server(data_dir=data, snapshot_interval=timedelta(milliseconds=20))
     (data / "snapshot.safetensors").mkdir()  # so that the rename fails, also for root
@@ -375,7 +449,11 @@ def test_a_snapshot_that_cannot_be_written_is_an_error_and_training_goes_on(clus
 
 def test_help_names_every_setting() -> None:
     shown = subprocess.run(
-        [sys.executable, "-m", "shoal_ps_server", "--help"], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-m", "shoal_ps_server", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     ).stdout
     for name, field in PsServerSettings.model_fields.items():
         assert (field.validation_alias or f"--{name.replace('_', '-')}") in shown
@@ -390,7 +468,9 @@ def test_the_port_file_names_both_addresses_and_the_process(cluster, tmp_path) -
     assert ChannelSettings(address=port["grpc"])
 
 
-def test_a_server_that_is_given_another_place_ends_and_the_next_process_serves_there(cluster, tmp_path) -> None:
+def test_a_server_that_is_given_another_place_ends_and_the_next_process_serves_there(
+    cluster, tmp_path
+) -> None:
     """Epochs of the one place say nothing of the other's."""
     coordinator = cluster.coordinator
     coordinator.place = coordinator_pb2.ServerPlace(epoch=3)
@@ -402,7 +482,9 @@ def test_a_server_that_is_given_another_place_ends_and_the_next_process_serves_t
     coordinator.start()
     cluster.wait_until(lambda: cluster.running.failure, "the server to end")
     assert isinstance(cluster.running.failure, ConfigurationError)
-    assert "takes this process for server 2 of job 'job'; it was server 0" in str(cluster.running.failure)
+    assert "takes this process for server 2 of job 'job'; it was server 0" in str(
+        cluster.running.failure
+    )
     client = cluster.unregistered(**settings)
     assert client.get_server(member_id="a").server_id == "server"
     coordinator.stop()  # the same place again is no other one

@@ -11,7 +11,13 @@ import pytest
 import torch
 from shoal_common import codecs
 from shoal_common.bulk.transport import Transport
-from shoal_common.errors import DeadlineError, InvalidRequestError, PreconditionError, ShoalError, UnavailableError
+from shoal_common.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    PreconditionError,
+    ShoalError,
+    UnavailableError,
+)
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 pytestmark = pytest.mark.parametrize("transport", [Transport.GRPC, Transport.TCP, Transport.MEMORY])
@@ -24,9 +30,15 @@ def floats(buffers):
 def test_a_push_moves_the_values_that_the_next_pull_sees(cluster) -> None:
     client = cluster.server()
     member = cluster.trainable(client, lr=0.5)
-    assert {number: values.size for number, values in floats(member.pull()).items()} == {0: 256, 1: 256, 2: 88}
+    assert {number: values.size for number, values in floats(member.pull()).items()} == {
+        0: 256,
+        1: 256,
+        2: 88,
+    }
     results = member.push(1.0)
-    assert [(each.partition_id, each.version, each.staleness, each.duplicate) for each in results] == [(n, 2, 0, False) for n in (0, 1, 2)]
+    assert [
+        (each.partition_id, each.version, each.staleness, each.duplicate) for each in results
+    ] == [(n, 2, 0, False) for n in (0, 1, 2)]
     assert all((values == -0.5).all() for values in floats(member.pull()).values())
     assert member.versions == {0: 2, 1: 2, 2: 2}
 
@@ -124,13 +136,16 @@ def test_a_schedule_changes_the_learning_rate_and_never_turns_back(cluster) -> N
     assert client.get_server().optimizer.hyperparameters["lr"] == 0.25
     # Who comes later asks for what the job began with.
     again = client.configure_optimizer(
-        "job", pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 1.0}), pb.Consistency(mode=pb.Consistency.MODE_ASP)
+        "job",
+        pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 1.0}),
+        pb.Consistency(mode=pb.Consistency.MODE_ASP),
     )
     assert not again.configured
 
 
 def test_pulls_see_each_partition_whole_while_others_push(cluster) -> None:
-    """All elements of a partition get the same gradients, so a pull in which they differ saw half a push."""
+    """All elements of a partition get the same gradients, so a pull in which they differ saw half a
+    push."""
     client = cluster.server(("weight", 3 << 20, "float32"), partition=2 << 20)
     pusher, puller = cluster.trainable(client), cluster.member(client, "b")
     done = threading.Event()
@@ -153,7 +168,9 @@ def test_pushes_of_many_members_are_all_applied_once(cluster) -> None:
     client = cluster.server(members={1: names})
     cluster.member(client, names[0]).initialize(np.zeros(1))
     cluster.client(cluster.running).configure_optimizer(
-        "job", pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 1.0}), pb.Consistency(mode=pb.Consistency.MODE_ASP)
+        "job",
+        pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 1.0}),
+        pb.Consistency(mode=pb.Consistency.MODE_ASP),
     )
 
     def work(name: str) -> None:
@@ -266,7 +283,9 @@ def test_a_gradient_is_compensated_for_what_others_pushed_since_its_member_pulle
     fast.push(1.0)
     assert client.get_server().stored_bytes == 2 * plain
     cluster.coordinator.members(2, "b")
-    cluster.wait_until(lambda: set(client.get_server().clocks) == {"b"}, "the server to hear of generation 2")
+    cluster.wait_until(
+        lambda: set(client.get_server().clocks) == {"b"}, "the server to hear of generation 2"
+    )
     fast.pull()
     assert client.get_server().stored_bytes == plain
 
@@ -276,15 +295,28 @@ def test_rows_that_are_cut_are_refused_before_anything_is_configured(cluster) ->
     cluster.coordinator.shard_map.tensors[0].shape[:] = [2, 300]
     client = cluster.unregistered()
     cluster.coordinator.registrations.get(timeout=30)
-    with pytest.raises(InvalidRequestError, match="rowwise_adagrad needs whole rows, and those of tensor 'table' have 300 elements"):
-        client.configure_optimizer("job", pb.OptimizerSpec(name="rowwise_adagrad"), pb.Consistency(mode=pb.Consistency.MODE_ASP))
+    with pytest.raises(
+        InvalidRequestError,
+        match="rowwise_adagrad needs whole rows, and those of tensor 'table' have 300 elements",
+    ):
+        client.configure_optimizer(
+            "job",
+            pb.OptimizerSpec(name="rowwise_adagrad"),
+            pb.Consistency(mode=pb.Consistency.MODE_ASP),
+        )
     assert not client.get_server().HasField("optimizer")
-    client.configure_optimizer("job", pb.OptimizerSpec(name="lamb"), pb.Consistency(mode=pb.Consistency.MODE_ASP))
+    client.configure_optimizer(
+        "job", pb.OptimizerSpec(name="lamb"), pb.Consistency(mode=pb.Consistency.MODE_ASP)
+    )
 
 
 @pytest.mark.parametrize("codec", codecs.FOR_VALUES)
-def test_values_are_pulled_in_a_codec_alike_by_all_and_the_server_keeps_their_precision(cluster, codec: int) -> None:
-    client = cluster.server(("weight", 600, "float32"), ("half", 100, "bfloat16"), ("double", 300, "float64"))
+def test_values_are_pulled_in_a_codec_alike_by_all_and_the_server_keeps_their_precision(
+    cluster, codec: int
+) -> None:
+    client = cluster.server(
+        ("weight", 600, "float32"), ("half", 100, "bfloat16"), ("double", 300, "float64")
+    )
     member = cluster.trainable(client, lr=1.0)
     member.push(1 / 3)
     raw, rounded, again = (member.pull(codec=each) for each in (pb.CODEC_RAW, codec, codec))
@@ -322,22 +354,36 @@ def test_a_push_of_factors_is_multiplied_by_the_server(cluster) -> None:
     cluster.declare()
     cluster.coordinator.shard_map.tensors[0].shape[:] = [60, 10]
     for partition, rows in zip(cluster.coordinator.shard_map.partitions, (20, 20, 20), strict=True):
-        partition.pieces[0].offset, partition.pieces[0].length = 200 * partition.partition_id, 10 * rows
+        partition.pieces[0].offset, partition.pieces[0].length = (
+            200 * partition.partition_id,
+            10 * rows,
+        )
     client = cluster.unregistered()
     cluster.coordinator.registrations.get(timeout=20)
     cluster.coordinator.heartbeats.get(timeout=20)
     member = cluster.trainable(client)
-    left, right = np.arange(40, dtype=np.float32).reshape(20, 2), np.arange(20, dtype=np.float32).reshape(2, 10)
+    left, right = (
+        np.arange(40, dtype=np.float32).reshape(20, 2),
+        np.arange(20, dtype=np.float32).reshape(2, 10),
+    )
 
     def push(payload: memoryview) -> None:
-        client.push([(member.header(1, codec=pb.CODEC_POWERSGD, payload_bytes=payload.nbytes), payload)])
+        client.push(
+            [(member.header(1, codec=pb.CODEC_POWERSGD, payload_bytes=payload.nbytes), payload)]
+        )
 
     for wrong, reason in (
         (codecs.encode_powersgd([(left * np.float32("nan"), right)]), "GRADIENT_NOT_FINITE"),
         (codecs.encode_powersgd([(left * np.float32(1e36), right)]), "GRADIENT_NOT_FINITE"),
         (codecs.encode_powersgd([(left[:10], right)]), "PAYLOAD_SIZE_MISMATCH"),
-        (codecs.encode_powersgd([(np.ones((20, 9), np.float32), np.ones((9, 10), np.float32))]), "PAYLOAD_SIZE_MISMATCH"),
-        (codecs.encode_powersgd([(np.ones((20, 7), np.float32), np.ones((7, 5), np.float32))]), "PAYLOAD_INVALID"),
+        (
+            codecs.encode_powersgd([(np.ones((20, 9), np.float32), np.ones((9, 10), np.float32))]),
+            "PAYLOAD_SIZE_MISMATCH",
+        ),
+        (
+            codecs.encode_powersgd([(np.ones((20, 7), np.float32), np.ones((7, 5), np.float32))]),
+            "PAYLOAD_INVALID",
+        ),
     ):
         with pytest.raises(InvalidRequestError) as refusal:
             push(wrong)

@@ -1,4 +1,5 @@
-"""Every malformed request gets its status and reason, and the server goes on as if it had not come."""
+"""Every malformed request gets its status and reason, and the server goes on as if it had not
+come."""
 
 from __future__ import annotations
 
@@ -29,7 +30,9 @@ ASP = pb.Consistency(mode=pb.Consistency.MODE_ASP)
 SGD = pb.OptimizerSpec(name="sgd")
 
 
-over_each_transport = pytest.mark.parametrize("transport", [Transport.GRPC, Transport.TCP, Transport.MEMORY])
+over_each_transport = pytest.mark.parametrize(
+    "transport", [Transport.GRPC, Transport.TCP, Transport.MEMORY]
+)
 
 
 @pytest.fixture
@@ -75,21 +78,40 @@ def test_bytes_that_are_no_message_are_an_invalid_argument(trained, method) -> N
     assert (error.code(), reason(error)) == (grpc.StatusCode.INVALID_ARGUMENT, "MESSAGE_MALFORMED")
 
 
-@pytest.mark.parametrize("method", sorted({method.name for method in SERVICE.methods} - {"GetServer"}))
+@pytest.mark.parametrize(
+    "method", sorted({method.name for method in SERVICE.methods} - {"GetServer"})
+)
 def test_another_jobs_request_is_not_found(trained, method) -> None:
     _, member, channel = trained
     if method == "Follow":
-        error = send(channel, method, [pb.FollowRequest(begin=pb.FollowBegin(job_id="other")).SerializeToString()])
+        error = send(
+            channel,
+            method,
+            [pb.FollowRequest(begin=pb.FollowBegin(job_id="other")).SerializeToString()],
+        )
     elif method == "TakePartitions":
-        offer = {"move": 1, "epoch": 1, "partitions": [], "configuration": None, "members": members_to_json(Members()), "batches": []}
+        offer = {
+            "move": 1,
+            "epoch": 1,
+            "partitions": [],
+            "configuration": None,
+            "members": members_to_json(Members()),
+            "batches": [],
+        }
         fields = {"format": FORMAT_VERSION, "job_id": "other", **offer}
         error = send(channel, method, list(Item(kind=STATE, fields=fields).encoded()))
     elif method == "RestoreRows":
-        error = send(channel, method, [pb.RowsChunk(header=pb.RowsHeader(job_id="other")).SerializeToString()])
+        error = send(
+            channel,
+            method,
+            [pb.RowsChunk(header=pb.RowsHeader(job_id="other")).SerializeToString()],
+        )
     elif method in STREAMED:
         error = send(channel, method, [chunk(member.header(0, job_id="other"))])
     else:
-        request = next(each for each in SERVICE.methods if each.name == method).input_type._concrete_class(job_id="other")
+        request = next(
+            each for each in SERVICE.methods if each.name == method
+        ).input_type._concrete_class(job_id="other")
         error = send(channel, method, request.SerializeToString())
     assert (error.code(), reason(error)) == (grpc.StatusCode.NOT_FOUND, "JOB_UNKNOWN")
 
@@ -98,19 +120,53 @@ def test_another_jobs_request_is_not_found(trained, method) -> None:
 @pytest.mark.parametrize(
     ("call", "code", "why"),
     [
-        (lambda c, m: c.configure_optimizer("job", pb.OptimizerSpec(name="lion"), ASP), "INVALID_ARGUMENT", "OPTIMIZER_INVALID"),
-        (lambda c, m: c.configure_optimizer("job", SGD, pb.Consistency()), "INVALID_ARGUMENT", "CONSISTENCY_INVALID"),
-        (lambda c, m: c.configure_optimizer("job", SGD, pb.Consistency(mode=2, bound=-1)), "INVALID_ARGUMENT", "CONSISTENCY_INVALID"),
-        (lambda c, m: c.configure_optimizer("job", SGD, pb.Consistency(mode=1, bound=1)), "INVALID_ARGUMENT", "CONSISTENCY_INVALID"),
-        (lambda c, m: c.configure_optimizer("job", SGD, ASP), "FAILED_PRECONDITION", "OPTIMIZER_CONFLICT"),
         (
-            lambda c, m: c.configure_optimizer("job", pb.OptimizerSpec(name="sgd", groups=[pb.ParameterGroup(tensors=["x"])]), ASP),
+            lambda c, m: c.configure_optimizer("job", pb.OptimizerSpec(name="lion"), ASP),
             "INVALID_ARGUMENT",
             "OPTIMIZER_INVALID",
         ),
-        (lambda c, m: c.set_hyperparameters("job", revision=0, hyperparameters={"lr": 1}), "INVALID_ARGUMENT", "REQUEST_INVALID"),
-        (lambda c, m: c.set_hyperparameters("job", revision=1, hyperparameters={"lr": -1}), "INVALID_ARGUMENT", "OPTIMIZER_INVALID"),
-        (lambda c, m: c.set_hyperparameters("job", revision=1, hyperparameters={"rate": 1}), "INVALID_ARGUMENT", "OPTIMIZER_INVALID"),
+        (
+            lambda c, m: c.configure_optimizer("job", SGD, pb.Consistency()),
+            "INVALID_ARGUMENT",
+            "CONSISTENCY_INVALID",
+        ),
+        (
+            lambda c, m: c.configure_optimizer("job", SGD, pb.Consistency(mode=2, bound=-1)),
+            "INVALID_ARGUMENT",
+            "CONSISTENCY_INVALID",
+        ),
+        (
+            lambda c, m: c.configure_optimizer("job", SGD, pb.Consistency(mode=1, bound=1)),
+            "INVALID_ARGUMENT",
+            "CONSISTENCY_INVALID",
+        ),
+        (
+            lambda c, m: c.configure_optimizer("job", SGD, ASP),
+            "FAILED_PRECONDITION",
+            "OPTIMIZER_CONFLICT",
+        ),
+        (
+            lambda c, m: c.configure_optimizer(
+                "job", pb.OptimizerSpec(name="sgd", groups=[pb.ParameterGroup(tensors=["x"])]), ASP
+            ),
+            "INVALID_ARGUMENT",
+            "OPTIMIZER_INVALID",
+        ),
+        (
+            lambda c, m: c.set_hyperparameters("job", revision=0, hyperparameters={"lr": 1}),
+            "INVALID_ARGUMENT",
+            "REQUEST_INVALID",
+        ),
+        (
+            lambda c, m: c.set_hyperparameters("job", revision=1, hyperparameters={"lr": -1}),
+            "INVALID_ARGUMENT",
+            "OPTIMIZER_INVALID",
+        ),
+        (
+            lambda c, m: c.set_hyperparameters("job", revision=1, hyperparameters={"rate": 1}),
+            "INVALID_ARGUMENT",
+            "OPTIMIZER_INVALID",
+        ),
         (lambda c, m: c.advance_clock("job", "a", clock=-1), "INVALID_ARGUMENT", "REQUEST_INVALID"),
         (lambda c, m: c.advance_clock("job", "", clock=1), "INVALID_ARGUMENT", "REQUEST_INVALID"),
         (lambda c, m: c.snapshot("job"), "FAILED_PRECONDITION", "SNAPSHOTS_OFF"),
@@ -118,17 +174,45 @@ def test_another_jobs_request_is_not_found(trained, method) -> None:
         (lambda c, m: m.pull(generation=-1), "INVALID_ARGUMENT", "REQUEST_INVALID"),
         (lambda c, m: m.pull(wait_ms=600_001), "INVALID_ARGUMENT", "REQUEST_INVALID"),
         (lambda c, m: m.pull(wait_ms=-1), "INVALID_ARGUMENT", "REQUEST_INVALID"),
-        (lambda c, m: m.pull(partitions=[pb.PartitionPull(partition_id=1)] * 2), "INVALID_ARGUMENT", "REQUEST_INVALID"),
-        (lambda c, m: m.pull(partitions=[pb.PartitionPull(newer_than=-1)]), "INVALID_ARGUMENT", "REQUEST_INVALID"),
-        (lambda c, m: m.pull(partitions=[pb.PartitionPull(partition_id=3)]), "NOT_FOUND", "PARTITION_UNKNOWN"),
+        (
+            lambda c, m: m.pull(partitions=[pb.PartitionPull(partition_id=1)] * 2),
+            "INVALID_ARGUMENT",
+            "REQUEST_INVALID",
+        ),
+        (
+            lambda c, m: m.pull(partitions=[pb.PartitionPull(newer_than=-1)]),
+            "INVALID_ARGUMENT",
+            "REQUEST_INVALID",
+        ),
+        (
+            lambda c, m: m.pull(partitions=[pb.PartitionPull(partition_id=3)]),
+            "NOT_FOUND",
+            "PARTITION_UNKNOWN",
+        ),
         (lambda c, m: m.push(1.0, sequence=5), "FAILED_PRECONDITION", "SEQUENCE_GAP"),
         (lambda c, m: m.push(1.0, base_version=7), "FAILED_PRECONDITION", "BASE_VERSION_AHEAD"),
         (lambda c, m: m.push(float("nan")), "INVALID_ARGUMENT", "GRADIENT_NOT_FINITE"),
         (lambda c, m: m.push(float("inf")), "INVALID_ARGUMENT", "GRADIENT_NOT_FINITE"),
-        (lambda c, m: c.push([(m.header(0, checksum=1), memoryview(bytes(1024)))]), "DATA_LOSS", "CHECKSUM_MISMATCH"),
-        (lambda c, m: c.push([(m.header(0, payload_bytes=17 << 20), memoryview(b"1"))]), "RESOURCE_EXHAUSTED", "PAYLOAD_TOO_LARGE"),
-        (lambda c, m: c.push([(m.header(0), memoryview(bytes(1028)))]), "INVALID_ARGUMENT", "PAYLOAD_SIZE_MISMATCH"),
-        (lambda c, m: c.push([(m.header(0), memoryview(bytes(1020)))]), "INVALID_ARGUMENT", "PAYLOAD_TRUNCATED"),
+        (
+            lambda c, m: c.push([(m.header(0, checksum=1), memoryview(bytes(1024)))]),
+            "DATA_LOSS",
+            "CHECKSUM_MISMATCH",
+        ),
+        (
+            lambda c, m: c.push([(m.header(0, payload_bytes=17 << 20), memoryview(b"1"))]),
+            "RESOURCE_EXHAUSTED",
+            "PAYLOAD_TOO_LARGE",
+        ),
+        (
+            lambda c, m: c.push([(m.header(0), memoryview(bytes(1028)))]),
+            "INVALID_ARGUMENT",
+            "PAYLOAD_SIZE_MISMATCH",
+        ),
+        (
+            lambda c, m: c.push([(m.header(0), memoryview(bytes(1020)))]),
+            "INVALID_ARGUMENT",
+            "PAYLOAD_TRUNCATED",
+        ),
     ],
 )
 def test_a_wrong_request_gets_its_status_and_changes_nothing(trained, call, code, why) -> None:
@@ -146,7 +230,9 @@ def test_a_refusal_leaves_the_partitions_before_it_and_stops_those_after(trained
     client, member, _ = trained
     good, bad = memoryview(np.ones(256, np.float32)), memoryview(np.full(256, np.nan, np.float32))
     with pytest.raises(ShoalError):
-        client.push([(member.header(0), good), (member.header(1), bad), (member.header(2), good[:88])])
+        client.push(
+            [(member.header(0), good), (member.header(1), bad), (member.header(2), good[:88])]
+        )
     assert [each.version for each in client.get_server().partitions] == [2, 1, 1]
     assert [each.duplicate for each in member.push(1.0)] == [True, False, False]
 
@@ -171,14 +257,30 @@ def test_a_message_longer_than_any_chunk_is_exhausting(trained) -> None:
 HEADERS = st.builds(
     lambda changes: changes,
     st.dictionaries(
-        st.sampled_from(["partition_id", "generation", "shard_map_epoch", "sequence", "base_version", "clock", "dtype", "codec", "length"]),
+        st.sampled_from(
+            [
+                "partition_id",
+                "generation",
+                "shard_map_epoch",
+                "sequence",
+                "base_version",
+                "clock",
+                "dtype",
+                "codec",
+                "length",
+            ]
+        ),
         st.one_of(st.integers(-1, 3), st.integers(-(2**31), 2**31 - 1)),
         max_size=3,
     ),
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=120,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
     method=st.sampled_from([method.name for method in SERVICE.methods]),
     data=st.binary(max_size=60),
@@ -187,8 +289,11 @@ HEADERS = st.builds(
 )
 @example(method="Push", data=b"", changes={}, payload=b"")
 @example(method="Push", data=b"", changes={}, payload=bytes(1024))
-def test_whatever_is_sent_the_answer_is_one_that_is_expected(trained, method, data, changes, payload) -> None:
-    """Random bytes to every RPC, and nearly right pushes: an answer, or a status of ours; the values move only by whole pushes."""
+def test_whatever_is_sent_the_answer_is_one_that_is_expected(
+    trained, method, data, changes, payload
+) -> None:
+    """Random bytes to every RPC, and nearly right pushes: an answer, or a status of ours; the
+    values move only by whole pushes."""
     client, member, channel = trained
     header = member.header(0)
     for name, value in changes.items():
@@ -199,7 +304,14 @@ def test_whatever_is_sent_the_answer_is_one_that_is_expected(trained, method, da
         assert error.code() in EXPECTED_CODES
         assert reason(error)
     partitions = client.get_server(member_id="a").partitions
-    # All pushes are this member's: a partition's version counts them, and its values are numbers whatever was sent.
+    # All pushes are this member's: a partition's version counts them, and its values are numbers
+    # whatever was sent.
     assert [each.version for each in partitions] == [1 + each.sequence for each in partitions]
-    onlooker = {"member_id": "", "partitions": [pb.PartitionPull(partition_id=each.partition_id) for each in partitions]}
-    assert all(np.isfinite(np.frombuffer(values, np.float32)).all() for values in member.pull(**onlooker).values())
+    onlooker = {
+        "member_id": "",
+        "partitions": [pb.PartitionPull(partition_id=each.partition_id) for each in partitions],
+    }
+    assert all(
+        np.isfinite(np.frombuffer(values, np.float32)).all()
+        for values in member.pull(**onlooker).values()
+    )

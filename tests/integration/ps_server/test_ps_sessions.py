@@ -38,10 +38,14 @@ class Deaf:
 @pytest.mark.parametrize("token", [None, "secret"])
 def test_sessions_that_fail_leave_no_tasks_behind(cluster, token, caplog) -> None:
     cluster.coordinator.refusal = UnavailableError("not now")
-    registration = Registration(job_id="job", server_id="server", address="here:1", metrics_address="", host="here", pid=1)
+    registration = Registration(
+        job_id="job", server_id="server", address="here:1", metrics_address="", host="here", pid=1
+    )
 
     async def three_attempts() -> None:
-        session = CoordinatorSession(ChannelSettings(address=cluster.address, token=token), registration, Deaf())
+        session = CoordinatorSession(
+            ChannelSettings(address=cluster.address, token=token), registration, Deaf()
+        )
         running = asyncio.create_task(session.run())
         for _ in range(3):
             await asyncio.to_thread(cluster.coordinator.tokens.get, timeout=30)

@@ -1,4 +1,5 @@
-"""Sparse tables over the wire: rows are pulled and pushed by id, on every transport, and are there after a kill."""
+"""Sparse tables over the wire: rows are pulled and pushed by id, on every transport, and are there
+after a kill."""
 
 from __future__ import annotations
 
@@ -21,11 +22,19 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 DIM = 16
 BUCKETS = 4
 SPEC = TableSpec.with_defaults(
-    buckets=BUCKETS, seed=9, initializer="uniform", scale=0.1, optimizer="adagrad", hyperparameters={"lr": 0.1}, max_rows=0
+    buckets=BUCKETS,
+    seed=9,
+    initializer="uniform",
+    scale=0.1,
+    optimizer="adagrad",
+    hyperparameters={"lr": 0.1},
+    max_rows=0,
 )
 ASP = pb.Consistency(mode=pb.Consistency.MODE_ASP)
 
-over_each_transport = pytest.mark.parametrize("transport", [Transport.GRPC, Transport.TCP, Transport.MEMORY])
+over_each_transport = pytest.mark.parametrize(
+    "transport", [Transport.GRPC, Transport.TCP, Transport.MEMORY]
+)
 
 
 def declare(cluster: Any, *, rows: int = 0) -> None:
@@ -46,7 +55,9 @@ class TableMember:
         self.name = name
         self.sequence = 0
 
-    def pull(self, ids: np.ndarray[Any, Any], *, onlooker: bool = False, **changes: Any) -> np.ndarray[Any, Any]:
+    def pull(
+        self, ids: np.ndarray[Any, Any], *, onlooker: bool = False, **changes: Any
+    ) -> np.ndarray[Any, Any]:
         """Rows in the order of their ids."""
         rows = np.empty((len(ids), DIM), np.float32)
         buffers: dict[int, np.ndarray[Any, Any]] = {}
@@ -56,15 +67,24 @@ class TableMember:
             buffers[header.partition_id] = np.empty((header.length // DIM, DIM), np.float32)
             return memoryview(buffers[header.partition_id])
 
-        wanted = [pb.PartitionPull(partition_id=1 + n, ids=pulled_ids(ids[places[n]])) for n in range(BUCKETS)]
+        wanted = [
+            pb.PartitionPull(partition_id=1 + n, ids=pulled_ids(ids[places[n]]))
+            for n in range(BUCKETS)
+        ]
         member = {} if onlooker else {"member_id": self.name, "generation": 1}
-        request = pb.PullRequest(job_id="job", shard_map_epoch=1, partitions=wanted, checksums=True, **member, **changes)
-        self.versions = {header.partition_id: header.version for header in self.client.pull(request, into)}
+        request = pb.PullRequest(
+            job_id="job", shard_map_epoch=1, partitions=wanted, checksums=True, **member, **changes
+        )
+        self.versions = {
+            header.partition_id: header.version for header in self.client.pull(request, into)
+        }
         for number, chosen in enumerate(places):
             rows[chosen] = buffers[1 + number]
         return rows
 
-    def uploads(self, ids: np.ndarray[Any, Any], gradients: np.ndarray[Any, Any], **changes: Any) -> Any:
+    def uploads(
+        self, ids: np.ndarray[Any, Any], gradients: np.ndarray[Any, Any], **changes: Any
+    ) -> Any:
         """One for each bucket, with ids or without."""
         unique, summed = combined(ids, gradients)
         for number, chosen in enumerate(by_bucket(unique, BUCKETS)):
@@ -87,7 +107,9 @@ class TableMember:
             }
             yield pb.PushHeader(**{**fields, **changes}), payload
 
-    def push(self, ids: np.ndarray[Any, Any], gradients: np.ndarray[Any, Any], *, again: bool = False) -> list[pb.PartitionResult]:
+    def push(
+        self, ids: np.ndarray[Any, Any], gradients: np.ndarray[Any, Any], *, again: bool = False
+    ) -> list[pb.PartitionResult]:
         """One iteration; `again`: the one before, once more."""
         self.sequence -= again
         results = self.client.push(self.uploads(ids, gradients))
@@ -98,7 +120,10 @@ class TableMember:
 def steps(count: int, seed: int = 0) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
     """Ids of which some repeat, and their gradients."""
     generator = np.random.default_rng(seed)
-    return [(generator.integers(0, 60, 30), generator.standard_normal((30, DIM)).astype(np.float32)) for _ in range(count)]
+    return [
+        (generator.integers(0, 60, 30), generator.standard_normal((30, DIM)).astype(np.float32))
+        for _ in range(count)
+    ]
 
 
 @pytest.fixture
@@ -120,12 +145,18 @@ def test_rows_are_trained_by_id_as_torch_trains_them_with_sparse_gradients(membe
     reference = torch.nn.Parameter(torch.from_numpy(begun.copy()))
     optimizer = torch.optim.Adagrad([reference], lr=0.1)
     for step, (chosen, gradients) in enumerate(steps(10), 1):
-        assert [(each.version, each.duplicate) for each in member.push(chosen, gradients)] == [(step + 1, False)] * BUCKETS
+        assert [(each.version, each.duplicate) for each in member.push(chosen, gradients)] == [
+            (step + 1, False)
+        ] * BUCKETS
         assert all(each.duplicate for each in member.push(chosen, gradients, again=True))
         optimizer.zero_grad()
-        torch.nn.functional.embedding(torch.from_numpy(chosen + 40), reference).backward(torch.from_numpy(gradients))
+        torch.nn.functional.embedding(torch.from_numpy(chosen + 40), reference).backward(
+            torch.from_numpy(gradients)
+        )
         optimizer.step()
-    np.testing.assert_allclose(member.pull(ids, onlooker=True), reference.detach().numpy(), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        member.pull(ids, onlooker=True), reference.detach().numpy(), rtol=1e-6, atol=1e-6
+    )
     assert member.versions == dict.fromkeys(range(1, 5), 11)
     repeated = member.pull(np.array([5, 5, -3, 5]))
     assert (repeated == member.pull(np.array([5, -3]))[[0, 0, 1, 0]]).all()
@@ -134,7 +165,9 @@ def test_rows_are_trained_by_id_as_torch_trains_them_with_sparse_gradients(membe
 @over_each_transport
 def test_a_pull_of_all_is_of_the_dense_tensors(cluster, member) -> None:
     dense = cluster.member(member.client)
-    member.client.initialize([(dense.header(0, sequence=0, base_version=0), memoryview(np.ones(200, np.float32)))])
+    member.client.initialize(
+        [(dense.header(0, sequence=0, base_version=0), memoryview(np.ones(200, np.float32)))]
+    )
     assert set(dense.pull()) == {0}
 
 
@@ -156,7 +189,9 @@ def test_a_pull_of_all_is_of_the_dense_tensors(cluster, member) -> None:
         ({"partition_id": 2}, "INVALID_ARGUMENT", "ROWS_INVALID"),
     ],
 )
-def test_a_wrong_push_of_rows_gets_its_status_and_changes_nothing(member, change, code, reason) -> None:
+def test_a_wrong_push_of_rows_gets_its_status_and_changes_nothing(
+    member, change, code, reason
+) -> None:
     ids = np.arange(200)
     ids = ids[buckets_of(ids, BUCKETS) == 0][:20]
     gradients = np.ones((len(ids), DIM), np.float32)
@@ -172,8 +207,16 @@ def test_a_wrong_push_of_rows_gets_its_status_and_changes_nothing(member, change
     [
         (pb.PartitionPull(partition_id=0, ids=bytes(8)), "INVALID_ARGUMENT", "ROWS_INVALID"),
         (pb.PartitionPull(partition_id=1, ids=bytes(9)), "INVALID_ARGUMENT", "ROWS_INVALID"),
-        (pb.PartitionPull(partition_id=1, ids=np.arange(50).tobytes()), "INVALID_ARGUMENT", "ROWS_INVALID"),
-        (pb.PartitionPull(partition_id=4, ids=bytes(8 * (1 << 18) + 8)), "RESOURCE_EXHAUSTED", "PAYLOAD_TOO_LARGE"),
+        (
+            pb.PartitionPull(partition_id=1, ids=np.arange(50).tobytes()),
+            "INVALID_ARGUMENT",
+            "ROWS_INVALID",
+        ),
+        (
+            pb.PartitionPull(partition_id=4, ids=bytes(8 * (1 << 18) + 8)),
+            "RESOURCE_EXHAUSTED",
+            "PAYLOAD_TOO_LARGE",
+        ),
     ],
 )
 def test_a_wrong_pull_of_rows_gets_its_status(member, wanted, code, reason) -> None:
@@ -185,7 +228,13 @@ def test_a_wrong_pull_of_rows_gets_its_status(member, wanted, code, reason) -> N
 
 def test_first_values_of_a_bucket_are_refused(member) -> None:
     with pytest.raises(ShoalError, match="the rows of a table begin by themselves") as caught:
-        member.client.initialize(list(member.uploads(np.arange(3), np.ones((3, DIM), np.float32), sequence=0, base_version=0))[:1])
+        member.client.initialize(
+            list(
+                member.uploads(
+                    np.arange(3), np.ones((3, DIM), np.float32), sequence=0, base_version=0
+                )
+            )[:1]
+        )
     assert caught.value.reason == "ROWS_INVALID"
 
 
@@ -201,9 +250,20 @@ def test_ids_beyond_the_declared_rows_are_refused(cluster) -> None:
             member.pull(np.array([wrong]), onlooker=True)
 
 
-def test_a_server_that_is_killed_comes_back_with_every_row_that_it_acknowledged(cluster, start, tmp_path) -> None:
+def test_a_server_that_is_killed_comes_back_with_every_row_that_it_acknowledged(
+    cluster, start, tmp_path
+) -> None:
     declare(cluster)
-    flags = ("--coordinator", cluster.address, "--job", "job", "--server-id", "server", "--data-dir", str(tmp_path / "data"))
+    flags = (
+        "--coordinator",
+        cluster.address,
+        "--job",
+        "job",
+        "--server-id",
+        "server",
+        "--data-dir",
+        str(tmp_path / "data"),
+    )
     process = start(*flags)
     member = TableMember(process.client())
     cluster.coordinator.registrations.get(timeout=30)

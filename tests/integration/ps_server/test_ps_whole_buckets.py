@@ -1,4 +1,5 @@
-"""A bucket of a table is read whole, and put in place whole: to the last bit, once, and whatever stops the server on the way."""
+"""A bucket of a table is read whole, and put in place whole: to the last bit, once, and whatever
+stops the server on the way."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from shoal_common.tables.file import BucketImage, read_bucket
 from shoal_common.wire import CHUNK_BYTES, checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from tests.integration.ps_server.test_ps_tables import ASP, BUCKETS, DIM, TableMember, declare, steps
+from tests.integration.ps_server.test_ps_tables import (
+    ASP,
+    BUCKETS,
+    DIM,
+    TableMember,
+    declare,
+    steps,
+)
 
 Make = Callable[..., Any]
 FLAGS = ("--job", "job", "--server-id", "server")
@@ -23,7 +31,9 @@ FLAGS = ("--job", "job", "--server-id", "server")
 
 def read(client: ParameterServerClient, number: int) -> bytes:
     data = bytearray()
-    header = client.read_rows(pb.ReadRowsRequest(job_id="job", shard_map_epoch=1, partition_id=1 + number), data.extend)
+    header = client.read_rows(
+        pb.ReadRowsRequest(job_id="job", shard_map_epoch=1, partition_id=1 + number), data.extend
+    )
     assert (header.partition_id, header.payload_bytes) == (1 + number, len(data))
     assert header.version == read_bucket(memoryview(data)).version
     return bytes(data)
@@ -33,7 +43,9 @@ def read_all(client: ParameterServerClient) -> list[bytes]:
     return [read(client, number) for number in range(BUCKETS)]
 
 
-def restore(client: ParameterServerClient, number: int, data: bytes, *, restoration: int = 1, **changes: Any) -> pb.RestoreRowsResponse:
+def restore(
+    client: ParameterServerClient, number: int, data: bytes, *, restoration: int = 1, **changes: Any
+) -> pb.RestoreRowsResponse:
     fields = {
         "partition_id": 1 + number,
         "payload_bytes": len(data),
@@ -66,7 +78,9 @@ def member(cluster: Any) -> TableMember:
     return trained(client)
 
 
-def test_what_was_read_takes_the_place_of_newer_rows_and_goes_on_to_the_last_bit(member: TableMember) -> None:
+def test_what_was_read_takes_the_place_of_newer_rows_and_goes_on_to_the_last_bit(
+    member: TableMember,
+) -> None:
     pushes = steps(9)
     for each in pushes[:5]:
         member.push(*each)
@@ -107,7 +121,13 @@ def test_without_a_number_rows_are_put_where_nobody_has_pushed_alone(member: Tab
 
 
 def test_of_a_fresh_server_the_first_rows_win(cluster: Any, member: TableMember) -> None:
-    image = BucketImage(table="users", number=0, buckets=BUCKETS, version=9, rows=read_bucket(memoryview(read(member.client, 0))).rows)
+    image = BucketImage(
+        table="users",
+        number=0,
+        buckets=BUCKETS,
+        version=9,
+        rows=read_bucket(memoryview(read(member.client, 0))).rows,
+    )
     assert not restore(member.client, 0, encoded(image), restoration=0).duplicate
     assert restore(member.client, 0, encoded(replace(image, version=4)), restoration=0).duplicate
     assert read_bucket(memoryview(read(member.client, 0))).version == 9
@@ -129,7 +149,9 @@ def test_of_a_fresh_server_the_first_rows_win(cluster: Any, member: TableMember)
         ({"payload_bytes": 1 << 40}, "RESOURCE_EXHAUSTED", "PAYLOAD_TOO_LARGE"),
     ],
 )
-def test_a_wrong_restoration_gets_its_status_and_changes_nothing(member: TableMember, change: Any, code: str, reason: str) -> None:
+def test_a_wrong_restoration_gets_its_status_and_changes_nothing(
+    member: TableMember, change: Any, code: str, reason: str
+) -> None:
     member.push(*steps(1)[0])
     now = read_all(member.client)
     with pytest.raises(ShoalError) as caught:
@@ -161,7 +183,9 @@ def test_rows_that_cannot_be_of_the_bucket_are_refused(member: TableMember) -> N
         assert caught.value.reason == "ROWS_INVALID"
 
 
-def test_who_may_only_look_reads_buckets_and_puts_none_in_place(cluster: Any, tmp_path: Any) -> None:
+def test_who_may_only_look_reads_buckets_and_puts_none_in_place(
+    cluster: Any, tmp_path: Any
+) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("worker: wt\nreader: rt\n")
     declare(cluster)
@@ -194,11 +218,16 @@ def test_a_member_puts_rows_in_place_with_its_own_key_alone(cluster: Any) -> Non
 def test_only_a_bucket_is_read_whole(member: TableMember) -> None:
     for partition, reason in ((0, "ROWS_INVALID"), (9, "PARTITION_UNKNOWN")):
         with pytest.raises(ShoalError) as caught:
-            member.client.read_rows(pb.ReadRowsRequest(job_id="job", shard_map_epoch=1, partition_id=partition), lambda data: None)
+            member.client.read_rows(
+                pb.ReadRowsRequest(job_id="job", shard_map_epoch=1, partition_id=partition),
+                lambda data: None,
+            )
         assert caught.value.reason == reason
 
 
-def test_a_stream_that_is_damaged_on_its_way_is_noticed(member: TableMember, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_that_is_damaged_on_its_way_is_noticed(
+    member: TableMember, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from shoal_common.clients import parameter_server
 
     decode = parameter_server.decode_rows_chunk
@@ -214,12 +243,18 @@ def test_a_stream_that_is_damaged_on_its_way_is_noticed(member: TableMember, mon
 
 
 @pytest.mark.parametrize(
-    "snapshot_after", [2, pytest.param(5, marks=pytest.mark.slow), *(pytest.param(each, marks=pytest.mark.matrix) for each in (None, 7))]
+    "snapshot_after",
+    [
+        2,
+        pytest.param(5, marks=pytest.mark.slow),
+        *(pytest.param(each, marks=pytest.mark.matrix) for each in (None, 7)),
+    ],
 )
 def test_a_server_that_is_killed_has_restored_rows_and_what_was_pushed_before_and_since(
     cluster: Any, start: Make, tmp_path: Any, snapshot_after: int | None
 ) -> None:
-    """Versions go back with the restoration: the journal is made again all the same, after a snapshot of any moment."""
+    """Versions go back with the restoration: the journal is made again all the same, after a
+    snapshot of any moment."""
     declare(cluster)
     flags = ("--coordinator", cluster.address, *FLAGS, "--data-dir", str(tmp_path / "data"))
     process = start(*flags)
@@ -245,7 +280,10 @@ def test_a_server_that_is_killed_has_restored_rows_and_what_was_pushed_before_an
     again.pull(np.arange(1))
     assert read_all(again.client) == before
     assert {each.restoration for each in again.client.get_server().partitions} == {0, 1 << 40}
-    assert all(restore(again.client, bucket, then[bucket], restoration=1 << 40).duplicate for bucket in range(BUCKETS))
+    assert all(
+        restore(again.client, bucket, then[bucket], restoration=1 << 40).duplicate
+        for bucket in range(BUCKETS)
+    )
     assert all(each.duplicate for each in again.push(*steps(8)[7], again=True))
     again.client.close()
 
@@ -258,7 +296,9 @@ def test_a_server_that_is_killed_has_restored_rows_and_what_was_pushed_before_an
         pytest.param("journal.effect_made", marks=pytest.mark.matrix),
     ],
 )
-def test_a_server_killed_in_a_restoration_has_all_of_it_or_nothing(cluster: Any, start: Make, tmp_path: Any, failpoint: str) -> None:
+def test_a_server_killed_in_a_restoration_has_all_of_it_or_nothing(
+    cluster: Any, start: Make, tmp_path: Any, failpoint: str
+) -> None:
     declare(cluster)
     flags = ("--coordinator", cluster.address, *FLAGS, "--data-dir", str(tmp_path / "data"))
     process = start(*flags)

@@ -1,4 +1,5 @@
-"""What one rank of a tensor-parallel group does in the tests; run by ranks.py. Failures are assertions, here, on the rank."""
+"""What one rank of a tensor-parallel group does in the tests; run by ranks.py. Failures are
+assertions, here, on the rank."""
 
 from __future__ import annotations
 
@@ -22,7 +23,14 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.fake_device.autograd import passes_on_threads_of_autograd
 from tests.integration.tensor_parallel.counter import CollectiveCounter
-from tests.integration.tensor_parallel.models import EncoderDecoder, Llama, NanoGpt, activations, build, tokens
+from tests.integration.tensor_parallel.models import (
+    EncoderDecoder,
+    Llama,
+    NanoGpt,
+    activations,
+    build,
+    tokens,
+)
 from tests.integration.tensor_parallel.more_models import MORE
 from tests.integration.tensor_parallel.split_model import SplitModel
 
@@ -35,22 +43,31 @@ def close(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
     assert difference <= TOLERANCE, f"{what} differs by {difference}"
 
 
-def parity(mesh: DeviceMesh, model: str, sequence_dimension: int | None = None, length: int | None = None) -> None:
-    """Output, gradients of parameters and input, and one optimizer step are those of one process."""
+def parity(
+    mesh: DeviceMesh, model: str, sequence_dimension: int | None = None, length: int | None = None
+) -> None:
+    """Output, gradients of parameters and input, and one optimizer step are those of one
+    process."""
     alone, inputs = build(model)
     inputs = inputs if length is None else inputs[:, :length]
     split = copy.deepcopy(alone)
-    plan = make_plan(split, mesh.size(), minimum_parameter_group_size=0, sequence_dimension=sequence_dimension)
+    plan = make_plan(
+        split, mesh.size(), minimum_parameter_group_size=0, sequence_dimension=sequence_dimension
+    )
     state = SplitModel(split, mesh, plan)
     own = inputs.detach().clone().requires_grad_(inputs.requires_grad)
     output, expected = split(own), alone(inputs)
     close(output, expected, "the output")
-    factors = torch.randn(expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2))
+    factors = torch.randn(
+        expected.shape, dtype=expected.dtype, generator=torch.Generator().manual_seed(2)
+    )
     (expected * factors).sum().backward()
     (output * factors).sum().backward()
     if inputs.requires_grad:
         close(own.grad, inputs.grad, "the gradient of the input")
-    for (name, parameter), (_, of_split) in zip(alone.named_parameters(), split.named_parameters(), strict=True):
+    for (name, parameter), (_, of_split) in zip(
+        alone.named_parameters(), split.named_parameters(), strict=True
+    ):
         close(state.gather(name, of_split.grad), parameter.grad, f"the gradient of {name}")
     for one in (alone, split):
         torch.optim.SGD(one.parameters(), 0.1, momentum=0.9).step()
@@ -59,19 +76,31 @@ def parity(mesh: DeviceMesh, model: str, sequence_dimension: int | None = None, 
         close(full[name], tensor, name)
     assert list(full) == list(alone.state_dict())
     held = state.bytes_here()
-    assert held == plan.bytes_per_rank if mesh.get_local_rank() == 0 else held <= plan.bytes_per_rank
+    assert (
+        held == plan.bytes_per_rank if mesh.get_local_rank() == 0 else held <= plan.bytes_per_rank
+    )
 
 
 def pair(
-    mesh: DeviceMesh, alone: nn.Module, dropout: DropoutRandomness = DropoutRandomness.PER_SHARD, **options: Any
+    mesh: DeviceMesh,
+    alone: nn.Module,
+    dropout: DropoutRandomness = DropoutRandomness.PER_SHARD,
+    **options: Any,
 ) -> tuple[nn.Module, Any]:
     """A split copy of a model."""
     split = copy.deepcopy(alone)
-    return split, SplitModel(split, mesh, make_plan(split, mesh.size(), minimum_parameter_group_size=0, **options), dropout)
+    return split, SplitModel(
+        split,
+        mesh,
+        make_plan(split, mesh.size(), minimum_parameter_group_size=0, **options),
+        dropout,
+    )
 
 
 def same_gradients(alone: nn.Module, split: nn.Module, state: Any) -> None:
-    for (name, parameter), (_, of_split) in zip(alone.named_parameters(), split.named_parameters(), strict=True):
+    for (name, parameter), (_, of_split) in zip(
+        alone.named_parameters(), split.named_parameters(), strict=True
+    ):
         assert (parameter.grad is None) == (of_split.grad is None), name
         if parameter.grad is not None:
             close(state.gather(name, of_split.grad), parameter.grad, f"the gradient of {name}")
@@ -83,7 +112,9 @@ def more(mesh: DeviceMesh, model: str) -> None:
     torch.manual_seed(0)
     alone, inputs = make().double(), activations(16)()
     pairs = [pair(mesh, alone, sequence_dimension=dimension) for dimension in (None, 1)]
-    assert {e.module: e.style.value for e in pairs[0][1].plan.entries if e.style is not Style.REPLICATE} == styles
+    assert {
+        e.module: e.style.value for e in pairs[0][1].plan.entries if e.style is not Style.REPLICATE
+    } == styles
     expected = alone(inputs)
     expected.square().sum().backward()
     for split, state in pairs:
@@ -99,7 +130,8 @@ def more(mesh: DeviceMesh, model: str) -> None:
 
 
 def evaluation(mesh: DeviceMesh, model: str) -> None:
-    """Without gradients torch's transformer layers have ways of their own (fast path, nested tensors), which know nothing of DTensors."""
+    """Without gradients torch's transformer layers have ways of their own (fast path, nested
+    tensors), which know nothing of DTensors."""
     alone, inputs = build(model)
     split, _ = pair(mesh, alone)
     for without_gradients in (torch.no_grad, torch.inference_mode):
@@ -111,12 +143,19 @@ def evaluation(mesh: DeviceMesh, model: str) -> None:
     assert counter.counts()["all_gather"] <= 6
     if model == "torch encoder layer, norm first":
         torch.manual_seed(0)
-        alone = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2).double().eval()
+        alone = (
+            nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2)
+            .double()
+            .eval()
+        )
         split, _ = pair(mesh, alone)
         alone.use_nested_tensor = False  # torch warns that they are a prototype
         padding = torch.tensor([[False] * 8, [False] * 6 + [True] * 2])
         with torch.no_grad():
-            expected, output = alone(inputs.detach(), src_key_padding_mask=padding), split(inputs.detach(), src_key_padding_mask=padding)
+            expected, output = (
+                alone(inputs.detach(), src_key_padding_mask=padding),
+                split(inputs.detach(), src_key_padding_mask=padding),
+            )
         close(output[~padding], expected[~padding], "the output")
 
 
@@ -128,7 +167,9 @@ def dropout_as_one_process(mesh: DeviceMesh) -> None:
         torch.manual_seed(0)
         alone = make().double()
         for sequence_dimension in (None, 1):
-            split, state = pair(mesh, alone, DropoutRandomness.AS_ONE_PROCESS, sequence_dimension=sequence_dimension)
+            split, state = pair(
+                mesh, alone, DropoutRandomness.AS_ONE_PROCESS, sequence_dimension=sequence_dimension
+            )
             alone.zero_grad()
             for model in (alone, split):
                 torch.manual_seed(5)
@@ -144,21 +185,31 @@ def dropout_per_shard(mesh: DeviceMesh) -> None:
         of_shards = F.dropout(context.sharded(local, 0), 0.5).full_tensor().view(mesh.size(), -1)
         of_whole = F.dropout(context.replicated(local), 0.5).to_local()
         again = F.dropout(context.sharded(local, 0), 0.5).full_tensor().view(mesh.size(), -1)
-    assert len({tuple(row.tolist()) for row in (*of_shards, *again, of_whole)}) == 2 * mesh.size() + 1
-    everyone = DTensor.from_local(of_whole, mesh, [Shard(0)], run_check=False).full_tensor().view(mesh.size(), -1)
+    assert (
+        len({tuple(row.tolist()) for row in (*of_shards, *again, of_whole)}) == 2 * mesh.size() + 1
+    )
+    everyone = (
+        DTensor.from_local(of_whole, mesh, [Shard(0)], run_check=False)
+        .full_tensor()
+        .view(mesh.size(), -1)
+    )
     assert (everyone == everyone[0]).all()
     after = DTensor.from_local(torch.rand(1), mesh, [Shard(0)], run_check=False).full_tensor()
     assert (after == after[0]).all(), "the default generators of the ranks have come apart"
 
 
 def parallel_loss(mesh: DeviceMesh) -> None:
-    """Over an uneven vocabulary, with all of cross_entropy's options; and through the model, without ever having the whole logits."""
+    """Over an uneven vocabulary, with all of cross_entropy's options; and through the model,
+    without ever having the whole logits."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(6, 11, dtype=torch.float64, generator=generator)
     target = torch.tensor([0, 10, 5, -100, 3, 7])
     weight = torch.rand(11, dtype=torch.float64, generator=generator)
     options = [
-        {"reduction": r, "label_smoothing": s, "weight": w} for r in ("mean", "sum", "none") for s in (0.0, 0.2) for w in (None, weight)
+        {"reduction": r, "label_smoothing": s, "weight": w}
+        for r in ("mean", "sum", "none")
+        for s in (0.0, 0.2)
+        for w in (None, weight)
     ]
     for option in options:
         whole = logits.clone().requires_grad_()
@@ -212,18 +263,25 @@ def multihead_options(mesh: DeviceMesh) -> None:
 
     padding = torch.tensor([[False] * 5, [False] * 4 + [True]])
     calls: list[tuple[dict[str, Any], tuple[torch.Tensor, ...], dict[str, Any]]] = [
-        ({"batch_first": True}, (random(2, 3, 16), random(2, 5, 16), random(2, 5, 16)), {"key_padding_mask": padding}),
-        ({"batch_first": True}, (random(2, 3, 16), random(2, 5, 16), random(2, 5, 16)), {"attn_mask": random(3, 5), "need_weights": False}),
-        ({}, (random(3, 2, 16), random(5, 2, 16), random(5, 2, 16)), {"attn_mask": random(8, 3, 5) > 1.5, "average_attn_weights": False}),
-        ({}, (random(3, 2, 16), random(5, 2, 16), random(5, 2, 16)), {"attn_mask": random(8, 3, 5) > 1.5, "key_padding_mask": padding}),
+        ({"batch_first": True}, (random(2, 3, 16), random(2, 5, 16), random(2, 5, 16)),
+         {"key_padding_mask": padding}),
+        ({"batch_first": True}, (random(2, 3, 16), random(2, 5, 16), random(2, 5, 16)),
+         {"attn_mask": random(3, 5), "need_weights": False}),
+        ({}, (random(3, 2, 16), random(5, 2, 16), random(5, 2, 16)),
+         {"attn_mask": random(8, 3, 5) > 1.5, "average_attn_weights": False}),
+        ({}, (random(3, 2, 16), random(5, 2, 16), random(5, 2, 16)),
+         {"attn_mask": random(8, 3, 5) > 1.5, "key_padding_mask": padding}),
         ({"bias": False}, (random(3, 16), random(5, 16), random(5, 16)), {}),
-        ({"kdim": 6, "vdim": 10, "batch_first": True}, (random(2, 3, 16), random(2, 5, 6), random(2, 5, 10)), {"need_weights": False}),
+        ({"kdim": 6, "vdim": 10, "batch_first": True},
+         (random(2, 3, 16), random(2, 5, 6), random(2, 5, 10)), {"need_weights": False}),
     ]  # fmt: skip
     for made, inputs, called in calls:
         torch.manual_seed(0)
         alone = nn.MultiheadAttention(16, 4, dtype=torch.float64, **made)
         split, state = pair(mesh, alone)
-        for output, expected in zip(split(*inputs, **called), alone(*inputs, **called), strict=True):
+        for output, expected in zip(
+            split(*inputs, **called), alone(*inputs, **called), strict=True
+        ):
             assert (output is None) == (expected is None)
             if expected is not None:
                 close(output, expected, f"an output with {made} and {list(called)}")
@@ -244,16 +302,22 @@ def checkpointed_copied_compiled_frozen(mesh: DeviceMesh) -> None:
     for model in (split, torch.compile(copied, backend="eager")):
         torch.manual_seed(9)
         model(tokens()).square().sum().backward()
-    for (name, parameter), (_, other) in zip(split.named_parameters(), copied.named_parameters(), strict=True):
+    for (name, parameter), (_, other) in zip(
+        split.named_parameters(), copied.named_parameters(), strict=True
+    ):
         assert parameter is not other
         assert (parameter.grad is None) == ("attn" in name) == (other.grad is None)
         if parameter.grad is not None:
-            close(state.gather(name, parameter.grad), state.gather(name, other.grad), f"the gradient of {name}")
+            close(
+                state.gather(name, parameter.grad),
+                state.gather(name, other.grad),
+                f"the gradient of {name}",
+            )
 
 
 def checkpointed_within_a_loss(mesh: DeviceMesh, elsewhere: bool) -> None:
-    """A model whose passes are within the region of a loss keeps its own settings there, also where a
-    checkpoint is computed again. `elsewhere`: on a thread of autograd's, as on CUDA."""
+    """A model whose passes are within the region of a loss keeps its own settings there, also where
+    a checkpoint is computed again. `elsewhere`: on a thread of autograd's, as on CUDA."""
     torch.manual_seed(0)
     alone = NanoGpt(dropout=0.2).double()
     split, state = pair(mesh, alone, DropoutRandomness.AS_ONE_PROCESS)
@@ -262,7 +326,9 @@ def checkpointed_within_a_loss(mesh: DeviceMesh, elsewhere: bool) -> None:
         block = model.transformer.h[0]
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     split.transformer.h[0].mlp.register_forward_pre_hook(
-        lambda *_: open_regions.append(sum(isinstance(mode, RegionMode) for mode in function_modes()))
+        lambda *_: open_regions.append(
+            sum(isinstance(mode, RegionMode) for mode in function_modes())
+        )
     )
     torch.manual_seed(9)
     alone(tokens()).square().sum().backward()

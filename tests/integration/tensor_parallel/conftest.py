@@ -1,4 +1,5 @@
-"""Gives tests functions that run a case on all ranks of one group: processes, which serve all tests of a session, or threads."""
+"""Gives tests functions that run a case on all ranks of one group: processes, which serve all tests
+of a session, or threads."""
 
 from __future__ import annotations
 
@@ -27,19 +28,28 @@ def _ranks(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture
 def run(_ranks: list[Rank]) -> Callable[..., list[Any]]:
-    """run(case, size, **arguments): on groups of `size` ranks; what each of the four ranks returned."""
+    """run(case, size, **arguments): on groups of `size` ranks; what each of the four ranks
+    returned."""
 
     def run(case: str, size: int, **arguments: Any) -> list[Any]:
-        return list(run_task(_ranks, f"{_TASKS}:run_case", case=case, size=size, arguments=arguments).values())
+        return list(
+            run_task(
+                _ranks, f"{_TASKS}:run_case", case=case, size=size, arguments=arguments
+            ).values()
+        )
 
     return run
 
 
 @pytest.fixture
 def run_threads() -> Callable[..., None]:
-    """run_threads(case, **arguments): on two ranks that are threads of this process, which is quicker."""
+    """run_threads(case, **arguments): on two ranks that are threads of this process, which is
+    quicker."""
 
     def run(case: str, **arguments: Any) -> None:
-        launch(lambda: CASES[case](init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), **arguments), world_size=2)
+        launch(
+            lambda: CASES[case](init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), **arguments),
+            world_size=2,
+        )
 
     return run

@@ -1,6 +1,7 @@
 """Counts what a piece of code really sends: every collective that runs within, with its bytes.
 
-Sees functional collectives (DTensor's) and c10d's own. What a plan expects is `TensorParallelPlan.communication`.
+Sees functional collectives (DTensor's) and c10d's own. What a plan expects is
+`TensorParallelPlan.communication`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Collective:
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Within `with CollectiveCounter() as counter:` all collectives of this thread, and of a backward pass that it runs, are recorded."""
+    """Within `with CollectiveCounter() as counter:` all collectives of this thread, and of a
+    backward pass that it runs, are recorded."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
@@ -43,11 +45,17 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        kind = _KINDS.get(func._schema.name) if func.namespace in ("c10d", "_c10d_functional", "c10d_functional") else None
+        kind = (
+            _KINDS.get(func._schema.name)
+            if func.namespace in ("c10d", "_c10d_functional", "c10d_functional")
+            else None
+        )
         if kind is not None:
             tensors = [t for t in pytree.tree_leaves((args, result)) if isinstance(t, torch.Tensor)]
             largest = max(tensors, key=lambda t: t.numel() * t.element_size())
-            self.collectives.append(Collective(kind, largest.numel() * largest.element_size(), largest.dtype))
+            self.collectives.append(
+                Collective(kind, largest.numel() * largest.element_size(), largest.dtype)
+            )
         return result
 
 

@@ -1,4 +1,5 @@
-"""Small models, built as the libraries that people use build theirs: by structure and attribute names, without those libraries."""
+"""Small models, built as the libraries that people use build theirs: by structure and attribute
+names, without those libraries."""
 
 from __future__ import annotations
 
@@ -13,14 +14,23 @@ from torch import nn
 class Mlp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 5))
+        self.layers = nn.Sequential(
+            nn.Linear(8, 16),
+            nn.ReLU(),
+            nn.Linear(16, 8),
+            nn.GELU(),
+            nn.Linear(8, 12),
+            nn.Tanh(),
+            nn.Linear(12, 5),
+        )
 
     def forward(self, x):
         return self.layers(x)
 
 
 class NanoAttention(nn.Module):
-    """Karpathy's nanoGPT: sizes come from the input's shape; packed query, key and value; attention spelled out or by torch."""
+    """Karpathy's nanoGPT: sizes come from the input's shape; packed query, key and value; attention
+    spelled out or by torch."""
 
     def __init__(self, width, heads, dropout, flash):
         super().__init__()
@@ -35,7 +45,9 @@ class NanoAttention(nn.Module):
         q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))
         if self.flash:
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0, is_causal=True)
+            y = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=self.dropout if self.training else 0, is_causal=True
+            )
         else:
             att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
             att = att.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
@@ -46,7 +58,11 @@ class NanoAttention(nn.Module):
 class NanoMlp(nn.Module):
     def __init__(self, width, dropout):
         super().__init__()
-        self.c_fc, self.gelu, self.c_proj = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.c_fc, self.gelu, self.c_proj = (
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+        )
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x):
@@ -70,8 +86,10 @@ class NanoGpt(nn.Module):
     def __init__(self, vocabulary=20, width=16, heads=4, blocks=1, dropout=0.0, flash=True):
         super().__init__()
         self.transformer = nn.ModuleDict({
-            "wte": nn.Embedding(vocabulary, width), "wpe": nn.Embedding(16, width), "drop": nn.Dropout(dropout),
-            "h": nn.ModuleList([NanoBlock(width, heads, dropout, flash) for _ in range(blocks)]), "ln_f": nn.LayerNorm(width),
+            "wte": nn.Embedding(vocabulary, width), "wpe": nn.Embedding(16, width),
+            "drop": nn.Dropout(dropout),
+            "h": nn.ModuleList([NanoBlock(width, heads, dropout, flash) for _ in range(blocks)]),
+            "ln_f": nn.LayerNorm(width),
         })  # fmt: skip
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         self.transformer.wte.weight = self.lm_head.weight
@@ -99,17 +117,26 @@ def rotate_half(x):
 
 
 class LlamaAttention(nn.Module):
-    """As in transformers: grouped heads, rotary positions, heads in the configuration only; a norm of each head as in Qwen 3."""
+    """As in transformers: grouped heads, rotary positions, heads in the configuration only; a norm
+    of each head as in Qwen 3."""
 
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.head_dim = config.hidden_size // config.num_attention_heads
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.q_proj = nn.Linear(config.hidden_size, config.num_attention_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
+        self.q_proj = nn.Linear(
+            config.hidden_size, config.num_attention_heads * self.head_dim, bias=False
+        )
+        self.k_proj = nn.Linear(
+            config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False
+        )
+        self.v_proj = nn.Linear(
+            config.hidden_size, config.num_key_value_heads * self.head_dim, bias=False
+        )
+        self.o_proj = nn.Linear(
+            config.num_attention_heads * self.head_dim, config.hidden_size, bias=False
+        )
         self.q_norm = RmsNorm(self.head_dim)
 
     def forward(self, hidden_states, position_embeddings, attention_mask):
@@ -124,20 +151,31 @@ class LlamaAttention(nn.Module):
         if self.config.eager:
             b, n, s, d = key.shape
             key, value = (
-                t[:, :, None].expand(b, n, self.num_key_value_groups, s, d).reshape(b, n * self.num_key_value_groups, s, d)
+                t[:, :, None]
+                .expand(b, n, self.num_key_value_groups, s, d)
+                .reshape(b, n * self.num_key_value_groups, s, d)
                 for t in (key, value)
             )
-            weights = torch.matmul(query, key.transpose(2, 3)) * self.head_dim**-0.5 + attention_mask
-            output = torch.matmul(F.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype), value)
+            weights = (
+                torch.matmul(query, key.transpose(2, 3)) * self.head_dim**-0.5 + attention_mask
+            )
+            output = torch.matmul(
+                F.softmax(weights, dim=-1, dtype=torch.float32).to(query.dtype), value
+            )
         else:
-            output = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, enable_gqa=True)
+            output = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=attention_mask, enable_gqa=True
+            )
         return self.o_proj(output.transpose(1, 2).reshape(*input_shape, -1).contiguous())
 
 
 class LlamaMlp(nn.Module):
     def __init__(self, width, inner):
         super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.gate_proj, self.up_proj = (
+            nn.Linear(width, inner, bias=False),
+            nn.Linear(width, inner, bias=False),
+        )
         self.down_proj, self.act_fn = nn.Linear(inner, width, bias=False), nn.SiLU()
 
     def forward(self, x):
@@ -147,8 +185,14 @@ class LlamaMlp(nn.Module):
 class LlamaLayer(nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.self_attn, self.mlp = LlamaAttention(config), LlamaMlp(config.hidden_size, 3 * config.hidden_size)
-        self.input_layernorm, self.post_attention_layernorm = RmsNorm(config.hidden_size), RmsNorm(config.hidden_size)
+        self.self_attn, self.mlp = (
+            LlamaAttention(config),
+            LlamaMlp(config.hidden_size, 3 * config.hidden_size),
+        )
+        self.input_layernorm, self.post_attention_layernorm = (
+            RmsNorm(config.hidden_size),
+            RmsNorm(config.hidden_size),
+        )
 
     def forward(self, x, position_embeddings, attention_mask):
         x = x + self.self_attn(self.input_layernorm(x), position_embeddings, attention_mask)
@@ -156,17 +200,22 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Embeddings not tied; computes the loss itself if it gets labels, as transformers' models do."""
+    """Embeddings not tied; computes the loss itself if it gets labels, as transformers' models
+    do."""
 
     def __init__(self, vocabulary=20, eager=False, key_heads=4):
         super().__init__()
-        config = SimpleNamespace(hidden_size=32, num_attention_heads=8, num_key_value_heads=key_heads, eager=eager)
+        config = SimpleNamespace(
+            hidden_size=32, num_attention_heads=8, num_key_value_heads=key_heads, eager=eager
+        )
         self.config = config
         self.embed_tokens = nn.Embedding(vocabulary, 32, padding_idx=3)
         self.layers = nn.ModuleList([LlamaLayer(config) for _ in range(1)])
         self.norm = RmsNorm(32)
         self.lm_head = nn.Linear(32, vocabulary, bias=False)
-        self.register_buffer("inv_freq", 1.0 / 10000 ** (torch.arange(0, 4, 2) / 4), persistent=False)
+        self.register_buffer(
+            "inv_freq", 1.0 / 10000 ** (torch.arange(0, 4, 2) / 4), persistent=False
+        )
 
     def forward(self, input_ids, labels=None):
         x = self.embed_tokens(input_ids)
@@ -184,12 +233,16 @@ class Llama(nn.Module):
 
 
 class Conv1D(nn.Module):
-    """transformers.pytorch_utils.Conv1D: a linear layer that keeps its weight the other way round."""
+    """transformers.pytorch_utils.Conv1D: a linear layer that keeps its weight the other way
+    round."""
 
     def __init__(self, nf, nx):
         super().__init__()
         self.nf, self.nx = nf, nx
-        self.weight, self.bias = nn.Parameter(torch.randn(nx, nf) * 0.2), nn.Parameter(torch.randn(nf))
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(nx, nf) * 0.2),
+            nn.Parameter(torch.randn(nf)),
+        )
 
     def forward(self, x):
         size_out = (*x.size()[:-1], self.nf)
@@ -214,7 +267,11 @@ class Gpt2Attention(nn.Module):
 class Gpt2Mlp(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.c_fc, self.c_proj, self.act = Conv1D(4 * width, width), Conv1D(width, 4 * width), nn.GELU(approximate="tanh")
+        self.c_fc, self.c_proj, self.act = (
+            Conv1D(4 * width, width),
+            Conv1D(width, 4 * width),
+            nn.GELU(approximate="tanh"),
+        )
 
     def forward(self, x):
         return self.c_proj(self.act(self.c_fc(x)))
@@ -224,7 +281,12 @@ class Gpt2(nn.Module):
     def __init__(self, width=16, heads=4, vocabulary=21):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(16, width)
-        self.ln_1, self.attn, self.ln_2, self.mlp = nn.LayerNorm(width), Gpt2Attention(width, heads), nn.LayerNorm(width), Gpt2Mlp(width)
+        self.ln_1, self.attn, self.ln_2, self.mlp = (
+            nn.LayerNorm(width),
+            Gpt2Attention(width, heads),
+            nn.LayerNorm(width),
+            Gpt2Mlp(width),
+        )
 
     def forward(self, input_ids):
         x = self.wte(input_ids) + self.wpe(torch.arange(input_ids.shape[1]).unsqueeze(0))
@@ -236,16 +298,36 @@ class Gpt2(nn.Module):
 class BertSelf(nn.Module):
     def __init__(self, width, heads):
         super().__init__()
-        self.num_attention_heads, self.attention_head_size, self.all_head_size = heads, width // heads, width
-        self.query, self.key, self.value = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, width)
+        self.num_attention_heads, self.attention_head_size, self.all_head_size = (
+            heads,
+            width // heads,
+            width,
+        )
+        self.query, self.key, self.value = (
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+            nn.Linear(width, width),
+        )
 
     def forward(self, hidden_states, mask):
         def heads(x):
-            return x.view(*x.size()[:-1], self.num_attention_heads, self.attention_head_size).permute(0, 2, 1, 3)
+            return x.view(
+                *x.size()[:-1], self.num_attention_heads, self.attention_head_size
+            ).permute(0, 2, 1, 3)
 
-        query, key, value = heads(self.query(hidden_states)), heads(self.key(hidden_states)), heads(self.value(hidden_states))
-        scores = torch.matmul(query, key.transpose(-1, -2)) / math.sqrt(self.attention_head_size) + mask
-        context = torch.matmul(nn.functional.softmax(scores, dim=-1), value).permute(0, 2, 1, 3).contiguous()
+        query, key, value = (
+            heads(self.query(hidden_states)),
+            heads(self.key(hidden_states)),
+            heads(self.value(hidden_states)),
+        )
+        scores = (
+            torch.matmul(query, key.transpose(-1, -2)) / math.sqrt(self.attention_head_size) + mask
+        )
+        context = (
+            torch.matmul(nn.functional.softmax(scores, dim=-1), value)
+            .permute(0, 2, 1, 3)
+            .contiguous()
+        )
         return context.view((*context.size()[:-2], self.all_head_size))
 
 
@@ -283,19 +365,24 @@ class BertLayer(nn.Module):
 
 
 class Vit(nn.Module):
-    """timm's attention: query, key and value by reshape and unbind; Sequential MLP; a head of its own."""
+    """timm's attention: query, key and value by reshape and unbind; Sequential MLP; a head of its
+    own."""
 
     def __init__(self, width=16, heads=4):
         super().__init__()
         self.num_heads = heads
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.Linear(width, 32), nn.GELU(), nn.Dropout(0.0), nn.Linear(32, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 32), nn.GELU(), nn.Dropout(0.0), nn.Linear(32, width)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 7)
 
     def forward(self, x):
         B, N, C = x.shape
-        qkv = self.qkv(x).reshape(B, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
+        qkv = (
+            self.qkv(x).reshape(B, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
+        )
         q, k, v = qkv.unbind(0)
         x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, N, C))
         return self.head(self.norm(x + self.mlp(x))[:, 0])
@@ -307,11 +394,18 @@ class Odd(nn.Module):
     def __init__(self, width=16, heads=4):
         super().__init__()
         self.alpha, self.beta, self.gamma, self.delta = (nn.Linear(width, width) for _ in range(4))
-        self.first, self.second, self.third = nn.Linear(width, 24), nn.Linear(width, 24), nn.Linear(24, width)
+        self.first, self.second, self.third = (
+            nn.Linear(width, 24),
+            nn.Linear(width, 24),
+            nn.Linear(24, width),
+        )
         self.count = heads
 
     def forward(self, x):
-        q, k, v = (layer(x).unflatten(-1, (self.count, -1)).transpose(1, 2) for layer in (self.alpha, self.beta, self.gamma))
+        q, k, v = (
+            layer(x).unflatten(-1, (self.count, -1)).transpose(1, 2)
+            for layer in (self.alpha, self.beta, self.gamma)
+        )
         x = x + self.delta(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return x + self.third(torch.sigmoid(self.first(x)) * self.second(x))
 
@@ -330,7 +424,9 @@ class EncoderDecoder(nn.Module):
     def __init__(self, dropout=0.0, batch_first=True, norm_first=False):
         super().__init__()
         options = {"dropout": dropout, "batch_first": batch_first, "norm_first": norm_first}
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, **options), 1, enable_nested_tensor=False)
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(16, 4, 32, **options), 1, enable_nested_tensor=False
+        )
         self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 32, **options), 1)
 
     def forward(self, x):
@@ -343,7 +439,9 @@ def tokens():
 
 
 def activations(width):
-    return lambda: torch.randn(2, 8, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    return lambda: torch.randn(
+        2, 8, width, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    ).requires_grad_()
 
 
 MODELS = {
@@ -357,7 +455,10 @@ MODELS = {
     "vit": (Vit, activations(16)),
     "embedding bag": (Bag, tokens),
     "torch encoder and decoder": (EncoderDecoder, activations(16)),
-    "torch encoder layer, norm first": (lambda: nn.TransformerEncoderLayer(16, 4, 32, 0.0, norm_first=True), activations(16)),
+    "torch encoder layer, norm first": (
+        lambda: nn.TransformerEncoderLayer(16, 4, 32, 0.0, norm_first=True),
+        activations(16),
+    ),
 }
 
 
@@ -372,11 +473,17 @@ class LlamaBlock(LlamaLayer):
     """A layer of Llama without the norm of each head, given its positions."""
 
     def __init__(self):
-        super().__init__(SimpleNamespace(hidden_size=32, num_attention_heads=8, num_key_value_heads=4, eager=False))
+        super().__init__(
+            SimpleNamespace(
+                hidden_size=32, num_attention_heads=8, num_key_value_heads=4, eager=False
+            )
+        )
         self.self_attn.q_norm = nn.Identity()
 
     def forward(self, x):
-        angles = torch.arange(x.shape[1], dtype=x.dtype)[None, :, None] * torch.ones(4, dtype=x.dtype)
+        angles = torch.arange(x.shape[1], dtype=x.dtype)[None, :, None] * torch.ones(
+            4, dtype=x.dtype
+        )
         return super().forward(x, (angles.cos(), angles.sin()), None)
 
 

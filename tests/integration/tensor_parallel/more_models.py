@@ -1,4 +1,5 @@
-"""Attention and MLPs that are built in ways less usual: what is split of them is right, if not always as cheap."""
+"""Attention and MLPs that are built in ways less usual: what is split of them is right, if not
+always as cheap."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ class NeoxAttention(nn.Module):
         B, T, _ = x.shape
         packed = self.query_key_value(x).view(B, T, self.num_attention_heads, 3 * self.head_size)
         q, k, v = packed.transpose(1, 2).chunk(3, dim=-1)
-        return self.dense(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(B, T, -1))
+        return self.dense(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(B, T, -1)
+        )
 
 
 class T5Layer(nn.Module):
@@ -36,31 +41,44 @@ class T5Layer(nn.Module):
 
     def forward(self, x):
         B, T, _ = x.shape
-        q, k, v = (layer(x).view(B, -1, self.n_heads, self.key_value_proj_dim).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(x).view(B, -1, self.n_heads, self.key_value_proj_dim).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
         scores = torch.matmul(q, k.transpose(3, 2))
         distance = (torch.arange(T)[None] - torch.arange(T)[:, None]).abs()
         scores += self.relative_attention_bias(distance).permute(2, 0, 1).unsqueeze(0)
         weights = F.softmax(scores.double(), dim=-1).type_as(scores)
-        x = x + self.o(torch.matmul(weights, v).transpose(1, 2).contiguous().view(B, -1, self.inner_dim))
+        x = x + self.o(
+            torch.matmul(weights, v).transpose(1, 2).contiguous().view(B, -1, self.inner_dim)
+        )
         return x + self.wo(F.relu(self.wi(x)))
 
 
 class Alibi(nn.Module):
-    """A learned slope for each head in the mask, a gate after the sum, attention by einsum and baddbmm."""
+    """A learned slope for each head in the mask, a gate after the sum, attention by einsum and
+    baddbmm."""
 
     def __init__(self, width=16, heads=4):
         super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
+            nn.Linear(width, width) for _ in range(4)
+        )
         self.num_heads = heads
         self.slopes, self.gate = nn.Parameter(torch.rand(heads)), nn.Parameter(torch.ones(width))
 
     def forward(self, x):
         B, T, _ = x.shape
-        q, k, v = (layer(x).reshape(B, T, self.num_heads, -1).permute(0, 2, 1, 3) for layer in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            layer(x).reshape(B, T, self.num_heads, -1).permute(0, 2, 1, 3)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        )
         mask = self.slopes.view(1, -1, 1, 1) * torch.arange(T)
         output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.expand(B, -1, T, -1))
         nothing = torch.zeros(B * self.num_heads, T, T, dtype=x.dtype)
-        scores = torch.baddbmm(nothing, q.reshape(-1, T, 4), k.reshape(-1, T, 4).transpose(1, 2)).view(B, self.num_heads, T, T)
+        scores = torch.baddbmm(
+            nothing, q.reshape(-1, T, 4), k.reshape(-1, T, 4).transpose(1, 2)
+        ).view(B, self.num_heads, T, T)
         output = output + torch.einsum("bhts,bshd->bhtd", scores.softmax(-1), v.transpose(1, 2))
         return self.out_proj(output.transpose(1, 2).flatten(-2)) * self.gate
 
@@ -96,9 +114,11 @@ class BatchNormed(nn.Module):
 
 MORE = {
     "gpt-neox": (NeoxAttention, {"query_key_value": "column", "dense": "row"}),
-    "t5": (T5Layer, {"q": "column", "k": "column", "v": "column", "o": "row", "relative_attention_bias": "vocabulary",
+    "t5": (T5Layer, {"q": "column", "k": "column", "v": "column", "o": "row",
+                     "relative_attention_bias": "vocabulary",
                      "wi": "column", "wo": "row"}),
-    "alibi": (Alibi, {"q_proj": "column", "k_proj": "column", "v_proj": "column", "out_proj": "row"}),
+    "alibi": (Alibi, {"q_proj": "column", "k_proj": "column", "v_proj": "column",
+                      "out_proj": "row"}),
     "experts": (Experts, {"gate": "column_gathered", **{
         f"experts.{i}.{name}": style for i in range(3)
         for name, style in (("gate_proj", "column"), ("up_proj", "column"), ("down_proj", "row"))

@@ -1,4 +1,5 @@
-"""What one rank of a tensor-parallel group does in the tests of communication and plans; run by ranks.py."""
+"""What one rank of a tensor-parallel group does in the tests of communication and plans; run by
+ranks.py."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from tests.integration.tensor_parallel.split_model import SplitModel
 
 
 def block_communication(mesh: DeviceMesh, block: str) -> None:
-    """A transformer block: two all-reduces of the activations in each direction, and nothing else (SPEC.md 2)."""
+    """A transformer block: two all-reduces of the activations in each direction, and nothing else
+    (SPEC.md 2)."""
     make, width = BLOCKS[block]
     torch.manual_seed(0)
     model, x = make().double(), activations(width)()
@@ -33,13 +35,18 @@ def block_communication(mesh: DeviceMesh, block: str) -> None:
         (backward, sum(b.backward_all_reduces for b in plan.communication)),
     ):
         assert planned == 2
-        assert [(c.kind, c.payload_bytes) for c in counter.collectives] == [("all_reduce", activation_bytes)] * 2
+        assert [(c.kind, c.payload_bytes) for c in counter.collectives] == [
+            ("all_reduce", activation_bytes)
+        ] * 2
         n = mesh.size()
-        assert sum(c.bytes_sent(n) for c in counter.collectives) == 2 * (2 * activation_bytes * (n - 1) / n)
+        assert sum(c.bytes_sent(n) for c in counter.collectives) == 2 * (
+            2 * activation_bytes * (n - 1) / n
+        )
 
 
 def sequence_communication(mesh: DeviceMesh) -> None:
-    """What a further block costs: as many bytes as plain tensor parallelism, and the gradients of its two norms."""
+    """What a further block costs: as many bytes as plain tensor parallelism, and the gradients of
+    its two norms."""
     measured = []
     for blocks in (1, 2):
         torch.manual_seed(0)
@@ -51,10 +58,19 @@ def sequence_communication(mesh: DeviceMesh) -> None:
         measured.append((forward, backward))
     (forward_one, backward_one), (forward_two, backward_two) = measured
     assert forward_two.counts() - forward_one.counts() == {"all_gather": 2, "reduce_scatter": 2}
-    assert backward_two.counts() - backward_one.counts() == {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 4}
+    assert backward_two.counts() - backward_one.counts() == {
+        "all_gather": 2,
+        "reduce_scatter": 2,
+        "all_reduce": 4,
+    }
     activation_bytes, n = 2 * 8 * 16 * 8, mesh.size()
-    for one, two, norms in ((forward_one, forward_two, 0), (backward_one, backward_two, 4 * 16 * 8)):
-        more = sum(c.bytes_sent(n) for c in two.collectives) - sum(c.bytes_sent(n) for c in one.collectives)
+    for one, two, norms in (
+        (forward_one, forward_two, 0),
+        (backward_one, backward_two, 4 * 16 * 8),
+    ):
+        more = sum(c.bytes_sent(n) for c in two.collectives) - sum(
+            c.bytes_sent(n) for c in one.collectives
+        )
         assert more == 2 * (2 * (activation_bytes + norms / 2) * (n - 1) / n)
 
 
@@ -76,10 +92,23 @@ def model_communication(mesh: DeviceMesh) -> None:
 
 def mismatched(mesh: DeviceMesh) -> None:
     model = NanoGpt()
-    with pytest.raises(ConfigurationError, match=f"the plan is for 3 ranks, the mesh has the shape \\({mesh.size()},\\)"):
-        SplitModel(model, mesh, make_plan(model, 3, plan={"*.*.*.attn": "replicate", "*.*.*.mlp": "replicate"}))
+    with pytest.raises(
+        ConfigurationError,
+        match=f"the plan is for 3 ranks, the mesh has the shape \\({mesh.size()},\\)",
+    ):
+        SplitModel(
+            model,
+            mesh,
+            make_plan(model, 3, plan={"*.*.*.attn": "replicate", "*.*.*.mlp": "replicate"}),
+        )
     with pytest.raises(ConfigurationError, match="different plans"):
-        SplitModel(model, mesh, make_plan(model, mesh.size(), minimum_parameter_group_size=10_000 * mesh.get_local_rank()))
+        SplitModel(
+            model,
+            mesh,
+            make_plan(
+                model, mesh.size(), minimum_parameter_group_size=10_000 * mesh.get_local_rank()
+            ),
+        )
     with pytest.raises(ConfigurationError, match="made for another model"):
         SplitModel(model, mesh, make_plan(Gpt2(), mesh.size()))
     SplitModel(model, mesh, make_plan(model, mesh.size(), minimum_parameter_group_size=0))
@@ -104,8 +133,15 @@ def asked(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     alone = NanoGpt(flash=False).double()
     for plan in (
-        {"transformer.h.*.attn.c_attn": "packed_column", "transformer.h.*.attn.c_proj": "replicate"},
-        {"transformer.h.*.attn.*": "column_gathered", "transformer.h.*.mlp.*": "row", "transformer.wpe": "embedding_dimension"},
+        {
+            "transformer.h.*.attn.c_attn": "packed_column",
+            "transformer.h.*.attn.c_proj": "replicate",
+        },
+        {
+            "transformer.h.*.attn.*": "column_gathered",
+            "transformer.h.*.mlp.*": "row",
+            "transformer.wpe": "embedding_dimension",
+        },
         {"transformer.h.*.mlp.c_fc": "replicate", "transformer.wpe": "replicate"},
         {"transformer.h.*.attn.c_attn": "column", "transformer.h.*.attn.c_proj": "column"},
     ):
@@ -119,7 +155,9 @@ def asked(mesh: DeviceMesh) -> None:
 def refused_randomness(mesh: DeviceMesh) -> None:
     model, _ = pair(mesh, nn.Sequential(nn.Linear(8, 16), nn.Identity(), nn.Linear(16, 8)))
     model[1].forward = lambda x: F.alpha_dropout(x, 0.5, training=True)
-    with pytest.raises(ConfigurationError, match="alpha_dropout draws random numbers for an activation"):
+    with pytest.raises(
+        ConfigurationError, match="alpha_dropout draws random numbers for an activation"
+    ):
         model(torch.ones(2, 8))
 
 

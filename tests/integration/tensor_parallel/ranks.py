@@ -1,4 +1,5 @@
-"""What four ranks of one `shoal_gloo` world (tests/ranks) do: cases (cases.py, plan_cases.py), as a test tells them."""
+"""What four ranks of one `shoal_gloo` world (tests/ranks) do: cases (cases.py, plan_cases.py), as a
+test tells them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ _meshes: dict[int, DeviceMesh] = {}
 def join(rank: int, directory: str) -> None:
     """A task: forms the world, whose ranks meet in `directory`."""
     store = dist.FileStore(str(Path(directory) / "store"), WORLD)
-    dist.init_process_group("shoal_gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "shoal_gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     _meshes.update({2: grid["tp"], 4: init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))})
 

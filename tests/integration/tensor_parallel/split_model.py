@@ -1,4 +1,5 @@
-"""A model that is split over the ranks of a mesh and has the values of the whole one; what its ranks hold can be put together again."""
+"""A model that is split over the ranks of a mesh and has the values of the whole one; what its
+ranks hold can be put together again."""
 
 from __future__ import annotations
 
@@ -14,19 +15,34 @@ class SplitModel:
     """`module`, split in place."""
 
     def __init__(
-        self, module: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan, dropout: DropoutRandomness = DropoutRandomness.PER_SHARD
+        self,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        plan: TensorParallelPlan,
+        dropout: DropoutRandomness = DropoutRandomness.PER_SHARD,
     ) -> None:
         self.plan = plan
         self._module = module
         whole = dict(module.named_parameters(remove_duplicate=False))
         first: dict[int, str] = {}
         layouts = {layout.name: layout for layout in plan.parameters}
-        parallelize(module, mesh, plan, share=Share(parameters=frozenset(whole), elsewhere=()), dropout=dropout)
-        self._layouts = {name: layouts[first.setdefault(id(parameter), name)] for name, parameter in whole.items()}
+        parallelize(
+            module,
+            mesh,
+            plan,
+            share=Share(parameters=frozenset(whole), elsewhere=()),
+            dropout=dropout,
+        )
+        self._layouts = {
+            name: layouts[first.setdefault(id(parameter), name)]
+            for name, parameter in whole.items()
+        }
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 if isinstance(parameter, DTensor):
-                    parameter.to_local().copy_(cut(whole[name], self._layouts[name], mesh.size(), mesh.get_local_rank()))
+                    parameter.to_local().copy_(
+                        cut(whole[name], self._layouts[name], mesh.size(), mesh.get_local_rank())
+                    )
                 else:
                     parameter.copy_(whole[name])
 
@@ -37,8 +53,11 @@ class SplitModel:
         return tensor.full_tensor().detach().reshape(self._layouts[name].shape)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers under the names, and in the shapes, of the whole model. All ranks call it."""
-        return {name: self.gather(name, tensor) for name, tensor in self._module.state_dict().items()}
+        """Parameters and buffers under the names, and in the shapes, of the whole model. All ranks
+        call it."""
+        return {
+            name: self.gather(name, tensor) for name, tensor in self._module.state_dict().items()
+        }
 
     def bytes_here(self) -> int:
         """Bytes that this rank's parts of the parameters take."""

@@ -1,4 +1,5 @@
-"""A model split over ranks computes what one process computes, to 1e-10 in float64, for every kind of block that is known."""
+"""A model split over ranks computes what one process computes, to 1e-10 in float64, for every kind
+of block that is known."""
 
 from __future__ import annotations
 
@@ -13,13 +14,23 @@ def test_output_gradients_and_a_step_on_two_ranks_are_those_of_one_process(run_t
     run_threads("parity", model=model)
 
 
-@pytest.mark.parametrize("model", [model if model == "nano-gpt" else pytest.param(model, marks=pytest.mark.matrix) for model in MODELS])
+@pytest.mark.parametrize(
+    "model",
+    [
+        model if model == "nano-gpt" else pytest.param(model, marks=pytest.mark.matrix)
+        for model in MODELS
+    ],
+)
 def test_output_gradients_and_a_step_on_four_ranks_are_those_of_one_process(run, model):
     run("parity", 4, model=model)
 
 
 @pytest.mark.parametrize(
-    "model", [model if number < 2 else pytest.param(model, marks=pytest.mark.matrix) for number, model in enumerate(MORE)]
+    "model",
+    [
+        model if number < 2 else pytest.param(model, marks=pytest.mark.matrix)
+        for number, model in enumerate(MORE)
+    ],
 )
 def test_less_usual_models_compute_the_same(run_threads, model):
     run_threads("more", model=model)
@@ -34,7 +45,9 @@ def test_a_sequence_that_does_not_divide_computes_the_same(run):
     run("parity", 4, model="nano-gpt", sequence_dimension=1, length=7)
 
 
-@pytest.mark.parametrize("model", ["torch encoder and decoder", "torch encoder layer, norm first", "nano-gpt"])
+@pytest.mark.parametrize(
+    "model", ["torch encoder and decoder", "torch encoder layer, norm first", "nano-gpt"]
+)
 def test_evaluation_computes_the_same(run_threads, model):
     run_threads("evaluation", model=model)
 
@@ -65,7 +78,9 @@ def test_activation_checkpointing_copies_torch_compile_and_frozen_parameters(run
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_checkpoint_that_is_computed_again_within_a_loss_gives_the_gradients_of_one_process(run, elsewhere):
+def test_a_checkpoint_that_is_computed_again_within_a_loss_gives_the_gradients_of_one_process(
+    run, elsewhere
+):
     run("checkpointed_within_a_loss", 2, elsewhere=elsewhere)
 
 

@@ -1,4 +1,5 @@
-"""transformers' models as they come, with their caches and masks, are split without a plan, and train and generate as in one process."""
+"""transformers' models as they come, with their caches and masks, are split without a plan, and
+train and generate as in one process."""
 
 from __future__ import annotations
 
@@ -7,7 +8,13 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 
-from tests.integration.tensor_parallel.transformers_models import FAMILIES, GENERATING, LENGTH, batch, build
+from tests.integration.tensor_parallel.transformers_models import (
+    FAMILIES,
+    GENERATING,
+    LENGTH,
+    batch,
+    build,
+)
 
 TOLERANCE = 1e-9
 STEPS = 3
@@ -16,8 +23,14 @@ QUICK = ("llama", "bert", "vit")
 
 
 def _each(families):
-    long = {family: pytest.mark.slow if family in ("gpt2", "t5") else pytest.mark.matrix for family in families}
-    return [family if family in QUICK else pytest.param(family, marks=long[family]) for family in families]
+    long = {
+        family: pytest.mark.slow if family in ("gpt2", "t5") else pytest.mark.matrix
+        for family in families
+    }
+    return [
+        family if family in QUICK else pytest.param(family, marks=long[family])
+        for family in families
+    ]
 
 
 def _train(family, model, optimizer):
@@ -50,7 +63,9 @@ def test_a_family_trains_split_over_two_ranks_as_in_one_process(family):
 
     def rank():
         net = build(family)
-        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy="tensor")
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.1), strategy="tensor"
+        )
         losses = _train(family, model, optimizer)
         held = sum(part.numel() for part in model.local_shard.values())
         return losses, model.full_state_dict(), held
@@ -61,7 +76,13 @@ def test_a_family_trains_split_over_two_ranks_as_in_one_process(family):
         assert losses == pytest.approx(expected, abs=TOLERANCE)
         assert held < 0.65 * everything, "each rank holds about half of it"
         for name, tensor in alone.state_dict().items():
-            torch.testing.assert_close(state[name], tensor, rtol=0, atol=TOLERANCE, msg=lambda told, name=name: f"{name}: {told}")
+            torch.testing.assert_close(
+                state[name],
+                tensor,
+                rtol=0,
+                atol=TOLERANCE,
+                msg=lambda told, name=name: f"{name}: {told}",
+            )
 
 
 @pytest.mark.parametrize("family", _each(GENERATING))
@@ -71,7 +92,9 @@ def test_a_family_generates_split_over_two_ranks_what_one_process_generates(fami
 
     def rank():
         net = build(family)
-        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.0), strategy="tensor")
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.0), strategy="tensor"
+        )
         _train(family, model, optimizer)  # a step of nothing lays the model out over the ranks
         model.eval()
         return model.generate(**_prompt(family)), model.config.model_type
@@ -85,7 +108,9 @@ def test_a_family_generates_split_over_two_ranks_what_one_process_generates(fami
 def test_sampled_tokens_are_the_same_on_ranks_whose_random_numbers_are_not():
     def rank():
         net = build("llama")
-        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.0), strategy="tensor")
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.0), strategy="tensor"
+        )
         _train("llama", model, optimizer)
         model.eval()
         torch.manual_seed(shoal.rank())
@@ -100,23 +125,37 @@ def test_sampled_tokens_are_the_same_on_ranks_whose_random_numbers_are_not():
 def test_tokens_are_not_chosen_from_split_logits():
     def rank():
         net = build("llama")
-        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.0), strategy="tensor", loss_parallel=True)
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.0), strategy="tensor", loss_parallel=True
+        )
         _train("llama", model, optimizer)
-        with pytest.raises(ConfigurationError, match=r"loss_parallel=True: .*model\.clone\(\)\.generate"):
+        with pytest.raises(
+            ConfigurationError, match=r"loss_parallel=True: .*model\.clone\(\)\.generate"
+        ):
             model.generate(**_prompt("llama"))
 
     shoal.launch(rank, world_size=2)
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", pytest.param("zero1", marks=pytest.mark.slow), pytest.param("zero2", marks=pytest.mark.matrix)]
+    "strategy",
+    [
+        "ddp",
+        pytest.param("zero1", marks=pytest.mark.slow),
+        pytest.param("zero2", marks=pytest.mark.matrix),
+    ],
 )
 def test_where_each_rank_has_all_values_each_generates_what_it_likes(strategy):
-    expected = [build("llama").eval().generate(**_prompt("llama") | {"max_new_tokens": NEW + rank}) for rank in range(2)]
+    expected = [
+        build("llama").eval().generate(**_prompt("llama") | {"max_new_tokens": NEW + rank})
+        for rank in range(2)
+    ]
 
     def rank():
         net = build("llama")
-        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.0), strategy=strategy)
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.0), strategy=strategy
+        )
         _train("llama", model, optimizer)
         model.eval()
         return model.generate(**_prompt("llama") | {"max_new_tokens": NEW + shoal.rank()})
@@ -125,13 +164,19 @@ def test_where_each_rank_has_all_values_each_generates_what_it_likes(strategy):
         assert torch.equal(words, wanted)
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "pipeline", pytest.param("fsdp", marks=pytest.mark.matrix)])
-def test_where_values_come_together_for_a_pass_generate_is_refused_with_the_way_that_works(strategy):
+@pytest.mark.parametrize(
+    "strategy", ["zero3", "pipeline", pytest.param("fsdp", marks=pytest.mark.matrix)]
+)
+def test_where_values_come_together_for_a_pass_generate_is_refused_with_the_way_that_works(
+    strategy,
+):
     expected = build("llama").eval().generate(**_prompt("llama"))
 
     def rank():
         net = build("llama")
-        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.0), strategy=strategy)
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.0), strategy=strategy
+        )
         told = batch("llama", 0)
         model.train_step(told)
         optimizer.step()

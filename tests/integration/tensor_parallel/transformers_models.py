@@ -1,4 +1,5 @@
-"""Tiny models of transformers, of each family that `tensor` splits without a plan, with batches as their users have them."""
+"""Tiny models of transformers, of each family that `tensor` splits without a plan, with batches as
+their users have them."""
 
 from __future__ import annotations
 
@@ -98,4 +99,8 @@ def batch(family: str, seed: int) -> dict[str, torch.Tensor]:
     words = torch.randint(2, WORDS, (4, LENGTH), generator=generator)
     mask = torch.ones(4, LENGTH, dtype=torch.long)
     mask[0, LENGTH - 3 :] = 0
-    return {"input_ids": words, "attention_mask": mask, "labels": words.masked_fill(mask == 0, -100)}
+    return {
+        "input_ids": words,
+        "attention_mask": mask,
+        "labels": words.masked_fill(mask == 0, -100),
+    }

@@ -22,7 +22,9 @@ Alone = Callable[[str], tuple[dict[str, Any], Path]]
 
 def told(output: str) -> list[dict[str, Any]]:
     """What the processes say that they ended with."""
-    return [json.loads(line.split("told ", 1)[1]) for line in output.splitlines() if "told {" in line]
+    return [
+        json.loads(line.split("told ", 1)[1]) for line in output.splitlines() if "told {" in line
+    ]
 
 
 def finish(command: Any) -> list[dict[str, Any]]:
@@ -40,7 +42,12 @@ def finish(command: Any) -> list[dict[str, Any]]:
 
 
 def run_alone(
-    program: Path, directory: Path, strategy: str, environment: Mapping[str, str], *also: str, cwd: Path | None = None
+    program: Path,
+    directory: Path,
+    strategy: str,
+    environment: Mapping[str, str],
+    *also: str,
+    cwd: Path | None = None,
 ) -> dict[str, Any]:
     """What one process without a job ends with, which writes into `directory`."""
     ended = subprocess.run(
@@ -58,14 +65,21 @@ def run_alone(
 
 
 def runs_alone(
-    factory: pytest.TempPathFactory, program: Path, model: str, environment: Mapping[str, str], *also: str, cwd: Path | None = None
+    factory: pytest.TempPathFactory,
+    program: Path,
+    model: str,
+    environment: Mapping[str, str],
+    *also: str,
+    cwd: Path | None = None,
 ) -> Alone:
-    """What one process without a job ends with, by strategy, and the file `model` that it writes; each is run once. `also`: further
-    arguments."""
+    """What one process without a job ends with, by strategy, and the file `model` that it writes;
+    each is run once. `also`: further arguments."""
 
     @cache
     def run(strategy: str) -> tuple[dict[str, Any], Path]:
         directory = factory.mktemp(strategy)
-        return run_alone(program, directory, strategy, environment, *also, cwd=cwd), directory / model
+        return run_alone(
+            program, directory, strategy, environment, *also, cwd=cwd
+        ), directory / model
 
     return run

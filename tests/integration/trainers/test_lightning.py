@@ -1,4 +1,5 @@
-"""Lightning's Trainer under `shoal run`: workers are killed, others join, all are asked to leave; it ends as one process alone would."""
+"""Lightning's Trainer under `shoal run`: workers are killed, others join, all are asked to leave;
+it ends as one process alone would."""
 
 from __future__ import annotations
 
@@ -50,21 +51,32 @@ def test_alone_it_ends_as_lightnings_own_strategy_does(alone: Alone) -> None:
         pytest.param("fsdp", "kill", marks=pytest.mark.matrix),
     ],
 )
-def test_a_killed_worker_and_its_replacement_change_nothing(shell: Shell, alone: Alone, strategy: str, mode: str) -> None:
-    """Weights bit for bit, losses and metrics of all epochs, and what callbacks have counted, on all ranks. What is logged beside the loss
-    is exact unless a worker died when the step counted already and before the others had its value, as under ddp, which is told."""
+def test_a_killed_worker_and_its_replacement_change_nothing(
+    shell: Shell, alone: Alone, strategy: str, mode: str
+) -> None:
+    """Weights bit for bit, losses and metrics of all epochs, and what callbacks have counted, on
+    all ranks. What is logged beside the loss is exact unless a worker died when the step counted
+    already and before the others had its value, as under ddp, which is told."""
     expected, model = alone("ddp" if strategy == "ddp" else "zero2")
     expected = json.loads(json.dumps(expected))
     assert (expected["steps"], expected["epochs"], len(expected["course"])) == (40, 8, 8)
     command = shell.start(*IN_TWO, PROGRAM, shell.directory / "run", strategy, mode)
     results = finish(command)
     assert "ended with SIGKILL; the others go on" in command.stderr
-    errors, its_errors = ([[epoch.pop("error") for epoch in one["course"]] for one in these] for these in (results, [expected]))
+    errors, its_errors = (
+        [[epoch.pop("error") for epoch in one["course"]] for one in these]
+        for these in (results, [expected])
+    )
     assert results == [expected | {"world": 2}] * 2
     assert errors[0] == errors[1]
     apart = sum(one != other for one, other in zip(errors[0], its_errors[0], strict=True))
-    assert apart == 0 or (apart == 1 and "a worker died between a step and the gathering" in command.stderr + command.stdout)
-    torch.testing.assert_close(weights(shell.directory / "run" / "model.ckpt"), weights(model), rtol=0, atol=0)
+    assert apart == 0 or (
+        apart == 1
+        and "a worker died between a step and the gathering" in command.stderr + command.stdout
+    )
+    torch.testing.assert_close(
+        weights(shell.directory / "run" / "model.ckpt"), weights(model), rtol=0, atol=0
+    )
 
 
 @pytest.mark.matrix
@@ -75,7 +87,9 @@ def test_all_asked_to_leave_and_begun_again_it_ends_as_without(shell: Shell, alo
     command.wait_for_output("step 12 is over")
     command.process.send_signal(signal.SIGTERM)
     assert command.wait() == 128 + signal.SIGTERM, command.stderr
-    stopped = sorted(int(path.name.removeprefix("step-")) for path in (directory / "checkpoints").glob("step-*"))
+    stopped = sorted(
+        int(path.name.removeprefix("step-")) for path in (directory / "checkpoints").glob("step-*")
+    )
     assert 12 <= stopped[-1] < 40, "fit saves where it is stopped"
     results = finish(shell.start(*IN_TWO, PROGRAM, directory, "zero2"))
     assert results == [expected | {"world": 2}] * 2
@@ -96,13 +110,17 @@ def nearly(value: Any) -> Any:
     [
         ("zero3", "kill"),
         ("ddp", "late"),
-        *(pytest.param(each, "", marks=pytest.mark.matrix) for each in ("ddp", "zero1", "zero2", "fsdp", "hsdp")),
+        *(
+            pytest.param(each, "", marks=pytest.mark.matrix)
+            for each in ("ddp", "zero1", "zero2", "fsdp", "hsdp")
+        ),
     ],
 )
 def test_evaluations_metrics_and_all_that_is_logged_are_those_of_lightnings_own_strategy(
     shell: Shell, evaluated_alone: dict[str, Any], strategy: str, mode: str
 ) -> None:
-    """All of it is what one process without Shoal gives, also where a worker is killed in a training step, or in the middle of a test."""
+    """All of it is what one process without Shoal gives, also where a worker is killed in a
+    training step, or in the middle of a test."""
     directory = shell.directory / "run"
     command = shell.start(*IN_TWO, "--max-restarts", "0", EVALUATIONS, directory, strategy, mode)
     results = finish(command)
@@ -113,7 +131,9 @@ def test_evaluations_metrics_and_all_that_is_logged_are_those_of_lightnings_own_
     for name, rows in evaluated_alone["written"].items():
         assert (directory / name).read_text().splitlines() == rows
     logged = (directory / "csv/version_0/metrics.csv").read_text().splitlines()
-    assert [len(row.split(",")) for row in logged] == [len(row.split(",")) for row in evaluated_alone["logged"]]
+    assert [len(row.split(",")) for row in logged] == [
+        len(row.split(",")) for row in evaluated_alone["logged"]
+    ]
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
-"""Models that come with Lightning, unchanged, under Shoal's strategy: its BoringModel, with which it tests its own strategies, and the word
-language model of torch's examples, which it has ported."""
+"""Models that come with Lightning, unchanged, under Shoal's strategy: its BoringModel, with which
+it tests its own strategies, and the word language model of torch's examples, which it has
+ported."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a text of 48 windows of 35 words, where the language model looks for its own."""
+    """A directory with a text of 48 windows of 35 words, where the language model looks for its
+    own."""
     directory = tmp_path_factory.mktemp("words")
     draw = random.Random(0)
     lines = [" ".join(f"word{draw.randrange(60)}" for _ in range(20)) for _ in range(82)]
@@ -42,28 +44,45 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 
 
 @pytest.mark.parametrize(
-    "strategy", ["ddp", "zero2", "fsdp", pytest.param("zero1", marks=pytest.mark.matrix), pytest.param("zero3", marks=pytest.mark.matrix)]
+    "strategy",
+    [
+        "ddp",
+        "zero2",
+        "fsdp",
+        pytest.param("zero1", marks=pytest.mark.matrix),
+        pytest.param("zero3", marks=pytest.mark.matrix),
+    ],
 )
-def test_a_boring_model_is_fitted_validated_tested_and_predicted_with(shell: Shell, alone: Alone, strategy: str) -> None:
-    """A BoringModel draws its data anew for each of these, so only weights are compared with another process's; the ranks agree on all."""
+def test_a_boring_model_is_fitted_validated_tested_and_predicted_with(
+    shell: Shell, alone: Alone, strategy: str
+) -> None:
+    """A BoringModel draws its data anew for each of these, so only weights are compared with
+    another process's; the ranks agree on all."""
     expected, model = alone("boring")
     results = finish(shell.start(*IN_TWO, PROGRAM, shell.directory / "run", "boring", strategy))
     assert results[0] == results[1]
     assert results[0]["steps"] == expected["steps"] == 128
     assert len(results[0]["predicted"]) == len(expected["predicted"]) == 64
-    torch.testing.assert_close(weights(shell.directory / "run" / "model.ckpt"), weights(model), rtol=0, atol=1e-6)
+    torch.testing.assert_close(
+        weights(shell.directory / "run" / "model.ckpt"), weights(model), rtol=0, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("strategy", ["zero3", pytest.param("ddp", marks=pytest.mark.matrix)])
-def test_the_language_model_of_torchs_examples_survives_a_kill(shell: Shell, words: Path, strategy: str) -> None:
-    """The run ends as one process alone does, bit by bit, with dropout. One worker of the machine prepares the data, and the replacement of
-    a killed one does not do so again."""
+def test_the_language_model_of_torchs_examples_survives_a_kill(
+    shell: Shell, words: Path, strategy: str
+) -> None:
+    """The run ends as one process alone does, bit by bit, with dropout. One worker of the machine
+    prepares the data, and the replacement of a killed one does not do so again."""
     expected = run_alone(PROGRAM, shell.directory / "alone", "language", {}, strategy, cwd=words)
     (shell.directory / "data").symlink_to(words / "data")
     command = shell.start(*IN_TWO, PROGRAM, shell.directory / "run", "language", strategy, "kill")
     assert command.wait() == 0, command.stderr + command.stdout
     assert "ended with SIGKILL; the others go on" in command.stderr
     assert command.stdout.count("prepares data") == 1
-    assert [each["steps"] for each in told(command.stdout)] in ([expected["steps"]], [expected["steps"]] * 2)
+    assert [each["steps"] for each in told(command.stdout)] in (
+        [expected["steps"]],
+        [expected["steps"]] * 2,
+    )
     run, alone = (weights(shell.directory / name / "model.ckpt") for name in ("run", "alone"))
     torch.testing.assert_close(run, alone, rtol=0, atol=0)

@@ -1,4 +1,5 @@
-"""transformers' Trainer under `shoal run`: workers are killed, others join, all are asked to leave; it ends as one process alone would."""
+"""transformers' Trainer under `shoal run`: workers are killed, others join, all are asked to leave;
+it ends as one process alone would."""
 
 from __future__ import annotations
 
@@ -34,8 +35,11 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
         pytest.param("fsdp", "kill", "zero2", marks=pytest.mark.matrix),
     ],
 )
-def test_a_killed_worker_and_its_replacement_change_nothing(shell: Shell, alone: Any, strategy: str, mode: str, like: str) -> None:
-    """Weights, losses and metrics, what callbacks have counted, and what was logged, on all ranks, bit for bit."""
+def test_a_killed_worker_and_its_replacement_change_nothing(
+    shell: Shell, alone: Any, strategy: str, mode: str, like: str
+) -> None:
+    """Weights, losses and metrics, what callbacks have counted, and what was logged, on all ranks,
+    bit for bit."""
     expected, model = alone(like)
     assert expected["steps"] == 40
     shell.environment.update(OFFLINE)
@@ -44,7 +48,9 @@ def test_a_killed_worker_and_its_replacement_change_nothing(shell: Shell, alone:
     assert "ended with SIGKILL; the others go on" in command.stderr
     assert results == [expected | {"world": 2}] * 2
     assert command.stdout.count("'train_loss'") == 1, "one rank prints"
-    assert (shell.directory / "run" / "model" / "model.safetensors").read_bytes() == model.read_bytes()
+    assert (
+        shell.directory / "run" / "model" / "model.safetensors"
+    ).read_bytes() == model.read_bytes()
 
 
 def test_all_asked_to_leave_and_begun_again_it_ends_as_without(shell: Shell, alone: Any) -> None:

@@ -29,7 +29,9 @@ from tests.zygote.children import PATIENCE_S, Child, Zygote, eventually
 class Server:
     """One parameter server, which can be started again over the same data."""
 
-    def __init__(self, cluster: AsyncCluster, index: int, *, keeps_data: bool, **environment: str) -> None:
+    def __init__(
+        self, cluster: AsyncCluster, index: int, *, keeps_data: bool, **environment: str
+    ) -> None:
         self._cluster = cluster
         self.server_id = f"server-{index}"
         self._keeps_data = keeps_data
@@ -41,15 +43,32 @@ class Server:
     def start(self, *, coordinator: str = "", **environment: str) -> None:
         """`coordinator`: where it finds that; empty: where the cluster does."""
         self._port_file = self._directory / f"{uuid.uuid4().hex}.json"
-        arguments = ["--coordinator", coordinator or self._cluster.coordinator.address, "--job", self._cluster.job_id]
-        arguments += ["--server-id", self.server_id, "--port-file", str(self._port_file), "--snapshot-interval", "0s"]
+        arguments = [
+            "--coordinator",
+            coordinator or self._cluster.coordinator.address,
+            "--job",
+            self._cluster.job_id,
+        ]
+        arguments += [
+            "--server-id",
+            self.server_id,
+            "--port-file",
+            str(self._port_file),
+            "--snapshot-interval",
+            "0s",
+        ]
         if self._keeps_data:
             arguments += ["--data-dir", str(self.data)]
-        self.process = self._cluster.zygote.start("server", arguments, output=self._directory / "log", **environment)
+        self.process = self._cluster.zygote.start(
+            "server", arguments, output=self._directory / "log", **environment
+        )
 
     @property
     def address(self) -> str:
-        text = eventually(lambda: self._port_file.exists() and self._port_file.read_text(), f"{self.server_id}: {self.process.said()}")
+        text = eventually(
+            lambda: self._port_file.exists() and self._port_file.read_text(),
+            f"{self.server_id}: {self.process.said()}",
+        )
         return str(json.loads(text)["grpc"])
 
     def look(self) -> parameter_server_pb2.GetServerResponse:
@@ -85,7 +104,10 @@ class Worker:
 
     def wait_step(self, step: int) -> None:
         """Until it was handed that batch; it must be alive."""
-        eventually(lambda: self.reached(step) or self.process.ended.is_set(), f"step {step}: {self.process.said()}")
+        eventually(
+            lambda: self.reached(step) or self.process.ended.is_set(),
+            f"step {step}: {self.process.said()}",
+        )
         assert not self.process.ended.is_set(), self.process.said()
 
     def go(self, step: int) -> None:
@@ -144,11 +166,15 @@ class AsyncCluster:
         for index in range(servers * (1 + backups)):
             self.start_server()
             if backups:  # the first ones have the places
-                eventually(lambda there=index: len(self.job().servers) > there, "a server to register")
+                eventually(
+                    lambda there=index: len(self.job().servers) > there, "a server to register"
+                )
         self.workers: list[Worker] = []
 
     def _create_job(self) -> CoordinatorClient:
-        client = CoordinatorClient(ChannelSettings(address=self.coordinator.address, deadline=timedelta(seconds=20)))
+        client = CoordinatorClient(
+            ChannelSettings(address=self.coordinator.address, deadline=timedelta(seconds=20))
+        )
         client.create_job(self._spec)
         return client
 
@@ -162,7 +188,13 @@ class AsyncCluster:
         self.servers.append(server)
         return server
 
-    def start_worker(self, *, program: Path | None = None, environment: dict[str, str] | None = None, **config: Any) -> Worker:
+    def start_worker(
+        self,
+        *,
+        program: Path | None = None,
+        environment: dict[str, str] | None = None,
+        **config: Any,
+    ) -> Worker:
         """`program`: a script that reads its configuration from the environment; None: train.py."""
         number = len(self.workers)
         directory = self.directory / f"worker-{number}"
@@ -178,10 +210,14 @@ class AsyncCluster:
         }
         configuration = json.dumps({"directory": str(directory), **config})
         if program is None:
-            process = self.zygote.start("train", [configuration], output=directory / "log", **variables)
+            process = self.zygote.start(
+                "train", [configuration], output=directory / "log", **variables
+            )
         else:
             variables[program.stem.upper()] = configuration
-            process = self.zygote.start("script", [str(program)], output=directory / "log", **variables)
+            process = self.zygote.start(
+                "script", [str(program)], output=directory / "log", **variables
+            )
         worker = Worker(process, directory)
         self.workers.append(worker)
         return worker
@@ -189,7 +225,11 @@ class AsyncCluster:
     @contextmanager
     def member(self) -> Iterator[Session]:
         """This process as a worker of the job, without what a process does at its end."""
-        settings = WorkerSettings(coordinator=self.coordinator.address, job_id=self.job_id, rendezvous_timeout_s=PATIENCE_S)
+        settings = WorkerSettings(
+            coordinator=self.coordinator.address,
+            job_id=self.job_id,
+            rendezvous_timeout_s=PATIENCE_S,
+        )
         identity = MemberIdentity(
             job_id=self.job_id,
             member_id=settings.member_id,
@@ -197,7 +237,12 @@ class AsyncCluster:
             pid=os.getpid(),
         )
         client = CoordinatorClient(ChannelSettings(address=self.coordinator.address))
-        session = Session(settings, Membership(client, identity, settings, host="127.0.0.1"), None, WorkerMetrics())
+        session = Session(
+            settings,
+            Membership(client, identity, settings, host="127.0.0.1"),
+            None,
+            WorkerMetrics(),
+        )
         set_session(session)
         try:
             session.join()
@@ -223,7 +268,9 @@ class AsyncCluster:
 
 
 @contextmanager
-def async_cluster(zygote: Zygote, coordinator: Coordinator, directory: Path, **settings: Any) -> Iterator[AsyncCluster]:
+def async_cluster(
+    zygote: Zygote, coordinator: Coordinator, directory: Path, **settings: Any
+) -> Iterator[AsyncCluster]:
     cluster = AsyncCluster(zygote, coordinator, directory, **settings)
     try:
         yield cluster

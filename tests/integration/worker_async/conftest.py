@@ -22,11 +22,18 @@ def coordinator(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 
 @pytest.fixture
-def cluster(zygote: Zygote, coordinator: Coordinator, tmp_path: Path) -> Iterator[Callable[..., AsyncCluster]]:
+def cluster(
+    zygote: Zygote, coordinator: Coordinator, tmp_path: Path
+) -> Iterator[Callable[..., AsyncCluster]]:
     """cluster(**settings) -> AsyncCluster, closed when the test ends."""
     with ExitStack() as stack:
         yield lambda **settings: stack.enter_context(
-            async_cluster(zygote, settings.pop("coordinator", coordinator), settings.pop("directory", tmp_path), **settings)
+            async_cluster(
+                zygote,
+                settings.pop("coordinator", coordinator),
+                settings.pop("directory", tmp_path),
+                **settings,
+            )
         )
 
 

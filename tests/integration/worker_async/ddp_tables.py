@@ -1,4 +1,5 @@
-"""A user's script: ddp trains a model with sparse tables. Says what it ends with as one JSON line in its directory.
+"""A user's script: ddp trains a model with sparse tables. Says what it ends with as one JSON line
+in its directory.
 
 Configuration: one JSON object in DDP_TABLES; see the keys below.
 """
@@ -32,10 +33,21 @@ class Recommender(nn.Module):
         torch.manual_seed(0)
         if users.get("optimizer") == "sparse_adam":
             users = {**users, "optimizer": partial(torch.optim.SparseAdam, lr=0.01)}
-        options = {"optimizer": partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.01), "scale": 0.5, "buckets": 3, **users}
+        options = {
+            "optimizer": partial(torch.optim.Adagrad, lr=0.1, lr_decay=0.01),
+            "scale": 0.5,
+            "buckets": 3,
+            **users,
+        }
         self.users = shoal.SparseEmbedding(None, 4, name="users", **options)
         self.words = shoal.SparseEmbeddingBag(
-            IDS, 4, name="words", mode="sum", optimizer=partial(torch.optim.SparseAdam, lr=0.01), seed=1, buckets=2
+            IDS,
+            4,
+            name="words",
+            mode="sum",
+            optimizer=partial(torch.optim.SparseAdam, lr=0.01),
+            seed=1,
+            buckets=2,
         )
         self.out = nn.Linear(8, 1)
 
@@ -45,7 +57,10 @@ class Recommender(nn.Module):
 
 def samples() -> torch.utils.data.TensorDataset:
     generator = torch.Generator().manual_seed(1)
-    users, words = torch.randint(0, IDS, (SAMPLES,), generator=generator), torch.randint(0, IDS, (SAMPLES, 3), generator=generator)
+    users, words = (
+        torch.randint(0, IDS, (SAMPLES,), generator=generator),
+        torch.randint(0, IDS, (SAMPLES, 3), generator=generator),
+    )
     return torch.utils.data.TensorDataset(users, words, ((users + words.sum(1)) % 2).float())
 
 
@@ -65,14 +80,21 @@ def main() -> None:
     directory = Path(config["directory"])
     if "machine" in config:  # a directory that stands for a machine's own disk
         os.chdir(config["machine"])
-    if "patience_s" in config:  # so that only what never comes is taken over by others, however busy the machine is
+    if "patience_s" in config:
+        # so that only what never comes is taken over by others, however busy the machine is
         step_tables._PATIENCE_S = config["patience_s"]  # type: ignore[misc]
     micro = config.get("micro", True)
     shoal.init()
     net = Recommender(**config.get("users", {}))
     adam = torch.optim.Adam(net.parameters(), 1e-2)
-    model, optimizer = shoal.as_distributed(net, adam, strategy="ddp", deterministic=micro, backend=config.get("backend"))
-    loader = shoal.ElasticDataLoader(samples(), global_batch_size=config.get("global_batch", 16), micro_batch_size=4 if micro else None)
+    model, optimizer = shoal.as_distributed(
+        net, adam, strategy="ddp", deterministic=micro, backend=config.get("backend")
+    )
+    loader = shoal.ElasticDataLoader(
+        samples(),
+        global_batch_size=config.get("global_batch", 16),
+        micro_batch_size=4 if micro else None,
+    )
     validation = shoal.ElasticDataLoader(samples(), global_batch_size=32, train=False)
     if "resume" in config:
         shoal.resume(config["resume"])
@@ -81,7 +103,9 @@ def main() -> None:
         for batches in loader.steps() if micro else ((batch,) for batch in loader):
             for batch in batches:
                 loss = loss_of(model, batch)
-                (loss * float("nan") if loader.global_step in config.get("nan_at", ()) else loss).backward()
+                (
+                    loss * float("nan") if loader.global_step in config.get("nan_at", ()) else loss
+                ).backward()
             (directory / f"step-{loader.global_step}").touch()
             if loader.global_step in config.get("hold_at", ()):
                 go = directory / f"go-{loader.global_step}"
@@ -97,11 +121,19 @@ def main() -> None:
             optimizer.zero_grad()
             if "save_every" in config:
                 shoal.save_checkpoint(config["save"], every_steps=config["save_every"])
-        evaluation = shoal.evaluate(model, validation, evaluated) if config.get("looks", True) else None
-        if "save" in config and "save_every" not in config and epoch < config.get("save_until", 1000):
+        evaluation = (
+            shoal.evaluate(model, validation, evaluated) if config.get("looks", True) else None
+        )
+        if (
+            "save" in config
+            and "save_every" not in config
+            and epoch < config.get("save_until", 1000)
+        ):
             shoal.save_checkpoint(config["save"])
     if not config.get("looks", True):
-        (directory / "result.json").write_text(json.dumps({"steps": loader.global_step, "lost": lost}))
+        (directory / "result.json").write_text(
+            json.dumps({"steps": loader.global_step, "lost": lost})
+        )
         return
     with torch.no_grad():
         rows = [net.users(torch.arange(IDS)), net.words(torch.arange(IDS).unsqueeze(1))]

@@ -14,7 +14,9 @@ from tests.integration.worker_async.train import FEATURES, network
 
 def distributed(net: nn.Module | None = None, **options: Any) -> tuple[Any, Any]:
     net = net or network(0)
-    return shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), strategy="async_sgd", **options)
+    return shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), strategy="async_sgd", **options
+    )
 
 
 def backward(model: nn.Module, scale: float = 1.0) -> None:
@@ -22,4 +24,6 @@ def backward(model: nn.Module, scale: float = 1.0) -> None:
 
 
 def versions(running: AsyncCluster) -> set[int]:
-    return {partition.version for server in running.servers for partition in server.look().partitions}
+    return {
+        partition.version for server in running.servers for partition in server.look().partitions
+    }

@@ -33,9 +33,22 @@ class Recommender(nn.Module):
 
 def sparse(num_embeddings: int | None = IDS, **options: Any) -> Recommender:
     torch.manual_seed(0)
-    users = SparseEmbedding(num_embeddings, DIM, name="users", optimizer=partial(torch.optim.Adagrad, lr=0.1), scale=0.5, **options)
+    users = SparseEmbedding(
+        num_embeddings,
+        DIM,
+        name="users",
+        optimizer=partial(torch.optim.Adagrad, lr=0.1),
+        scale=0.5,
+        **options,
+    )
     words = SparseEmbeddingBag(
-        num_embeddings, DIM, name="words", mode="sum", optimizer=partial(torch.optim.SparseAdam, lr=0.01), seed=1, buckets=3
+        num_embeddings,
+        DIM,
+        name="words",
+        mode="sum",
+        optimizer=partial(torch.optim.SparseAdam, lr=0.01),
+        seed=1,
+        buckets=3,
     )
     return Recommender(users, words)
 
@@ -45,7 +58,9 @@ def dense_twin(model: Recommender) -> tuple[Recommender, list[torch.optim.Optimi
     ids = torch.arange(IDS)
     with torch.no_grad():
         users = nn.Embedding(IDS, DIM, sparse=True, _weight=model.users(ids))
-        words = nn.EmbeddingBag(IDS, DIM, mode="sum", sparse=True, _weight=model.words(ids.unsqueeze(1)))
+        words = nn.EmbeddingBag(
+            IDS, DIM, mode="sum", sparse=True, _weight=model.words(ids.unsqueeze(1))
+        )
     twin = Recommender(users, words)
     twin.out = copy.deepcopy(model.out)
     optimizers = [
@@ -59,12 +74,17 @@ def dense_twin(model: Recommender) -> tuple[Recommender, list[torch.optim.Optimi
 def batches(count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
-        users, words = torch.randint(0, IDS, (16,), generator=generator), torch.randint(0, IDS, (16, 3), generator=generator)
+        users, words = (
+            torch.randint(0, IDS, (16,), generator=generator),
+            torch.randint(0, IDS, (16, 3), generator=generator),
+        )
         yield users, words, ((users + words.sum(1)) % 2).float()
 
 
 def distributed(net: nn.Module, **options: Any) -> tuple[Any, Any]:
-    return shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy="async_sgd", **options)
+    return shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy="async_sgd", **options
+    )
 
 
 def train(model: Any, optimizers: list[Any], count: int = 8) -> None:
@@ -87,4 +107,6 @@ def rows_of(net: Recommender) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def versions(running: AsyncCluster) -> set[int]:
-    return {partition.version for server in running.servers for partition in server.look().partitions}
+    return {
+        partition.version for server in running.servers for partition in server.look().partitions
+    }

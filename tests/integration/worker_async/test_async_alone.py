@@ -1,4 +1,5 @@
-"""`python train.py` without a cluster: async_sgd brings a server of its own, and takes it away again."""
+"""`python train.py` without a cluster: async_sgd brings a server of its own, and takes it away
+again."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ torch.manual_seed(0)
 inputs = torch.randn(64, 4)
 targets = inputs.sum(dim=1, keepdim=True)
 net = nn.Linear(4, 1)
-model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5), strategy="async_sgd")
+model, optimizer = shoal.as_distributed(
+    net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.5), strategy="async_sgd"
+)
 loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(inputs, targets), batch_size=16)
 steps = 0
 for epoch in loader.epochs(20):
@@ -54,7 +57,9 @@ PATIENCE_S = 60.0
 def script(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     path = tmp_path / "train.py"
     path.write_text(SCRIPT)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")
+    }
     process = subprocess.Popen(
         [sys.executable, "-W", "error", str(path)],
         stdin=subprocess.PIPE,
@@ -79,13 +84,19 @@ def trained(process: subprocess.Popen[str]) -> list[psutil.Process]:
 def services_of(pid: int) -> list[psutil.Process]:
     """Coordinator, its Valkey, server: without the keepers of temporary directories."""
     children = psutil.Process(pid).children(recursive=True)
-    services = [child for child in children if not Path(child.cmdline()[-1]).name.startswith("shoal-scratch-")]
+    services = [
+        child
+        for child in children
+        if not Path(child.cmdline()[-1]).name.startswith("shoal-scratch-")
+    ]
     assert len(services) == 3
     return services
 
 
 @pytest.mark.slow
-def test_the_services_are_gone_when_the_script_has_ended(script: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_the_services_are_gone_when_the_script_has_ended(
+    script: subprocess.Popen[str], tmp_path: Path
+) -> None:
     services = trained(script)
     _, errors = script.communicate("", timeout=PATIENCE_S)
     assert script.returncode == 0, errors
@@ -102,7 +113,12 @@ def test_the_services_go_with_a_process_that_is_killed(zygote: Zygote, tmp_path:
     worker = Worker(zygote.start("train", [config], output=directory / "log"), directory)
     worker.wait_step(1)
     services = services_of(worker.process.pid)
-    (files,) = {Path(argument).parent for service in services for argument in service.cmdline() if argument.endswith(".json")}
+    (files,) = {
+        Path(argument).parent
+        for service in services
+        for argument in service.cmdline()
+        if argument.endswith(".json")
+    }
     worker.process.kill()
     assert worker.process.wait() == -signal.SIGKILL
     _, alive = psutil.wait_procs(services, timeout=PATIENCE_S)
@@ -113,13 +129,17 @@ def test_the_services_go_with_a_process_that_is_killed(zygote: Zygote, tmp_path:
         time.sleep(0.01)
 
 
-def test_without_the_services_distributions_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_services_distributions_there_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # What a machine where they are not installed says.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     net = nn.Linear(2, 1)
     assert find_session() is None
     try:
-        with pytest.raises(ConfigurationError, match="pip install shoal-coordinator shoal-ps-server"):
+        with pytest.raises(
+            ConfigurationError, match="pip install shoal-coordinator shoal-ps-server"
+        ):
             shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy="async_sgd")
     finally:
         set_session(None)
@@ -138,7 +158,9 @@ def run(example: str, tmp_path: Path) -> str:
     """What it prints."""
     path = tmp_path / "train.py"
     path.write_text(example)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")
+    }
     ended = subprocess.run(
         [sys.executable, "-W", "error", str(path)],
         capture_output=True,

@@ -1,4 +1,5 @@
-"""Parameter servers with backups: a primary that is lost is replaced at once, and nothing that was acknowledged is."""
+"""Parameter servers with backups: a primary that is lost is replaced at once, and nothing that was
+acknowledged is."""
 
 from __future__ import annotations
 
@@ -40,7 +41,10 @@ class Pair:
         return self._running.servers[int(self.status(role).server_id.removeprefix("server-"))]
 
     def wait_in_sync(self) -> None:
-        eventually(lambda: self.status(BACKUP).alive and self.status(BACKUP).in_sync, "a backup that is in sync")
+        eventually(
+            lambda: self.status(BACKUP).alive and self.status(BACKUP).in_sync,
+            "a backup that is in sync",
+        )
 
     def wait_replaced(self, before: coordinator_pb2.ServerStatus) -> None:
         eventually(lambda: self.status(PRIMARY).server_id != before.server_id, "another primary")
@@ -48,7 +52,8 @@ class Pair:
 
 @pytest.fixture
 def alone(cluster: Make, tmp_path: Path) -> Callable[[], dict[str, Any]]:
-    """What one worker ends with that nothing happens to: its pushes come one after another, so every such run ends alike."""
+    """What one worker ends with that nothing happens to: its pushes come one after another, so
+    every such run ends alike."""
 
     def run() -> dict[str, Any]:
         directory = tmp_path / "alone"
@@ -66,7 +71,9 @@ def check_ended_alike(running: AsyncCluster, worker: Worker, expected: dict[str,
     assert audit(running.records).exactly_once
 
 
-def test_a_primary_that_is_killed_is_replaced_by_its_backup_and_nothing_is_lost(cluster: Make, alone: Callable[[], Any]) -> None:
+def test_a_primary_that_is_killed_is_replaced_by_its_backup_and_nothing_is_lost(
+    cluster: Make, alone: Callable[[], Any]
+) -> None:
     running = cluster(servers=1, backups=1)
     pair = Pair(running)
     worker = running.start_worker(epochs=2, hold_at=[4, 8, 12], **ADAM)
@@ -85,16 +92,23 @@ def test_a_primary_that_is_killed_is_replaced_by_its_backup_and_nothing_is_lost(
     check_ended_alike(running, worker, alone())
 
 
-def test_a_worker_without_a_batch_says_so_to_the_server_that_took_the_place(cluster: Make, alone: Callable[[], Any]) -> None:
+def test_a_worker_without_a_batch_says_so_to_the_server_that_took_the_place(
+    cluster: Make, alone: Callable[[], Any]
+) -> None:
     running = cluster(servers=1, backups=1)
     pair = Pair(running)
-    stops = {"SHOAL_FAILPOINTS": f"exchange.done@{BATCHES}=stop"}  # the last batch of the epoch; next it says that it rests
-    worker = running.start_worker(epochs=2, hold_at=[4], options={"consistency": "bsp"}, environment=stops, **ADAM)
+    # the last batch of the epoch; next it says that it rests
+    stops = {"SHOAL_FAILPOINTS": f"exchange.done@{BATCHES}=stop"}
+    worker = running.start_worker(
+        epochs=2, hold_at=[4], options={"consistency": "bsp"}, environment=stops, **ADAM
+    )
     worker.wait_step(4)
     pair.wait_in_sync()
     worker.go(4)
     status = Path(f"/proc/{worker.process.pid}/stat")
-    eventually(lambda: status.read_text().rpartition(")")[2].split()[0] == "T", "the worker to stand still")
+    eventually(
+        lambda: status.read_text().rpartition(")")[2].split()[0] == "T", "the worker to stand still"
+    )
     before, killed = pair.status(PRIMARY), pair.process(PRIMARY)
     killed.process.kill()
     killed.process.wait()
@@ -104,7 +118,9 @@ def test_a_worker_without_a_batch_says_so_to_the_server_that_took_the_place(clus
     check_ended_alike(running, worker, alone())
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "seed", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_whichever_of_the_two_is_killed_at_whatever_moment_the_run_ends_as_if_none_had_been(
     cluster: Make, alone: Callable[[], Any], seed: int
 ) -> None:
@@ -126,7 +142,9 @@ def test_whichever_of_the_two_is_killed_at_whatever_moment_the_run_ends_as_if_no
     check_ended_alike(running, worker, alone())
 
 
-def test_a_backup_that_stands_still_is_dropped_and_follows_anew_when_it_goes_on(cluster: Make, alone: Callable[[], Any]) -> None:
+def test_a_backup_that_stands_still_is_dropped_and_follows_anew_when_it_goes_on(
+    cluster: Make, alone: Callable[[], Any]
+) -> None:
     running = cluster(servers=1, backups=1)
     pair = Pair(running)
     worker = running.start_worker(epochs=2, hold_at=[4, 8, 20], **ADAM)
@@ -149,7 +167,9 @@ def test_a_backup_that_stands_still_is_dropped_and_follows_anew_when_it_goes_on(
     check_ended_alike(running, worker, alone())
 
 
-def test_a_primary_that_stood_still_past_its_lease_acknowledges_nothing_when_it_goes_on(cluster: Make, alone: Callable[[], Any]) -> None:
+def test_a_primary_that_stood_still_past_its_lease_acknowledges_nothing_when_it_goes_on(
+    cluster: Make, alone: Callable[[], Any]
+) -> None:
     running = cluster(servers=1, backups=1, lease_ms=1_000)
     pair = Pair(running)
     worker = running.start_worker(epochs=2, hold_at=[4, 12], **ADAM)
@@ -181,7 +201,12 @@ def test_a_push_to_a_frozen_primary_is_sent_again_as_soon_as_its_backup_has_take
     before, frozen = pair.status(PRIMARY), pair.process(PRIMARY)
     frozen.process.kill(signal.SIGSTOP)
     worker.go(4)
-    waited = eventually(lambda: next((m.progress for m in running.job().members if m.progress.server_wait_s > 1), None), "a wait")
+    waited = eventually(
+        lambda: next(
+            (m.progress for m in running.job().members if m.progress.server_wait_s > 1), None
+        ),
+        "a wait",
+    )
     assert waited.awaited_server == f"parameter server 0 at {before.address}"
     pair.wait_replaced(before)
     replaced_at = time.monotonic()
@@ -193,7 +218,9 @@ def test_a_push_to_a_frozen_primary_is_sent_again_as_soon_as_its_backup_has_take
     check_ended_alike(running, worker, alone())
 
 
-def test_a_reader_of_the_model_goes_on_as_soon_as_the_backup_of_a_frozen_primary_has_taken_over(cluster: Make) -> None:
+def test_a_reader_of_the_model_goes_on_as_soon_as_the_backup_of_a_frozen_primary_has_taken_over(
+    cluster: Make,
+) -> None:
     running = cluster(servers=1, backups=1, lease_ms=3_000)
     pair = Pair(running)
     worker = running.start_worker(epochs=1, hold_at=[4], **ADAM)
@@ -211,7 +238,9 @@ def test_a_reader_of_the_model_goes_on_as_soon_as_the_backup_of_a_frozen_primary
     worker.result()
 
 
-def test_without_a_backup_in_sync_a_primary_is_waited_for(cluster: Make, alone: Callable[[], Any]) -> None:
+def test_without_a_backup_in_sync_a_primary_is_waited_for(
+    cluster: Make, alone: Callable[[], Any]
+) -> None:
     running = cluster(servers=1, backups=1)
     pair = Pair(running)
     worker = running.start_worker(epochs=2, hold_at=[4, 12], **ADAM)

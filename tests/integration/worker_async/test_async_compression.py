@@ -24,11 +24,23 @@ Make = Callable[..., AsyncCluster]
 
 @pytest.mark.parametrize(
     ("compression", "tolerance"),
-    [("fp16", 1e-3), ("int8", 0.05), ("sign", 0.1), ({"name": "topk", "ratio": 0.2}, 0.25), ({"name": "powersgd", "rank": 2}, 0.25)],
+    [
+        ("fp16", 1e-3),
+        ("int8", 0.05),
+        ("sign", 0.1),
+        ({"name": "topk", "ratio": 0.2}, 0.25),
+        ({"name": "powersgd", "rank": 2}, 0.25),
+    ],
 )
-def test_compressed_pushes_move_the_values_by_all_gradients_in_the_end(session: Session, compression: Any, tolerance: float) -> None:
-    # The gradient is the same in each step, so what is owed at the end is a small part of the whole.
-    steps, gradient = 40, torch.randn(16, FEATURES, generator=torch.Generator().manual_seed(0)).sign() + 0.25
+def test_compressed_pushes_move_the_values_by_all_gradients_in_the_end(
+    session: Session, compression: Any, tolerance: float
+) -> None:
+    # The gradient is the same in each step, so what is owed at the end is a small part of the
+    # whole.
+    steps, gradient = (
+        40,
+        torch.randn(16, FEATURES, generator=torch.Generator().manual_seed(0)).sign() + 0.25,
+    )
     net = nn.Linear(FEATURES, 16, bias=False)
     before = net.weight.detach().clone()
     optimizer = GradientCompressionOptimizer(torch.optim.SGD(net.parameters(), 0.01), compression)
@@ -46,14 +58,20 @@ def test_ranks_of_powersgd_that_servers_do_not_take_are_refused(session: Session
         distributed(gradient_compression={"name": "powersgd", "rank": 65})
 
 
-@pytest.mark.parametrize(("compression", "error"), [("bf16", 2**-8), ("fp16", 2**-11), ("int8", 0.5 / 127)])
-def test_a_worker_has_rounded_values_and_the_servers_keep_full_precision(session: Session, compression: str, error: float) -> None:
+@pytest.mark.parametrize(
+    ("compression", "error"), [("bf16", 2**-8), ("fp16", 2**-11), ("int8", 0.5 / 127)]
+)
+def test_a_worker_has_rounded_values_and_the_servers_keep_full_precision(
+    session: Session, compression: str, error: float
+) -> None:
     """What is frozen, and what is read of the whole model, is never rounded."""
     net = nn.ModuleDict({"used": nn.Linear(20, 30), "frozen": nn.Linear(20, 30)})
     net["frozen"].requires_grad_(False)
     exact = {name: value.clone() for name, value in net.state_dict().items()}
     plain = torch.optim.SGD(net["used"].parameters(), 1.0)
-    model, optimizer = shoal.as_distributed(net, plain, strategy="async_sgd", pull_compression=compression)
+    model, optimizer = shoal.as_distributed(
+        net, plain, strategy="async_sgd", pull_compression=compression
+    )
     for _ in range(3):
         session.ensure_step()
         for name, parameter in net["used"].named_parameters():
@@ -67,10 +85,14 @@ def test_a_worker_has_rounded_values_and_the_servers_keep_full_precision(session
             assert torch.equal(here[name], expected)
         else:
             assert not torch.equal(here[name], expected)
-            assert float((here[name] - expected).abs().max()) <= 1.001 * error * float(expected.abs().max())
+            assert float((here[name] - expected).abs().max()) <= 1.001 * error * float(
+                expected.abs().max()
+            )
 
 
-def test_all_workers_and_the_synchronized_model_have_the_same_rounded_values(session: Session, running: AsyncCluster) -> None:
+def test_all_workers_and_the_synchronized_model_have_the_same_rounded_values(
+    session: Session, running: AsyncCluster
+) -> None:
     net = network(0)
     model, optimizer = distributed(net, pull_compression="int8")
     for _ in range(3):
@@ -78,7 +100,9 @@ def test_all_workers_and_the_synchronized_model_have_the_same_rounded_values(ses
         optimizer.step()
     before = {name: value.clone() for name, value in model.module.state_dict().items()}
     optimizer.synchronize_parameters()
-    assert all(torch.equal(before[name], value) for name, value in model.module.state_dict().items())
+    assert all(
+        torch.equal(before[name], value) for name, value in model.module.state_dict().items()
+    )
     assert len(versions(running)) == 1
 
 
@@ -86,21 +110,29 @@ SPARSE: list[Any] = [{"name": "topk", "ratio": 0.1}, {"name": "powersgd", "rank"
 
 
 class Pushed:
-    """A worker that pushes gradients of a matrix and of what can be made to overflow, compressed, each step of another batch. The matrix's
-    learning rate is 1: what its values have moved by is what was applied."""
+    """A worker that pushes gradients of a matrix and of what can be made to overflow, compressed,
+    each step of another batch. The matrix's learning rate is 1: what its values have moved by is
+    what was applied."""
 
     def __init__(self, compression: Any) -> None:
         self.net = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("sound", "wild")})
         self.net["wild"].bfloat16()
         with torch.no_grad():
             self.net["sound"].weight.zero_()
-        groups = [{"params": self.net["sound"].parameters()}, {"params": self.net["wild"].parameters(), "lr": 10.0}]
+        groups = [
+            {"params": self.net["sound"].parameters()},
+            {"params": self.net["wild"].parameters(), "lr": 10.0},
+        ]
         plain = torch.optim.SGD(groups, 1.0)
-        _, self._optimizer = shoal.as_distributed(self.net, plain, strategy="async_sgd", gradient_compression=compression)
+        _, self._optimizer = shoal.as_distributed(
+            self.net, plain, strategy="async_sgd", gradient_compression=compression
+        )
         self._random = torch.Generator().manual_seed(0)
         self.given = torch.zeros(8, 8)
 
-    def step(self, *, wild: float = 0.0, counts: bool = True, gradient: torch.Tensor | None = None) -> torch.Tensor:
+    def step(
+        self, *, wild: float = 0.0, counts: bool = True, gradient: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if gradient is None:
             gradient = torch.randint(-8, 9, (8, 8), generator=self._random).float()
         self.net["sound"].weight.grad = gradient.clone()
@@ -116,14 +148,17 @@ class Pushed:
         for _ in range(40):
             next(batches)
             self.step(gradient=torch.zeros(8, 8))
-        torch.testing.assert_close(-self.net["sound"].weight.detach(), self.given, rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            -self.net["sound"].weight.detach(), self.given, rtol=0, atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("compression", SPARSE, ids=lambda compression: compression["name"])
 def test_nothing_is_owed_twice_or_lost_when_answers_to_pushes_are_lost(
     cluster: Make, compression: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some pushes are applied, the answer does not come, and they are sent again: the same bytes."""
+    """Some pushes are applied, the answer does not come, and they are sent again: the same
+    bytes."""
     running = cluster(keeps_data=False, servers=1)
     sent: list[list[bytes]] = []
     push = ParameterServerClient.push
@@ -143,15 +178,22 @@ def test_nothing_is_owed_twice_or_lost_when_answers_to_pushes_are_lost(
         for _ in range(7):
             next(batches)
             worker.step()
-        assert [place for place, (one, two) in enumerate(pairwise(sent), 1) if one == two] == [2, 5, 6]
+        assert [place for place, (one, two) in enumerate(pairwise(sent), 1) if one == two] == [
+            2,
+            5,
+            6,
+        ]
         worker.check_that_all_was_applied(batches)
 
 
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("again", ["the same batch", "another batch"])
 @pytest.mark.parametrize("compression", SPARSE, ids=lambda compression: compression["name"])
-def test_nothing_is_owed_twice_or_lost_when_a_push_was_refused_in_part(cluster: Make, compression: Any, again: str, servers: int) -> None:
-    """The script catches the error. What it does next adds all of it, or nothing, to what the partition is owed that took the push."""
+def test_nothing_is_owed_twice_or_lost_when_a_push_was_refused_in_part(
+    cluster: Make, compression: Any, again: str, servers: int
+) -> None:
+    """The script catches the error. What it does next adds all of it, or nothing, to what the
+    partition is owed that took the push."""
     running = cluster(keeps_data=False, servers=servers)
     with running.member():
         worker = Pushed(compression)

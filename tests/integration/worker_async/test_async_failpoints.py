@@ -1,4 +1,5 @@
-"""A server, a worker and the coordinator are killed at each of their failpoints in turn: each one is reached, and nothing is lost by it."""
+"""A server, a worker and the coordinator are killed at each of their failpoints in turn: each one
+is reached, and nothing is lost by it."""
 
 from __future__ import annotations
 
@@ -55,19 +56,28 @@ def test_a_server_can_be_killed_at_each_of_its_failpoints(cluster: Make) -> None
         server.start()
         after = eventually(server.looks, f"the server after {name}")
         for one, other in zip(before.partitions, after.partitions, strict=True):
-            assert one.version <= other.version, f"{name} cost partition {one.partition_id} some of what it had"
+            assert one.version <= other.version, (
+                f"{name} cost partition {one.partition_id} some of what it had"
+            )
         came_back = after.partitions[0].version
-        eventually(lambda least=came_back: server.look().partitions[0].version > least, f"training to go on after {name}")
+        eventually(
+            lambda least=came_back: server.look().partitions[0].version > least,
+            f"training to go on after {name}",
+        )
     worker.process.kill(signal.SIGTERM)
     assert worker.process.wait() == 0, worker.process.said()
 
 
-def test_a_primary_and_its_backup_can_be_killed_at_each_failpoint_between_them(cluster: Make) -> None:
+def test_a_primary_and_its_backup_can_be_killed_at_each_failpoint_between_them(
+    cluster: Make,
+) -> None:
     running = cluster(servers=1, backups=1)
     pair = Pair(running)
     worker = running.start_worker(epochs=ENDLESS, optimizer="Adam", settings={"lr": 0.01})
     worker.wait_step(10)
-    for name in sorted(name for name in documented("Parameter servers") if name.startswith("backup.")):
+    for name in sorted(
+        name for name in documented("Parameter servers") if name.startswith("backup.")
+    ):
         pair.wait_in_sync()
         before = versions(pair.process(PRIMARY))
         armed, other = pair.process(BACKUP), pair.process(PRIMARY)
@@ -84,14 +94,20 @@ def test_a_primary_and_its_backup_can_be_killed_at_each_failpoint_between_them(c
         armed.start()
         pair.wait_in_sync()
         newest = max(before)
-        eventually(lambda least=newest: min(versions(pair.process(PRIMARY))) > least, f"training to go on after {name}")
+        eventually(
+            lambda least=newest: min(versions(pair.process(PRIMARY))) > least,
+            f"training to go on after {name}",
+        )
     worker.process.kill(signal.SIGTERM)
     assert worker.process.wait() == 0, worker.process.said()
 
 
 @pytest.mark.slow
-def test_giver_and_receiver_of_partitions_can_be_killed_at_each_failpoint_between_them(cluster: Make, tmp_path: Path) -> None:
-    """A server comes and is drained again, for each failpoint; the run ends as one on which one server has all."""
+def test_giver_and_receiver_of_partitions_can_be_killed_at_each_failpoint_between_them(
+    cluster: Make, tmp_path: Path
+) -> None:
+    """A server comes and is drained again, for each failpoint; the run ends as one on which one
+    server has all."""
     running = cluster(servers=1, max_servers=2)
     (giver,) = running.servers
     names = sorted(name for name in documented("Parameter servers") if name.startswith("move."))
@@ -117,7 +133,9 @@ def test_giver_and_receiver_of_partitions_can_be_killed_at_each_failpoint_betwee
         worker.go(step)
     alone = tmp_path / "alone"
     alone.mkdir()
-    check_ended_alike(running, worker, cluster(servers=1, directory=alone).start_worker(epochs=2, **ADAM).result())
+    check_ended_alike(
+        running, worker, cluster(servers=1, directory=alone).start_worker(epochs=2, **ADAM).result()
+    )
 
 
 @pytest.mark.slow
@@ -131,13 +149,17 @@ def test_workers_and_coordinators_can_be_killed_at_each_of_their_failpoints(
     if service == "Workers":
         names = [name for name in documented(service) if name.startswith("exchange.")]
         for name in sorted(names):
-            victim = running.start_worker(epochs=3, environment={"SHOAL_FAILPOINTS": f"{name}@3=kill"})
+            victim = running.start_worker(
+                epochs=3, environment={"SHOAL_FAILPOINTS": f"{name}@3=kill"}
+            )
             assert victim.process.wait() == -signal.SIGKILL, f"{name}: {victim.process.said()}"
     else:
         for name in sorted(documented(service)):
             coordinator_of_its_own.kill()
             coordinator_of_its_own.start(wait=False, SHOAL_FAILPOINTS=f"{name}@3=kill")
-            assert coordinator_of_its_own.process.wait() == -signal.SIGKILL, f"{name}: {coordinator_of_its_own.log}"
+            assert coordinator_of_its_own.process.wait() == -signal.SIGKILL, (
+                f"{name}: {coordinator_of_its_own.log}"
+            )
         coordinator_of_its_own.start()
     lasting.go(40)
     lasting.result()

@@ -1,4 +1,5 @@
-"""One worker, in the tests' own process, against real servers: what its user may call when, and what bad input gets."""
+"""One worker, in the tests' own process, against real servers: what its user may call when, and
+what bad input gets."""
 
 from __future__ import annotations
 
@@ -46,15 +47,22 @@ def test_the_metrics_name_the_generation_in_which_a_worker_trains(session: Sessi
     backward(model)
     optimizer.step()
     registry = session.metrics.registry
-    found = {name: registry.get_sample_value(f"shoal_worker_{name}") for name in ("generation", "rank", "world_size")}
+    found = {
+        name: registry.get_sample_value(f"shoal_worker_{name}")
+        for name in ("generation", "rank", "world_size")
+    }
     assert found == {"generation": 1, "rank": 0, "world_size": 1}
 
 
-def test_a_gradient_that_is_not_finite_is_not_sent_and_the_batch_can_be_left_out(session: Session, running: AsyncCluster) -> None:
+def test_a_gradient_that_is_not_finite_is_not_sent_and_the_batch_can_be_left_out(
+    session: Session, running: AsyncCluster
+) -> None:
     model, optimizer = distributed()
     backward(model)
     model.module[0].weight.grad[0, 0] = float("nan")
-    with pytest.raises(InvalidRequestError, match=r"the gradient of '0\.weight' has 1 of 128 values"):
+    with pytest.raises(
+        InvalidRequestError, match=r"the gradient of '0\.weight' has 1 of 128 values"
+    ):
         optimizer.step()
     assert versions(running) == {1}
     optimizer.zero_grad()
@@ -69,7 +77,11 @@ class MomentumEncoder(nn.Module):
 
     def __init__(self, *, by_data: bool) -> None:
         super().__init__()
-        self.online, self.key, self.by_data = nn.Linear(FEATURES, 4), nn.Linear(FEATURES, 4), by_data
+        self.online, self.key, self.by_data = (
+            nn.Linear(FEATURES, 4),
+            nn.Linear(FEATURES, 4),
+            by_data,
+        )
         self.key.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -80,22 +92,31 @@ class MomentumEncoder(nn.Module):
 
 
 @pytest.mark.parametrize("by_data", [False, True])
-def test_a_parameter_that_a_forward_pass_writes_is_refused_and_not_lost(session: Session, running: AsyncCluster, by_data: bool) -> None:
+def test_a_parameter_that_a_forward_pass_writes_is_refused_and_not_lost(
+    session: Session, running: AsyncCluster, by_data: bool
+) -> None:
     model, optimizer = distributed(MomentumEncoder(by_data=by_data))
     backward(model)
-    with pytest.raises(ConfigurationError, match=r"parameter 'key\.weight' was written in the passes of a step.*'async_sgd'"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"parameter 'key\.weight' was written in the passes of a step.*'async_sgd'",
+    ):
         optimizer.step()
     assert versions(running) == {1}  # nothing was pushed
 
 
-def test_a_gradient_scaler_unscales_and_skips_what_overflowed(session: Session, running: AsyncCluster) -> None:
+def test_a_gradient_scaler_unscales_and_skips_what_overflowed(
+    session: Session, running: AsyncCluster
+) -> None:
     reference, net = network(0), network(0)
     model, optimizer = distributed(net)
     plain = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
     shoal.register_state(scaler=scaler)
     for overflow in (False, True, False):
-        scaler.scale(model(torch.ones(4, FEATURES)).square().mean() * (float("inf") if overflow else 1.0)).backward()
+        scaler.scale(
+            model(torch.ones(4, FEATURES)).square().mean() * (float("inf") if overflow else 1.0)
+        ).backward()
         assert scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
@@ -110,43 +131,65 @@ def test_a_gradient_scaler_unscales_and_skips_what_overflowed(session: Session, 
 
 
 def test_parameters_without_gradient_and_frozen_ones_stay_as_they_are(session: Session) -> None:
-    net = nn.ModuleDict({"used": nn.Linear(FEATURES, 1), "unused": nn.Linear(2, 2), "frozen": nn.Linear(2, 2)})
+    net = nn.ModuleDict(
+        {"used": nn.Linear(FEATURES, 1), "unused": nn.Linear(2, 2), "frozen": nn.Linear(2, 2)}
+    )
     net["frozen"].requires_grad_(False)
     before = {name: value.clone() for name, value in net.state_dict().items()}
     model, optimizer = shoal.as_distributed(
-        net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], 0.1, weight_decay=0.5), strategy="async_sgd"
+        net,
+        torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], 0.1, weight_decay=0.5),
+        strategy="async_sgd",
     )
     session.ensure_step()
     model.module["used"](torch.ones(1, FEATURES)).sum().backward()
     optimizer.step()
     after = model.full_state_dict()
-    assert sorted(name for name in before if not torch.equal(before[name], after[name])) == ["used.bias", "used.weight"]
+    assert sorted(name for name in before if not torch.equal(before[name], after[name])) == [
+        "used.bias",
+        "used.weight",
+    ]
 
 
-@pytest.mark.parametrize("options", [{}, {"consistency": "ssp", "staleness_bound": 0}, {"consistency": "bsp"}], ids=["asp", "ssp", "bsp"])
-def test_a_server_may_hold_nothing_but_frozen_parameters(session: Session, running: AsyncCluster, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"consistency": "ssp", "staleness_bound": 0}, {"consistency": "bsp"}],
+    ids=["asp", "ssp", "bsp"],
+)
+def test_a_server_may_hold_nothing_but_frozen_parameters(
+    session: Session, running: AsyncCluster, options: dict[str, Any]
+) -> None:
     net = nn.ModuleDict({name: nn.Linear(FEATURES, 1, bias=False) for name in ("used", "frozen")})
     net["frozen"].requires_grad_(False)
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net["used"].parameters(), 0.1), strategy="async_sgd", **options)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net["used"].parameters(), 0.1), strategy="async_sgd", **options
+    )
     for _ in range(3):
         session.ensure_step()
         model.module["used"](torch.ones(1, FEATURES)).sum().backward()
         optimizer.step()
-    held = [[partition.version for partition in server.look().partitions] for server in running.servers]
+    held = [
+        [partition.version for partition in server.look().partitions] for server in running.servers
+    ]
     assert sorted(held) == [[1], [4]]
     optimizer.synchronize_parameters()
     after = model.full_state_dict()
-    assert [name for name in before if not torch.equal(before[name], after[name])] == ["used.weight"]
+    assert [name for name in before if not torch.equal(before[name], after[name])] == [
+        "used.weight"
+    ]
 
 
 def test_after_a_push_that_was_refused_in_part_no_later_one_is_taken_for_it(cluster: Make) -> None:
-    """The script catches the error and goes on with other batches: each counts once on each partition, and so does the first one, again."""
+    """The script catches the error and goes on with other batches: each counts once on each
+    partition, and so does the first one, again."""
     running = cluster(keeps_data=False, servers=1)
     net = nn.ModuleDict({name: nn.Linear(FEATURES, 1, bias=False) for name in ("sound", "wild")})
     net["wild"].bfloat16()  # a partition of its own, and the second one
     with running.member():
-        _, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 10.0), strategy="async_sgd")
+        _, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 10.0), strategy="async_sgd"
+        )
         loader = shoal.ElasticDataLoader(problem(), batch_size=64, name="train")
 
         def step(wild: float) -> None:
@@ -171,7 +214,9 @@ def test_after_a_push_that_was_refused_in_part_no_later_one_is_taken_for_it(clus
 
 
 @pytest.mark.parametrize("clip", ["model", "torch"])
-def test_gradients_are_clipped_by_their_norm_over_all_servers(session: Session, running: AsyncCluster, clip: str) -> None:
+def test_gradients_are_clipped_by_their_norm_over_all_servers(
+    session: Session, running: AsyncCluster, clip: str
+) -> None:
     """As one process clips them, also where groups and dtypes lie in partitions of their own."""
 
     def make(net: nn.Module) -> torch.optim.Optimizer:
@@ -189,7 +234,9 @@ def test_gradients_are_clipped_by_their_norm_over_all_servers(session: Session, 
         expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.5 / (step + 1))
         backward(model, 100.0)
         norm = (
-            model.clip_grad_norm_(0.5 / (step + 1)) if clip == "model" else nn.utils.clip_grad_norm_(model.parameters(), 0.5 / (step + 1))
+            model.clip_grad_norm_(0.5 / (step + 1))
+            if clip == "model"
+            else nn.utils.clip_grad_norm_(model.parameters(), 0.5 / (step + 1))
         )
         torch.testing.assert_close(norm, expected)
         assert expected > 1.0
@@ -202,9 +249,14 @@ def test_gradients_are_clipped_by_their_norm_over_all_servers(session: Session, 
 
 
 @pytest.mark.parametrize("kind", [LAMB, RowWiseAdagrad])
-def test_optimizers_of_shoals_own_run_on_servers_as_they_do_alone(session: Session, kind: Any) -> None:
+def test_optimizers_of_shoals_own_run_on_servers_as_they_do_alone(
+    session: Session, kind: Any
+) -> None:
     def make(net: nn.Module) -> torch.optim.Optimizer:
-        groups = [{"params": list(net[0].parameters())}, {"params": list(net[2].parameters()), "weight_decay": 0.0}]
+        groups = [
+            {"params": list(net[0].parameters())},
+            {"params": list(net[2].parameters()), "weight_decay": 0.0},
+        ]
         return kind(groups, lr=0.05, weight_decay=0.1)
 
     reference, net = network(0), network(0)
@@ -225,12 +277,17 @@ def test_optimizers_of_shoals_own_run_on_servers_as_they_do_alone(session: Sessi
 
 @pytest.mark.parametrize("pull_every", [1, 3])
 def test_gradients_of_older_values_are_compensated(session: Session, pull_every: int) -> None:
-    """Beginning with the first: this worker's own pushes move the values that its later ones are computed on."""
+    """Beginning with the first: this worker's own pushes move the values that its later ones are
+    computed on."""
     strength, rate = 0.5, 0.1
     net = nn.Linear(FEATURES, 1, bias=False)
     expected = then = net.weight.detach().clone()
     model, optimizer = shoal.as_distributed(
-        net, torch.optim.SGD(net.parameters(), rate), strategy="async_sgd", delay_compensation=strength, pull_every=pull_every
+        net,
+        torch.optim.SGD(net.parameters(), rate),
+        strategy="async_sgd",
+        delay_compensation=strength,
+        pull_every=pull_every,
     )
     for step in range(1, 7):
         session.ensure_step()
@@ -246,7 +303,9 @@ def test_gradients_of_older_values_are_compensated(session: Session, pull_every:
     torch.testing.assert_close(model.full_state_dict()["weight"], expected, rtol=1e-6, atol=1e-6)
 
 
-def test_rows_that_servers_would_cut_are_refused_before_any_server_is_configured(session: Session, running: AsyncCluster) -> None:
+def test_rows_that_servers_would_cut_are_refused_before_any_server_is_configured(
+    session: Session, running: AsyncCluster
+) -> None:
     wide = nn.ParameterDict({"table": torch.zeros(2, (8 << 20) // 4 + 1), "small": torch.zeros(3)})
     with pytest.raises(ConfigurationError, match="parameter 'table' has rows of 2097153 elements"):
         shoal.as_distributed(wide, RowWiseAdagrad(wide.parameters()), strategy="async_sgd")
@@ -266,7 +325,9 @@ def test_values_are_pulled_every_so_many_steps(session: Session) -> None:
     assert norms[0] == norms[1] != norms[2] == norms[3] == norms[4] != norms[5]
 
 
-def test_the_whole_state_is_what_the_servers_hold_and_reading_it_changes_nothing(session: Session, running: AsyncCluster) -> None:
+def test_the_whole_state_is_what_the_servers_hold_and_reading_it_changes_nothing(
+    session: Session, running: AsyncCluster
+) -> None:
     model, optimizer = distributed(pull_every=2)
     backward(model)
     optimizer.step()
@@ -315,7 +376,9 @@ def test_once_the_servers_hold_values_nobody_overwrites_them_by_accident(session
         model.engine.restore({"model": {}, "optimizer": None})
 
 
-def test_a_saved_model_has_the_servers_values_and_loads_only_before_the_first_step(session: Session, tmp_path: Path) -> None:
+def test_a_saved_model_has_the_servers_values_and_loads_only_before_the_first_step(
+    session: Session, tmp_path: Path
+) -> None:
     model, optimizer = distributed(pull_every=2)
     backward(model)
     optimizer.step()
@@ -334,7 +397,9 @@ def test_a_clone_has_the_servers_values_and_trains_no_more(session: Session) -> 
     optimizer.step()
     optimizer.zero_grad()
     clone = model.clone()
-    assert all(value.equal(clone.state_dict()[name]) for name, value in model.full_state_dict().items())
+    assert all(
+        value.equal(clone.state_dict()[name]) for name, value in model.full_state_dict().items()
+    )
     clone(torch.ones(4, FEATURES)).sum().backward()
     assert not any(p.grad is not None and p.grad.any() for p in model.module.parameters())
 
@@ -407,7 +472,9 @@ def test_rank_0_must_have_values(session: Session) -> None:
     assert model.module is net
 
 
-def test_a_worker_on_the_meta_device_gets_values_from_the_servers_and_trains(running: AsyncCluster) -> None:
+def test_a_worker_on_the_meta_device_gets_values_from_the_servers_and_trains(
+    running: AsyncCluster,
+) -> None:
     first = running.start_worker(epochs=1, hold_at=[1], settings={"lr": 0.1, "momentum": 0.9})
     first.wait_step(1)
     with torch.device("meta"):
@@ -430,13 +497,17 @@ def test_a_job_without_servers_is_refused_with_the_remedy(cluster: Make) -> None
 
 
 def test_a_worker_with_another_model_is_refused(session: Session, running: AsyncCluster) -> None:
-    running.client.declare_tensors(running.job_id, [coordinator_pb2.TensorSpec(name="else", shape=[3], dtype="float32")])
+    running.client.declare_tensors(
+        running.job_id, [coordinator_pb2.TensorSpec(name="else", shape=[3], dtype="float32")]
+    )
     with pytest.raises(PreconditionError) as refusal:
         distributed()
     assert refusal.value.reason == "TENSORS_CONFLICT"
 
 
-def test_a_worker_with_another_optimizer_is_refused(session: Session, running: AsyncCluster) -> None:
+def test_a_worker_with_another_optimizer_is_refused(
+    session: Session, running: AsyncCluster
+) -> None:
     spec = parameter_server_pb2.OptimizerSpec(name="adamw", hyperparameters={"lr": 0.5})
     asp = parameter_server_pb2.Consistency(mode=parameter_server_pb2.Consistency.MODE_ASP)
     with ParameterServerClient(ChannelSettings(address=running.servers[0].address)) as client:

@@ -1,4 +1,5 @@
-"""Batches are leased in blocks: training goes on while the coordinator is away, and each batch is applied once, whoever dies."""
+"""Batches are leased in blocks: training goes on while the coordinator is away, and each batch is
+applied once, whoever dies."""
 
 from __future__ import annotations
 
@@ -44,10 +45,14 @@ def assert_leaves(worker: Worker) -> None:
 
 
 @pytest.mark.parametrize("consistency", ["asp", pytest.param("ssp", marks=pytest.mark.slow)])
-def test_a_worker_that_dies_with_many_batches_unacknowledged_has_none_applied_twice(cluster: Make, consistency: str) -> None:
+def test_a_worker_that_dies_with_many_batches_unacknowledged_has_none_applied_twice(
+    cluster: Make, consistency: str
+) -> None:
     """Also with a server that is killed and recovers before they are dealt again."""
     running = cluster(together=2)
-    options = FAR_AHEAD | ({"consistency": "ssp", "staleness_bound": 30} if consistency == "ssp" else {})
+    options = FAR_AHEAD | (
+        {"consistency": "ssp", "staleness_bound": 30} if consistency == "ssp" else {}
+    )
     victim = running.start_worker(epochs=2, batch_size=1, hold_at=[20], options=options)
     other = running.start_worker(epochs=2, batch_size=1, hold_at=[1], options=options)
     other.wait_step(1)
@@ -57,7 +62,9 @@ def test_a_worker_that_dies_with_many_batches_unacknowledged_has_none_applied_tw
     running.servers[0].process.wait()
     running.servers[0].start()
     other.go(1)
-    assert other.result()["steps"] > 2 * SAMPLES - 19, "batches that were pushed and not acknowledged come again"
+    assert other.result()["steps"] > 2 * SAMPLES - 19, (
+        "batches that were pushed and not acknowledged come again"
+    )
     assert versions(running) == {1 + 2 * SAMPLES}
     assert audit(running.records).exactly_once
 
@@ -72,9 +79,13 @@ def coordinator_of_its_own(zygote: Zygote, tmp_path: Path) -> Iterator[Coordinat
         yield coordinator
 
 
-def test_workers_train_on_while_the_coordinator_is_away(cluster: Make, coordinator_of_its_own: Coordinator) -> None:
+def test_workers_train_on_while_the_coordinator_is_away(
+    cluster: Make, coordinator_of_its_own: Coordinator
+) -> None:
     running = cluster(together=2, coordinator=coordinator_of_its_own)
-    workers = [running.start_worker(epochs=2, batch_size=1, hold_at=[10], delay_s=0.002) for _ in range(2)]
+    workers = [
+        running.start_worker(epochs=2, batch_size=1, hold_at=[10], delay_s=0.002) for _ in range(2)
+    ]
     for worker in workers:
         worker.wait_step(10)
     coordinator_of_its_own.kill()
@@ -89,13 +100,18 @@ def test_workers_train_on_while_the_coordinator_is_away(cluster: Make, coordinat
 
 
 @pytest.mark.slow
-def test_a_worker_that_waits_for_the_coordinator_leaves_when_it_is_told_to(cluster: Make, coordinator_of_its_own: Coordinator) -> None:
+def test_a_worker_that_waits_for_the_coordinator_leaves_when_it_is_told_to(
+    cluster: Make, coordinator_of_its_own: Coordinator
+) -> None:
     running = cluster(coordinator=coordinator_of_its_own)
     worker = running.start_worker(epochs=1, hold_at=[2], options={"lease_ahead_s": 0})
     worker.wait_step(2)
     coordinator_of_its_own.kill()
     worker.go(2)
-    eventually(lambda: "leases no batches now" in worker.process.said(), "the worker to wait for its next batch")
+    eventually(
+        lambda: "leases no batches now" in worker.process.said(),
+        "the worker to wait for its next batch",
+    )
     assert_leaves(worker)
 
 
@@ -106,14 +122,22 @@ def test_a_worker_that_waits_for_a_server_leaves_when_it_is_told_to(cluster: Mak
     running.servers[0].process.kill()
     running.servers[0].process.wait()
     worker.go(2)
-    eventually(lambda: "Push failed and will be tried again" in worker.process.said(), "the worker to wait for the server")
+    eventually(
+        lambda: "Push failed and will be tried again" in worker.process.said(),
+        "the worker to wait for the server",
+    )
     assert_leaves(worker)
 
 
-def test_a_worker_that_waits_for_servers_to_begin_with_leaves_when_it_is_told_to(cluster: Make) -> None:
+def test_a_worker_that_waits_for_servers_to_begin_with_leaves_when_it_is_told_to(
+    cluster: Make,
+) -> None:
     running = cluster(servers=1)
     running.servers[0].process.kill()
     running.servers[0].process.wait()
     worker = running.start_worker(epochs=1)
-    eventually(lambda: any(member.rank >= 0 for member in running.job().members), "the worker to have a rank")
+    eventually(
+        lambda: any(member.rank >= 0 for member in running.job().members),
+        "the worker to have a rank",
+    )
     assert_leaves(worker)

@@ -16,19 +16,30 @@ from tests.integration.worker_async.async_cluster import AsyncCluster
 from tests.zygote.children import PATIENCE_S, eventually
 
 Make = Callable[..., AsyncCluster]
-TRAIN = "import sys; from tests.integration.worker_async.train import main; sys.exit(main(sys.argv[1:]))"
+TRAIN = (
+    "import sys; from tests.integration.worker_async.train import main; "
+    "sys.exit(main(sys.argv[1:]))"
+)
 
 
-def test_a_worker_that_waits_for_the_first_values_leaves_on_sigterm(session: Session, running: AsyncCluster) -> None:
+def test_a_worker_that_waits_for_the_first_values_leaves_on_sigterm(
+    session: Session, running: AsyncCluster
+) -> None:
     """This process is rank 0, which is to give them, and does not."""
     worker = running.start_worker()
-    eventually(lambda: all(server.look().HasField("optimizer") for server in running.servers), "the worker to have come to its start")
+    eventually(
+        lambda: all(server.look().HasField("optimizer") for server in running.servers),
+        "the worker to have come to its start",
+    )
     worker.process.kill(signal.SIGTERM)
     assert worker.process.wait() == 0
 
 
-def test_a_script_that_is_interrupted_does_not_wait_for_values_that_are_pulled_ahead(cluster: Make, tmp_path: Path) -> None:
-    """They come from a server that stands still. The interpreter is one of its own: how it ends is what counts."""
+def test_a_script_that_is_interrupted_does_not_wait_for_values_that_are_pulled_ahead(
+    cluster: Make, tmp_path: Path
+) -> None:
+    """They come from a server that stands still. The interpreter is one of its own: how it ends is
+    what counts."""
     running = cluster(servers=1)
     server = running.servers[0]
     server.process.kill()
@@ -36,7 +47,9 @@ def test_a_script_that_is_interrupted_does_not_wait_for_values_that_are_pulled_a
     server.start(SHOAL_FAILPOINTS="pull.halfway@6=stop")
     directory = tmp_path / "script"
     directory.mkdir()
-    configuration = json.dumps({"directory": str(directory), "options": {"prefetch": True}, "delay_s": 0.1})
+    configuration = json.dumps(
+        {"directory": str(directory), "options": {"prefetch": True}, "delay_s": 0.1}
+    )
     where = {
         "PYTHONFAULTHANDLER": "1",
         "SHOAL_COORDINATOR": running.coordinator.address,
@@ -44,10 +57,18 @@ def test_a_script_that_is_interrupted_does_not_wait_for_values_that_are_pulled_a
         "SHOAL_MEMBER_ID": "member-of-its-own",
     }
     with (directory / "log").open("w") as log:
-        script = subprocess.Popen([sys.executable, "-c", TRAIN, configuration], env=os.environ | where, stdout=log, stderr=log)
+        script = subprocess.Popen(
+            [sys.executable, "-c", TRAIN, configuration],
+            env=os.environ | where,
+            stdout=log,
+            stderr=log,
+        )
     try:
         status = Path(f"/proc/{server.process.pid}/stat")
-        eventually(lambda: status.read_text().rpartition(")")[2].split()[0] == "T", "the server to stand still")
+        eventually(
+            lambda: status.read_text().rpartition(")")[2].split()[0] == "T",
+            "the server to stand still",
+        )
         script.send_signal(signal.SIGINT)
         try:
             ended = script.wait(PATIENCE_S / 4)

@@ -1,4 +1,5 @@
-"""Parameter servers come and go while workers train: partitions move, and the run ends as if they had not."""
+"""Parameter servers come and go while workers train: partitions move, and the run ends as if they
+had not."""
 
 from __future__ import annotations
 
@@ -27,11 +28,16 @@ LARGEST = 128 * 128 * 4
 
 def stored(running: AsyncCluster) -> Mapping[str, int]:
     """How many bytes of values each primary has, by its id."""
-    return {server.server_id: server.value_bytes for server in running.job().servers if server.role == PRIMARY}
+    return {
+        server.server_id: server.value_bytes
+        for server in running.job().servers
+        if server.role == PRIMARY
+    }
 
 
 def is_even(running: AsyncCluster, servers: int) -> bool:
-    """All is dealt out over so many servers, and none has more than a partition more than another."""
+    """All is dealt out over so many servers, and none has more than a partition more than
+    another."""
     held = stored(running)
     return len(held) == servers and max(held.values()) - min(held.values()) <= LARGEST
 
@@ -46,12 +52,17 @@ def check_ended_alike(running: AsyncCluster, worker: Worker, expected: dict[str,
 
 @pytest.fixture
 def alone(cluster: Make, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """What one worker ends with while servers stay as they are: its pushes come one after another, so every such run ends alike."""
+    """What one worker ends with while servers stay as they are: its pushes come one after another,
+    so every such run ends alike."""
 
     def run(**options: Any) -> dict[str, Any]:
         directory = tmp_path / "alone"
         directory.mkdir()
-        return cluster(servers=2, directory=directory).start_worker(epochs=2, options=options, **ADAM).result()
+        return (
+            cluster(servers=2, directory=directory)
+            .start_worker(epochs=2, options=options, **ADAM)
+            .result()
+        )
 
     return run
 
@@ -62,7 +73,9 @@ def alone(cluster: Make, tmp_path: Path) -> Callable[..., dict[str, Any]]:
         {},
         pytest.param({"consistency": "ssp", "staleness_bound": 1}, marks=pytest.mark.slow),
         {"consistency": "bsp"},
-        pytest.param({"gradient_compression": {"name": "topk", "ratio": 0.1}}, marks=pytest.mark.slow),
+        pytest.param(
+            {"gradient_compression": {"name": "topk", "ratio": 0.1}}, marks=pytest.mark.slow
+        ),
     ],
     ids=["asp", "ssp", "bsp", "compressed"],
 )
@@ -70,7 +83,9 @@ def test_servers_come_and_go_while_a_worker_trains_and_the_run_ends_as_if_they_h
     cluster: Make, alone: Callable[..., dict[str, Any]], options: dict[str, Any]
 ) -> None:
     running = cluster(servers=2, max_servers=3)
-    worker = running.start_worker(epochs=2, hold_at=[4, 12, 30], delay_s=0.005, options=options, **ADAM)
+    worker = running.start_worker(
+        epochs=2, hold_at=[4, 12, 30], delay_s=0.005, options=options, **ADAM
+    )
     worker.wait_step(4)
     running.start_server()
     worker.go(4)
@@ -87,8 +102,11 @@ def test_servers_come_and_go_while_a_worker_trains_and_the_run_ends_as_if_they_h
 
 
 @pytest.mark.slow
-def test_servers_come_and_go_with_their_backups(cluster: Make, alone: Callable[..., dict[str, Any]]) -> None:
-    """One of them is killed once it has its share: its backup, which has that too, takes its place."""
+def test_servers_come_and_go_with_their_backups(
+    cluster: Make, alone: Callable[..., dict[str, Any]]
+) -> None:
+    """One of them is killed once it has its share: its backup, which has that too, takes its
+    place."""
     running = cluster(servers=1, max_servers=2, backups=1)
     worker = running.start_worker(epochs=2, hold_at=[4, 12, 20, 30], delay_s=0.005, **ADAM)
     worker.wait_step(4)
@@ -112,7 +130,9 @@ def test_servers_come_and_go_with_their_backups(cluster: Make, alone: Callable[.
     check_ended_alike(running, worker, alone())
 
 
-def test_a_reader_follows_partitions_and_reads_the_same_values_from_their_new_server(cluster: Make) -> None:
+def test_a_reader_follows_partitions_and_reads_the_same_values_from_their_new_server(
+    cluster: Make,
+) -> None:
     running = cluster(servers=1, max_servers=2)
     worker = running.start_worker(epochs=1, hold_at=[4, 8], **ADAM)
     worker.wait_step(4)
@@ -125,6 +145,8 @@ def test_a_reader_follows_partitions_and_reads_the_same_values_from_their_new_se
         assert all(torch.equal(before[name], value) for name, value in after.items())
         worker.go(4)
         worker.wait_step(8)
-        assert not any(torch.equal(before[name], value) for name, value in reader.state_dict().items())
+        assert not any(
+            torch.equal(before[name], value) for name, value in reader.state_dict().items()
+        )
     worker.go(8)
     worker.result()

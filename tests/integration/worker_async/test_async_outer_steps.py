@@ -1,4 +1,5 @@
-"""One worker with inner steps, in the tests' own process, against real servers that run the outer optimizer."""
+"""One worker with inner steps, in the tests' own process, against real servers that run the outer
+optimizer."""
 
 from __future__ import annotations
 
@@ -25,11 +26,15 @@ def nesterov(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.7, momentum=0.9, nesterov=True)
 
 
-def distributed(net: nn.Module, *, outer: Any = nesterov, inner_steps: int = 3, **options: Any) -> tuple[Any, Any]:
+def distributed(
+    net: nn.Module, *, outer: Any = nesterov, inner_steps: int = 3, **options: Any
+) -> tuple[Any, Any]:
     """AdamW on the worker; `outer` makes the servers' optimizer of parameters."""
     inner = torch.optim.AdamW(net.parameters(), 0.02, weight_decay=0.1)
     there = outer(net.parameters())
-    return shoal.as_distributed(net, inner, strategy="async_sgd", inner_steps=inner_steps, outer_optimizer=there, **options)
+    return shoal.as_distributed(
+        net, inner, strategy="async_sgd", inner_steps=inner_steps, outer_optimizer=there, **options
+    )
 
 
 def averaging(parameters: Any) -> torch.optim.Optimizer:
@@ -42,7 +47,9 @@ def assert_equal_values(ours: nn.Module, theirs: nn.Module) -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def diloco(net: nn.Module, inputs: list[torch.Tensor], targets: list[torch.Tensor], rounds: list[int]) -> None:
+def diloco(
+    net: nn.Module, inputs: list[torch.Tensor], targets: list[torch.Tensor], rounds: list[int]
+) -> None:
     """Algorithm 1 of Douillard et al. with one worker: so many inner steps in each round."""
     inner = torch.optim.AdamW(net.parameters(), 0.02, weight_decay=0.1)
     there = [p.detach().clone() for p in net.parameters()]
@@ -74,7 +81,9 @@ def train(model: Any, optimizer: Any, *, epochs: int, size: int = 64) -> list[in
     return counted
 
 
-def test_with_an_outer_optimizer_that_takes_what_one_worker_reached_it_is_plain_training(session: Session, running: AsyncCluster) -> None:
+def test_with_an_outer_optimizer_that_takes_what_one_worker_reached_it_is_plain_training(
+    session: Session, running: AsyncCluster
+) -> None:
     reference, net = network(0), network(0)
     plain = torch.optim.AdamW(reference.parameters(), 0.02, weight_decay=0.1)
     model, optimizer = distributed(net, outer=averaging)
@@ -89,7 +98,9 @@ def test_with_an_outer_optimizer_that_takes_what_one_worker_reached_it_is_plain_
     assert optimizer.last_staleness == 0
 
 
-def test_it_is_diloco_also_where_an_epoch_ends_within_a_round(session: Session, running: AsyncCluster) -> None:
+def test_it_is_diloco_also_where_an_epoch_ends_within_a_round(
+    session: Session, running: AsyncCluster
+) -> None:
     reference, net = network(0), network(0)
     inputs, targets = problem()[:]
     diloco(reference, list(inputs.split(64)) * 3, list(targets.split(64)) * 3, [3, 1] * 3)
@@ -111,7 +122,9 @@ def test_within_a_round_the_whole_state_is_the_servers(session: Session) -> None
     assert torch.equal(net[0].weight, own)
 
 
-def test_a_round_of_the_users_own_loop_can_be_ended_early(session: Session, running: AsyncCluster) -> None:
+def test_a_round_of_the_users_own_loop_can_be_ended_early(
+    session: Session, running: AsyncCluster
+) -> None:
     reference, net = network(0), network(0)
     plain = torch.optim.AdamW(reference.parameters(), 0.02, weight_decay=0.1)
     model, optimizer = distributed(net, outer=averaging, inner_steps=100)
@@ -127,10 +140,14 @@ def test_a_round_of_the_users_own_loop_can_be_ended_early(session: Session, runn
     assert versions(running) == {2}
 
 
-def test_frozen_unused_and_tied_parameters_and_buffers(session: Session, running: AsyncCluster) -> None:
-    """As torch alone leaves them: the outer optimizer has momentum and decay, and moves nothing that no step had a gradient of."""
+def test_frozen_unused_and_tied_parameters_and_buffers(
+    session: Session, running: AsyncCluster
+) -> None:
+    """As torch alone leaves them: the outer optimizer has momentum and decay, and moves nothing
+    that no step had a gradient of."""
     net = nn.ModuleDict(
-        {name: nn.Linear(FEATURES, FEATURES) for name in ("used", "tied", "unused", "frozen")} | {"norm": nn.BatchNorm1d(FEATURES)}
+        {name: nn.Linear(FEATURES, FEATURES) for name in ("used", "tied", "unused", "frozen")}
+        | {"norm": nn.BatchNorm1d(FEATURES)}
     )
     net["tied"].weight = net["used"].weight
     net["frozen"].requires_grad_(False)
@@ -141,12 +158,16 @@ def test_frozen_unused_and_tied_parameters_and_buffers(session: Session, running
         torch.optim.SGD(trained, 0.1),
         strategy="async_sgd",
         inner_steps=2,
-        outer_optimizer=torch.optim.SGD(trained, 0.7, momentum=0.9, nesterov=True, weight_decay=0.1),
+        outer_optimizer=torch.optim.SGD(
+            trained, 0.7, momentum=0.9, nesterov=True, weight_decay=0.1
+        ),
     )
     for step in range(4):
         session.ensure_step()
         hidden = net["norm"](net["used"](torch.randn(4, FEATURES)))
-        (net["tied"](hidden).square().sum() + (net["unused"].weight.sum() if step < 2 else 0.0)).backward()
+        (
+            net["tied"](hidden).square().sum() + (net["unused"].weight.sum() if step < 2 else 0.0)
+        ).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step == 1:
@@ -160,7 +181,9 @@ def test_frozen_unused_and_tied_parameters_and_buffers(session: Session, running
     assert after["norm.num_batches_tracked"] == 4
 
 
-def test_values_that_are_not_finite_are_not_pushed_and_the_round_can_be_left_out(session: Session, running: AsyncCluster) -> None:
+def test_values_that_are_not_finite_are_not_pushed_and_the_round_can_be_left_out(
+    session: Session, running: AsyncCluster
+) -> None:
     net = network(0)
     model, optimizer = distributed(net, inner_steps=2)
     before = {name: value.clone() for name, value in net.named_parameters()}
@@ -168,7 +191,10 @@ def test_values_that_are_not_finite_are_not_pushed_and_the_round_can_be_left_out
     optimizer.step()
     backward(model)
     net[0].weight.grad[0, 0] = float("nan")
-    with pytest.raises(InvalidRequestError, match=r"in 2 inner steps 1 of 128 values of '0\.weight' became NaN or infinite"):
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"in 2 inner steps 1 of 128 values of '0\.weight' became NaN or infinite",
+    ):
         optimizer.step()
     with pytest.raises(InvalidRequestError, match="in 2 inner steps"):
         optimizer.step()
@@ -184,7 +210,9 @@ def test_values_that_are_not_finite_are_not_pushed_and_the_round_can_be_left_out
     assert versions(running) == {2}
 
 
-def test_clipping_schedules_and_gradient_scalers_are_the_inner_optimizers(session: Session, running: AsyncCluster) -> None:
+def test_clipping_schedules_and_gradient_scalers_are_the_inner_optimizers(
+    session: Session, running: AsyncCluster
+) -> None:
     reference, net = network(0), network(0)
     plain = torch.optim.SGD(reference.parameters(), 0.1, momentum=0.9)
     expected = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
@@ -199,7 +227,9 @@ def test_clipping_schedules_and_gradient_scalers_are_the_inner_optimizers(sessio
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
     shoal.register_state(scaler=scaler)
     for overflow in (False, True, False, False):
-        loss = model(torch.ones(4, FEATURES)).square().mean() * (float("inf") if overflow else 100.0)
+        loss = model(torch.ones(4, FEATURES)).square().mean() * (
+            float("inf") if overflow else 100.0
+        )
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
         model.clip_grad_norm_(0.5)
@@ -251,11 +281,17 @@ def test_a_loop_that_is_left_within_a_round_undoes_it_and_its_batches_are_dealt_
     assert model.steps_in_round == 0
     assert torch.equal(net[0].weight, pushed)
     assert not torch.equal(before, pushed)
-    ledger = running.client.lease_batches(running.job_id, session.member_id, loader="train", epoch=0, batches_in_epoch=3, want=2)
-    assert list(ledger.batches) == [1], "the second round, of two that are left one may be this member's"
+    ledger = running.client.lease_batches(
+        running.job_id, session.member_id, loader="train", epoch=0, batches_in_epoch=3, want=2
+    )
+    assert list(ledger.batches) == [1], (
+        "the second round, of two that are left one may be this member's"
+    )
 
 
-def test_a_step_whose_loop_was_left_within_its_round_is_lost(session: Session, running: AsyncCluster) -> None:
+def test_a_step_whose_loop_was_left_within_its_round_is_lost(
+    session: Session, running: AsyncCluster
+) -> None:
     net = network(0)
     model, optimizer = distributed(net)
     loader = shoal.ElasticDataLoader(problem(), batch_size=64, shuffle=False, name="train")
@@ -268,11 +304,15 @@ def test_a_step_whose_loop_was_left_within_its_round_is_lost(session: Session, r
     assert versions(running) == {1}
 
 
-def test_a_round_that_lacks_its_last_step_when_the_next_epoch_begins_is_undone(session: Session, running: AsyncCluster) -> None:
+def test_a_round_that_lacks_its_last_step_when_the_next_epoch_begins_is_undone(
+    session: Session, running: AsyncCluster
+) -> None:
     reference, net = network(0), network(0)
     plain = torch.optim.SGD(reference.parameters(), 0.05)
     inner = torch.optim.SGD(net.parameters(), 0.05)
-    model, optimizer = shoal.as_distributed(net, inner, strategy="async_sgd", inner_steps=3, outer_optimizer=averaging(net.parameters()))
+    model, optimizer = shoal.as_distributed(
+        net, inner, strategy="async_sgd", inner_steps=3, outer_optimizer=averaging(net.parameters())
+    )
     loader = shoal.ElasticDataLoader(problem(), batch_size=64, shuffle=False, name="train")
     for epoch in loader.epochs(2):
         for x, y in loader:
@@ -289,7 +329,9 @@ def test_a_round_that_lacks_its_last_step_when_the_next_epoch_begins_is_undone(s
     assert versions(running) == {3}
 
 
-def test_a_batch_that_is_only_looked_at_comes_again_with_its_round(session: Session, running: AsyncCluster) -> None:
+def test_a_batch_that_is_only_looked_at_comes_again_with_its_round(
+    session: Session, running: AsyncCluster
+) -> None:
     net = network(0)
     model, optimizer = distributed(net)
     loader = shoal.ElasticDataLoader(problem(), batch_size=64, shuffle=False, name="train")
@@ -305,7 +347,9 @@ def test_a_batch_that_is_only_looked_at_comes_again_with_its_round(session: Sess
     assert versions(running) == {3}
 
 
-def test_a_step_whose_loop_was_left_at_the_end_of_its_round_is_pushed(session: Session, running: AsyncCluster) -> None:
+def test_a_step_whose_loop_was_left_at_the_end_of_its_round_is_pushed(
+    session: Session, running: AsyncCluster
+) -> None:
     net = network(0)
     model, optimizer = distributed(net, inner_steps=2)
     loader = shoal.ElasticDataLoader(problem(), batch_size=64, shuffle=False, name="train")
@@ -330,11 +374,15 @@ def test_within_a_round_nothing_comes_between(session: Session) -> None:
     optimizer.step()
     with pytest.raises(PreconditionError, match="1 inner steps after the last push"):
         optimizer.synchronize_parameters()
-    with pytest.raises(PreconditionError, match="the round of inner steps that it falls into began with 'train'"):
+    with pytest.raises(
+        PreconditionError, match="the round of inner steps that it falls into began with 'train'"
+    ):
         next(other)
 
 
-def test_a_checkpoint_has_the_inner_optimizers_state(session: Session, cluster: Make, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_inner_optimizers_state(
+    session: Session, cluster: Make, tmp_path: Path
+) -> None:
     net = network(0)
     model, optimizer = distributed(net, inner_steps=2)
     train(model, optimizer, epochs=1)
@@ -345,7 +393,10 @@ def test_a_checkpoint_has_the_inner_optimizers_state(session: Session, cluster: 
     with again.member():
         model, optimizer = distributed(other, inner_steps=2)
         model.engine.restore(state)
-        assert all(torch.equal(optimizer.state[other[0].weight][name], value) for name, value in moments.items())
+        assert all(
+            torch.equal(optimizer.state[other[0].weight][name], value)
+            for name, value in moments.items()
+        )
         assert_equal_values(other, net)
 
 
@@ -353,10 +404,16 @@ def test_of_a_checkpoint_without_inner_state_the_settings_are_taken(session: Ses
     """Of plain async_sgd, say. Adagrad makes its state when it is made."""
     net = network(0)
     model, optimizer = shoal.as_distributed(
-        net, torch.optim.Adagrad(net.parameters(), 0.1), strategy="async_sgd", inner_steps=1, outer_optimizer=averaging(net.parameters())
+        net,
+        torch.optim.Adagrad(net.parameters(), 0.1),
+        strategy="async_sgd",
+        inner_steps=1,
+        outer_optimizer=averaging(net.parameters()),
     )
     groups = [{**group, "lr": 0.25} for group in optimizer.state_dict()["param_groups"]]
-    model.engine.restore({"model": net.state_dict(), "optimizer": {"state": {}, "param_groups": groups}})
+    model.engine.restore(
+        {"model": net.state_dict(), "optimizer": {"state": {}, "param_groups": groups}}
+    )
     backward(model)
     assert optimizer.step()
     assert optimizer.param_groups[0]["lr"] == 0.25
@@ -368,10 +425,14 @@ def _made(directory: Path) -> Path:
 
 
 @pytest.mark.parametrize("compression", ["int8", "topk", "powersgd"])
-def test_outer_gradients_travel_compressed_and_what_is_left_out_comes_later(session: Session, compression: str) -> None:
+def test_outer_gradients_travel_compressed_and_what_is_left_out_comes_later(
+    session: Session, compression: str
+) -> None:
     reference, net = network(0), network(0)
     plain = torch.optim.AdamW(reference.parameters(), 0.02, weight_decay=0.1)
-    model, optimizer = distributed(net, outer=averaging, inner_steps=2, gradient_compression=compression)
+    model, optimizer = distributed(
+        net, outer=averaging, inner_steps=2, gradient_compression=compression
+    )
     data = problem()
     for begin in range(0, len(data), 8):
         x, y = data[begin : begin + 8]
@@ -381,11 +442,15 @@ def test_outer_gradients_travel_compressed_and_what_is_left_out_comes_later(sess
             stepped.zero_grad()
     x, y = data[:]
     with torch.no_grad():
-        ours, theirs, untrained = (float(nn.functional.mse_loss(each(x), y)) for each in (net, reference, network(0)))
+        ours, theirs, untrained = (
+            float(nn.functional.mse_loss(each(x), y)) for each in (net, reference, network(0))
+        )
     assert abs(ours - theirs) < 0.2 * (untrained - theirs)
 
 
-def test_parameters_that_lie_in_several_pieces_of_memory_train_as_others_do(session: Session) -> None:
+def test_parameters_that_lie_in_several_pieces_of_memory_train_as_others_do(
+    session: Session,
+) -> None:
     """As those on a device they go through copies in host memory."""
     reference, net = network(0), network(0)
     net[0].weight = nn.Parameter(net[0].weight.detach().t().contiguous().t())
@@ -405,7 +470,11 @@ def test_other_dtypes_train_too(session: Session, dtype: torch.dtype) -> None:
     net = nn.Linear(FEATURES, 1).to(dtype)
     before = net.weight.detach().clone()
     model, optimizer = shoal.as_distributed(
-        net, torch.optim.SGD(net.parameters(), 0.1), strategy="async_sgd", inner_steps=2, outer_optimizer=averaging(net.parameters())
+        net,
+        torch.optim.SGD(net.parameters(), 0.1),
+        strategy="async_sgd",
+        inner_steps=2,
+        outer_optimizer=averaging(net.parameters()),
     )
     for _ in range(2):
         model(torch.ones(4, FEATURES, dtype=dtype)).square().mean().backward()
@@ -414,36 +483,54 @@ def test_other_dtypes_train_too(session: Session, dtype: torch.dtype) -> None:
     assert net.weight.dtype is dtype
 
 
-def test_an_outer_optimizer_of_other_parameters_or_one_that_servers_lack_is_refused(session: Session, running: AsyncCluster) -> None:
+def test_an_outer_optimizer_of_other_parameters_or_one_that_servers_lack_is_refused(
+    session: Session, running: AsyncCluster
+) -> None:
     net = network(0)
-    with pytest.raises(ConfigurationError, match=r"outer_optimizer=SGD: .* one of them lacks 0\.bias, 2\.bias"):
-        distributed(net, outer=lambda _: torch.optim.SGD([p for p in net.parameters() if p.dim() > 1], 0.7))
+    with pytest.raises(
+        ConfigurationError, match=r"outer_optimizer=SGD: .* one of them lacks 0\.bias, 2\.bias"
+    ):
+        distributed(
+            net, outer=lambda _: torch.optim.SGD([p for p in net.parameters() if p.dim() > 1], 0.7)
+        )
     assert not any(server.look().HasField("optimizer") for server in running.servers)
 
 
 def test_an_outer_optimizer_that_servers_lack_is_refused(session: Session) -> None:
-    with pytest.raises(ConfigurationError, match=r"outer_optimizer=torch\.optim\.adamax\.Adamax: with async_sgd the parameter servers run"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"outer_optimizer=torch\.optim\.adamax\.Adamax: with async_sgd the parameter servers "
+        r"run",
+    ):
         distributed(network(0), outer=torch.optim.Adamax)
 
 
 def test_any_optimizer_may_be_the_inner_one(session: Session, running: AsyncCluster) -> None:
     net = network(0)
     inner = torch.optim.Adamax(net.parameters())
-    model, optimizer = shoal.as_distributed(net, inner, strategy="async_sgd", inner_steps=1, outer_optimizer=averaging(net.parameters()))
+    model, optimizer = shoal.as_distributed(
+        net, inner, strategy="async_sgd", inner_steps=1, outer_optimizer=averaging(net.parameters())
+    )
     backward(model)
     assert optimizer.step()
     assert versions(running) == {2}
 
 
-def test_workers_with_other_outer_optimizers_are_refused(session: Session, running: AsyncCluster) -> None:
+def test_workers_with_other_outer_optimizers_are_refused(
+    session: Session, running: AsyncCluster
+) -> None:
     distributed(network(0))
     other = running.start_worker(options={"inner_steps": 3}, outer={"lr": 0.5})
     assert other.process.wait() != 0
-    assert "use SetHyperparameters to change a running optimizer, or another job" in other.process.said()
+    assert (
+        "use SetHyperparameters to change a running optimizer, or another job"
+        in other.process.said()
+    )
 
 
 def test_what_a_round_has_moved_is_not_overwritten_by_a_pull(session: Session) -> None:
-    """Another loader of the script may find its epoch at an end meanwhile, at which values are pulled."""
+    """Another loader of the script may find its epoch at an end meanwhile, at which values are
+    pulled."""
     net = network(0)
     model, optimizer = distributed(net)
     backward(model)
@@ -451,4 +538,6 @@ def test_what_a_round_has_moved_is_not_overwritten_by_a_pull(session: Session) -
     optimizer.zero_grad()
     moved = [parameter.detach().clone() for parameter in net.parameters()]
     model.engine.pull()
-    assert all(torch.equal(before, after) for before, after in zip(moved, net.parameters(), strict=True))
+    assert all(
+        torch.equal(before, after) for before, after in zip(moved, net.parameters(), strict=True)
+    )

@@ -1,4 +1,5 @@
-"""The cells of the parity matrix (tests/parity) in which one worker trains by parameter servers, against one process."""
+"""The cells of the parity matrix (tests/parity) in which one worker trains by parameter servers,
+against one process."""
 
 from __future__ import annotations
 
@@ -20,13 +21,18 @@ from tests.parity.training import BATCH, MAX_NORM, State, alone_plainly, plain
 def _parameters() -> list[object]:
     chosen = part()
     here = [cell for cell in cells() if cell.backend == SERVERS]
-    return [pytest.param(cell, id=str(cell), marks=() if cell in chosen else pytest.mark.matrix) for cell in here]
+    return [
+        pytest.param(cell, id=str(cell), marks=() if cell in chosen else pytest.mark.matrix)
+        for cell in here
+    ]
 
 
 def _train(cell: Cell) -> State:
     how = plain(cell.model, cell.optimizer, cell.check)
     net, data = make_model(cell.model, how.dtype), make_data(cell.model, how.dtype)
-    model, optimizer = shoal.as_distributed(net, how.optimizer(net), strategy=cell.strategy, **cell.options)
+    model, optimizer = shoal.as_distributed(
+        net, how.optimizer(net), strategy=cell.strategy, **cell.options
+    )
     loader = shoal.ElasticDataLoader(data, batch_size=BATCH, shuffle=False)
     for _ in loader.epochs(how.epochs):
         for x, y in loader:
@@ -38,7 +44,9 @@ def _train(cell: Cell) -> State:
 
 
 @pytest.mark.parametrize("cell", _parameters())
-def test_one_worker_trains_as_one_process_does_or_is_refused(cell: Cell, cluster: Callable[..., AsyncCluster]) -> None:
+def test_one_worker_trains_as_one_process_does_or_is_refused(
+    cell: Cell, cluster: Callable[..., AsyncCluster]
+) -> None:
     with cluster(keeps_data=False).member():
         if cell.refusal is not None:
             with pytest.raises(ConfigurationError, match=re.escape(cell.refusal)):
@@ -46,5 +54,7 @@ def test_one_worker_trains_as_one_process_does_or_is_refused(cell: Cell, cluster
             return
         state = _train(cell)
     check_close(
-        alone_plainly(cell.model, cell.optimizer, cell.check, grouped=False), state, plain(cell.model, cell.optimizer, cell.check).tolerance
+        alone_plainly(cell.model, cell.optimizer, cell.check, grouped=False),
+        state,
+        plain(cell.model, cell.optimizer, cell.check).tolerance,
     )

@@ -59,10 +59,15 @@ def test_gradients_are_of_values_that_are_older_by_at_most_one_pull(
         before = values(net)
         assert optimizer.step()
         if not late or step == 0:
-            torch.testing.assert_close(values(net), before, msg="values changed before the next border")
+            torch.testing.assert_close(
+                values(net), before, msg="values changed before the next border"
+            )
         optimizer.zero_grad()
         assert optimizer.last_staleness == (1 if late and step else 0)
-    torch.testing.assert_close(torch.cat([each.flatten() for each in model.gather_full_parameters().values()]), delayed(int(late)))
+    torch.testing.assert_close(
+        torch.cat([each.flatten() for each in model.gather_full_parameters().values()]),
+        delayed(int(late)),
+    )
     assert versions(running) == {1 + STEPS}
     optimizer.synchronize_parameters()
     torch.testing.assert_close(values(net), delayed(int(late)))
@@ -70,7 +75,9 @@ def test_gradients_are_of_values_that_are_older_by_at_most_one_pull(
 
 def test_with_a_server_that_is_killed_every_batch_counts_once(cluster: Make) -> None:
     running = cluster(together=2)
-    workers = [running.start_worker(epochs=2, hold_at=[9], options={"prefetch": True}) for _ in range(2)]
+    workers = [
+        running.start_worker(epochs=2, hold_at=[9], options={"prefetch": True}) for _ in range(2)
+    ]
     for worker in workers:
         worker.wait_step(9)
     server = running.servers[0]
@@ -94,6 +101,8 @@ def test_with_a_server_that_is_killed_every_batch_counts_once(cluster: Make) -> 
         ({"delay_compensation": 0.04}, "delay_compensation=0.04"),
     ],
 )
-def test_it_is_refused_where_values_have_to_be_waited_for(session: Session, options: dict[str, Any], named: str) -> None:
+def test_it_is_refused_where_values_have_to_be_waited_for(
+    session: Session, options: dict[str, Any], named: str
+) -> None:
     with pytest.raises(ConfigurationError, match=f"prefetch=True with {named}"):
         distributed(prefetch=True, **options)

@@ -1,4 +1,5 @@
-"""Workers with inner steps, as processes: a round counts as a whole and once, whoever dies, leaves or comes within it."""
+"""Workers with inner steps, as processes: a round counts as a whole and once, whoever dies, leaves
+or comes within it."""
 
 from __future__ import annotations
 
@@ -25,8 +26,15 @@ BATCHES = SAMPLES // 8
 ROUNDS = -(-BATCHES // STEPS)
 """Of an epoch; the last one has fewer batches."""
 INNER = {"inner_steps": STEPS, "lease_ahead_s": 0}
-"""Each round is leased and acknowledged by itself, so that it is known which a dead worker has left."""
-TRAINING: dict[str, Any] = {"epochs": 2, "optimizer": "AdamW", "settings": {"lr": 0.01}, "outer": {"lr": 0.5}, "options": INNER}
+"""Each round is leased and acknowledged by itself, so that it is known which a dead worker has
+left."""
+TRAINING: dict[str, Any] = {
+    "epochs": 2,
+    "optimizer": "AdamW",
+    "settings": {"lr": 0.01},
+    "outer": {"lr": 0.5},
+    "options": INNER,
+}
 
 
 def test_workers_reach_the_solution_together_and_every_sample_counts_once(cluster: Make) -> None:
@@ -53,8 +61,12 @@ def test_a_worker_that_dies_within_a_round_has_none_of_it_counted(cluster: Make)
     assert audit(running.records).exactly_once
 
 
-@pytest.mark.parametrize("failpoint", ["exchange.server_answered@3", "exchange.done@2", "session.after_apply@10"])
-def test_a_worker_that_dies_around_its_push_has_no_round_applied_twice(cluster: Make, failpoint: str) -> None:
+@pytest.mark.parametrize(
+    "failpoint", ["exchange.server_answered@3", "exchange.done@2", "session.after_apply@10"]
+)
+def test_a_worker_that_dies_around_its_push_has_no_round_applied_twice(
+    cluster: Make, failpoint: str
+) -> None:
     """Of its second round, which one server of two has, or both, and nobody was told."""
     running = cluster(together=2)
     victim = running.start_worker(**TRAINING, environment={"SHOAL_FAILPOINTS": f"{failpoint}=kill"})
@@ -64,24 +76,34 @@ def test_a_worker_that_dies_around_its_push_has_no_round_applied_twice(cluster: 
     result = other.result()
     assert result["steps"] == 2 * BATCHES - STEPS
     again = len(result["computed_on"]) - len(set(result["computed_on"]))
-    if failpoint.startswith("exchange.server_answered"):  # the other server may have been quicker than the kill
+    if failpoint.startswith("exchange.server_answered"):
+        # the other server may have been quicker than the kill
         assert again <= 1
     else:
-        assert again == 1, "behind a round that all servers had the values are those that it began with"
+        assert again == 1, (
+            "behind a round that all servers had the values are those that it began with"
+        )
     assert versions(running) == {1 + 2 * ROUNDS}
     assert audit(running.records).exactly_once
 
 
 @pytest.mark.parametrize("ahead_s", [0, 600])
-def test_a_server_that_is_killed_has_every_round_once_when_it_is_back(cluster: Make, ahead_s: float) -> None:
+def test_a_server_that_is_killed_has_every_round_once_when_it_is_back(
+    cluster: Make, ahead_s: float
+) -> None:
     running = cluster()
-    worker = running.start_worker(**TRAINING | {"options": {**INNER, "lease_ahead_s": ahead_s}}, hold_at=[7, 2 * STEPS])
+    worker = running.start_worker(
+        **TRAINING | {"options": {**INNER, "lease_ahead_s": ahead_s}}, hold_at=[7, 2 * STEPS]
+    )
     for step in (7, 2 * STEPS):
         worker.wait_step(step)
         running.servers[0].process.kill()
         running.servers[0].process.wait()
         worker.go(step)
-        eventually(lambda seen=step: worker.process.said().count("Push failed") >= (1 if seen == 7 else 2), "the worker to miss it")
+        eventually(
+            lambda seen=step: worker.process.said().count("Push failed") >= (1 if seen == 7 else 2),
+            "the worker to miss it",
+        )
         running.servers[0].start()
     assert worker.result()["steps"] == 2 * BATCHES
     assert versions(running) == {1 + 2 * ROUNDS}
@@ -90,7 +112,10 @@ def test_a_server_that_is_killed_has_every_round_once_when_it_is_back(cluster: M
 
 def test_a_worker_that_is_told_to_leave_within_a_round_pushes_it_first(cluster: Make) -> None:
     running = cluster(together=2)
-    leaving, staying = running.start_worker(**TRAINING, hold_at=[STEPS + 1]), running.start_worker(**TRAINING, hold_at=[1])
+    leaving, staying = (
+        running.start_worker(**TRAINING, hold_at=[STEPS + 1]),
+        running.start_worker(**TRAINING, hold_at=[1]),
+    )
     leaving.wait_step(STEPS + 1)
     staying.wait_step(1)
     leaving.process.kill(signal.SIGTERM)
@@ -119,13 +144,18 @@ def test_a_job_that_is_stopped_ends_with_whole_rounds(cluster: Make) -> None:
     assert audit(running.records).once == 8 * taken
 
 
-def test_a_joiner_begins_a_round_with_the_servers_values_and_a_peers_schedules(cluster: Make) -> None:
+def test_a_joiner_begins_a_round_with_the_servers_values_and_a_peers_schedules(
+    cluster: Make,
+) -> None:
     running = cluster()
     config = TRAINING | {"epochs": 4, "schedule": "epochs", "gamma": 0.5}
     begun = 2 * BATCHES + STEPS + 2
-    first = running.start_worker(**config, hold_at=[begun], delay_s=0.02)  # a copy is made for joiners fifty times its own time apart
+    # a copy is made for joiners fifty times its own time apart
+    first = running.start_worker(**config, hold_at=[begun], delay_s=0.02)
     first.wait_step(begun)
-    eventually(lambda: running.job().members[0].progress.epoch == 2, "a heartbeat to tell the epoch")
+    eventually(
+        lambda: running.job().members[0].progress.epoch == 2, "a heartbeat to tell the epoch"
+    )
     joiner = running.start_worker(**config, hold_at=[1])
     joiner.wait_step(1)
     running.wait_world(2)
@@ -133,16 +163,24 @@ def test_a_joiner_begins_a_round_with_the_servers_values_and_a_peers_schedules(c
     joiner.go(1)
     results = [first.result(), joiner.result()]
     assert results[1]["epochs"] == [2, 3]
-    # A peer's offer is a copy made at one of its last borders, perhaps before the step of its scheduler behind the last epoch.
+    # A peer's offer is a copy made at one of its last borders, perhaps before the step of its
+    # scheduler behind the last epoch.
     assert any(results[1]["lr"] == pytest.approx(0.01 * 0.5**steps) for steps in (3, 4))
-    assert results[1]["computed_on"][0] == results[0]["computed_on"][2 * BATCHES + STEPS], "the last that was pushed"
+    assert results[1]["computed_on"][0] == results[0]["computed_on"][2 * BATCHES + STEPS], (
+        "the last that was pushed"
+    )
     assert sum(result["steps"] for result in results) == 4 * BATCHES
     assert audit(running.records).exactly_once
 
 
-@pytest.mark.parametrize("options", [{"consistency": "ssp", "staleness_bound": 0}, {"consistency": "bsp"}], ids=["ssp", "bsp"])
+@pytest.mark.parametrize(
+    "options",
+    [{"consistency": "ssp", "staleness_bound": 0}, {"consistency": "bsp"}],
+    ids=["ssp", "bsp"],
+)
 def test_workers_wait_for_one_another_by_rounds(cluster: Make, options: dict[str, Any]) -> None:
-    """With rounds that divide the epoch, and a slow worker. Under bsp a round begins on the same values for all."""
+    """With rounds that divide the epoch, and a slow worker. Under bsp a round begins on the same
+    values for all."""
     running = cluster(together=2)
     config = TRAINING | {"options": {**INNER, "inner_steps": 4, **options}, "epochs": 3}
     workers = [running.start_worker(**config, delay_s=delay) for delay in (0.0, 0.005)]
@@ -167,9 +205,14 @@ def rounds_of(records: Path) -> list[list[list[int]]]:
 
 
 def test_with_bsp_and_delayed_nesterov_it_is_diloco_of_all_workers(cluster: Make) -> None:
-    """Algorithm 1 of Douillard et al. with two workers, step by step: each iteration is one outer step with the mean of what they moved."""
+    """Algorithm 1 of Douillard et al. with two workers, step by step: each iteration is one outer
+    step with the mean of what they moved."""
     running = cluster(together=2)
-    config = TRAINING | {"options": {**INNER, "inner_steps": 4, "consistency": "bsp"}, "epochs": 1, "hold_at": [0]}
+    config = TRAINING | {
+        "options": {**INNER, "inner_steps": 4, "consistency": "bsp"},
+        "epochs": 1,
+        "hold_at": [0],
+    }
     del config["outer"]
     workers = [running.start_worker(**config, delayed={"every": 2}) for _ in range(2)]
     for worker in workers:
@@ -192,16 +235,28 @@ def test_with_bsp_and_delayed_nesterov_it_is_diloco_of_all_workers(cluster: Make
                 optimizer.zero_grad()
                 nn.functional.mse_loss(net(inputs), targets).backward()
                 optimizer.step()
-        for parameter, *moved in zip(whole.parameters(), *(net.parameters() for net in replicas), strict=True):
-            parameter.grad = parameter.detach() - torch.stack([each.detach() for each in moved]).mean(0)
+        for parameter, *moved in zip(
+            whole.parameters(), *(net.parameters() for net in replicas), strict=True
+        ):
+            parameter.grad = parameter.detach() - torch.stack(
+                [each.detach() for each in moved]
+            ).mean(0)
         outer.step()
     for name, value in whole.state_dict().items():
-        torch.testing.assert_close(torch.tensor(results[0]["parameters"][name]), value, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            torch.tensor(results[0]["parameters"][name]), value, rtol=1e-4, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize("leaves", ["leaves_after", "leaves_before"])
-@pytest.mark.parametrize("options", [{"consistency": "ssp", "staleness_bound": 0}, {"consistency": "bsp"}], ids=["ssp", "bsp"])
-def test_nobody_waits_for_a_worker_that_has_left_its_loop_within_a_round(cluster: Make, options: dict[str, Any], leaves: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"consistency": "ssp", "staleness_bound": 0}, {"consistency": "bsp"}],
+    ids=["ssp", "bsp"],
+)
+def test_nobody_waits_for_a_worker_that_has_left_its_loop_within_a_round(
+    cluster: Make, options: dict[str, Any], leaves: str
+) -> None:
     """Behind a step, or with a batch at hand."""
     running = cluster(together=2)
     config = TRAINING | {"options": {**INNER, **options}, "epochs": 1}
@@ -217,7 +272,15 @@ def test_nobody_waits_for_a_worker_that_has_left_its_loop_within_a_round(cluster
 
 def test_workers_with_rounds_of_another_length_are_refused(cluster: Make) -> None:
     running = cluster(together=2)
-    workers = [running.start_worker(**TRAINING | {"options": {**INNER, "inner_steps": steps}}, hold_at=[0]) for steps in (4, 5)]
-    eventually(lambda: any(worker.process.ended.is_set() for worker in workers), "one of them to end")
+    workers = [
+        running.start_worker(**TRAINING | {"options": {**INNER, "inner_steps": steps}}, hold_at=[0])
+        for steps in (4, 5)
+    ]
+    eventually(
+        lambda: any(worker.process.ended.is_set() for worker in workers), "one of them to end"
+    )
     refused = next(worker for worker in workers if worker.process.ended.is_set())
-    assert "all members must use the same data set, batch size and inner_steps" in refused.process.said()
+    assert (
+        "all members must use the same data set, batch size and inner_steps"
+        in refused.process.said()
+    )

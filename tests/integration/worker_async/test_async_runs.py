@@ -1,4 +1,5 @@
-"""A job whose id is used again, with parameter servers that keep their data: what a new run, a resumed one and a lost one find."""
+"""A job whose id is used again, with parameter servers that keep their data: what a new run, a
+resumed one and a lost one find."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ Make = Callable[..., AsyncCluster]
 @pytest.fixture
 def forgetful(zygote: Zygote, tmp_path: Path) -> Iterator[Coordinator]:
     """A coordinator whose Redis can be lost: its data is in tmp_path/valkey."""
-    coordinator = Coordinator(zygote, tmp_path, "--redis", f"embedded://{tmp_path / 'valkey'}").start()
+    coordinator = Coordinator(
+        zygote, tmp_path, "--redis", f"embedded://{tmp_path / 'valkey'}"
+    ).start()
     yield coordinator
     coordinator.close()
 
@@ -33,7 +36,9 @@ def lose_redis(coordinator: Coordinator, tmp_path: Path) -> None:
 
 def ended(servers: list[Server]) -> None:
     """With status 0, as a server ends with its run."""
-    assert {server.process.wait() for server in servers} == {0}, [server.process.said() for server in servers]
+    assert {server.process.wait() for server in servers} == {0}, [
+        server.process.said() for server in servers
+    ]
 
 
 def fail_job(running: AsyncCluster) -> None:
@@ -45,13 +50,16 @@ def fail_job(running: AsyncCluster) -> None:
     running.client.report_exit(running.job_id, member.member_id, exit_code=1, failure="ValueError")
 
 
-def test_a_new_run_begins_with_fresh_values_and_those_of_the_last_four_runs_lie_aside(cluster: Make) -> None:
+def test_a_new_run_begins_with_fresh_values_and_those_of_the_last_four_runs_lie_aside(
+    cluster: Make,
+) -> None:
     running = cluster()
     first = running.start_worker(epochs=1).result()
     for number in range(2, 7):
         ended(running.servers)
         for server in running.servers:
-            server.start()  # before anybody has begun the next run: as in compose, where workers wait for servers
+            # before anybody has begun the next run: as in compose, where workers wait for servers
+            server.start()
         assert running.begin_run().run.number == number
         worker = running.start_worker(epochs=1).result()
         assert worker["first_parameters"] == first["first_parameters"] != worker["parameters"]
@@ -59,12 +67,19 @@ def test_a_new_run_begins_with_fresh_values_and_those_of_the_last_four_runs_lie_
     assert running.job().run.number == 6
     ended(running.servers)
     for server in running.servers:
-        assert {folder.name for folder in server.data.glob("run-*")} == {"run-2", "run-3", "run-4", "run-5"}
+        assert {folder.name for folder in server.data.glob("run-*")} == {
+            "run-2",
+            "run-3",
+            "run-4",
+            "run-5",
+        }
         assert (server.data / "run-5" / "snapshot.safetensors").exists()
         assert (server.data / "run").read_text().startswith("6:")
 
 
-def test_runs_that_fail_before_they_train_leave_what_the_last_one_learnt_where_it_is(cluster: Make) -> None:
+def test_runs_that_fail_before_they_train_leave_what_the_last_one_learnt_where_it_is(
+    cluster: Make,
+) -> None:
     running = cluster()
     running.start_worker(epochs=1).result()
     for number in (2, 3, 4, 5):
@@ -72,7 +87,10 @@ def test_runs_that_fail_before_they_train_leave_what_the_last_one_learnt_where_i
         for server in running.servers:
             server.start()
         assert running.begin_run().run.number == number
-        eventually(lambda: [server.alive for server in running.job().servers] == [True, True], "the servers to be in the run")
+        eventually(
+            lambda: [server.alive for server in running.job().servers] == [True, True],
+            "the servers to be in the run",
+        )
         running.client.stop_job(running.job_id)
     ended(running.servers)
     for server in running.servers:
@@ -112,11 +130,19 @@ def test_a_run_that_is_resumed_without_the_data_of_a_server_says_so(cluster: Mak
     running.begin_run(resume=True)
     resumed = running.start_worker(epochs=2)
     assert resumed.result()["epochs"] == [1]
-    assert re.findall(r"server (\d+) of a run that had begun held no values of (\d+) of its \2 partitions", resumed.process.said()) != []
+    assert (
+        re.findall(
+            r"server (\d+) of a run that had begun held no values of (\d+) of its \2 partitions",
+            resumed.process.said(),
+        )
+        != []
+    )
     assert resumed.process.said().count("had learnt there is LOST") == 1
 
 
-def test_after_a_failure_the_next_start_is_a_new_run_and_nothing_of_the_old_one_is_seen(cluster: Make) -> None:
+def test_after_a_failure_the_next_start_is_a_new_run_and_nothing_of_the_old_one_is_seen(
+    cluster: Make,
+) -> None:
     running = cluster()
     worker = running.start_worker(epochs=2, hold_at=[40])
     worker.wait_step(40)
@@ -165,8 +191,14 @@ def test_a_run_that_redis_has_lost_goes_on_with_its_servers_while_its_workers_li
     run, generation = running.job().run, running.job().generation.number
     lose_redis(forgetful, tmp_path)
     running.begin_run()
-    eventually(lambda: running.job().run == run and len(running.job().members) == 1, "the worker to bring its run back")
-    eventually(lambda: [server.alive for server in running.job().servers] == [True, True], "the servers to come back to it")
+    eventually(
+        lambda: running.job().run == run and len(running.job().members) == 1,
+        "the worker to bring its run back",
+    )
+    eventually(
+        lambda: [server.alive for server in running.job().servers] == [True, True],
+        "the servers to come back to it",
+    )
     assert running.job().generation.number > generation
     assert all(server.look().partitions for server in running.servers)
     assert not any(list(server.data.glob("run-*")) for server in running.servers)

@@ -28,9 +28,13 @@ def versions(server: Server) -> set[int]:
     return found
 
 
-def test_a_server_that_is_restarted_with_its_snapshot_has_applied_every_push_once(cluster: Make) -> None:
+def test_a_server_that_is_restarted_with_its_snapshot_has_applied_every_push_once(
+    cluster: Make,
+) -> None:
     running = cluster()
-    worker = running.start_worker(epochs=1, hold_at=[5, 12], optimizer="AdamW", settings={"lr": 0.05})
+    worker = running.start_worker(
+        epochs=1, hold_at=[5, 12], optimizer="AdamW", settings={"lr": 0.05}
+    )
     worker.wait_step(5)
     restarted, other = running.servers
     restarted.process.kill(signal.SIGTERM)
@@ -46,10 +50,16 @@ def test_a_server_that_is_restarted_with_its_snapshot_has_applied_every_push_onc
     assert "lost" not in worker.process.said()
 
 
-@pytest.mark.parametrize("options", [{}, {"delay_compensation": 0.04, "pull_every": 2}], ids=["plain", "compensated"])
-def test_a_server_that_is_killed_comes_back_with_every_push_that_it_acknowledged(cluster: Make, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"delay_compensation": 0.04, "pull_every": 2}], ids=["plain", "compensated"]
+)
+def test_a_server_that_is_killed_comes_back_with_every_push_that_it_acknowledged(
+    cluster: Make, options: dict[str, Any]
+) -> None:
     running = cluster()
-    worker = running.start_worker(epochs=2, hold_at=[4, 8, 12], optimizer="AdamW", settings={"lr": 0.05}, options=options)
+    worker = running.start_worker(
+        epochs=2, hold_at=[4, 8, 12], optimizer="AdamW", settings={"lr": 0.05}, options=options
+    )
     killed, other = running.servers
     for hold in (4, 8):
         worker.wait_step(hold)
@@ -64,7 +74,7 @@ def test_a_server_that_is_killed_comes_back_with_every_push_that_it_acknowledged
     assert "came back without" not in worker.process.said()
 
 
-def test_a_server_whose_data_directory_is_an_older_copy_goes_on_from_it_and_the_worker_says_what_is_lost(
+def test_a_server_continues_from_an_older_copy_of_its_data_and_the_worker_reports_the_loss(
     cluster: Make, tmp_path: Path
 ) -> None:
     running = cluster()
@@ -86,12 +96,20 @@ def test_a_server_whose_data_directory_is_an_older_copy_goes_on_from_it_and_the_
     lost = 4 * len(set_back.look().partitions)
     worker.go(12)
     assert worker.result()["error"] < 1.0
-    assert f"came back without {lost} updates of this worker that it had acknowledged" in worker.process.said()
+    assert (
+        f"came back without {lost} updates of this worker that it had acknowledged"
+        in worker.process.said()
+    )
 
 
-def test_a_server_that_comes_back_empty_gets_a_workers_values_and_the_schedule(cluster: Make) -> None:
+def test_a_server_that_comes_back_empty_gets_a_workers_values_and_the_schedule(
+    cluster: Make,
+) -> None:
     running = cluster(keeps_data=False, together=2)
-    workers = [running.start_worker(epochs=4, hold_at=[6], gamma=0.99, schedule="iterations") for _ in range(2)]
+    workers = [
+        running.start_worker(epochs=4, hold_at=[6], gamma=0.99, schedule="iterations")
+        for _ in range(2)
+    ]
     for worker in workers:
         worker.wait_step(6)
     emptied, _ = running.servers
@@ -114,11 +132,18 @@ def test_a_server_that_stays_away_ends_the_step_with_one_clear_error(cluster: Ma
     worker.go(2)
     assert worker.process.wait() == PUT_OUT  # not for what the script did
     assert "parameter server 0" in worker.process.said()
-    assert "was away for more than 0 s (server_timeout); start it again with its data directory" in worker.process.said()
+    assert (
+        "was away for more than 0 s (server_timeout); start it again with its data directory"
+        in worker.process.said()
+    )
 
 
-def test_leases_survive_a_restart_of_the_coordinator(cluster: Make, zygote: Zygote, tmp_path: Path) -> None:
-    coordinator = Coordinator(zygote, tmp_path, "--redis", f"embedded://{tmp_path / 'valkey'}").start()
+def test_leases_survive_a_restart_of_the_coordinator(
+    cluster: Make, zygote: Zygote, tmp_path: Path
+) -> None:
+    coordinator = Coordinator(
+        zygote, tmp_path, "--redis", f"embedded://{tmp_path / 'valkey'}"
+    ).start()
     try:
         running = cluster(coordinator=coordinator, together=2)
         workers = [running.start_worker(epochs=2, hold_at=[4]) for _ in range(2)]
@@ -134,18 +159,34 @@ def test_leases_survive_a_restart_of_the_coordinator(cluster: Make, zygote: Zygo
         coordinator.close()
 
 
-def test_a_checkpoint_has_the_servers_values_and_a_new_job_starts_from_it(cluster: Make, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_servers_values_and_a_new_job_starts_from_it(
+    cluster: Make, tmp_path: Path
+) -> None:
     first_directory, second_directory = tmp_path / "first", tmp_path / "second"
     for directory in (first_directory, second_directory):
         directory.mkdir()
     running = cluster(directory=first_directory)
-    saved = running.start_worker(epochs=1, gamma=0.5, schedule="epochs", save=str(tmp_path / "checkpoints")).result()
-    assert all((first_directory / f"server-{index}" / "data" / "snapshot.safetensors").exists() for index in range(2))
+    saved = running.start_worker(
+        epochs=1, gamma=0.5, schedule="epochs", save=str(tmp_path / "checkpoints")
+    ).result()
+    assert all(
+        (first_directory / f"server-{index}" / "data" / "snapshot.safetensors").exists()
+        for index in range(2)
+    )
 
     resumed = cluster(directory=second_directory)
-    worker = resumed.start_worker(seed=5, epochs=2, gamma=0.5, schedule="epochs", resume=str(tmp_path / "checkpoints"), hold_at=[1])
+    worker = resumed.start_worker(
+        seed=5,
+        epochs=2,
+        gamma=0.5,
+        schedule="epochs",
+        resume=str(tmp_path / "checkpoints"),
+        hold_at=[1],
+    )
     worker.wait_step(1)
-    assert [server.look().optimizer.hyperparameters["lr"] for server in resumed.servers] == pytest.approx([0.025] * 2)
+    assert [
+        server.look().optimizer.hyperparameters["lr"] for server in resumed.servers
+    ] == pytest.approx([0.025] * 2)
     worker.go(1)
     result = worker.result()
     assert result["first_parameters"] == saved["parameters"]

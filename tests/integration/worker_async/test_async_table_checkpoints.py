@@ -1,4 +1,5 @@
-"""Checkpoints of one worker of async_sgd, in the tests' own process, that have the rows of its sparse tables."""
+"""Checkpoints of one worker of async_sgd, in the tests' own process, that have the rows of its
+sparse tables."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from shoal_common.errors import CorruptDataError
 from shoal_worker.checkpoint import manifest
 
 from tests.integration.worker_async.async_cluster import AsyncCluster
-from tests.integration.worker_async.recommenders import begin_step, distributed, rows_of, sparse, train, versions
+from tests.integration.worker_async.recommenders import (
+    begin_step,
+    distributed,
+    rows_of,
+    sparse,
+    train,
+    versions,
+)
 from tests.zygote.children import eventually
 
 Make = Callable[..., AsyncCluster]
@@ -29,7 +37,9 @@ def another(cluster: Make, tmp_path: Path, **settings: Any) -> AsyncCluster:
     return cluster(directory=directory, **settings)
 
 
-def test_a_checkpoint_has_the_rows_and_makes_the_servers_write_theirs(cluster: Make, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_rows_and_makes_the_servers_write_theirs(
+    cluster: Make, tmp_path: Path
+) -> None:
     running = cluster(servers=2)
     with running.member():
         net = sparse()
@@ -49,14 +59,19 @@ def test_a_checkpoint_has_the_rows_and_makes_the_servers_write_theirs(cluster: M
         assert torch.equal(torch.cat([each["rows"] for each in loaded]), rows[ids])
 
 
-def test_fresh_servers_get_rows_and_state_of_the_checkpoint_and_go_on_to_the_last_bit(cluster: Make, tmp_path: Path) -> None:
+def test_fresh_servers_get_rows_and_state_of_the_checkpoint_and_go_on_to_the_last_bit(
+    cluster: Make, tmp_path: Path
+) -> None:
     """`train` takes the same eight steps each time."""
     with cluster(servers=1).member():
         net = sparse()
         model, optimizer = distributed(net)
         train(model, [optimizer])
         shoal.save_checkpoint(tmp_path / "checkpoint")
-        eventually((tmp_path / "checkpoint" / "step-8").exists, "the checkpoint, which is written beside the training")
+        eventually(
+            (tmp_path / "checkpoint" / "step-8").exists,
+            "the checkpoint, which is written beside the training",
+        )
         then = rows_of(net)
         train(model, [optimizer])
         through = [*rows_of(net), net.out.weight.detach().clone()]
@@ -92,7 +107,9 @@ def test_servers_that_have_rows_keep_them(cluster: Make, tmp_path: Path) -> None
         shoal.shutdown()
 
 
-def test_a_checkpoint_without_a_table_or_with_one_of_another_kind_is_refused(cluster: Make, tmp_path: Path) -> None:
+def test_a_checkpoint_without_a_table_or_with_one_of_another_kind_is_refused(
+    cluster: Make, tmp_path: Path
+) -> None:
     with cluster(servers=1, keeps_data=False).member():
         net = sparse(buckets=2)
         model, optimizer = distributed(net)
@@ -105,9 +122,19 @@ def test_a_checkpoint_without_a_table_or_with_one_of_another_kind_is_refused(clu
         for change, said in (
             ({"spec": {"seed": 3}}, "table 'users' with seed=3, the model declares 0"),
             ({"embedding_dim": 4}, "table 'users' with embedding_dim=4, the model declares 8"),
-            ({"num_embeddings": 300}, "table 'users' with num_embeddings=300, the model declares 200, which leaves ids out"),
-            ({"num_embeddings": None}, "table 'users' with num_embeddings=None, the model declares 200"),
-            ({"spec": {"optimizer": "sparse_adam"}}, "the state of sparse_adam, the model declares adagrad"),
+            (
+                {"num_embeddings": 300},
+                "table 'users' with num_embeddings=300, the model declares 200, which leaves ids "
+                "out",
+            ),
+            (
+                {"num_embeddings": None},
+                "table 'users' with num_embeddings=None, the model declares 200",
+            ),
+            (
+                {"spec": {"optimizer": "sparse_adam"}},
+                "the state of sparse_adam, the model declares adagrad",
+            ),
             (None, "no rows of table 'users', which the model has"),
         ):
             rewrite(tmp_path / "checkpoint" / "step-2", change)
@@ -129,5 +156,9 @@ def rewrite(checkpoint: Path, change: dict[str, Any] | None) -> None:
         declared["spec"] |= change.get("spec", {})
         declared |= {name: value for name, value in change.items() if name != "spec"}
     info = manifest.CheckpointInfo(**content.pop("info"))
-    rest = {name: value for name, value in content.items() if name not in ("format", "version", "xxh3_64", "layout")}
+    rest = {
+        name: value
+        for name, value in content.items()
+        if name not in ("format", "version", "xxh3_64", "layout")
+    }
     manifest.write_manifest(checkpoint, info, content["layout"], **rest)

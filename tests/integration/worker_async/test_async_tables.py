@@ -1,4 +1,5 @@
-"""One worker, in the tests' own process, that trains sparse tables on real servers: what its steps push, and what faults make of it."""
+"""One worker, in the tests' own process, that trains sparse tables on real servers: what its steps
+push, and what faults make of it."""
 
 from __future__ import annotations
 
@@ -13,7 +14,13 @@ import shoal_worker.api as shoal
 import torch
 from shoal.parameter_servers import ModelReader
 from shoal_common.clients import ParameterServerClient
-from shoal_common.errors import ConfigurationError, DeadlineError, InvalidRequestError, LimitError, PreconditionError
+from shoal_common.errors import (
+    ConfigurationError,
+    DeadlineError,
+    InvalidRequestError,
+    LimitError,
+    PreconditionError,
+)
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_worker.asynchronous import row_reader, tables
 from shoal_worker.elastic.session import Session
@@ -63,7 +70,9 @@ def test_alone_in_its_job_a_worker_takes_the_steps_of_torchs_embeddings(
         assert torch.equal(model.clone().users(torch.arange(IDS)), users)
 
 
-def test_a_server_that_is_killed_comes_back_and_every_push_of_rows_counts_once(cluster: Make, torchs_sparse_gradients: None) -> None:
+def test_a_server_that_is_killed_comes_back_and_every_push_of_rows_counts_once(
+    cluster: Make, torchs_sparse_gradients: None
+) -> None:
     running = cluster(servers=2)
     with running.member():
         net = sparse()
@@ -80,8 +89,12 @@ def test_a_server_that_is_killed_comes_back_and_every_push_of_rows_counts_once(c
             loss.backward()
             optimizer.step()
         train(twin, plain)
-        torch.testing.assert_close(rows_of(net)[0], twin.users.weight.detach(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(rows_of(net)[1], twin.words.weight.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            rows_of(net)[0], twin.users.weight.detach(), rtol=1e-5, atol=1e-6
+        )
+        torch.testing.assert_close(
+            rows_of(net)[1], twin.words.weight.detach(), rtol=1e-5, atol=1e-6
+        )
         assert versions(running) == {9}
 
 
@@ -91,7 +104,9 @@ def restart(server: Server) -> None:
     server.start()
 
 
-def test_rows_survive_the_loss_of_a_primary_whose_backup_takes_over(cluster: Make, torchs_sparse_gradients: None) -> None:
+def test_rows_survive_the_loss_of_a_primary_whose_backup_takes_over(
+    cluster: Make, torchs_sparse_gradients: None
+) -> None:
     running = cluster(servers=1, backups=1)
     with running.member():
         net = sparse()
@@ -105,12 +120,19 @@ def test_rows_survive_the_loss_of_a_primary_whose_backup_takes_over(cluster: Mak
                 in_sync(running)
                 running.servers[0].process.kill()
         train(twin, plain)
-        torch.testing.assert_close(rows_of(net)[0], twin.users.weight.detach(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(rows_of(net)[1], twin.words.weight.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            rows_of(net)[0], twin.users.weight.detach(), rtol=1e-5, atol=1e-6
+        )
+        torch.testing.assert_close(
+            rows_of(net)[1], twin.words.weight.detach(), rtol=1e-5, atol=1e-6
+        )
 
 
-def test_buckets_move_between_servers_while_their_rows_are_trained(cluster: Make, torchs_sparse_gradients: None) -> None:
-    """A server comes and gets its share of the buckets, then the first one gives all away: the rows are as if none had moved."""
+def test_buckets_move_between_servers_while_their_rows_are_trained(
+    cluster: Make, torchs_sparse_gradients: None
+) -> None:
+    """A server comes and gets its share of the buckets, then the first one gives all away: the rows
+    are as if none had moved."""
     running = cluster(servers=1, max_servers=2)
     with running.member():
         net = sparse()
@@ -120,23 +142,34 @@ def test_buckets_move_between_servers_while_their_rows_are_trained(cluster: Make
             if number == 4:
                 running.start_server()
             if number == 12:
-                eventually(lambda: len(running.servers[1].look().partitions) >= 3, "the new server's buckets")
+                eventually(
+                    lambda: len(running.servers[1].look().partitions) >= 3,
+                    "the new server's buckets",
+                )
                 running.client.drain_server(running.job_id, "server-0")
             optimizer.zero_grad()
             nn.functional.binary_cross_entropy_with_logits(model(users, words), labels).backward()
             optimizer.step()
         assert running.servers[0].process.wait() == 0
         train(twin, plain, 24)
-        torch.testing.assert_close(rows_of(net)[0], twin.users.weight.detach(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(rows_of(net)[1], twin.words.weight.detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            rows_of(net)[0], twin.users.weight.detach(), rtol=1e-5, atol=1e-6
+        )
+        torch.testing.assert_close(
+            rows_of(net)[1], twin.words.weight.detach(), rtol=1e-5, atol=1e-6
+        )
         assert {each.version for each in running.servers[1].look().partitions} == {25}
 
 
 def in_sync(running: AsyncCluster) -> None:
-    eventually(lambda: any(server.in_sync for server in running.job().servers), "the backup to be in sync")
+    eventually(
+        lambda: any(server.in_sync for server in running.job().servers), "the backup to be in sync"
+    )
 
 
-def test_prefetched_rows_are_used_by_the_lookup_that_wants_them(session: Session, running: AsyncCluster) -> None:
+def test_prefetched_rows_are_used_by_the_lookup_that_wants_them(
+    session: Session, running: AsyncCluster
+) -> None:
     net = sparse()
     model, optimizer = distributed(net)
     train(model, [optimizer], 2)
@@ -155,7 +188,9 @@ def test_prefetched_rows_are_used_by_the_lookup_that_wants_them(session: Session
         assert not torch.equal(net.users(ids), before[ids])
 
 
-def test_what_is_prefetched_is_trained_with_the_version_that_it_is_of(session: Session, running: AsyncCluster) -> None:
+def test_what_is_prefetched_is_trained_with_the_version_that_it_is_of(
+    session: Session, running: AsyncCluster
+) -> None:
     net = sparse()
     model, optimizer = distributed(net)
     users = torch.tensor([3, 9])
@@ -167,7 +202,9 @@ def test_what_is_prefetched_is_trained_with_the_version_that_it_is_of(session: S
     assert optimizer.last_staleness == 4
 
 
-def test_a_table_without_gradients_in_a_step_is_left_alone(session: Session, running: AsyncCluster) -> None:
+def test_a_table_without_gradients_in_a_step_is_left_alone(
+    session: Session, running: AsyncCluster
+) -> None:
     net = sparse()
     model, optimizer = distributed(net)
     train(model, [optimizer], 1)
@@ -180,13 +217,17 @@ def test_a_table_without_gradients_in_a_step_is_left_alone(session: Session, run
     assert versions(running) == {2, 3}
 
 
-def test_a_gradient_of_rows_that_is_not_finite_is_not_sent_and_the_batch_can_be_left_out(session: Session, running: AsyncCluster) -> None:
+def test_a_gradient_of_rows_that_is_not_finite_is_not_sent_and_the_batch_can_be_left_out(
+    session: Session, running: AsyncCluster
+) -> None:
     net = sparse()
     model, optimizer = distributed(net)
     (net.users(torch.tensor([5, 7])) * torch.tensor([[1.0], [float("nan")]])).sum().backward()
     model(torch.tensor([1]), torch.tensor([[1]])).sum().backward()
     with pytest.raises(
-        InvalidRequestError, match="the gradient of table 'users' has 1 of 3 rows that are NaN or infinite, the first of id 7"
+        InvalidRequestError,
+        match="the gradient of table 'users' has 1 of 3 rows that are NaN or infinite, the first "
+        "of id 7",
     ):
         optimizer.step()
     assert versions(running) == {1}
@@ -203,12 +244,18 @@ def test_more_rows_than_a_push_may_have_are_refused_before_anything_is_sent(
     model, optimizer = distributed(net)
     train(model, [optimizer], 1)
     monkeypatch.setattr(tables, "LARGEST_PAYLOAD_BYTES", 8)
-    with pytest.raises(LimitError, match=r"the batch has \d+ rows of one of its 4 buckets, .*take smaller batches, or more buckets"):
+    with pytest.raises(
+        LimitError,
+        match=r"the batch has \d+ rows of one of its 4 buckets, .*take smaller batches, or more "
+        r"buckets",
+    ):
         train(model, [optimizer], 1)
     assert versions(running) == {2}
 
 
-def test_a_push_that_failed_is_sent_again_as_it_was(session: Session, running: AsyncCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_that_failed_is_sent_again_as_it_was(
+    session: Session, running: AsyncCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step is taken again by the script: what the servers had of its batch counts once."""
     net = sparse()
     model, optimizer = distributed(net)
@@ -226,7 +273,12 @@ def test_a_push_that_failed_is_sent_again_as_it_was(session: Session, running: A
             raise InvalidRequestError("the network made this up")
         return results
 
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.tensor([5, 7])), batch_size=2, name="train", shuffle=False)
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(torch.tensor([5, 7])),
+        batch_size=2,
+        name="train",
+        shuffle=False,
+    )
     for (users,) in loader:
         monkeypatch.setattr(ParameterServerClient, "push", failing)
         model(users, users.unsqueeze(1)).sum().backward()
@@ -240,8 +292,12 @@ def test_a_push_that_failed_is_sent_again_as_it_was(session: Session, running: A
     assert moved.tolist() == [5, 7]
 
 
-def test_ssp_takes_tables_and_bsp_says_why_it_does_not(session: Session, running: AsyncCluster) -> None:
-    with pytest.raises(ConfigurationError, match=r'consistency="bsp" with sparse tables: .* use "asp" or "ssp"'):
+def test_ssp_takes_tables_and_bsp_says_why_it_does_not(
+    session: Session, running: AsyncCluster
+) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r'consistency="bsp" with sparse tables: .* use "asp" or "ssp"'
+    ):
         distributed(sparse(), consistency="bsp")
 
 
@@ -270,7 +326,9 @@ def test_a_gradient_scaler_is_refused(session: Session) -> None:
 def test_names_are_each_tables_own(session: Session) -> None:
     net = sparse()
     net.words.name = "users"
-    with pytest.raises(ConfigurationError, match="table name='users' is another table's, or a parameter's"):
+    with pytest.raises(
+        ConfigurationError, match="table name='users' is another table's, or a parameter's"
+    ):
         distributed(net)
 
 
@@ -278,14 +336,18 @@ def test_rows_that_were_trained_before_are_not_lost_without_a_word(session: Sess
     net = sparse()
     net.users(torch.tensor([1])).sum().backward()
     net.users.apply_gradients()
-    with pytest.raises(ConfigurationError, match="table 'users' has 1 rows that were trained in this process"):
+    with pytest.raises(
+        ConfigurationError, match="table 'users' has 1 rows that were trained in this process"
+    ):
         distributed(net)
 
 
 def test_gradients_are_applied_by_the_step_alone(session: Session) -> None:
     net = sparse()
     distributed(net)
-    with pytest.raises(PreconditionError, match=r"is on the parameter servers: optimizer\.step\(\) pushes"):
+    with pytest.raises(
+        PreconditionError, match=r"is on the parameter servers: optimizer\.step\(\) pushes"
+    ):
         net.users.apply_gradients()
 
 
@@ -297,12 +359,17 @@ def test_rows_of_a_server_that_stays_away_are_one_clear_error(cluster: Make) -> 
         train(model, [optimizer], 1)
         running.servers[0].process.kill()
         running.servers[0].process.wait()
-        with pytest.raises(DeadlineError, match=r"rows of a sparse table could not be had for more than 0 s \(server_timeout\)") as caught:
+        with pytest.raises(
+            DeadlineError,
+            match=r"rows of a sparse table could not be had for more than 0 s \(server_timeout\)",
+        ) as caught:
             net.users(torch.tensor([1]))
         assert caught.value.reason == "SERVER_AWAY"
 
 
-def test_rows_beyond_what_one_request_may_ask_for_come_in_several(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_beyond_what_one_request_may_ask_for_come_in_several(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net = sparse(None)
     distributed(net)
     ids = torch.arange(5000)
@@ -316,7 +383,9 @@ def test_a_model_that_is_read_has_no_tables(session: Session, running: AsyncClus
     net = sparse()
     model, optimizer = distributed(net)
     train(model, [optimizer], 2)
-    with ModelReader(ChannelSettings(address=running.coordinator.address), running.job_id) as reader:
+    with ModelReader(
+        ChannelSettings(address=running.coordinator.address), running.job_id
+    ) as reader:
         found = reader.state_dict()
         assert set(found) == {"out.weight", "out.bias"}
         np.testing.assert_array_equal(found["out.weight"].numpy(), net.out.weight.detach().numpy())

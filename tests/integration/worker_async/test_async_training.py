@@ -1,4 +1,5 @@
-"""Asynchronous training with a real coordinator, two real parameter servers and real worker processes."""
+"""Asynchronous training with a real coordinator, two real parameter servers and real worker
+processes."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Make = Callable[..., AsyncCluster]
 BATCHES = SAMPLES // 8
 BSP = {"consistency": "bsp"}
 EACH_BY_ITSELF = {"lease_ahead_s": 0}
-"""Each batch is leased and acknowledged before the next one begins, so that it is known which a dead worker has left."""
+"""Each batch is leased and acknowledged before the next one begins, so that it is known which a
+dead worker has left."""
 
 
 def test_workers_start_with_rank_0s_weights_and_reach_the_solution_together(cluster: Make) -> None:
@@ -44,8 +46,11 @@ def test_workers_start_with_rank_0s_weights_and_reach_the_solution_together(clus
 
 
 @pytest.mark.parametrize("together", [2, 1])
-def test_workers_begin_with_rank_0s_buffers_and_a_joiner_with_a_peers(cluster: Make, together: int) -> None:
-    """Each script draws its random features from another seed; workers that train through different ones train nothing in common."""
+def test_workers_begin_with_rank_0s_buffers_and_a_joiner_with_a_peers(
+    cluster: Make, together: int
+) -> None:
+    """Each script draws its random features from another seed; workers that train through different
+    ones train nothing in common."""
     running = cluster(together=together)
     workers = []
     for seed in range(2):
@@ -77,13 +82,23 @@ def test_a_killed_workers_batches_are_done_by_others_who_do_not_notice(cluster: 
     assert audit(running.records).exactly_once
 
 
-def test_a_worker_killed_between_its_push_and_the_acknowledgement_has_no_batch_applied_twice(cluster: Make) -> None:
+def test_a_worker_killed_between_its_push_and_the_acknowledgement_has_no_batch_applied_twice(
+    cluster: Make,
+) -> None:
     running = cluster(together=2)
     batches = 8
-    # With ssp the other waits for the victim at the end of its third iteration, so that the victim comes to its own third.
-    config = {"epochs": 2, "batch_size": SAMPLES // batches, "options": EACH_BY_ITSELF | {"consistency": "ssp", "staleness_bound": 0}}
-    victim = running.start_worker(**config, environment={"SHOAL_FAILPOINTS": "session.after_apply@3=kill"})
-    # Two batches of the first epoch are the victim's; its third one comes again, for it was pushed and not acknowledged.
+    # With ssp the other waits for the victim at the end of its third iteration, so that the victim
+    # comes to its own third.
+    config = {
+        "epochs": 2,
+        "batch_size": SAMPLES // batches,
+        "options": EACH_BY_ITSELF | {"consistency": "ssp", "staleness_bound": 0},
+    }
+    victim = running.start_worker(
+        **config, environment={"SHOAL_FAILPOINTS": "session.after_apply@3=kill"}
+    )
+    # Two batches of the first epoch are the victim's; its third one comes again, for it was pushed
+    # and not acknowledged.
     other = running.start_worker(**config, hold_at=[batches - 2])
     other.wait_step(batches - 2)
     assert victim.process.wait() == -signal.SIGKILL
@@ -96,20 +111,31 @@ def test_a_worker_killed_between_its_push_and_the_acknowledgement_has_no_batch_a
 def test_with_ssp_nobody_is_further_ahead_than_the_bound(cluster: Make) -> None:
     running = cluster(together=2)
     options = {"consistency": "ssp", "staleness_bound": 2}
-    slow, fast = running.start_worker(epochs=1, hold_at=[1], options=options), running.start_worker(epochs=1, options=options)
+    slow, fast = (
+        running.start_worker(epochs=1, hold_at=[1], options=options),
+        running.start_worker(epochs=1, options=options),
+    )
     slow.wait_step(1)
     # It has finished 1 iteration. The other may finish 3, and a fourth whose end waits.
-    eventually(lambda: all(sorted(server.look().clocks.values()) == [1, 4] for server in running.servers), "the fast worker to wait")
+    eventually(
+        lambda: all(sorted(server.look().clocks.values()) == [1, 4] for server in running.servers),
+        "the fast worker to wait",
+    )
     assert fast.reached(3)
     assert not fast.reached(4)
     slow.go(1)
     assert slow.result()["steps"] + fast.result()["steps"] == BATCHES
 
 
-@pytest.mark.parametrize("options", [{"consistency": "ssp", "staleness_bound": 0}, BSP], ids=["ssp", "bsp"])
+@pytest.mark.parametrize(
+    "options", [{"consistency": "ssp", "staleness_bound": 0}, BSP], ids=["ssp", "bsp"]
+)
 def test_a_worker_without_batches_holds_nobody_up(cluster: Make, options: dict[str, Any]) -> None:
     running = cluster(together=2)
-    workers = [running.start_worker(epochs=3, batch_size=SAMPLES // 3, options=options, delay_s=delay) for delay in (0.0, 0.03)]
+    workers = [
+        running.start_worker(epochs=3, batch_size=SAMPLES // 3, options=options, delay_s=delay)
+        for delay in (0.0, 0.03)
+    ]
     assert sum(worker.result()["steps"] for worker in workers) == 3 * 4
     assert audit(running.records).exactly_once
 
@@ -119,8 +145,11 @@ def in_common(left: list[int], right: list[int]) -> tuple[list[int], list[int]]:
     return [each for each in left if each in right], [each for each in right if each in left]
 
 
-def test_with_bsp_all_workers_compute_an_iteration_on_the_same_values_also_a_joiner(cluster: Make) -> None:
-    """On two servers, with workers of different speed and more than one epoch; with asp they would have the very first values in common."""
+def test_with_bsp_all_workers_compute_an_iteration_on_the_same_values_also_a_joiner(
+    cluster: Make,
+) -> None:
+    """On two servers, with workers of different speed and more than one epoch; with asp they would
+    have the very first values in common."""
     running = cluster(together=1)
     slow = running.start_worker(epochs=3, options=BSP, hold_at=[4], delay_s=0.01)
     slow.wait_step(4)
@@ -131,12 +160,15 @@ def test_with_bsp_all_workers_compute_an_iteration_on_the_same_values_also_a_joi
     assert sum(result["steps"] for result in results) == 3 * BATCHES
     left, right = in_common(*(result["computed_on"] for result in results))
     assert left == right
-    # Each computed some alone: before the joiner came, and where one had no batch towards an epoch's end.
+    # Each computed some alone: before the joiner came, and where one had no batch towards an
+    # epoch's end.
     assert len(left) > min(result["steps"] for result in results) / 2
     assert audit(running.records).exactly_once
 
 
-def test_with_bsp_workers_go_on_without_one_that_is_killed_and_with_a_server_that_comes_back(cluster: Make) -> None:
+def test_with_bsp_workers_go_on_without_one_that_is_killed_and_with_a_server_that_comes_back(
+    cluster: Make,
+) -> None:
     running = cluster(together=3)
     victim = running.start_worker(epochs=2, options=BSP, hold_at=[3])
     others = [running.start_worker(epochs=2, options=BSP, hold_at=[3]) for _ in range(2)]
@@ -161,7 +193,10 @@ def test_with_bsp_a_worker_that_waits_for_another_leaves_when_it_is_told_to(clus
     leaving = running.start_worker(epochs=1, options=BSP)
     held.wait_step(1)
     leaving.wait_step(1)
-    eventually(lambda: all(2 in server.look().iterations.values() for server in running.servers), "a push that waits for the other's")
+    eventually(
+        lambda: all(2 in server.look().iterations.values() for server in running.servers),
+        "a push that waits for the other's",
+    )
     leaving.process.kill_beside(signal.SIGTERM)
     assert leaving.process.wait() == 0, leaving.process.said()
     assert not leaving.reached(2)
@@ -180,7 +215,8 @@ def test_of_two_schedules_the_one_that_is_furthest_counts(cluster: Make) -> None
 
     fast.wait_step(10)
     slow.wait_step(4)
-    assert rates() == pytest.approx([0.05 * 0.9**9] * 2)  # that of its push number 10; its scheduler's tenth step comes with the next
+    # that of its push number 10; its scheduler's tenth step comes with the next
+    assert rates() == pytest.approx([0.05 * 0.9**9] * 2)
     slow.go(4)
     slow.wait_step(8)
     assert rates() == pytest.approx([0.05 * 0.9**9] * 2)
@@ -194,7 +230,9 @@ def test_a_joiner_goes_on_in_the_epoch_where_the_others_are(cluster: Make) -> No
     config: dict[str, Any] = {"epochs": 4, "schedule": "epochs", "gamma": 0.5}
     first = running.start_worker(**config, hold_at=[2 * BATCHES + 16])
     first.wait_step(2 * BATCHES + 16)
-    eventually(lambda: running.job().members[0].progress.epoch == 2, "a heartbeat to tell the epoch")
+    eventually(
+        lambda: running.job().members[0].progress.epoch == 2, "a heartbeat to tell the epoch"
+    )
     joiner = running.start_worker(**config, hold_at=[1])
     joiner.wait_step(1)
     running.wait_world(2)
@@ -202,14 +240,18 @@ def test_a_joiner_goes_on_in_the_epoch_where_the_others_are(cluster: Make) -> No
     joiner.go(1)
     results = [first.result(), joiner.result()]
     assert results[1]["epochs"] == [2, 3]
-    assert results[1]["lr"] == pytest.approx(0.05 * 0.5**4)  # its scheduler went on from the other's two steps
+    # its scheduler went on from the other's two steps
+    assert results[1]["lr"] == pytest.approx(0.05 * 0.5**4)
     assert sum(result["steps"] for result in results) == 4 * BATCHES
     assert audit(running.records).exactly_once
 
 
 def test_a_drained_worker_leaves_with_all_its_batches_acknowledged(cluster: Make) -> None:
     running = cluster(together=2)
-    leaving, staying = running.start_worker(epochs=1, hold_at=[2]), running.start_worker(epochs=1, hold_at=[1])
+    leaving, staying = (
+        running.start_worker(epochs=1, hold_at=[2]),
+        running.start_worker(epochs=1, hold_at=[1]),
+    )
     leaving.wait_step(2)
     staying.wait_step(1)
     leaving.process.kill(signal.SIGTERM)
@@ -241,15 +283,22 @@ def test_while_too_few_workers_are_left_the_others_stand_still(cluster: Make) ->
     victim.wait_step(2)
     survivor.wait_step(5)
     victim.process.kill()
-    eventually(lambda: not any(server.look().clocks for server in running.servers), "the servers to know of no member")
+    eventually(
+        lambda: not any(server.look().clocks for server in running.servers),
+        "the servers to know of no member",
+    )
     survivor.go(5)
     replacement = running.start_worker(epochs=2, options=EACH_BY_ITSELF)
     assert survivor.result()["steps"] + replacement.result()["steps"] == 2 * BATCHES - 2
     assert audit(running.records).exactly_once
 
 
-@pytest.mark.parametrize("options", [{"consistency": "ssp", "staleness_bound": 0}, BSP], ids=["ssp", "bsp"])
-def test_nobody_waits_for_a_worker_that_has_left_its_loop(cluster: Make, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"consistency": "ssp", "staleness_bound": 0}, BSP], ids=["ssp", "bsp"]
+)
+def test_nobody_waits_for_a_worker_that_has_left_its_loop(
+    cluster: Make, options: dict[str, Any]
+) -> None:
     running = cluster(together=2)
     left = running.start_worker(epochs=1, options=options, leaves_after=3, hold_at=[LEFT])
     other = running.start_worker(epochs=1, options=options)

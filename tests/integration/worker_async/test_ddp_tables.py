@@ -1,4 +1,5 @@
-"""Sparse tables under ddp: each step's rows reach the servers once and whole, whoever dies, and however many ranks there are."""
+"""Sparse tables under ddp: each step's rows reach the servers once and whole, whoever dies, and
+however many ranks there are."""
 
 from __future__ import annotations
 
@@ -22,10 +23,14 @@ STEPS = 6 * EPOCHS
 
 
 def start(running: AsyncCluster, *, failpoints: str = "", **config: Any) -> Worker:
-    return running.start_worker(program=SCRIPT, environment={"SHOAL_FAILPOINTS": failpoints}, **{"epochs": EPOCHS, **config})
+    return running.start_worker(
+        program=SCRIPT, environment={"SHOAL_FAILPOINTS": failpoints}, **{"epochs": EPOCHS, **config}
+    )
 
 
-def check_ended_alike(workers: list[Worker], fault_free: dict[str, Any], running: AsyncCluster) -> None:
+def check_ended_alike(
+    workers: list[Worker], fault_free: dict[str, Any], running: AsyncCluster
+) -> None:
     for worker in workers:
         result = worker.result()
         assert result["steps"] == STEPS
@@ -37,7 +42,9 @@ def check_ended_alike(workers: list[Worker], fault_free: dict[str, Any], running
 
 
 @pytest.fixture(scope="module")
-def fault_free(zygote: Zygote, coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def fault_free(
+    zygote: Zygote, coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Any]]:
     """What a run of one worker alone ends with."""
     with async_cluster(zygote, coordinator, tmp_path_factory.mktemp("alone"), servers=1) as running:
         worker = start(running)
@@ -52,7 +59,9 @@ def test_two_ranks_end_with_the_rows_of_one(cluster: Make, fault_free: dict[str,
     check_ended_alike([start(running), start(running)], fault_free, running)
 
 
-@pytest.mark.parametrize("name", sorted(name for name in documented("Workers") if name.startswith("tables.")))
+@pytest.mark.parametrize(
+    "name", sorted(name for name in documented("Workers") if name.startswith("tables."))
+)
 def test_a_rank_killed_on_its_way_to_the_servers_costs_no_row_and_doubles_none(
     cluster: Make, fault_free: dict[str, Any], name: str
 ) -> None:
@@ -62,11 +71,16 @@ def test_a_rank_killed_on_its_way_to_the_servers_costs_no_row_and_doubles_none(
     check_ended_alike([workers[0], workers[2]], fault_free, running)
 
 
-def test_a_server_killed_while_ranks_train_costs_no_row(cluster: Make, fault_free: dict[str, Any]) -> None:
+def test_a_server_killed_while_ranks_train_costs_no_row(
+    cluster: Make, fault_free: dict[str, Any]
+) -> None:
     running = cluster(together=2)
     workers = [start(running, hold_at=[8, 15]), start(running)]
     for step, server in zip((8, 15), running.servers, strict=True):
-        eventually((workers[0].directory / f"step-{step}").exists, f"step {step}: {workers[0].process.said()}")
+        eventually(
+            (workers[0].directory / f"step-{step}").exists,
+            f"step {step}: {workers[0].process.said()}",
+        )
         server.process.kill()
         server.process.wait()
         server.start()
@@ -74,7 +88,9 @@ def test_a_server_killed_while_ranks_train_costs_no_row(cluster: Make, fault_fre
     check_ended_alike(workers, fault_free, running)
 
 
-def test_a_rank_that_joins_goes_on_with_the_rows_of_its_peers(cluster: Make, fault_free: dict[str, Any]) -> None:
+def test_a_rank_that_joins_goes_on_with_the_rows_of_its_peers(
+    cluster: Make, fault_free: dict[str, Any]
+) -> None:
     running = cluster()
     first = start(running, hold_at=[7])
     eventually((first.directory / "step-7").exists, "step 7")
@@ -85,7 +101,9 @@ def test_a_rank_that_joins_goes_on_with_the_rows_of_its_peers(cluster: Make, fau
     assert first.result()["world"] == 2
 
 
-def test_plain_batches_train_rows_as_micro_batches_do(cluster: Make, fault_free: dict[str, Any]) -> None:
+def test_plain_batches_train_rows_as_micro_batches_do(
+    cluster: Make, fault_free: dict[str, Any]
+) -> None:
     running = cluster(together=2)
     for worker in [start(running, micro=False), start(running, micro=False)]:
         assert worker.result()["values"] == pytest.approx(fault_free["values"], rel=1e-4, abs=1e-5)

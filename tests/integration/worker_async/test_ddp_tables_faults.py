@@ -1,4 +1,5 @@
-"""Sparse tables under ddp, where servers lose their data, runs begin anew, and ranks die or leave at the end."""
+"""Sparse tables under ddp, where servers lose their data, runs begin anew, and ranks die or leave
+at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ def snapshot_versions(running: AsyncCluster) -> dict[int, int]:
         server.process.wait()
         raw = (server.data / "snapshot.safetensors").read_bytes()
         head = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
-        found |= {each["partition_id"]: each["version"] for each in json.loads(head["__metadata__"]["shoal"])["partitions"]}
+        found |= {
+            each["partition_id"]: each["version"]
+            for each in json.loads(head["__metadata__"]["shoal"])["partitions"]
+        }
     return found
 
 
@@ -55,17 +59,23 @@ def test_a_rank_without_batches_learns_that_a_server_has_lost_its_data(cluster: 
 
 def test_the_last_steps_rows_are_pushed_although_the_rank_dies_that_was_to(cluster: Make) -> None:
     running = cluster(together=2, min_workers=1, servers=1)
-    workers = [start(running, looks=False), start(running, looks=False, failpoints=f"tables.met@{STEPS}=kill")]
+    workers = [
+        start(running, looks=False),
+        start(running, looks=False, failpoints=f"tables.met@{STEPS}=kill"),
+    ]
     assert workers[1].process.wait() == -signal.SIGKILL
     assert workers[0].result()["steps"] == STEPS
     assert "not pushed" not in workers[0].process.said()
     assert set(snapshot_versions(running).values()) == {STEPS + 1}
 
 
-def test_a_run_that_failed_and_goes_on_trains_its_servers_rows(cluster: Make, tmp_path: Path) -> None:
+def test_a_run_that_failed_and_goes_on_trains_its_servers_rows(
+    cluster: Make, tmp_path: Path
+) -> None:
     running = cluster(servers=1)
     checkpoint = str(tmp_path / "checkpoints")
-    start(running, hold_at=[21], save=checkpoint, save_until=2).wait_step(21)  # beyond its last checkpoint
+    # beyond its last checkpoint
+    start(running, hold_at=[21], save=checkpoint, save_until=2).wait_step(21)
     fail_job(running)
     ended(running.servers)
     running.servers[0].start()
@@ -75,7 +85,9 @@ def test_a_run_that_failed_and_goes_on_trains_its_servers_rows(cluster: Make, tm
     assert "has lost its data" not in again.process.said()
 
 
-def test_the_first_step_after_a_resume_is_pushed_although_it_is_lost_once(cluster: Make, tmp_path: Path) -> None:
+def test_the_first_step_after_a_resume_is_pushed_although_it_is_lost_once(
+    cluster: Make, tmp_path: Path
+) -> None:
     running = cluster(together=2, min_workers=1)
     checkpoint = str(tmp_path / "checkpoints")
     first = [start(running, save=checkpoint, save_until=2, hold_at=[17]) for _ in range(2)]
@@ -85,12 +97,17 @@ def test_the_first_step_after_a_resume_is_pushed_although_it_is_lost_once(cluste
         worker.process.kill()
     for worker in first:
         worker.process.wait()
-    again = [start(running, resume=checkpoint), start(running, resume=checkpoint, failpoints="tables.summed@1=kill")]
+    again = [
+        start(running, resume=checkpoint),
+        start(running, resume=checkpoint, failpoints="tables.summed@1=kill"),
+    ]
     again[0].result()
     assert "has lost its data" not in again[0].process.said()
 
 
-def test_ranks_without_samples_and_short_steps_end_with_the_rows_of_one(cluster: Make, tmp_path: Path) -> None:
+def test_ranks_without_samples_and_short_steps_end_with_the_rows_of_one(
+    cluster: Make, tmp_path: Path
+) -> None:
     (tmp_path / "alone").mkdir()
     alone = start(cluster(directory=tmp_path / "alone", servers=1), global_batch=20).result()
     (tmp_path / "six").mkdir()

@@ -15,7 +15,9 @@ Make = Callable[..., AsyncCluster]
 
 
 @pytest.mark.parametrize("micro", [True, False])
-def test_a_batch_with_gradients_that_are_not_finite_is_left_out_as_the_error_says(cluster: Make, micro: bool) -> None:
+def test_a_batch_with_gradients_that_are_not_finite_is_left_out_as_the_error_says(
+    cluster: Make, micro: bool
+) -> None:
     running = cluster(together=1)
     worker = start(running, nan_at=[5], micro=micro)
     assert worker.result()["steps"] == STEPS
@@ -25,7 +27,9 @@ def test_a_rank_that_is_drained_pushes_its_rows_and_holds_nobody_up(cluster: Mak
     running = cluster(together=2)
     workers = [start(running, delay_s=0.05, patience_s=40.0) for _ in range(2)]
     workers[0].wait_step(8)
-    leaving = next(each.member_id for each in running.job().members if each.member_id.startswith("member-1"))
+    leaving = next(
+        each.member_id for each in running.job().members if each.member_id.startswith("member-1")
+    )
     running.client.drain_member(running.job_id, member_id=leaving, reason="test")
     assert workers[1].process.wait() == 0
     assert workers[0].result()["steps"] == STEPS
@@ -37,7 +41,9 @@ def test_the_only_rank_that_is_drained_pushes_its_last_step(cluster: Make) -> No
     running = cluster(together=1, servers=1)
     worker = start(running, delay_s=0.05)
     worker.wait_step(8)
-    running.client.drain_member(running.job_id, member_id=running.job().members[0].member_id, reason="test")
+    running.client.drain_member(
+        running.job_id, member_id=running.job().members[0].member_id, reason="test"
+    )
     worker.process.wait()
     assert "pushed" not in worker.process.said()
     running.servers[0].process.kill(signal.SIGTERM)

@@ -1,4 +1,5 @@
-"""A server that was replaced and has not heard of it gives rows that lack the last steps: nobody takes them for all that there are."""
+"""A server that was replaced and has not heard of it gives rows that lack the last steps: nobody
+takes them for all that there are."""
 
 from __future__ import annotations
 
@@ -44,8 +45,8 @@ class Trainer:
 
 @pytest.fixture
 def behind(cluster: Make) -> Iterator[Trainer]:
-    """Pushes go to a server that has taken another one's place two steps ago; rows are looked up at that one, which knows nothing of it and
-    answers for two seconds still."""
+    """Pushes go to a server that has taken another one's place two steps ago; rows are looked up at
+    that one, which knows nothing of it and answers for two seconds still."""
     running = cluster(servers=1, backups=1, lease_ms=1_000)
     pair = Pair(running)
     with Relay(running.coordinator.address) as first, Relay(running.coordinator.address) as second:
@@ -75,7 +76,9 @@ def behind(cluster: Make) -> Iterator[Trainer]:
             yield trainer
 
 
-def test_looked_up_rows_are_those_of_the_server_that_has_the_place(behind: Trainer, caplog: pytest.LogCaptureFixture) -> None:
+def test_looked_up_rows_are_those_of_the_server_that_has_the_place(
+    behind: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
     with torch.no_grad():
         behind.net.users(torch.arange(40))
     assert behind.tables._reader is not None
@@ -84,7 +87,9 @@ def test_looked_up_rows_are_those_of_the_server_that_has_the_place(behind: Train
     behind.step()
 
 
-def test_saved_rows_are_those_of_the_server_that_has_the_place(behind: Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saved_rows_are_those_of_the_server_that_has_the_place(
+    behind: Trainer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shoal.save_checkpoint(tmp_path / "saved")
     behind.step()
     shoal.save_checkpoint(tmp_path / "saved")  # waits for the one before

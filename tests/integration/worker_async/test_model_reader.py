@@ -1,4 +1,5 @@
-"""A model is read from real servers while real workers train, by a process that is none of theirs."""
+"""A model is read from real servers while real workers train, by a process that is none of
+theirs."""
 
 from __future__ import annotations
 
@@ -16,7 +17,12 @@ from pathlib import Path
 import pytest
 import shoal
 import torch
-from shoal_common.errors import ConfigurationError, DeadlineError, UnavailableError, UnknownResourceError
+from shoal_common.errors import (
+    ConfigurationError,
+    DeadlineError,
+    UnavailableError,
+    UnknownResourceError,
+)
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_worker import api
 from torch import nn
@@ -29,22 +35,31 @@ Make = Callable[..., AsyncCluster]
 EXAMPLE = Path(__file__).parents[3] / "examples" / "serve_while_training.py"
 
 
-def reader_of(running: AsyncCluster, *, patience: timedelta = timedelta(seconds=60)) -> shoal.ModelReader:
-    return shoal.ModelReader(ChannelSettings(address=running.coordinator.address), running.job_id, patience=patience)
+def reader_of(
+    running: AsyncCluster, *, patience: timedelta = timedelta(seconds=60)
+) -> shoal.ModelReader:
+    return shoal.ModelReader(
+        ChannelSettings(address=running.coordinator.address), running.job_id, patience=patience
+    )
 
 
 def test_what_is_read_are_the_workers_parameters(cluster: Make) -> None:
-    """Also frozen ones, those of other dtypes, and tied ones once; buffers are each worker's own."""
+    """Also frozen ones, those of other dtypes, and tied ones once; buffers are each worker's
+    own."""
     running = cluster()
     net = nn.ModuleDict({"first": nn.Linear(FEATURES, FEATURES), "norm": nn.BatchNorm1d(FEATURES)})
     net["short"], net["frozen"] = nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2)
     net["tied"] = nn.Linear(FEATURES, FEATURES)
     net["tied"].weight = net["first"].weight
-    net["scalar"] = nn.ParameterDict({"value": nn.Parameter(torch.tensor(2.0)), "empty": nn.Parameter(torch.empty(0, 3))})
+    net["scalar"] = nn.ParameterDict(
+        {"value": nn.Parameter(torch.tensor(2.0)), "empty": nn.Parameter(torch.empty(0, 3))}
+    )
     net["frozen"].requires_grad_(False)
     with running.member() as session, reader_of(running) as reader:
         trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-        model, optimizer = api.as_distributed(net, torch.optim.SGD(trained, 0.1), strategy="async_sgd")
+        model, optimizer = api.as_distributed(
+            net, torch.optim.SGD(trained, 0.1), strategy="async_sgd"
+        )
         for _ in range(2):
             session.ensure_step()
             (net["first"](torch.ones(1, FEATURES)).sum() * net["scalar"]["value"]).backward()
@@ -53,21 +68,34 @@ def test_what_is_read_are_the_workers_parameters(cluster: Make) -> None:
         state = reader.state_dict()
         expected = {name: parameter.detach() for name, parameter in net.named_parameters()}
         assert state.keys() == expected.keys()
-        assert all(torch.equal(state[name], value) and state[name].dtype is value.dtype for name, value in expected.items())
+        assert all(
+            torch.equal(state[name], value) and state[name].dtype is value.dtype
+            for name, value in expected.items()
+        )
         missing, unexpected = net.load_state_dict(state, strict=False)
-        assert (set(missing), unexpected) == ({"norm.running_mean", "norm.running_var", "tied.weight"}, [])
+        assert (set(missing), unexpected) == (
+            {"norm.running_mean", "norm.running_var", "tied.weight"},
+            [],
+        )
         channel = ChannelSettings(address=running.coordinator.address)
         whole = shoal.ParameterServerClient.state_dict(channel, running.job_id)
-        assert all(torch.equal(whole[name], value) for name, value in model.gather_full_parameters().items())
+        assert all(
+            torch.equal(whole[name], value)
+            for name, value in model.gather_full_parameters().items()
+        )
         with shoal.Client(channel) as client:
             told = client.state_dict(running.job_id, timeout=timedelta(seconds=60))
             servers = client.servers(running.job_id)
         assert told.keys() == state.keys()
         assert all(torch.equal(told[name], value) for name, value in state.items())
-        assert sum(server.value_bytes for server in servers) == sum(value.nbytes for value in state.values())
+        assert sum(server.value_bytes for server in servers) == sum(
+            value.nbytes for value in state.values()
+        )
 
 
-def test_a_model_is_read_anew_while_it_trains_and_sent_again_only_where_it_has_changed(cluster: Make) -> None:
+def test_a_model_is_read_anew_while_it_trains_and_sent_again_only_where_it_has_changed(
+    cluster: Make,
+) -> None:
     running = cluster()
     worker = running.start_worker(epochs=1, hold_at=[3, 6])
     worker.wait_step(3)
@@ -82,7 +110,9 @@ def test_a_model_is_read_anew_while_it_trains_and_sent_again_only_where_it_has_c
         worker.wait_step(6)
         newer = reader.state_dict()
         assert set(reader.versions.values()) == {7}
-        assert all(torch.equal(first[name], kept[name]) for name in first), "what was given out stays as it is"
+        assert all(torch.equal(first[name], kept[name]) for name in first), (
+            "what was given out stays as it is"
+        )
         assert not any(torch.equal(first[name], newer[name]) for name in first)
         worker.go(6)
         worker.result()
@@ -104,7 +134,9 @@ def test_a_server_that_comes_back_elsewhere_is_followed(cluster: Make, keeps_dat
         assert server.address != before
         worker.go(3)
         worker.wait_step(4)
-        held = {p.partition_id: p.version for each in running.servers for p in each.look().partitions}
+        held = {
+            p.partition_id: p.version for each in running.servers for p in each.look().partitions
+        }
         state = reader.state_dict()
         assert reader.versions == held
         assert min(held.values()) == (5 if keeps_data else 2)
@@ -116,18 +148,28 @@ def test_a_server_that_comes_back_elsewhere_is_followed(cluster: Make, keeps_dat
 def test_a_job_without_values_is_one_clear_error(cluster: Make) -> None:
     running = cluster()
     with reader_of(running, patience=timedelta(0)) as reader:
-        with pytest.raises(DeadlineError, match=r"could not be read within 0 s: .* workers have not come to their first step"):
+        with pytest.raises(
+            DeadlineError,
+            match=r"could not be read within 0 s: .* workers have not come to their first step",
+        ):
             reader.state_dict()
         worker = running.start_worker(epochs=1, hold_at=[0])
         worker.wait_step(0)
-        assert eventually(reader.state_dict, "the first values").keys() == network(0).state_dict().keys()
+        assert (
+            eventually(reader.state_dict, "the first values").keys()
+            == network(0).state_dict().keys()
+        )
     with pytest.raises(UnknownResourceError, match="nothing"):
-        shoal.ParameterServerClient.state_dict(ChannelSettings(address=running.coordinator.address), "nothing")
+        shoal.ParameterServerClient.state_dict(
+            ChannelSettings(address=running.coordinator.address), "nothing"
+        )
     worker.go(0)
     worker.result()
 
 
-def test_a_place_that_holds_nothing_and_whose_server_is_away_is_no_obstacle(cluster: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_holds_nothing_and_whose_server_is_away_is_no_obstacle(
+    cluster: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     running = cluster(servers=1)
     worker = running.start_worker(epochs=1, hold_at=[2])
     worker.wait_step(2)
@@ -141,7 +183,9 @@ def test_a_place_that_holds_nothing_and_whose_server_is_away_is_no_obstacle(clus
 
 
 def test_closing_a_reader_ends_the_call_that_waits() -> None:
-    reader = shoal.ModelReader(ChannelSettings(address="127.0.0.1:1"), "job", patience=timedelta(minutes=10))
+    reader = shoal.ModelReader(
+        ChannelSettings(address="127.0.0.1:1"), "job", patience=timedelta(minutes=10)
+    )
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(reader.state_dict)
         eventually(reader._reading.locked, "the call")
@@ -156,20 +200,41 @@ def test_wrong_arguments_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="job_id=''"):
         shoal.ModelReader(ChannelSettings(address="127.0.0.1:1"), "")
     with pytest.raises(ConfigurationError, match="patience="):
-        shoal.ModelReader(ChannelSettings(address="127.0.0.1:1"), "job", patience=timedelta(seconds=-1))
+        shoal.ModelReader(
+            ChannelSettings(address="127.0.0.1:1"), "job", patience=timedelta(seconds=-1)
+        )
 
 
 @pytest.mark.slow
 def test_the_example_serves_newer_weights_while_it_trains(cluster: Make, tmp_path: Path) -> None:
     running = cluster()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
-    member = {"SHOAL_COORDINATOR": running.coordinator.address, "SHOAL_JOB_ID": running.job_id, "SHOAL_MEMBER_ID": "trains"}
-    serving = [sys.executable, str(EXAMPLE), "--serve", running.coordinator.address, "--job", running.job_id]
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")
+    }
+    member = {
+        "SHOAL_COORDINATOR": running.coordinator.address,
+        "SHOAL_JOB_ID": running.job_id,
+        "SHOAL_MEMBER_ID": "trains",
+    }
+    serving = [
+        sys.executable,
+        str(EXAMPLE),
+        "--serve",
+        running.coordinator.address,
+        "--job",
+        running.job_id,
+    ]
     with ExitStack() as stack:
 
         def start(command: list[str], **variables: str) -> subprocess.Popen[str]:
             process = stack.enter_context(
-                subprocess.Popen(command, env={**environment, **variables}, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+                subprocess.Popen(
+                    command,
+                    env={**environment, **variables},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    cwd=tmp_path,
+                )
             )
             stack.callback(process.kill)
             return process
@@ -188,5 +253,12 @@ def test_the_example_serves_newer_weights_while_it_trains(cluster: Make, tmp_pat
                 return found
 
         first = answer()
-        newer = eventually(lambda: (found := answer())["updates"] > first["updates"] and found["accuracy"] > 0.7 and found, "newer weights")
+        newer = eventually(
+            lambda: (
+                (found := answer())["updates"] > first["updates"]
+                and found["accuracy"] > 0.7
+                and found
+            ),
+            "newer weights",
+        )
         assert newer["accuracy"] <= 1.0

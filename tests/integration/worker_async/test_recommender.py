@@ -1,4 +1,5 @@
-"""The example of a recommender comes near to the best that its click log allows; and a table is larger than what a worker may have."""
+"""The example of a recommender comes near to the best that its click log allows; and a table is
+larger than what a worker may have."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ room, rows, dim, step = (int(argument) for argument in sys.argv[1:])
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table = SparseEmbedding(rows, dim, name="table", optimizer=RowWiseAdagrad, initializer="uniform")
+        self.table = SparseEmbedding(
+            rows, dim, name="table", optimizer=RowWiseAdagrad, initializer="uniform"
+        )
         self.out = nn.Linear(dim, 1)
 
     def forward(self, ids):
@@ -48,7 +51,9 @@ def train(ids):
 
 shoal.init()
 net = Model()
-model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy="async_sgd")
+model, optimizer = shoal.as_distributed(
+    net, torch.optim.SGD(net.parameters(), 0.1), strategy="async_sgd"
+)
 train(torch.arange(step))
 with open("/proc/self/status") as status:
     now = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmSize"))
@@ -65,9 +70,22 @@ sys.stdin.read()
 
 
 def run(*options: str, servers: int = 2) -> list[tuple[float, float]]:
-    """The example over servers of its own, which end with it: of each epoch the AUC, and the best that is possible."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
-    command = [sys.executable, "-m", "shoal", "up", "--workers", "2", "--servers", str(servers), str(EXAMPLE)]
+    """The example over servers of its own, which end with it: of each epoch the AUC, and the best
+    that is possible."""
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "shoal",
+        "up",
+        "--workers",
+        "2",
+        "--servers",
+        str(servers),
+        str(EXAMPLE),
+    ]
     ended = subprocess.run(
         [*command, "--users", "200", "--items", "100", *options],
         capture_output=True,
@@ -77,10 +95,19 @@ def run(*options: str, servers: int = 2) -> list[tuple[float, float]]:
         env={**environment, "OMP_NUM_THREADS": "1"},
     )
     assert ended.returncode == 0, ended.stderr
-    return [(float(reached), float(best)) for reached, best in re.findall(r"AUC ([\d.]+) of ([\d.]+)", ended.stdout)]
+    return [
+        (float(reached), float(best))
+        for reached, best in re.findall(r"AUC ([\d.]+) of ([\d.]+)", ended.stdout)
+    ]
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), pytest.param("async_sgd", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("ddp", marks=pytest.mark.matrix),
+        pytest.param("async_sgd", marks=pytest.mark.slow),
+    ],
+)
 def test_the_recommender_comes_near_to_what_its_log_allows(strategy: str) -> None:
     found = run("--strategy", strategy, "--samples", "40000", "--epochs", "3")
     assert len(found) == 3
@@ -89,26 +116,44 @@ def test_the_recommender_comes_near_to_what_its_log_allows(strategy: str) -> Non
     assert best - 0.04 < reached < best
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), pytest.param("async_sgd", marks=pytest.mark.slow)])
-def test_the_recommender_goes_on_from_a_checkpoint_as_if_its_servers_had_lived_on(tmp_path: Path, strategy: str) -> None:
-    """On other servers the model is what it was; what is trained from it depends on who came first under async_sgd alone."""
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param("ddp", marks=pytest.mark.matrix),
+        pytest.param("async_sgd", marks=pytest.mark.slow),
+    ],
+)
+def test_the_recommender_goes_on_from_a_checkpoint_as_if_its_servers_had_lived_on(
+    tmp_path: Path, strategy: str
+) -> None:
+    """On other servers the model is what it was; what is trained from it depends on who came first
+    under async_sgd alone."""
     options = ["--strategy", strategy, "--samples", "20000"]
     saved = ["--checkpoints", str(tmp_path / "saved")]
-    (_, before), (resumed, after) = run(*options, *saved, "--epochs", "2"), run(*options, *saved, "--epochs", "3", servers=1)
-    assert resumed[0] == pytest.approx(before[0], abs=1e-3 if strategy == "ddp" else 1e-2)  # the other worker may yet have pushed a little
+    (_, before), (resumed, after) = (
+        run(*options, *saved, "--epochs", "2"),
+        run(*options, *saved, "--epochs", "3", servers=1),
+    )
+    # the other worker may yet have pushed a little
+    assert resumed[0] == pytest.approx(before[0], abs=1e-3 if strategy == "ddp" else 1e-2)
     assert after[0] > before[0]
     if strategy == "ddp":
         assert after[0] == pytest.approx(run(*options, "--epochs", "3")[-1][0], abs=2e-3)
 
 
 @pytest.mark.slow
-def test_a_table_larger_than_what_a_worker_may_have_is_trained_whole(cluster: Callable[..., AsyncCluster], tmp_path: Path) -> None:
-    """The address space of the worker is limited (RLIMIT_AS); the same table as an embedding of its own does not fit into it."""
+def test_a_table_larger_than_what_a_worker_may_have_is_trained_whole(
+    cluster: Callable[..., AsyncCluster], tmp_path: Path
+) -> None:
+    """The address space of the worker is limited (RLIMIT_AS); the same table as an embedding of its
+    own does not fit into it."""
     rows, dim, step = 1_000_000, 32, 20_000
     running = cluster(servers=2, keeps_data=False)
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")
+    }
     worker = subprocess.Popen(
         [sys.executable, str(script), *map(str, (ROOM, rows, dim, step))],
         stdin=subprocess.PIPE,

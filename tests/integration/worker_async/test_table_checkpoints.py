@@ -1,5 +1,5 @@
-"""Checkpoints have the rows of sparse tables: under ddp those of the step to the last bit, whoever dies, for any number of ranks, servers
-and buckets."""
+"""Checkpoints have the rows of sparse tables: under ddp those of the step to the last bit, whoever
+dies, for any number of ranks, servers and buckets."""
 
 from __future__ import annotations
 
@@ -36,18 +36,24 @@ def is_stopped(worker: Worker) -> bool:
 
 
 def newest(directory: Path) -> int:
-    return max((int(path.name.removeprefix("step-")) for path in directory.glob("step-*")), default=0)
+    return max(
+        (int(path.name.removeprefix("step-")) for path in directory.glob("step-*")), default=0
+    )
 
 
 @pytest.fixture(scope="module")
-def fault_free(zygote: Zygote, coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def fault_free(
+    zygote: Zygote, coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[str, Any]]:
     """What a run of one worker alone ends with, without limits."""
     with async_cluster(zygote, coordinator, tmp_path_factory.mktemp("alone"), servers=1) as running:
         yield ended([start(running)])[0]
 
 
 @pytest.fixture
-def elsewhere(zygote: Zygote, coordinator: Coordinator, tmp_path: Path, cluster: Make) -> Callable[..., AsyncCluster]:
+def elsewhere(
+    zygote: Zygote, coordinator: Coordinator, tmp_path: Path, cluster: Make
+) -> Callable[..., AsyncCluster]:
     """elsewhere(**settings) -> another cluster, with servers that have nothing."""
 
     def make(**settings: Any) -> AsyncCluster:
@@ -63,7 +69,10 @@ def test_a_run_goes_on_over_fresh_servers_with_others_in_number_to_the_last_bit(
 ) -> None:
     saved = tmp_path / "saved"
     first = elsewhere(servers=2, together=2)
-    for worker in [start(first, epochs=2, save=str(saved)), start(first, epochs=2, save=str(saved))]:
+    for worker in [
+        start(first, epochs=2, save=str(saved)),
+        start(first, epochs=2, save=str(saved)),
+    ]:
         worker.result()
     first.close()
     assert len(list((saved / "step-12").glob("rows-users-*-of-00003.safetensors"))) == 3
@@ -73,7 +82,9 @@ def test_a_run_goes_on_over_fresh_servers_with_others_in_number_to_the_last_bit(
 
 
 @pytest.mark.slow
-def test_counts_and_ages_by_which_rows_go_are_in_the_checkpoint(elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path) -> None:
+def test_counts_and_ages_by_which_rows_go_are_in_the_checkpoint(
+    elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path
+) -> None:
     saved = str(tmp_path / "saved")
     (through,) = ended([start(elsewhere(servers=1), users=LIMITS)])
     assert through["digest"] != fault_free["digest"]
@@ -82,15 +93,25 @@ def test_counts_and_ages_by_which_rows_go_are_in_the_checkpoint(elsewhere: Make,
     assert resumed["digest"] == through["digest"]
 
 
-@pytest.mark.parametrize("buckets", [pytest.param(1, marks=pytest.mark.slow), *(pytest.param(n, marks=pytest.mark.matrix) for n in (6, 7))])
-def test_a_table_may_have_another_number_of_buckets(elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path, buckets: int) -> None:
+@pytest.mark.parametrize(
+    "buckets",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        *(pytest.param(n, marks=pytest.mark.matrix) for n in (6, 7)),
+    ],
+)
+def test_a_table_may_have_another_number_of_buckets(
+    elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path, buckets: int
+) -> None:
     saved = str(tmp_path / "saved")
     start(elsewhere(servers=1), epochs=2, save=saved).result()
     (result,) = ended([start(elsewhere(servers=2), users={"buckets": buckets}, resume=saved)])
     assert result["digest"] == fault_free["digest"]
 
 
-def test_servers_that_ran_on_beyond_the_checkpoint_go_back_to_it(cluster: Make, fault_free: dict[str, Any], tmp_path: Path) -> None:
+def test_servers_that_ran_on_beyond_the_checkpoint_go_back_to_it(
+    cluster: Make, fault_free: dict[str, Any], tmp_path: Path
+) -> None:
     """All workers die, servers live on: the next ones find rows that are newer than their model."""
     saved = tmp_path / "saved"
     running = cluster(servers=2)
@@ -107,11 +128,17 @@ def test_servers_that_ran_on_beyond_the_checkpoint_go_back_to_it(cluster: Make, 
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_while_rows_are_saved_costs_none(cluster: Make, fault_free: dict[str, Any], tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_rows_are_saved_costs_none(
+    cluster: Make, fault_free: dict[str, Any], tmp_path: Path
+) -> None:
     saved = tmp_path / "saved"
     running = cluster(together=3, min_workers=1)
     options = {"save": str(saved), "save_every": 4}
-    workers = [start(running, **options), start(running, failpoints="rows.written@4=kill", **options), start(running, **options)]
+    workers = [
+        start(running, **options),
+        start(running, failpoints="rows.written@4=kill", **options),
+        start(running, **options),
+    ]
     assert workers[1].process.wait() == -signal.SIGKILL
     for result in ended([workers[0], workers[2]]):
         assert result["digest"] == fault_free["digest"]
@@ -119,14 +146,19 @@ def test_a_rank_that_dies_while_rows_are_saved_costs_none(cluster: Make, fault_f
     assert not list(saved.glob(".step-*"))
 
 
-@pytest.mark.parametrize("hit", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "hit", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.matrix)]
+)
 def test_a_rank_that_dies_while_rows_are_put_in_place_costs_none(
     elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path, hit: int
 ) -> None:
     saved = str(tmp_path / "saved")
     start(elsewhere(servers=1), epochs=2, save=saved).result()
     running = elsewhere(servers=2, together=2, min_workers=1)
-    workers = [start(running, resume=saved), start(running, resume=saved, failpoints=f"rows.put@{hit}=kill")]
+    workers = [
+        start(running, resume=saved),
+        start(running, resume=saved, failpoints=f"rows.put@{hit}=kill"),
+    ]
     assert workers[1].process.wait() == -signal.SIGKILL
     assert ended(workers[:1])[0]["digest"] == fault_free["digest"]
 
@@ -156,8 +188,11 @@ def test_servers_killed_while_rows_are_saved_and_put_in_place_cost_none(
 
 
 @pytest.mark.slow
-def test_rows_that_were_put_in_place_are_in_backups(elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path) -> None:
-    """The backup gets one bucket with all that its primary holds, and the others as changes; then it takes over, and has one in turn."""
+def test_rows_that_were_put_in_place_are_in_backups(
+    elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path
+) -> None:
+    """The backup gets one bucket with all that its primary holds, and the others as changes; then
+    it takes over, and has one in turn."""
     saved = str(tmp_path / "saved")
     start(elsewhere(servers=1), epochs=2, save=saved).result()
     running = elsewhere(servers=1, backups=1)
@@ -178,17 +213,24 @@ def test_rows_that_were_put_in_place_are_in_backups(elsewhere: Make, fault_free:
 
 
 def in_sync(running: AsyncCluster) -> None:
-    eventually(lambda: any(server.in_sync for server in running.job().servers), "the backup to be in sync")
+    eventually(
+        lambda: any(server.in_sync for server in running.job().servers), "the backup to be in sync"
+    )
 
 
 def fail_over(running: AsyncCluster, primary: Server) -> None:
     primary.process.kill()
     primary.process.wait()
-    eventually(lambda: not any(server.in_sync for server in running.job().servers), "the backup to take over")
+    eventually(
+        lambda: not any(server.in_sync for server in running.job().servers),
+        "the backup to take over",
+    )
 
 
 @pytest.mark.slow
-def test_buckets_that_were_put_in_place_move(elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path) -> None:
+def test_buckets_that_were_put_in_place_move(
+    elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path
+) -> None:
     """To a server that comes, which is killed then."""
     saved = str(tmp_path / "saved")
     start(elsewhere(servers=1), epochs=2, save=saved).result()
@@ -209,19 +251,28 @@ def test_buckets_that_were_put_in_place_move(elsewhere: Make, fault_free: dict[s
     assert ended([worker])[0]["digest"] == fault_free["digest"]
 
 
-def test_rows_come_from_the_checkpoint_that_the_first_rank_reads(elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path) -> None:
-    """On machines with disks of their own, on which checkpoints of one step lie that two runs have saved."""
+def test_rows_come_from_the_checkpoint_that_the_first_rank_reads(
+    elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path
+) -> None:
+    """On machines with disks of their own, on which checkpoints of one step lie that two runs have
+    saved."""
     machines = [tmp_path / "machine-0", tmp_path / "machine-1"]
     for machine, changes in zip(machines, ({}, {"nan_at": [3]}), strict=True):
         machine.mkdir()
-        start(elsewhere(servers=1), epochs=2, save="saved", machine=str(machine), **changes).result()
+        start(
+            elsewhere(servers=1), epochs=2, save="saved", machine=str(machine), **changes
+        ).result()
     assert [newest(machine / "saved") for machine in machines] == [12, 12]
     running = elsewhere(servers=1, together=2)
-    for result in ended([start(running, resume="saved", machine=str(machine)) for machine in machines]):
+    for result in ended(
+        [start(running, resume="saved", machine=str(machine)) for machine in machines]
+    ):
         assert result["digest"] == fault_free["digest"]
 
 
-def test_a_damaged_file_of_rows_is_refused_and_nothing_is_changed(elsewhere: Make, tmp_path: Path) -> None:
+def test_a_damaged_file_of_rows_is_refused_and_nothing_is_changed(
+    elsewhere: Make, tmp_path: Path
+) -> None:
     saved = tmp_path / "saved"
     first = elsewhere(servers=1)
     start(first, epochs=1, save=str(saved)).result()
@@ -245,10 +296,15 @@ def test_a_damaged_file_of_rows_is_refused_and_nothing_is_changed(elsewhere: Mak
     ("users", "said"),
     [
         ({"seed": 5}, "table 'users' with seed=0, the model declares 5"),
-        ({"optimizer": "sparse_adam"}, "rows of table 'users' with the state of adagrad, the model declares sparse_adam"),
+        (
+            {"optimizer": "sparse_adam"},
+            "rows of table 'users' with the state of adagrad, the model declares sparse_adam",
+        ),
     ],
 )
-def test_a_table_of_another_kind_is_refused(elsewhere: Make, tmp_path: Path, users: dict[str, Any], said: str) -> None:
+def test_a_table_of_another_kind_is_refused(
+    elsewhere: Make, tmp_path: Path, users: dict[str, Any], said: str
+) -> None:
     saved = str(tmp_path / "saved")
     start(elsewhere(servers=1), epochs=1, save=saved).result()
     other = start(elsewhere(servers=1), users=users, resume=saved)

@@ -49,9 +49,14 @@ class RandomFeatures(nn.Module):
         return torch.tanh(inputs @ self.table * self.scales)
 
 
-def squared_error(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+def squared_error(
+    model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     inputs, targets = batch
-    return {"squared_error": nn.functional.mse_loss(model(inputs), targets, reduction="sum"), "samples": torch.tensor(len(inputs))}
+    return {
+        "squared_error": nn.functional.mse_loss(model(inputs), targets, reduction="sum"),
+        "samples": torch.tensor(len(inputs)),
+    }
 
 
 class Moments:
@@ -88,12 +93,16 @@ def main(arguments: Sequence[str]) -> int:
         options["outer_optimizer"] = torch.optim.SGD(net.parameters(), **config["outer"])
     if "delayed" in config:
         options["outer_optimizer"] = DelayedNesterov(net.parameters(), **config["delayed"])
-    model, optimizer = shoal.as_distributed(net, kind(net.parameters(), **settings), strategy="async_sgd", **options)
+    model, optimizer = shoal.as_distributed(
+        net, kind(net.parameters(), **settings), strategy="async_sgd", **options
+    )
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=config.get("gamma", 1.0))
     shoal.register_state(scheduler=scheduler)
     if "resume" in config:
         shoal.resume(config["resume"])
-    loader = shoal.ElasticDataLoader(problem(), batch_size=config.get("batch_size", 8), name="train")
+    loader = shoal.ElasticDataLoader(
+        problem(), batch_size=config.get("batch_size", 8), name="train"
+    )
     evaluation = shoal.ElasticDataLoader(problem(), batch_size=64, train=False)
     first_parameters: dict[str, Any] = {}
     first_buffers: dict[str, Any] = {}
@@ -109,7 +118,11 @@ def main(arguments: Sequence[str]) -> int:
             if steps == 0:
                 first_parameters = {name: value.tolist() for name, value in net.named_parameters()}
                 first_buffers = {name: value.tolist() for name, value in net.named_buffers()}
-            computed_on.append(checksum(torch.cat([value.detach().flatten() for value in net.parameters()]).numpy().data))
+            computed_on.append(
+                checksum(
+                    torch.cat([value.detach().flatten() for value in net.parameters()]).numpy().data
+                )
+            )
             model.train_step(inputs, targets, nn.functional.mse_loss)
             statuses.append(bool(optimizer.step()))
             if len(statuses) == config.get("leaves_after"):

@@ -1,8 +1,8 @@
 """What every backend must do, told as checks that each rank runs.
 
-The collectives of CommunicationBackend, torch.distributed's own, and torch's parallel code (DDP, FSDP2, DTensor, pipelining), unmodified,
-against one process on the whole batch. A check raises on the rank where it fails. Run by test_conformance.py, on threads, on forked
-processes, or by mpiexec.
+The collectives of CommunicationBackend, torch.distributed's own, and torch's parallel code (DDP,
+FSDP2, DTensor, pipelining), unmodified, against one process on the whole batch. A check raises on
+the rank where it fails. Run by test_conformance.py, on threads, on forked processes, or by mpiexec.
 """
 
 from __future__ import annotations
@@ -28,15 +28,30 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int8, torch.uint8, torch.int32, torch.int64)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int8,
+    torch.uint8,
+    torch.int32,
+    torch.int64,
+)
 
 # --- torch's functions whose names torch 2.13 gave them, and those that they had before
 
 all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-all_gather_single_coalesced: Any = getattr(funcol, "all_gather_single_coalesced", funcol.all_gather_into_tensor_coalesced)
-reduce_scatter_single_coalesced: Any = getattr(funcol, "reduce_scatter_single_coalesced", funcol.reduce_scatter_tensor_coalesced)
-all_gather_single_autograd: Any = getattr(funcol, "all_gather_single_autograd", funcol.all_gather_tensor_autograd)
+all_gather_single_coalesced: Any = getattr(
+    funcol, "all_gather_single_coalesced", funcol.all_gather_into_tensor_coalesced
+)
+reduce_scatter_single_coalesced: Any = getattr(
+    funcol, "reduce_scatter_single_coalesced", funcol.reduce_scatter_tensor_coalesced
+)
+all_gather_single_autograd: Any = getattr(
+    funcol, "all_gather_single_autograd", funcol.all_gather_tensor_autograd
+)
 
 # --- CommunicationBackend
 
@@ -57,8 +72,11 @@ def check_backend(backend: CommunicationBackend) -> None:
 
 
 def _everybodys(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """(ranks, 2 * ranks, 3) of integers from 1 to 3: their sums and products over four ranks are exact in every dtype."""
-    return torch.randint(1, 4, (size, 2 * size, 3), generator=torch.Generator().manual_seed(size)).to(dtype)
+    """(ranks, 2 * ranks, 3) of integers from 1 to 3: their sums and products over four ranks are
+    exact in every dtype."""
+    return torch.randint(
+        1, 4, (size, 2 * size, 3), generator=torch.Generator().manual_seed(size)
+    ).to(dtype)
 
 
 def _check_reductions(backend: CommunicationBackend, dtype: torch.dtype) -> None:
@@ -76,27 +94,40 @@ def _check_reductions(backend: CommunicationBackend, dtype: torch.dtype) -> None
         for async_op in (False, True):
             reduced = given[rank].clone()
             backend.all_reduce(reduced, op, async_op=async_op).wait()
-            torch.testing.assert_close(reduced, whole.to(dtype), msg=lambda text, op=op: f"all_reduce {op} {dtype}: {text}")
+            torch.testing.assert_close(
+                reduced, whole.to(dtype), msg=lambda text, op=op: f"all_reduce {op} {dtype}: {text}"
+            )
             part = torch.empty(2, 3, dtype=dtype)
             backend.reduce_scatter(part, given[rank].clone(), op, async_op=async_op).wait()
             torch.testing.assert_close(
-                part, whole[2 * rank : 2 * rank + 2].to(dtype), msg=lambda text, op=op: f"reduce_scatter {op} {dtype}: {text}"
+                part,
+                whole[2 * rank : 2 * rank + 2].to(dtype),
+                msg=lambda text, op=op: f"reduce_scatter {op} {dtype}: {text}",
             )
 
 
 def _check_short_sums(backend: CommunicationBackend) -> None:
-    """`all_reduce_short` and `sum_numbers` of numbers whose sum depends on the order of adding: the sums of all ranks must be equal to the
-    last bit."""
+    """`all_reduce_short` and `sum_numbers` of numbers whose sum depends on the order of adding: the
+    sums of all ranks must be equal to the last bit."""
     for numel in (1, 20, 3000):
-        given = torch.rand(backend.world_size, numel, dtype=torch.float64, generator=torch.Generator().manual_seed(numel))
+        given = torch.rand(
+            backend.world_size,
+            numel,
+            dtype=torch.float64,
+            generator=torch.Generator().manual_seed(numel),
+        )
         summed = given[backend.rank].clone()
         backend.all_reduce_short(summed)
         torch.testing.assert_close(summed, given.sum(0))
-        numbers = torch.tensor(backend.sum_numbers(given[backend.rank].tolist()), dtype=torch.float64)
+        numbers = torch.tensor(
+            backend.sum_numbers(given[backend.rank].tolist()), dtype=torch.float64
+        )
         assert torch.equal(numbers, summed), "sum_numbers and all_reduce_short differ"
         everybodys = torch.empty(backend.world_size * numel, dtype=torch.float64)
         backend.all_gather(everybodys, summed)
-        assert torch.equal(everybodys.view(-1, numel), summed.expand(backend.world_size, numel)), "the ranks' sums differ"
+        assert torch.equal(everybodys.view(-1, numel), summed.expand(backend.world_size, numel)), (
+            "the ranks' sums differ"
+        )
 
 
 def _check_movements(backend: CommunicationBackend, dtype: torch.dtype) -> None:
@@ -111,7 +142,9 @@ def _check_movements(backend: CommunicationBackend, dtype: torch.dtype) -> None:
             backend.broadcast(copied, source, async_op=async_op).wait()
             assert torch.equal(copied, given[source])
             part = torch.empty(2, 3, dtype=dtype)
-            backend.scatter(part, given[rank].clone() if rank == source else None, source, async_op=async_op).wait()
+            backend.scatter(
+                part, given[rank].clone() if rank == source else None, source, async_op=async_op
+            ).wait()
             assert torch.equal(part, given[source, 2 * rank : 2 * rank + 2])
         swapped = torch.empty(2 * size, 3, dtype=dtype)
         backend.all_to_all(swapped, given[rank].clone(), async_op=async_op).wait()
@@ -121,7 +154,9 @@ def _check_movements(backend: CommunicationBackend, dtype: torch.dtype) -> None:
         received = torch.empty(sum(rows), 3, dtype=dtype)
         sent = torch.full((size * (rank + 1), 3), rank, dtype=dtype)
         backend.all_to_all(received, sent, rows, [rank + 1] * size, async_op=async_op).wait()
-        assert received[:, 0].tolist() == [source for source in range(size) for _ in range(source + 1)]
+        assert received[:, 0].tolist() == [
+            source for source in range(size) for _ in range(source + 1)
+        ]
 
 
 def _check_halves(backend: CommunicationBackend) -> None:
@@ -134,7 +169,8 @@ def _check_halves(backend: CommunicationBackend) -> None:
 
 
 def _check_large(backend: CommunicationBackend) -> None:
-    """Sizes at which backends take other ways, several at once; and a reduce-scatter's sum goes by rank, to the last bit."""
+    """Sizes at which backends take other ways, several at once; and a reduce-scatter's sum goes by
+    rank, to the last bit."""
     size, rank = backend.world_size, backend.rank
     given = torch.randn(size, size, 50_001, generator=torch.Generator().manual_seed(size))
     parts = [torch.empty(50_001) for _ in range(3)]
@@ -152,7 +188,8 @@ def _check_large(backend: CommunicationBackend) -> None:
 
 
 def _check_memory(backend: CommunicationBackend) -> None:
-    """What tensors hold can be given back afterwards, as fully sharded strategies do with parameters."""
+    """What tensors hold can be given back afterwards, as fully sharded strategies do with
+    parameters."""
     whole, part = torch.ones(4 * backend.world_size), torch.ones(4)
     backend.all_reduce(whole)
     backend.broadcast(whole, 0)
@@ -166,7 +203,10 @@ def _check_point_to_point(backend: CommunicationBackend) -> None:
     """A ring, out of order: tags tell messages apart."""
     size, rank = backend.world_size, backend.rank
     following, before = (rank + 1) % size, (rank - 1) % size
-    handles = [backend.send(torch.full((4,), 10.0 * rank + tag), following, tag, async_op=True) for tag in (1, 2)]
+    handles = [
+        backend.send(torch.full((4,), 10.0 * rank + tag), following, tag, async_op=True)
+        for tag in (1, 2)
+    ]
     second, first = torch.empty(4), torch.empty(4)
     backend.recv(second, before, 2)
     backend.recv(first, before, 1)
@@ -207,9 +247,13 @@ def collectives_by_torchs_names() -> None:
     dist.gather(_mine(), collected, dst=1)
     assert collected is None or [one[0].item() for one in collected] == numbers
     part = torch.empty(2)
-    dist.scatter(part, [torch.full((2,), 7.0 * one) for one in range(size)] if rank == 0 else None, src=0)
+    dist.scatter(
+        part, [torch.full((2,), 7.0 * one) for one in range(size)] if rank == 0 else None, src=0
+    )
     assert part.tolist() == [7.0 * rank] * 2
-    dist.reduce_scatter(part, [torch.full((2,), float(one * rank)) for one in range(size)], op=dist.ReduceOp.MAX)
+    dist.reduce_scatter(
+        part, [torch.full((2,), float(one * rank)) for one in range(size)], op=dist.ReduceOp.MAX
+    )
     assert part.tolist() == [float(rank * (size - 1))] * 2
     if VERSION >= (2, 12):  # torch 2.11's Gloo has none of lists
         outputs = [torch.empty(1) for _ in range(size)]
@@ -234,7 +278,8 @@ def futures_hold_the_result() -> None:
 
 
 def single_tensor_forms() -> None:
-    """all_gather_single and reduce_scatter_single, as FSDP2 calls them; the input may lie in the output."""
+    """all_gather_single and reduce_scatter_single, as FSDP2 calls them; the input may lie in the
+    output."""
     size, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.zeros(size, 3)
     whole[rank] = rank + 1.0
@@ -242,7 +287,9 @@ def single_tensor_forms() -> None:
     assert whole[:, 0].tolist() == [one + 1.0 for one in range(size)]
     parts = torch.arange(2.0 * size) + rank
     reduce_scatter_single(parts[2 * rank : 2 * rank + 2], parts)
-    assert parts[2 * rank : 2 * rank + 2].tolist() == [size * (2.0 * rank + one) + sum(range(size)) for one in (0, 1)]
+    assert parts[2 * rank : 2 * rank + 2].tolist() == [
+        size * (2.0 * rank + one) + sum(range(size)) for one in (0, 1)
+    ]
 
 
 def coalesced_forms() -> None:
@@ -253,16 +300,21 @@ def coalesced_forms() -> None:
     one, two = all_gather_single_coalesced([_mine((2,)), _mine((1, 3))], dist.group.WORLD)
     assert one.tolist() == [n + 1.0 for n in range(size) for _ in range(2)]
     assert two[:, 0].tolist() == [n + 1.0 for n in range(size)]
-    one, two = reduce_scatter_single_coalesced([torch.arange(float(size)), torch.ones(2 * size, 2)], "sum", [0, 0], dist.group.WORLD)
+    one, two = reduce_scatter_single_coalesced(
+        [torch.arange(float(size)), torch.ones(2 * size, 2)], "sum", [0, 0], dist.group.WORLD
+    )
     assert one.tolist() == [size * float(rank)]
     assert two.eq(size).all()
     assert two.shape == (2, 2)
 
 
 def sparse_tensors() -> None:
-    """Sums of gradients of sparse embeddings, whose rows differ by rank; a backend that has none says so."""
+    """Sums of gradients of sparse embeddings, whose rows differ by rank; a backend that has none
+    says so."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    rows = torch.sparse_coo_tensor([[rank, size]], torch.ones(2, 3), (size + 1, 3), check_invariants=True).coalesce()
+    rows = torch.sparse_coo_tensor(
+        [[rank, size]], torch.ones(2, 3), (size + 1, 3), check_invariants=True
+    ).coalesce()
     if dist.get_backend() == "shoal_mpi":
         refusal = ""
         try:
@@ -278,9 +330,14 @@ def sparse_tensors() -> None:
 def functional_collectives() -> None:
     """Those that DTensor is made of, with their gradients."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    assert funcol.all_reduce(_mine(), "avg", dist.group.WORLD).tolist() == [sum(range(1, size + 1)) / size] * 4
+    assert (
+        funcol.all_reduce(_mine(), "avg", dist.group.WORLD).tolist()
+        == [sum(range(1, size + 1)) / size] * 4
+    )
     assert funcol.broadcast(_mine(), 1, dist.group.WORLD).tolist() == [2.0] * 4
-    swapped = funcol.all_to_all_single(torch.arange(float(size)) + 10 * rank, None, None, dist.group.WORLD)
+    swapped = funcol.all_to_all_single(
+        torch.arange(float(size)) + 10 * rank, None, None, dist.group.WORLD
+    )
     assert swapped.tolist() == [10.0 * one + rank for one in range(size)]
     leaf = torch.ones(2, requires_grad=True)
     gathered = all_gather_single_autograd(leaf * (rank + 1), 0, dist.group.WORLD)
@@ -294,7 +351,9 @@ def transfers() -> None:
     size, rank = dist.get_world_size(), dist.get_rank()
     following, before = (rank + 1) % size, (rank - 1) % size
     received = torch.empty(4)
-    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, _mine(), following), dist.P2POp(dist.irecv, received, before)])
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, _mine(), following), dist.P2POp(dist.irecv, received, before)]
+    )
     for work in works:
         work.wait()
     assert received[0] == before + 1
@@ -324,7 +383,9 @@ def objects() -> None:
 def sub_groups() -> None:
     """Groups of some ranks, side by side, and the axes of a mesh."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    groups = [dist.new_group([one]) for one in range(size)] + [dist.new_group(list(reversed(range(size))))]
+    groups = [dist.new_group([one]) for one in range(size)] + [
+        dist.new_group(list(reversed(range(size))))
+    ]
     alone = _mine()
     dist.all_reduce(alone, group=groups[rank])
     assert alone[0] == rank + 1
@@ -348,7 +409,9 @@ def _net() -> nn.Sequential:
 
 def _batch() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, 8, generator=generator).double(), torch.randn(8, 8, generator=generator).double()
+    return torch.randn(8, 8, generator=generator).double(), torch.randn(
+        8, 8, generator=generator
+    ).double()
 
 
 def _share() -> tuple[torch.Tensor, torch.Tensor]:
@@ -400,13 +463,20 @@ def fully_sharded_in_half_precision() -> None:
     alone = _net()
     nn.functional.mse_loss(alone(_batch()[0]), _batch()[1]).backward()
     for found, expected in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(found.grad.full_tensor().double(), expected.grad, rtol=0.1, atol=0.02)
+        torch.testing.assert_close(
+            found.grad.full_tensor().double(), expected.grad, rtol=0.1, atol=0.02
+        )
 
 
 def hybrid_sharded() -> None:
     """FSDP2 on a mesh of two axes."""
     model = _net()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards")))
+    fully_shard(
+        model,
+        mesh=init_device_mesh(
+            "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "shards")
+        ),
+    )
     _train(model, *_share())
     _assert_trained_as_alone(model)
 
@@ -436,7 +506,9 @@ def pipeline_parallel() -> None:
         mine.zero_grad()
         stage = PipelineStage(mine, rank, size, torch.device("cpu"))
         schedule = schedule_class(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
-        schedule.step(*([inputs] if rank == 0 else []), **({"target": targets} if rank == size - 1 else {}))
+        schedule.step(
+            *([inputs] if rank == 0 else []), **({"target": targets} if rank == size - 1 else {})
+        )
         for found, expected in zip(mine.parameters(), layers[rank].parameters(), strict=True):
             torch.testing.assert_close(found.grad, expected.grad, rtol=1e-10, atol=1e-12)
 
@@ -487,7 +559,8 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def failures() -> dict[str, str]:
-    """Runs all checks; those that failed here, and how. After one the others are not run: ranks may be out of step."""
+    """Runs all checks; those that failed here, and how. After one the others are not run: ranks may
+    be out of step."""
     for name, check in CHECKS.items():
         try:
             check()

@@ -28,7 +28,8 @@ class BackendRank:
 
 @pytest.fixture
 def ranks(take_ranks: Callable[[int], list[Rank]]) -> Callable[[int], list[BackendRank]]:
-    """Gives so many processes. Those that are well and idle at the test's end serve the next one."""
+    """Gives so many processes. Those that are well and idle at the test's end serve the next
+    one."""
     return lambda count: [BackendRank(rank) for rank in take_ranks(count)]
 
 

@@ -1,7 +1,8 @@
-"""A rank of two over Gloo that ends while it has something to do with its peer. Arguments: a store's file, what it has to do, the rank.
+"""A rank of two over Gloo that ends while it has something to do with its peer. Arguments: a
+store's file, what it has to do, the rank.
 
-Rank 0 raises. While its interpreter finalizes it waits for its standard input to end; rank 1 ends before that. What Gloo still has to say,
-it says then.
+Rank 0 raises. While its interpreter finalizes it waits for its standard input to end; rank 1 ends
+before that. What Gloo still has to say, it says then.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ _MOMENT_S: Final = 0.5
 
 
 class _Lingering:
-    """Takes its time when the interpreter finalizes, and lets other threads run meanwhile, as the destructors of a large program do."""
+    """Takes its time when the interpreter finalizes, and lets other threads run meanwhile, as the
+    destructors of a large program do."""
 
     def __init__(self) -> None:
         self._write, self._read, self._sleep = os.write, os.read, time.sleep
@@ -36,13 +38,16 @@ def main() -> None:
     path, what, rank = sys.argv[1], sys.argv[2], int(sys.argv[3])
     limit = timedelta(seconds=60)
     backend = GlooBackend()
-    backend.initialize(rank=rank, world_size=2, store=FileStore(path, 2), timeout=limit, connect_timeout=limit)
+    backend.initialize(
+        rank=rank, world_size=2, store=FileStore(path, 2), timeout=limit, connect_timeout=limit
+    )
     group: Any = backend.process_group
     if rank == 1:
         print("waits", flush=True)
         sys.stdin.readline()
         os._exit(0)
-    # Never closed by the script. What hangs on sys is destroyed last, when no thread may come back to Python any more.
+    # Never closed by the script. What hangs on sys is destroyed last, when no thread may come back
+    # to Python any more.
     setattr(sys, "kept", [backend, _Lingering()])  # noqa: B010 - mypy knows no such attribute
     match what:
         case "callback":

@@ -1,4 +1,5 @@
-"""What each rank does that test_mpi.py starts by mpiexec: all there is to check on MPI, in one start of its processes, which is slow."""
+"""What each rank does that test_mpi.py starts by mpiexec: all there is to check on MPI, in one
+start of its processes, which is slow."""
 
 from __future__ import annotations
 
@@ -69,7 +70,11 @@ def a_part_of_the_ranks_has_a_communicator_of_its_own() -> None:
 
 def another_rank_or_size_than_mpis_is_refused() -> None:
     """They are MPI's to give."""
-    with _raises(ConfigurationError, "rank=0, world_size=7: MPI started this process as rank . of 4; start it with `mpiexec -n 7`"):
+    with _raises(
+        ConfigurationError,
+        "rank=0, world_size=7: MPI started this process as rank . of 4; start it with `mpiexec -n "
+        "7`",
+    ):
         MPIBackend().initialize(rank=0, world_size=7)
 
 
@@ -88,7 +93,9 @@ def a_wait_ends_at_its_deadline() -> None:
     backend = MPIBackend()
     backend.initialize(timeout=timedelta(milliseconds=300))
     if backend.rank != 0:
-        with _raises(GroupEndedError, r"all_reduce\(SUM, float32\[1\]\): waited 0.3 s for the other ranks"):
+        with _raises(
+            GroupEndedError, r"all_reduce\(SUM, float32\[1\]\): waited 0.3 s for the other ranks"
+        ):
             backend.all_reduce(torch.ones(1))
         assert not backend.is_initialized
     dist.barrier()
@@ -119,12 +126,17 @@ def an_abort_is_heard_by_all_threads_that_look_at_once() -> None:
         if backend.rank == 1:
             backend.abort("over")
         else:
-            looking = [threading.Thread(target=_look_until_over, args=[backend], daemon=True) for _ in range(8)]
+            looking = [
+                threading.Thread(target=_look_until_over, args=[backend], daemon=True)
+                for _ in range(8)
+            ]
             for thread in looking:
                 thread.start()
             for thread in looking:
                 thread.join(20)
-            assert not any(thread.is_alive() for thread in looking), "a thread waits for the message that another one took"
+            assert not any(thread.is_alive() for thread in looking), (
+                "a thread waits for the message that another one took"
+            )
     dist.barrier()
 
 
@@ -139,7 +151,9 @@ def _look_until_over(backend: MPIBackend) -> None:
 def ranks_that_do_not_come_are_waited_for_no_longer_than_asked() -> None:
     """The last check: the others are left with a communicator that was never made."""
     if dist.get_rank() != 0:
-        with _raises(DeadlineError, "connecting 4 MPI ranks took longer than connect_timeout=0.2 s"):
+        with _raises(
+            DeadlineError, "connecting 4 MPI ranks took longer than connect_timeout=0.2 s"
+        ):
             MPIBackend().initialize(connect_timeout=timedelta(milliseconds=200))
     dist.barrier()
     if dist.get_rank() == 0:  # so that MPI can end
@@ -149,7 +163,11 @@ def ranks_that_do_not_come_are_waited_for_no_longer_than_asked() -> None:
 def a_process_of_mpiexec_is_a_rank_of_a_job() -> None:
     """Without a coordinator (docs/decisions/0140)."""
     session = open_session()
-    assert (session.rank, session.world_size, session.default_backend) == (dist.get_rank(), dist.get_world_size(), "mpi")
+    assert (session.rank, session.world_size, session.default_backend) == (
+        dist.get_rank(),
+        dist.get_world_size(),
+        "mpi",
+    )
     session.close()
     set_session(None)
 
@@ -163,7 +181,9 @@ class _raises:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> bool:
         assert error is not None, f"nothing was raised; expected {self._kind.__name__}"
         if not isinstance(error, self._kind):
             return False
@@ -191,7 +211,8 @@ MPI_CHECKS: dict[str, Callable[[], None]] = {
 
 
 def run_checks() -> dict[str, str | None]:
-    """What came of each check. After a failure ranks may be out of step, and the other checks are not run."""
+    """What came of each check. After a failure ranks may be out of step, and the other checks are
+    not run."""
     dist.init_process_group("shoal_mpi", init_method="mpi://", timeout=timedelta(seconds=20))
     outcomes: dict[str, str | None] = {}
     for name, check in MPI_CHECKS.items():

@@ -34,7 +34,13 @@ def _meet(store: RedisStore, name: str, world_size: int) -> None:
 
 @contextlib.contextmanager
 def group(
-    url: str, prefix: str, rank: int, world_size: int, *, timeout_s: float = 300.0, connect_timeout_s: float = 60.0
+    url: str,
+    prefix: str,
+    rank: int,
+    world_size: int,
+    *,
+    timeout_s: float = 300.0,
+    connect_timeout_s: float = 60.0,
 ) -> Iterator[GlooBackend]:
     """A formed group. Waits first for all processes to be up."""
     store = RedisStore(url, prefix, timeout=_PATIENCE)
@@ -65,7 +71,9 @@ def conform_backend(url: str, prefix: str, rank: int, world_size: int) -> None:
 
 def conform_torch(init_method: str, rank: int, world_size: int) -> dict[str, str]:
     """torch on the backend shoal_gloo; the checks that failed, and how."""
-    dist.init_process_group("shoal_gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=_PATIENCE)
+    dist.init_process_group(
+        "shoal_gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=_PATIENCE
+    )
     try:
         return failures()
     finally:
@@ -86,7 +94,8 @@ def survive(
 ) -> dict[str, Any]:
     """Reduces until the group fails, then forms the next group and reduces there.
 
-    Says `formed` first, and `reducing` once a first collective went well. With `abort_when_told` a thread waits for the key `abort`.
+    Says `formed` first, and `reducing` once a first collective went well. With `abort_when_told` a
+    thread waits for the key `abort`.
     """
     signals = RedisStore(url, prefix + ":signals", timeout=_PATIENCE)
     with group(url, prefix, rank, world_size) as backend:
@@ -125,7 +134,8 @@ def _abort_when_told(signals: RedisStore, backend: GlooBackend) -> None:
 
 
 def be_reducing(url: str, prefix: str, rank: int, world_size: int, fork: bool = False) -> str:
-    """Reduces until the group fails, or it is killed. With `fork`, a forked child outlives it, as a DataLoader's worker would."""
+    """Reduces until the group fails, or it is killed. With `fork`, a forked child outlives it, as a
+    DataLoader's worker would."""
     with group(url, prefix, rank, world_size) as backend:
         backend.all_reduce(torch.ones(1))
         child = _idle_child() if fork else None
@@ -134,7 +144,8 @@ def be_reducing(url: str, prefix: str, rank: int, world_size: int, fork: bool = 
 
 
 def _idle_child() -> int:
-    """A forked child that holds everything this process held, and does nothing, until it is killed."""
+    """A forked child that holds everything this process held, and does nothing, until it is
+    killed."""
     child = os.fork()
     if child == 0:
         while True:
@@ -154,28 +165,45 @@ def die_while_connecting(url: str, prefix: str, rank: int, world_size: int) -> N
     GlooBackend().initialize(rank=rank, world_size=world_size, store=Deadly(url, prefix))
 
 
-def try_to_connect(url: str, prefix: str, rank: int, world_size: int, connect_timeout_s: float) -> dict[str, Any]:
+def try_to_connect(
+    url: str, prefix: str, rank: int, world_size: int, connect_timeout_s: float
+) -> dict[str, Any]:
     """Connects, in vain; with what error and after how long."""
     started = time.perf_counter()
     try:
         backend = GlooBackend()
         store = RedisStore(url, prefix)
-        backend.initialize(rank=rank, world_size=world_size, store=store, connect_timeout=timedelta(seconds=connect_timeout_s))
-        backend.all_reduce(torch.ones(1))  # its system may have taken the connection before the peer died
+        backend.initialize(
+            rank=rank,
+            world_size=world_size,
+            store=store,
+            connect_timeout=timedelta(seconds=connect_timeout_s),
+        )
+        # its system may have taken the connection before the peer died
+        backend.all_reduce(torch.ones(1))
         return {"error": None}
     except ShoalError as error:
-        return {"error": type(error).__name__, "message": str(error), "after_s": time.perf_counter() - started}
+        return {
+            "error": type(error).__name__,
+            "message": str(error),
+            "after_s": time.perf_counter() - started,
+        }
 
 
 def cycle(url: str, prefix: str, rank: int, world_size: int, cycles: int) -> dict[str, Any]:
-    """Groups made and aborted in the middle of a collective, again and again; what is open and running before and after."""
+    """Groups made and aborted in the middle of a collective, again and again; what is open and
+    running before and after."""
     before = _usage()
     base = RedisStore(url, prefix, timeout=_PATIENCE)
     for number in range(cycles):
         _meet(base, f"start {number}", world_size)
         backend = GlooBackend()
         backend.initialize(
-            rank=rank, world_size=world_size, store=base.with_prefix(f"{prefix}:{number}"), timeout=_PATIENCE, connect_timeout=_PATIENCE
+            rank=rank,
+            world_size=world_size,
+            store=base.with_prefix(f"{prefix}:{number}"),
+            timeout=_PATIENCE,
+            connect_timeout=_PATIENCE,
         )
         backend.all_reduce(torch.ones(1))
         if rank == number % world_size:
@@ -185,19 +213,27 @@ def cycle(url: str, prefix: str, rank: int, world_size: int, cycles: int) -> dic
         backend.shutdown()
     base.close()
     deadline = time.monotonic() + 30
-    while any(after > most for after, most in zip(_usage().values(), before.values(), strict=True)) and time.monotonic() < deadline:
+    while (
+        any(after > most for after, most in zip(_usage().values(), before.values(), strict=True))
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     return {"before": before, "after": _usage()}
 
 
 def leave_in_order(url: str, prefix: str, rank: int, world_size: int, cycles: int) -> None:
-    """Groups that all ranks leave as soon as they have the last collective's result: that must disturb nobody who is still at it."""
+    """Groups that all ranks leave as soon as they have the last collective's result: that must
+    disturb nobody who is still at it."""
     base = RedisStore(url, prefix, timeout=_PATIENCE)
     _meet(base, "up", world_size)
     for number in range(cycles):
         backend = GlooBackend()
         backend.initialize(
-            rank=rank, world_size=world_size, store=base.with_prefix(f"{prefix}:{number}"), timeout=_PATIENCE, connect_timeout=_PATIENCE
+            rank=rank,
+            world_size=world_size,
+            store=base.with_prefix(f"{prefix}:{number}"),
+            timeout=_PATIENCE,
+            connect_timeout=_PATIENCE,
         )
         total = torch.ones(1 << 18)
         backend.all_reduce(total)
@@ -207,7 +243,10 @@ def leave_in_order(url: str, prefix: str, rank: int, world_size: int, cycles: in
 
 
 def _usage() -> dict[str, int]:
-    return {"descriptors": len(list(Path("/proc/self/fd").iterdir())), "threads": len(list(Path("/proc/self/task").iterdir()))}
+    return {
+        "descriptors": len(list(Path("/proc/self/fd").iterdir())),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+    }
 
 
 # --- under torch's names
@@ -215,7 +254,9 @@ def _usage() -> dict[str, int]:
 
 def abort_torch_group(url: str, init_method: str, rank: int, world_size: int) -> str:
     """torch's default group: aborted from a thread while all wait for a rank that never comes."""
-    dist.init_process_group("shoal_gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=_PATIENCE)
+    dist.init_process_group(
+        "shoal_gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=_PATIENCE
+    )
     try:
         dist.all_reduce(torch.ones(1))
         if rank == world_size - 1:

@@ -21,7 +21,10 @@ def _check_inmemory(store: dist.Store) -> None:
     backend.shutdown()
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.matrix), 3, pytest.param(4, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "world_size",
+    [pytest.param(2, marks=pytest.mark.matrix), 3, pytest.param(4, marks=pytest.mark.matrix)],
+)
 def test_inmemory_collectives_are_right_for_every_dtype_and_op(world_size: int) -> None:
     launch(_check_inmemory, dist.HashStore(), world_size=world_size)
 
@@ -38,13 +41,17 @@ def test_gloo_collectives_are_right_for_every_dtype_and_op(
 ) -> None:
     members = ranks(world_size)
     for number, member in enumerate(members):
-        member.start("conform_backend", url=redis_url, prefix=prefix, rank=number, world_size=world_size)
+        member.start(
+            "conform_backend", url=redis_url, prefix=prefix, rank=number, world_size=world_size
+        )
     for member in members:
         member.result()
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.matrix)])
-def test_torch_runs_unmodified_on_gloo(ranks: Callable[[int], list[Any]], redis_url: str, world_size: int) -> None:
+def test_torch_runs_unmodified_on_gloo(
+    ranks: Callable[[int], list[Any]], redis_url: str, world_size: int
+) -> None:
     members = ranks(world_size)
     init_method = f"{redis_url}/{uuid.uuid4().hex}"
     for number, member in enumerate(members):

@@ -16,11 +16,17 @@ _TIMEOUT_S = 100
 
 
 @pytest.mark.parametrize("what", ["callback", "message"])
-def test_a_rank_that_raises_while_gloo_has_something_to_do_ends_with_1(what: str, tmp_path: Path) -> None:
+def test_a_rank_that_raises_while_gloo_has_something_to_do_ends_with_1(
+    what: str, tmp_path: Path
+) -> None:
     command = [sys.executable, str(_RANK), str(tmp_path / "store"), what]
     with (
-        subprocess.Popen([*command, "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer,
-        subprocess.Popen([*command, "0"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as raising,
+        subprocess.Popen(
+            [*command, "1"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as peer,
+        subprocess.Popen(
+            [*command, "0"], stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as raising,
     ):
         assert peer.stdout is not None
         assert raising.stderr is not None
@@ -37,8 +43,12 @@ def test_a_rank_that_raises_while_gloo_has_something_to_do_ends_with_1(what: str
     assert status == 1, told
 
 
-def test_a_script_that_closes_nothing_ends_without_a_traceback_where_python_starts_no_thread_at_exit(shell: Shell) -> None:
-    code, out, err = shell.run("run", "--standalone", "--no-warm", "--nproc-per-node", "2", _WITHOUT_LATE_THREADS)
+def test_a_script_that_closes_nothing_ends_without_a_traceback(
+    shell: Shell,
+) -> None:
+    code, out, err = shell.run(
+        "run", "--standalone", "--no-warm", "--nproc-per-node", "2", _WITHOUT_LATE_THREADS
+    )
     assert code == 0, err
     assert out.count("the script has ended") == 2
     assert "Traceback" not in err

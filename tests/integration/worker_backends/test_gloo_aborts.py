@@ -1,4 +1,5 @@
-"""Aborting: what it frees, how it reaches a group that is still forming, and what it leaves alone. Ranks are threads here."""
+"""Aborting: what it frees, how it reaches a group that is still forming, and what it leaves alone.
+Ranks are threads here."""
 
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ def form(threads: Pool) -> Iterator[Form]:
         made.extend(group)
         store = dist.HashStore()
         all_ranks = [
-            threads.submit(backend.initialize, rank=rank, world_size=world_size, store=store, **options)
+            threads.submit(
+                backend.initialize, rank=rank, world_size=world_size, store=store, **options
+            )
             for rank, backend in enumerate(group)
         ]
         for one in all_ranks:
@@ -61,7 +64,8 @@ def form(threads: Pool) -> Iterator[Form]:
 
 @pytest.fixture
 def many_descriptors() -> Iterator[None]:
-    """All descriptors below 1024 are taken, as in a process that holds many files or shared tensors."""
+    """All descriptors below 1024 are taken, as in a process that holds many files or shared
+    tensors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
     taken = [os.open(os.devnull, os.O_RDONLY)]
@@ -93,13 +97,19 @@ def _reduce_alone(threads: Pool, backend: GlooBackend, *, short: bool = False) -
         issued.set()
         handle.wait()
 
-    waiting = threads.submit(backend.all_reduce_short, torch.ones(4)) if short else threads.submit(reduce)
-    _eventually(lambda: waiting.done() or backend.waits.now[1] == "all_reduce" if short else issued.is_set())
+    waiting = (
+        threads.submit(backend.all_reduce_short, torch.ones(4)) if short else threads.submit(reduce)
+    )
+    _eventually(
+        lambda: waiting.done() or backend.waits.now[1] == "all_reduce" if short else issued.is_set()
+    )
     return waiting
 
 
 @pytest.mark.parametrize("short", [False, True])
-def test_an_abort_from_another_thread_frees_the_rank_that_waits(form: Form, threads: Pool, short: bool) -> None:
+def test_an_abort_from_another_thread_frees_the_rank_that_waits(
+    form: Form, threads: Pool, short: bool
+) -> None:
     first, _ = form(2)
     waiting = _reduce_alone(threads, first, short=short)
     assert not waiting.done()
@@ -110,7 +120,9 @@ def test_an_abort_from_another_thread_frees_the_rank_that_waits(form: Form, thre
 
 
 @pytest.mark.parametrize("short", [False, True])
-def test_an_abort_ends_the_group_for_peers_that_wait_or_compute(form: Form, threads: Pool, short: bool) -> None:
+def test_an_abort_ends_the_group_for_peers_that_wait_or_compute(
+    form: Form, threads: Pool, short: bool
+) -> None:
     first, second, third = form(3)
     waiting = _reduce_alone(threads, second, short=short)
     first.abort("over")
@@ -129,7 +141,9 @@ def test_a_rank_with_many_open_files_notices_that_a_peer_has_gone(form: Form) ->
 
 
 @pytest.mark.parametrize("short", [False, True])
-def test_a_collective_that_a_peer_does_not_join_ends_at_the_groups_timeout(form: Form, threads: Pool, short: bool) -> None:
+def test_a_collective_that_a_peer_does_not_join_ends_at_the_groups_timeout(
+    form: Form, threads: Pool, short: bool
+) -> None:
     first, _ = form(2, timeout=timedelta(milliseconds=300))
     waiting = _reduce_alone(threads, first, short=short)
     with pytest.raises(MembershipChanged, match="Timed out waiting 300ms"):
@@ -150,7 +164,11 @@ def test_an_abort_in_the_middle_of_a_message_frees_both_ends(form: Form, threads
         message = torch.ones(1 << 24)
         sending = threads.submit(first.send, message, 1)
         receiving = threads.submit(second.recv, torch.empty_like(message), 0)
-        _eventually(lambda second=second, receiving=receiving: receiving.done() or second.waits.now[1] == "recv")
+        _eventually(
+            lambda second=second, receiving=receiving: (
+                receiving.done() or second.waits.now[1] == "recv"
+            )
+        )
         second.abort("generation 9")
         error = receiving.exception(timeout=_DEADLINE_S)
         if error is None:  # it had come whole
@@ -168,7 +186,10 @@ def test_an_abort_in_the_middle_of_a_message_frees_both_ends(form: Form, threads
 def test_an_abort_touches_no_other_connection_of_the_process(form: Form, redis_url: str) -> None:
     """A gRPC stream, a Redis connection and another group go on over the connections they had."""
     doomed, other = form(2), form(2)
-    with _echo_stream() as (say, peers), redis.Redis.from_url(redis_url, single_connection_client=True) as client:
+    with (
+        _echo_stream() as (say, peers),
+        redis.Redis.from_url(redis_url, single_connection_client=True) as client,
+    ):
         connection = client.client_id()
         assert say(b"before") == b"before"
         for backend in doomed:
@@ -201,10 +222,14 @@ def test_listeners_that_appear_meanwhile_are_told_from_gloos(form: Form, threads
 
 
 @pytest.mark.parametrize("by", ["backend", "store"])
-def test_a_group_that_waits_for_its_peers_can_be_given_up_at_once(by: str, redis_url: str, prefix: str, threads: Pool) -> None:
+def test_a_group_that_waits_for_its_peers_can_be_given_up_at_once(
+    by: str, redis_url: str, prefix: str, threads: Pool
+) -> None:
     store = RedisStore(redis_url, prefix, timeout=timedelta(minutes=5))
     backend = GlooBackend()
-    initializing = threads.submit(backend.initialize, rank=0, world_size=2, store=store, connect_timeout=timedelta(minutes=5))
+    initializing = threads.submit(
+        backend.initialize, rank=0, world_size=2, store=store, connect_timeout=timedelta(minutes=5)
+    )
     _eventually(lambda: _forming_threads() == 1)
     (backend if by == "backend" else store).abort("generation 9")
     with pytest.raises(MembershipChanged, match="generation 9"):
@@ -213,7 +238,9 @@ def test_a_group_that_waits_for_its_peers_can_be_given_up_at_once(by: str, redis
     _eventually(lambda: _forming_threads() == 0)
 
 
-def test_a_group_that_is_made_after_it_was_given_up_leaves_nothing_open(threads: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_is_made_after_it_was_given_up_leaves_nothing_open(
+    threads: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     given_up, made = threading.Event(), list[GlooGroup]()
 
     def connect_late(*arguments: Any, **options: Any) -> GlooGroup:
@@ -224,7 +251,10 @@ def test_a_group_that_is_made_after_it_was_given_up_leaves_nothing_open(threads:
 
     monkeypatch.setattr(forming, "connect_gloo", connect_late)
     store, both = dist.HashStore(), [GlooBackend(), GlooBackend()]
-    initializing = [threads.submit(one.initialize, rank=rank, world_size=2, store=store) for rank, one in enumerate(both)]
+    initializing = [
+        threads.submit(one.initialize, rank=rank, world_size=2, store=store)
+        for rank, one in enumerate(both)
+    ]
     _eventually(lambda: len(made) == 2)
     for backend, one in zip(both, initializing, strict=True):
         backend.abort("generation 9")
@@ -235,17 +265,32 @@ def test_a_group_that_is_made_after_it_was_given_up_leaves_nothing_open(threads:
     assert [copy.fileno() for group in made for copy in group.sockets._copies] == [-1, -1]
 
 
-def test_a_peer_that_does_not_come_is_named_at_the_connect_timeout(redis_url: str, prefix: str) -> None:
+def test_a_peer_that_does_not_come_is_named_at_the_connect_timeout(
+    redis_url: str, prefix: str
+) -> None:
     store = RedisStore(redis_url, prefix)
-    with pytest.raises(DeadlineError, match=r"connecting 3 ranks took longer than connect_timeout=0\.2 s: ranks \[1, 2\] did not come"):
-        GlooBackend().initialize(rank=0, world_size=3, store=store, connect_timeout=timedelta(milliseconds=200))
+    with pytest.raises(
+        DeadlineError,
+        match=r"connecting 3 ranks took longer than connect_timeout=0\.2 s: ranks \[1, 2\] did not "
+        r"come",
+    ):
+        GlooBackend().initialize(
+            rank=0, world_size=3, store=store, connect_timeout=timedelta(milliseconds=200)
+        )
     store.close()
     _eventually(lambda: _forming_threads() == 0)
 
 
 def test_a_store_of_torchs_that_is_tired_of_waiting_sooner_is_the_same_deadline() -> None:
     limit = timedelta(seconds=0.2)
-    group = forming.FormingGroup(dist.HashStore(), 0, 2, hostname="127.0.0.1", connect_timeout=limit, timeout=timedelta(seconds=30))
+    group = forming.FormingGroup(
+        dist.HashStore(),
+        0,
+        2,
+        hostname="127.0.0.1",
+        connect_timeout=limit,
+        timeout=timedelta(seconds=30),
+    )
     group._connect_timeout = timedelta(seconds=_DEADLINE_S)
     with pytest.raises(DeadlineError, match=r"ranks \[1\] did not come"):
         group.wait()
@@ -255,7 +300,10 @@ def test_a_store_of_torchs_that_is_tired_of_waiting_sooner_is_the_same_deadline(
 def test_a_backend_that_is_forgotten_closes_its_connections(form: Form, threads: Pool) -> None:
     store = dist.HashStore()
     kept, forgotten = GlooBackend(), GlooBackend()
-    both = [threads.submit(backend.initialize, rank=rank, world_size=2, store=store) for rank, backend in enumerate([kept, forgotten])]
+    both = [
+        threads.submit(backend.initialize, rank=rank, world_size=2, store=store)
+        for rank, backend in enumerate([kept, forgotten])
+    ]
     for one in both:
         one.result(timeout=_DEADLINE_S)
     del forgotten, both, one
@@ -265,13 +313,16 @@ def test_a_backend_that_is_forgotten_closes_its_connections(form: Form, threads:
 
 
 class _echo_stream:
-    """One gRPC stream that stays open. `peers` are the addresses of those who opened streams: a reconnect would be a second one."""
+    """One gRPC stream that stays open. `peers` are the addresses of those who opened streams: a
+    reconnect would be a second one."""
 
     def __init__(self) -> None:
         self.peers: list[str] = []
         self._server = grpc.server(futures.ThreadPoolExecutor())
         method = grpc.stream_stream_rpc_method_handler(self._echo)
-        self._server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Echo", {"Echo": method})])
+        self._server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler("test.Echo", {"Echo": method})]
+        )
         port = self._server.add_insecure_port("127.0.0.1:0")
         self._server.start()
         self._channel = grpc.insecure_channel(f"127.0.0.1:{port}")

@@ -21,10 +21,20 @@ def _signals(url: str, prefix: str) -> RedisStore:
     return RedisStore(url, prefix + ":signals", timeout=timedelta(seconds=60))
 
 
-def test_survivors_of_a_kill_are_out_at_once_and_form_the_next_group(ranks: Ranks, redis_url: str, prefix: str) -> None:
+def test_survivors_of_a_kill_are_out_at_once_and_form_the_next_group(
+    ranks: Ranks, redis_url: str, prefix: str
+) -> None:
     members = ranks(3)
     for number, member in enumerate(members[:2]):
-        member.start("survive", url=redis_url, prefix=prefix, rank=number, world_size=3, next_rank=number, next_world_size=2)
+        member.start(
+            "survive",
+            url=redis_url,
+            prefix=prefix,
+            rank=number,
+            world_size=3,
+            next_rank=number,
+            next_world_size=2,
+        )
     members[2].start("be_reducing", url=redis_url, prefix=prefix, rank=2, world_size=3)
     for member in members:
         member.event("reducing")
@@ -36,9 +46,19 @@ def test_survivors_of_a_kill_are_out_at_once_and_form_the_next_group(ranks: Rank
         assert survivor["total"] == 2.0
 
 
-def test_a_forked_child_of_the_killed_rank_does_not_keep_its_connections_alive(ranks: Ranks, redis_url: str, prefix: str) -> None:
+def test_a_forked_child_of_the_killed_rank_does_not_keep_its_connections_alive(
+    ranks: Ranks, redis_url: str, prefix: str
+) -> None:
     members = ranks(2)
-    members[0].start("survive", url=redis_url, prefix=prefix, rank=0, world_size=2, next_rank=0, next_world_size=1)
+    members[0].start(
+        "survive",
+        url=redis_url,
+        prefix=prefix,
+        rank=0,
+        world_size=2,
+        next_rank=0,
+        next_world_size=1,
+    )
     members[1].start("be_reducing", url=redis_url, prefix=prefix, rank=1, world_size=2, fork=True)
     members[0].event("reducing")
     child = members[1].event("reducing")["child"]
@@ -51,12 +71,17 @@ def test_a_forked_child_of_the_killed_rank_does_not_keep_its_connections_alive(r
         os.kill(child, signal.SIGKILL)
 
 
-def test_an_abort_frees_all_but_the_stopped_rank_which_fails_when_it_goes_on(ranks: Ranks, redis_url: str, prefix: str) -> None:
-    """The stopped rank answers nothing and its sockets stay open: without the abort the others would wait out their timeout."""
+def test_an_abort_frees_all_but_the_stopped_rank_which_fails_when_it_goes_on(
+    ranks: Ranks, redis_url: str, prefix: str
+) -> None:
+    """The stopped rank answers nothing and its sockets stay open: without the abort the others
+    would wait out their timeout."""
     members = ranks(3)
     for number, member in enumerate(members[:2]):
         group = {"url": redis_url, "prefix": prefix, "rank": number, "world_size": 3}
-        member.start("survive", **group, next_rank=number, next_world_size=2, abort_when_told=not number)
+        member.start(
+            "survive", **group, next_rank=number, next_world_size=2, abort_when_told=not number
+        )
     members[2].start("be_reducing", url=redis_url, prefix=prefix, rank=2, world_size=3)
     for member in members:
         member.event("reducing")
@@ -71,16 +96,27 @@ def test_an_abort_frees_all_but_the_stopped_rank_which_fails_when_it_goes_on(ran
     assert first["failed_at"] - aborted_at < _AT_ONCE_S
     assert second["failed_at"] - aborted_at < _AT_ONCE_S
     assert first["reason"] == "told to abort"
-    assert "closed by peer" in second["reason"] or "the connection to a peer ended" in second["reason"]
+    assert (
+        "closed by peer" in second["reason"] or "the connection to a peer ended" in second["reason"]
+    )
     assert first["total"] == second["total"] == 2.0
     assert members[2].result()
     signals.close()
 
 
-def test_a_peer_that_dies_while_connecting_holds_nobody_longer_than_the_connect_timeout(ranks: Ranks, redis_url: str, prefix: str) -> None:
+def test_a_peer_that_dies_while_connecting_holds_nobody_longer_than_the_connect_timeout(
+    ranks: Ranks, redis_url: str, prefix: str
+) -> None:
     members = ranks(3)
     for number, member in enumerate(members[:2]):
-        member.start("try_to_connect", url=redis_url, prefix=prefix, rank=number, world_size=3, connect_timeout_s=3.0)
+        member.start(
+            "try_to_connect",
+            url=redis_url,
+            prefix=prefix,
+            rank=number,
+            world_size=3,
+            connect_timeout_s=3.0,
+        )
     members[2].start("die_while_connecting", url=redis_url, prefix=prefix, rank=2, world_size=3)
     for member in members[:2]:
         outcome = member.result()
@@ -88,7 +124,9 @@ def test_a_peer_that_dies_while_connecting_holds_nobody_longer_than_the_connect_
         assert outcome["after_s"] < 30.0  # not the groups' timeout, 300 s
 
 
-def test_thirty_groups_made_and_aborted_leave_no_descriptor_and_no_thread(ranks: Ranks, redis_url: str, prefix: str) -> None:
+def test_thirty_groups_made_and_aborted_leave_no_descriptor_and_no_thread(
+    ranks: Ranks, redis_url: str, prefix: str
+) -> None:
     members = ranks(3)
     for number, member in enumerate(members):
         member.start("cycle", url=redis_url, prefix=prefix, rank=number, world_size=3, cycles=30)
@@ -98,23 +136,38 @@ def test_thirty_groups_made_and_aborted_leave_no_descriptor_and_no_thread(ranks:
         assert outcome["after"]["threads"] <= outcome["before"]["threads"]
 
 
-def test_ranks_that_leave_right_after_the_last_collective_disturb_nobody(ranks: Ranks, redis_url: str, prefix: str) -> None:
+def test_ranks_that_leave_right_after_the_last_collective_disturb_nobody(
+    ranks: Ranks, redis_url: str, prefix: str
+) -> None:
     members = ranks(3)
     for number, member in enumerate(members):
-        member.start("leave_in_order", url=redis_url, prefix=prefix, rank=number, world_size=3, cycles=30)
+        member.start(
+            "leave_in_order", url=redis_url, prefix=prefix, rank=number, world_size=3, cycles=30
+        )
     for member in members:
         member.result()
 
 
-def test_torchs_default_group_on_shoal_gloo_can_be_aborted(ranks: Ranks, redis_url: str, prefix: str) -> None:
+def test_torchs_default_group_on_shoal_gloo_can_be_aborted(
+    ranks: Ranks, redis_url: str, prefix: str
+) -> None:
     init_method = f"{redis_url}/aborted-{prefix[-32:]}"
     members = ranks(3)
     for number, member in enumerate(members):
-        member.start("abort_torch_group", url=redis_url, init_method=init_method, rank=number, world_size=3)
+        member.start(
+            "abort_torch_group", url=redis_url, init_method=init_method, rank=number, world_size=3
+        )
     members[2].event("idle")
     for member in members[:2]:
         said = member.result()  # its own abort, or its peer's
-        assert any(words in said for words in ("the process group was aborted", "Connection closed by peer", "connection to a peer ended"))
+        assert any(
+            words in said
+            for words in (
+                "the process group was aborted",
+                "Connection closed by peer",
+                "connection to a peer ended",
+            )
+        )
     signals = RedisStore(redis_url, init_method)
     signals.set("over", "")
     assert members[2].result() == "idle"

@@ -1,4 +1,5 @@
-"""All-gathers that are not Gloo's own: they end with their group as every collective does, and refuse what Gloo refuses."""
+"""All-gathers that are not Gloo's own: they end with their group as every collective does, and
+refuse what Gloo refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +25,10 @@ def group(request: pytest.FixtureRequest) -> Iterator[list[GlooBackend]]:
     size: int = request.param
     store, backends = dist.HashStore(), [GlooBackend() for _ in range(size)]
     with ThreadPoolExecutor(size) as pool:
-        forming = [pool.submit(backend.initialize, rank=rank, world_size=size, store=store) for rank, backend in enumerate(backends)]
+        forming = [
+            pool.submit(backend.initialize, rank=rank, world_size=size, store=store)
+            for rank, backend in enumerate(backends)
+        ]
         for one in forming:
             one.result(_DEADLINE_S)
     yield backends
@@ -33,13 +37,18 @@ def group(request: pytest.FixtureRequest) -> Iterator[list[GlooBackend]]:
 
 
 @pytest.mark.parametrize("aborting", [0, 1], ids=["own abort", "peer's abort"])
-def test_an_abort_ends_an_all_gather_and_its_future(group: list[GlooBackend], aborting: int) -> None:
+def test_an_abort_ends_an_all_gather_and_its_future(
+    group: list[GlooBackend], aborting: int
+) -> None:
     output, given = torch.empty(len(group) * _ELEMENTS), torch.ones(_ELEMENTS)
     work = group[0].process_group.all_gather_single(output, given, AllgatherOptions())
     future = work.get_future()
     assert not work.is_completed()
     group[aborting].abort("generation 9 began")
-    with pytest.raises(MembershipChanged, match="generation 9 began" if aborting == 0 else "was lost|ended|failed|closed"):
+    with pytest.raises(
+        MembershipChanged,
+        match="generation 9 began" if aborting == 0 else "was lost|ended|failed|closed",
+    ):
         work.wait()
     with pytest.raises(RuntimeError, match="GroupEndedError"):
         future.wait()
@@ -52,21 +61,31 @@ def test_small_and_large_gathers_can_be_under_way_together(group: list[GlooBacke
     for rank, backend in enumerate(group):
         for size in (1, _ELEMENTS, 3, 2 * _ELEMENTS + 1):
             outputs.append(torch.empty(len(group), size))
-            handles.append(backend.all_gather(outputs[-1], torch.full((size,), float(rank)), async_op=True))
+            handles.append(
+                backend.all_gather(outputs[-1], torch.full((size,), float(rank)), async_op=True)
+            )
     for handle in handles:
         handle.wait()
     assert all(part.eq(rank).all() for output in outputs for rank, part in enumerate(output))
 
 
 def test_connections_within_a_host_take_little_at_once_to_send(group: list[GlooBackend]) -> None:
-    """What goes out in one call goes out under a lock that Gloo's other thread spins for (decision 90)."""
-    sockets = [copy for backend in group if backend._group is not None for copy in backend._group._sockets._copies]
+    """What goes out in one call goes out under a lock that Gloo's other thread spins for (decision
+    90)."""
+    sockets = [
+        copy
+        for backend in group
+        if backend._group is not None
+        for copy in backend._group._sockets._copies
+    ]
     assert len(sockets) >= len(group) * (len(group) - 1)
     assert {one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) for one in sockets} == {1 << 20}
     handles, outputs = [], []
     for rank, backend in enumerate(group):
         outputs.append(torch.empty(len(group), 1 << 20))
-        handles.append(backend.all_gather(outputs[-1], torch.full((1 << 20,), float(rank)), async_op=True))
+        handles.append(
+            backend.all_gather(outputs[-1], torch.full((1 << 20,), float(rank)), async_op=True)
+        )
     for handle in handles:
         handle.wait()
     assert all(part.eq(rank).all() for output in outputs for rank, part in enumerate(output))

@@ -1,4 +1,5 @@
-"""Ranks as threads: what `launch` gives back, what happens when ranks fail or do not fit together, and ranks without `launch`."""
+"""Ranks as threads: what `launch` gives back, what happens when ranks fail or do not fit together,
+and ranks without `launch`."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ _LONG = timedelta(seconds=20)
 
 
 def _unmatched(*ranks: Callable[[], Any]) -> list[str]:
-    """What each rank is told of collectives that do not fit together: a launch itself raises the first rank's error only."""
+    """What each rank is told of collectives that do not fit together: a launch itself raises the
+    first rank's error only."""
     told: list[str] = [""] * len(ranks)
 
     def be_rank() -> None:
@@ -57,7 +59,11 @@ def test_the_process_is_as_before_when_the_ranks_have_ended() -> None:
     torch.manual_seed(3)
     expected = torch.Generator().manual_seed(3)
     launch(lambda: torch.rand(5), world_size=2)
-    assert (c10d._world, sys.excepthook, dist.device_mesh.DeviceMesh.__init__) == (world, hook, mesh)
+    assert (c10d._world, sys.excepthook, dist.device_mesh.DeviceMesh.__init__) == (
+        world,
+        hook,
+        mesh,
+    )
     assert not dist.is_initialized()
     assert torch.equal(torch.rand(2), torch.rand(2, generator=expected))
 
@@ -84,8 +90,20 @@ def test_each_rank_has_random_generators_of_its_own() -> None:
         return drawn
 
     def alone(rank: int) -> list[float]:
-        generator, pythons, numpys = torch.Generator().manual_seed(rank), random.Random(rank), np.random.RandomState(rank)
-        return [value for _ in range(3) for value in (torch.rand(1, generator=generator).item(), pythons.random(), numpys.rand())]
+        generator, pythons, numpys = (
+            torch.Generator().manual_seed(rank),
+            random.Random(rank),
+            np.random.RandomState(rank),
+        )
+        return [
+            value
+            for _ in range(3)
+            for value in (
+                torch.rand(1, generator=generator).item(),
+                pythons.random(),
+                numpys.rand(),
+            )
+        ]
 
     assert launch(draw, world_size=3) == [alone(rank) for rank in range(3)]
 
@@ -152,7 +170,10 @@ def test_threads_that_a_rank_starts_see_its_world() -> None:
     ("arguments", "message"),
     [
         ({"world_size": 0}, r"launch\(world_size=0\): expected at least 1"),
-        ({"world_size": 2, "backend": "gloo"}, "'gloo'.*its ranks are processes; start those with `shoal run`"),
+        (
+            {"world_size": 2, "backend": "gloo"},
+            "'gloo'.*its ranks are processes; start those with `shoal run`",
+        ),
         ({"world_size": 2, "timeout": timedelta(0)}, r"timeout=0:00:00\): expected more than 0 s"),
     ],
 )
@@ -202,16 +223,31 @@ def test_a_rank_that_fails_ends_groups_that_it_is_not_in() -> None:
         (
             lambda: dist.all_reduce(torch.ones(2, 3)),
             lambda: dist.broadcast(torch.ones(2, 3), 0),
-            [r"all_reduce\(SUM, float32\[2, 3\]\) on rank 0", r"broadcast\(root 0, float32\[2, 3\]\) on rank 1"],
+            [
+                r"all_reduce\(SUM, float32\[2, 3\]\) on rank 0",
+                r"broadcast\(root 0, float32\[2, 3\]\) on rank 1",
+            ],
         ),
-        (lambda: dist.all_reduce(torch.ones(2)), lambda: dist.all_reduce(torch.ones(3)), [r"float32\[2\]", r"float32\[3\]"]),
+        (
+            lambda: dist.all_reduce(torch.ones(2)),
+            lambda: dist.all_reduce(torch.ones(3)),
+            [r"float32\[2\]", r"float32\[3\]"],
+        ),
         (
             lambda: dist.all_reduce(torch.ones(2)),
             lambda: dist.all_reduce(torch.ones(2, dtype=torch.float64)),
             [r"float32\[2\]", r"float64\[2\]"],
         ),
-        (lambda: dist.all_reduce(torch.ones(1)), lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX), ["SUM", "MAX"]),
-        (lambda: dist.broadcast(torch.ones(1), 0), lambda: dist.broadcast(torch.ones(1), 1), ["root 0", "root 1"]),
+        (
+            lambda: dist.all_reduce(torch.ones(1)),
+            lambda: dist.all_reduce(torch.ones(1), dist.ReduceOp.MAX),
+            ["SUM", "MAX"],
+        ),
+        (
+            lambda: dist.broadcast(torch.ones(1), 0),
+            lambda: dist.broadcast(torch.ones(1), 1),
+            ["root 0", "root 1"],
+        ),
         (
             lambda: dist.all_gather([torch.empty(2), torch.empty(2)], torch.ones(2)),
             lambda: dist.all_gather([torch.empty(3), torch.empty(3)], torch.ones(3)),
@@ -233,7 +269,10 @@ def test_ranks_that_all_wait_for_each_other_are_told_so_at_once() -> None:
         dist.recv(torch.empty(1), 0, tag=3)
 
     for told in _unmatched(lambda: dist.all_reduce(torch.ones(1)), receive):
-        assert "no rank can go on: rank 0 waits in all_reduce(SUM, float32[1]) (collective 1 of group 0); " in told
+        assert (
+            "no rank can go on: rank 0 waits in all_reduce(SUM, float32[1]) (collective 1 of group "
+            "0); " in told
+        )
         assert "rank 1 waits in recv(from rank 0, tag 3) of group 0" in told
 
 
@@ -244,7 +283,8 @@ def test_collectives_on_two_groups_in_opposite_order_are_told_so_at_once() -> No
             dist.all_reduce(torch.ones(1), group=group)
 
     with pytest.raises(
-        UnmatchedCollectiveError, match=r"no rank can go on: rank 0 waits in .* of group 1.*; rank 1 waits in .* of group 2"
+        UnmatchedCollectiveError,
+        match=r"no rank can go on: rank 0 waits in .* of group 1.*; rank 1 waits in .* of group 2",
     ):
         launch(be_rank, world_size=2)
 
@@ -257,7 +297,10 @@ def test_a_message_of_another_size_ends_both_ranks() -> None:
         dist.send(torch.ones(2), 1)
         dist.barrier()
 
-    assert _unmatched(send, receive) == ["rank 0 sent torch.float32 [2] with tag 0, but rank 1 expects torch.float32 [3]"] * 2
+    assert (
+        _unmatched(send, receive)
+        == ["rank 0 sent torch.float32 [2] with tag 0, but rank 1 expects torch.float32 [3]"] * 2
+    )
 
 
 def test_a_rank_that_returns_early_is_named_by_those_who_wait_for_it() -> None:
@@ -295,7 +338,9 @@ def test_a_rank_that_keeps_its_turn_is_named_at_the_deadline() -> None:
             released.set()
 
     with pytest.raises(
-        GroupEndedError, match=r"waited 0\.2 s in all_reduce.* \[0.* have arrived; rank 1 has issued nothing; .*rank 1 of the"
+        GroupEndedError,
+        match=r"waited 0\.2 s in all_reduce.* \[0.* have arrived; rank 1 has issued nothing; "
+        r".*rank 1 of the",
     ):
         launch(be_rank, world_size=3, timeout=_SHORT)
 
@@ -323,7 +368,12 @@ def test_a_rank_that_never_ends_is_left_to_itself_and_named() -> None:
 def _form(size: int, timeout: timedelta = _LONG) -> list[InMemoryBackend]:
     store = dist.HashStore()
     backends = [InMemoryBackend() for _ in range(size)]
-    _together(lambda rank: backends[rank].initialize(rank=rank, world_size=size, store=store, timeout=timeout), size)
+    _together(
+        lambda rank: backends[rank].initialize(
+            rank=rank, world_size=size, store=store, timeout=timeout
+        ),
+        size,
+    )
     return backends
 
 
@@ -355,19 +405,32 @@ def test_an_abort_ends_a_waiting_rank_with_its_reason() -> None:
 def test_a_wait_ends_at_its_deadline_and_says_where_the_others_are() -> None:
     backends = _form(3, timeout=_SHORT)
     backends[1].all_reduce(torch.ones(4), async_op=True)
-    with pytest.raises(GroupEndedError, match=r"rank 0 waited 0\.2 s in .*: ranks \[0, 1\] have arrived; rank 2 has issued nothing"):
+    with pytest.raises(
+        GroupEndedError,
+        match=r"rank 0 waited 0\.2 s in .*: ranks \[0, 1\] have arrived; rank 2 has issued nothing",
+    ):
         backends[0].all_reduce(torch.ones(4))
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    with pytest.raises(DeadlineError, match=r"3 in-memory ranks took longer than connect_timeout=0\.2 s: ranks \[0, 2\] did not come"):
-        InMemoryBackend().initialize(rank=1, world_size=3, store=dist.HashStore(), connect_timeout=_SHORT)
+    with pytest.raises(
+        DeadlineError,
+        match=r"3 in-memory ranks took longer than connect_timeout=0\.2 s: ranks \[0, 2\] did not "
+        r"come",
+    ):
+        InMemoryBackend().initialize(
+            rank=1, world_size=3, store=dist.HashStore(), connect_timeout=_SHORT
+        )
 
 
 def test_a_rank_that_comes_from_another_process_is_refused() -> None:
     store = dist.HashStore()
     store.set("room", "1-0123")
-    with pytest.raises(ConfigurationError, match="process 1 uses this store as well; the ranks of an in-memory group are threads of one"):
+    with pytest.raises(
+        ConfigurationError,
+        match="process 1 uses this store as well; the ranks of an in-memory group are threads of "
+        "one",
+    ):
         InMemoryBackend().initialize(rank=0, world_size=1, store=store)
 
 

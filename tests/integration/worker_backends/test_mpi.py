@@ -1,4 +1,5 @@
-"""MPIBackend on four processes, started once by mpiexec (mpi_ranks.py), and what it says where there is no MPI."""
+"""MPIBackend on four processes, started once by mpiexec (mpi_ranks.py), and what it says where
+there is no MPI."""
 
 from __future__ import annotations
 
@@ -30,5 +31,8 @@ def test_on_mpi(outcomes: list[dict[str, str | None]], check: str) -> None:
 
 def test_without_mpi4py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    with pytest.raises(ConfigurationError, match=r"backend='mpi' needs mpi4py and an MPI library .*: pip install shoal-worker\[mpi\]"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"backend='mpi' needs mpi4py and an MPI library .*: pip install shoal-worker\[mpi\]",
+    ):
         backend_class("mpi")().initialize()

@@ -1,4 +1,5 @@
-"""Streams in shards, elastic: a worker is killed in the middle of its shards, or of an evaluation, and nothing of the result differs."""
+"""Streams in shards, elastic: a worker is killed in the middle of its shards, or of an evaluation,
+and nothing of the result differs."""
 
 import re
 import signal
@@ -21,20 +22,37 @@ def script(directory: Path, kind: str, pause: float, workers: int) -> Path:
     """Runs the example with its command line; the worker's program takes none."""
     example = Path(__file__).parents[3] / "examples" / "tar_shards.py"
     path = directory / f"{kind}.py"
-    arguments = ["tar_shards.py", "--shards", str(directory / "shards"), "--epochs", "2", "--pause", str(pause)]
+    arguments = [
+        "tar_shards.py",
+        "--shards",
+        str(directory / "shards"),
+        "--epochs",
+        "2",
+        "--pause",
+        str(pause),
+    ]
     arguments += ["--num-workers", str(workers)]
-    path.write_text(f"import runpy, sys\nsys.argv = {arguments!r}\nrunpy.run_path({str(example)!r}, run_name='__main__')\n")
+    path.write_text(
+        f"import runpy, sys\nsys.argv = {arguments!r}\nrunpy.run_path({str(example)!r}, "
+        "run_name='__main__')\n"
+    )
     return path
 
 
-def test_with_data_workers_a_worker_killed_within_its_shards_and_one_that_joins_change_nothing(zygote: Zygote, tmp_path: Path) -> None:
+def test_with_data_workers_a_worker_killed_within_its_shards_and_one_that_joins_change_nothing(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     (tmp_path / "alone").mkdir()
-    with cluster(zygote, tmp_path / "alone", max_workers=1, script=script(tmp_path, "alone", 0.0, 0)) as alone:
+    with cluster(
+        zygote, tmp_path / "alone", max_workers=1, script=script(tmp_path, "alone", 0.0, 0)
+    ) as alone:
         alone.start(0)
         alone.finish(0, may_end_well=True)
         expected = RESULTS.findall(alone.said())
     (tmp_path / "faulty").mkdir()
-    with cluster(zygote, tmp_path / "faulty", max_workers=3, script=script(tmp_path, "faulty", 0.1, 2)) as faulty:
+    with cluster(
+        zygote, tmp_path / "faulty", max_workers=3, script=script(tmp_path, "faulty", 0.1, 2)
+    ) as faulty:
         for index in range(3):
             faulty.start(index)
         faulty.wait_steps(6)
@@ -48,7 +66,9 @@ def test_with_data_workers_a_worker_killed_within_its_shards_and_one_that_joins_
     assert found == expected
     for run in ("alone", "faulty"):
         verdict = audit(tmp_path / run / "records")
-        assert [(e.expected, e.once, e.lost, e.repeated) for e in verdict.epochs] == [(ITEMS, ITEMS, 0, 0)] * 2
+        assert [(e.expected, e.once, e.lost, e.repeated) for e in verdict.epochs] == [
+            (ITEMS, ITEMS, 0, 0)
+        ] * 2
 
 
 EVALUATES = """
@@ -57,21 +77,29 @@ import shoal, torch
 
 shoal.init()
 model = shoal.as_distributed(torch.nn.Linear(1, 1))
-shards = shoal.ShardedStream(range(7), lambda shard: ([100.0 * shard + item] for item in range(3 * shard)))
+shards = shoal.ShardedStream(
+    range(7), lambda shard: ([100.0 * shard + item] for item in range(3 * shard))
+)
 loader = shoal.ElasticDataLoader(shards, global_batch_size=2, train=False, collate_fn=torch.tensor)
 
+
 def sums(model, batch):
-    pathlib.Path(FOLDER, f"{shoal.rank()} {os.environ['SHOAL_LOCAL_INDEX']} {batch[0].item()}").touch()
+    pathlib.Path(
+        FOLDER, f"{shoal.rank()} {os.environ['SHOAL_LOCAL_INDEX']} {batch[0].item()}"
+    ).touch()
     while shoal.world_size() == 3 and shoal.rank() == 1:
         time.sleep(0.01)  # it is killed in its first batch
     return {"sum": float(batch.sum()), "items": float(len(batch))}
+
 
 found = shoal.evaluate(model, loader, sums)
 print(f"sums {found['sum']:.0f} {found['items']:.0f}", flush=True)
 """
 
 
-def test_a_worker_killed_within_an_evaluation_of_shards_counts_no_item_twice_and_loses_none(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_worker_killed_within_an_evaluation_of_shards_counts_no_item_twice_and_loses_none(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     computed = tmp_path / "computed"
     computed.mkdir()
     path = tmp_path / "evaluates.py"
@@ -97,18 +125,26 @@ model = shoal.as_distributed(torch.nn.Linear(1, 1))
 shards = shoal.ShardedStream([1, 16, 1], lambda shard: ([1.0] for _ in range(shard)))
 loader = shoal.ElasticDataLoader(shards, global_batch_size=2, train=False, collate_fn=torch.tensor)
 
+
 def sums(model, batch):
     time.sleep(0.5)  # a shard takes longer than a collective may
     return {"items": float(len(batch))}
 
-print(f"found {shoal.evaluate(model, loader, sums)['items']:.0f} on {shoal.world_size()}", flush=True)
+
+print(
+    f"found {shoal.evaluate(model, loader, sums)['items']:.0f} on {shoal.world_size()}", flush=True
+)
 """
 
 
-def test_a_rank_with_a_long_shard_is_waited_for_though_that_takes_longer_than_a_collective_may(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_rank_with_a_long_shard_is_waited_for_though_that_takes_longer_than_a_collective_may(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     path = tmp_path / "uneven.py"
     path.write_text(UNEVEN)
-    with cluster(zygote, tmp_path, max_workers=3, script=path, SHOAL_COLLECTIVE_TIMEOUT_S="1.5") as workers:
+    with cluster(
+        zygote, tmp_path, max_workers=3, script=path, SHOAL_COLLECTIVE_TIMEOUT_S="1.5"
+    ) as workers:
         for index in range(3):
             workers.start(index)
         workers.finish(0, 1, 2, may_end_well=True)

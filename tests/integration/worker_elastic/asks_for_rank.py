@@ -1,4 +1,5 @@
-"""A script that asks at its top which rank it is, as scripts do that begin a log. Writes the answers as one JSON line in OUTPUT."""
+"""A script that asks at its top which rank it is, as scripts do that begin a log. Writes the
+answers as one JSON line in OUTPUT."""
 
 import json
 import os
@@ -13,7 +14,14 @@ torch.set_num_threads(1)
 shoal.init()
 output = Path(os.environ["OUTPUT"])
 group = shoal.process_group()
-at_top = [shoal.is_joining(), shoal.rank(), shoal.world_size(), dist.get_rank(group), dist.get_rank(), group.rank()]
+at_top = [
+    shoal.is_joining(),
+    shoal.rank(),
+    shoal.world_size(),
+    dist.get_rank(group),
+    dist.get_rank(),
+    group.rank(),
+]
 net = nn.Linear(2, 1)
 model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
 everyones = [None]
@@ -24,12 +32,17 @@ if shoal.is_joining():  # torch's own code finds a world of one
     assert shoal.broadcast("mine", from_rank=1) == "mine"
 else:
     assert shoal.broadcast(shoal.rank(), from_rank=1) == 1
-loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(32, 2)), global_batch_size=4)
+loader = shoal.ElasticDataLoader(
+    torch.utils.data.TensorDataset(torch.ones(32, 2)), global_batch_size=4
+)
 for _ in loader.epochs(2):
     for (x,) in loader:
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-told = {"at_top": at_top, "in_the_end": [shoal.is_joining(), shoal.rank(), shoal.world_size(), dist.get_rank(group)]}
+told = {
+    "at_top": at_top,
+    "in_the_end": [shoal.is_joining(), shoal.rank(), shoal.world_size(), dist.get_rank(group)],
+}
 shoal.shutdown()
 (output / f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(told))

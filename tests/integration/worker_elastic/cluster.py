@@ -1,4 +1,5 @@
-"""A coordinator and worker processes for tests: real processes, a real Valkey, killed with real signals."""
+"""A coordinator and worker processes for tests: real processes, a real Valkey, killed with real
+signals."""
 
 from __future__ import annotations
 
@@ -48,7 +49,9 @@ class Cluster:
         self._program = ("elastic", []) if script is None else ("script", [str(script)])
         self.workers: dict[int, Child] = {}
         self.members: dict[int, str] = {}
-        self.coordinator = Coordinator(zygote, directory, "--redis", f"embedded://{directory / 'valkey'}")
+        self.coordinator = Coordinator(
+            zygote, directory, "--redis", f"embedded://{directory / 'valkey'}"
+        )
         self._start_coordinator()
 
     def _start_coordinator(self) -> None:
@@ -77,12 +80,14 @@ class Cluster:
             "OUTPUT": str(self.output),
         }
         variables = {**settings, **self._environment, **environment}
-        self.workers[index] = self._zygote.start(*self._program, output=self.output / f"{index}.log", **variables)
+        self.workers[index] = self._zygote.start(
+            *self._program, output=self.output / f"{index}.log", **variables
+        )
 
     @contextmanager
     def held(self, *, before: int | None = None) -> Iterator[None]:
-        """While open, steps are slow, or the run stands `before` that step (the first is 0): what is waited for in the block happens before
-        the run's end, or before that step."""
+        """While open, steps are slow, or the run stands `before` that step (the first is 0): what
+        is waited for in the block happens before the run's end, or before that step."""
         hold = self.output / "hold"
         hold.write_text("" if before is None else str(before))
         yield
@@ -101,7 +106,10 @@ class Cluster:
     def wait_ranked(self, index: int) -> None:
         """Waits until worker `index` has a rank and has committed a step with it."""
         member = self.members[index]
-        eventually(lambda: any(m.member_id == member and m.progress.step > 0 for m in self.job().members), f"worker {index} in the run")
+        eventually(
+            lambda: any(m.member_id == member and m.progress.step > 0 for m in self.job().members),
+            f"worker {index} in the run",
+        )
 
     def said(self) -> str:
         """All that the workers wrote."""
@@ -116,14 +124,21 @@ class Cluster:
         self.client.close()
         self._start_coordinator()
 
-    def finish(self, *expected_to_end_well: int, may_end_well: bool = False) -> list[dict[str, Any]]:
-        """Waits for all workers, and returns what those that are expected to end well say. `may_end_well`: so may others (drained ones)."""
+    def finish(
+        self, *expected_to_end_well: int, may_end_well: bool = False
+    ) -> list[dict[str, Any]]:
+        """Waits for all workers, and returns what those that are expected to end well say.
+        `may_end_well`: so may others (drained ones)."""
         for index, worker in self.workers.items():
             code = worker.wait()
             well = index in expected_to_end_well
-            assert (code == 0) == well or (code == 0 and may_end_well), f"worker {index} ended with {code}; it said: {worker.said()}"
+            assert (code == 0) == well or (code == 0 and may_end_well), (
+                f"worker {index} ended with {code}; it said: {worker.said()}"
+            )
         outputs = [self.output / f"{self.members[i]}.json" for i in expected_to_end_well]
-        return [json.loads(path.read_text()) for path in outputs if path.exists() or not may_end_well]
+        return [
+            json.loads(path.read_text()) for path in outputs if path.exists() or not may_end_well
+        ]
 
     def close(self) -> None:
         self.client.close()

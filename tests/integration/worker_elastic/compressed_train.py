@@ -1,4 +1,5 @@
-"""Trains with compressed gradients, which leave something behind in every step; says what it ends with as one JSON line in OUTPUT."""
+"""Trains with compressed gradients, which leave something behind in every step; says what it ends
+with as one JSON line in OUTPUT."""
 
 import hashlib
 import json
@@ -18,11 +19,16 @@ def main() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 2))
     model, optimizer = shoal.as_distributed(
-        net, torch.optim.SGD(net.parameters(), 0.05), strategy=os.environ["STRATEGY"], gradient_compression=os.environ["COMPRESSION"]
+        net,
+        torch.optim.SGD(net.parameters(), 0.05),
+        strategy=os.environ["STRATEGY"],
+        gradient_compression=os.environ["COMPRESSION"],
     )
     x = torch.randn(240, 10, generator=torch.Generator().manual_seed(1))
     dataset = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
-    loader = shoal.ElasticDataLoader(dataset, global_batch_size=24, micro_batch_size=6 if micro else None)
+    loader = shoal.ElasticDataLoader(
+        dataset, global_batch_size=24, micro_batch_size=6 if micro else None
+    )
     lost = 0
     for _ in loader.epochs(2):
         for step in loader.steps() if micro else ([batch] for batch in loader):
@@ -37,7 +43,9 @@ def main() -> None:
         "generation": shoal.generation(),
         "digest": hashlib.sha256(b"".join(t.numpy().tobytes() for t in state.values())).hexdigest(),
     }
-    Path(os.environ["OUTPUT"], f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(result))
+    Path(os.environ["OUTPUT"], f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(
+        json.dumps(result)
+    )
 
 
 main()

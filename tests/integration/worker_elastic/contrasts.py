@@ -1,4 +1,5 @@
-"""A script whose loss compares the samples of all ranks. Says what it has trained as one JSON file in OUTPUT."""
+"""A script whose loss compares the samples of all ranks. Says what it has trained as one JSON file
+in OUTPUT."""
 
 import json
 import os
@@ -12,9 +13,15 @@ torch.set_num_threads(1)
 shoal.init()
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 4)).double()
-model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.5), strategy=os.environ["STRATEGY"])
+model, optimizer = shoal.as_distributed(
+    net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.5), strategy=os.environ["STRATEGY"]
+)
 samples = torch.randn(72, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(samples, torch.arange(72) % 3), global_batch_size=8, shuffle=False)
+loader = shoal.ElasticDataLoader(
+    torch.utils.data.TensorDataset(samples, torch.arange(72) % 3),
+    global_batch_size=8,
+    shuffle=False,
+)
 for _ in loader.epochs(2):
     for x, kinds in loader:
         features = shoal.whole_batch(nn.functional.normalize(model(x), dim=1))

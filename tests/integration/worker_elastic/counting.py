@@ -1,4 +1,5 @@
-"""A script that evaluates every few steps, and counts them as COUNT says. Says what it ends with as one JSON line in OUTPUT."""
+"""A script that evaluates every few steps, and counts them as COUNT says. Says what it ends with as
+one JSON line in OUTPUT."""
 
 import hashlib
 import json
@@ -50,7 +51,9 @@ for _ in loader.epochs(2):
         if count_by == "every_steps":
             told = shoal.evaluate(model, validation, correct, every_steps=EVERY)
             shoal.save_checkpoint(os.environ["CHECKPOINTS"], keep=99, every_steps=EVERY)
-        elif (count_by == "enumerate" and i % EVERY == 0) or (count_by == "own count" and committed % EVERY == 0):
+        elif (count_by == "enumerate" and i % EVERY == 0) or (
+            count_by == "own count" and committed % EVERY == 0
+        ):
             told = shoal.evaluate(model, validation, correct)
         elif count_by == "plain save, enumerate" and i % EVERY == 0:
             shoal.save_checkpoint(os.environ["CHECKPOINTS"])

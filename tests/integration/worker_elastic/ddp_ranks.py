@@ -1,5 +1,5 @@
-"""One rank that runs all cases (ddp_cases/), one job each on the coordinator of SHOAL_COORDINATOR. What became of each goes to OUTPUT as
-JSON; see test_ddp_parity.py."""
+"""One rank that runs all cases (ddp_cases/), one job each on the coordinator of SHOAL_COORDINATOR.
+What became of each goes to OUTPUT as JSON; see test_ddp_parity.py."""
 
 from __future__ import annotations
 
@@ -15,8 +15,16 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.elastic.worker_process import current_session, open_session, set_session
 from shoal_worker.settings import WorkerSettings
 
-from tests.integration.worker_elastic.ddp_cases import computing, gradients, optimizing, outputs  # noqa: F401 - they name their cases
-from tests.integration.worker_elastic.ddp_cases.case import CASES, TOLERANCE, WORLD, Alone, Ranks, State
+# they name their cases
+from tests.integration.worker_elastic.ddp_cases import computing, gradients, optimizing, outputs  # noqa: F401
+from tests.integration.worker_elastic.ddp_cases.case import (
+    CASES,
+    TOLERANCE,
+    WORLD,
+    Alone,
+    Ranks,
+    State,
+)
 
 __all__ = ["CASES", "WORLD"]
 
@@ -30,9 +38,15 @@ def difference(expected: State, got: State) -> str:
         if name not in got or name not in expected:
             wrong.append(f"{name} is missing")
         elif expected[name].shape != got[name].shape:
-            wrong.append(f"{name} has shape {tuple(got[name].shape)} instead of {tuple(expected[name].shape)}")
+            wrong.append(
+                f"{name} has shape {tuple(got[name].shape)} instead of "
+                f"{tuple(expected[name].shape)}"
+            )
         elif not torch.allclose(expected[name], got[name], rtol=0, atol=tolerance):
-            wrong.append(f"{name} is off by {float((expected[name].double() - got[name].double()).abs().max()):.2g}")
+            wrong.append(
+                f"{name} is off by "
+                f"{float((expected[name].double() - got[name].double()).abs().max()):.2g}"
+            )
     return "; ".join(wrong)
 
 
@@ -56,18 +70,29 @@ def outcome(name: str) -> str:
 def main() -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
-    warnings.filterwarnings("ignore", "The epoch parameter in `scheduler.step\\(\\)` was not necessary")  # SequentialLR's own use
+    # SequentialLR's own use
+    warnings.filterwarnings(
+        "ignore", "The epoch parameter in `scheduler.step\\(\\)` was not necessary"
+    )
     warnings.filterwarnings("ignore", "Lazy modules are a new feature")
     torch.set_default_dtype(torch.float64)
     if os.environ["SHOAL_LOCAL_INDEX"] == "0":
         with CoordinatorClient(ChannelSettings(address=os.environ["SHOAL_COORDINATOR"])) as client:
             for number in range(len(CASES)):
                 client.create_job(
-                    pb.JobSpec(job_id=f"job-{number}", min_workers=1, max_workers=WORLD, join_grace_ms=120_000, lease_ms=15_000)
+                    pb.JobSpec(
+                        job_id=f"job-{number}",
+                        min_workers=1,
+                        max_workers=WORLD,
+                        join_grace_ms=120_000,
+                        lease_ms=15_000,
+                    )
                 )
     wanted = os.environ.get("CASES", "")
     outcomes = {name: outcome(name) for name in CASES if wanted in name}
-    Path(os.environ["OUTPUT"], f"{os.environ['SHOAL_LOCAL_INDEX']}.json").write_text(json.dumps(outcomes))
+    Path(os.environ["OUTPUT"], f"{os.environ['SHOAL_LOCAL_INDEX']}.json").write_text(
+        json.dumps(outcomes)
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A script with a common mistake: what all ranks do together is done by rank 0 alone. With IN_STEP all do it, in the middle of a step."""
+"""A script with a common mistake: what all ranks do together is done by rank 0 alone. With IN_STEP
+all do it, in the middle of a step."""
 
 import os
 
@@ -12,7 +13,9 @@ torch.set_num_threads(1)
 in_step = "IN_STEP" in os.environ
 shoal.init()
 net = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 2))
-model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=os.environ["STRATEGY"])
+model, optimizer = shoal.as_distributed(
+    net, torch.optim.SGD(net.parameters(), 0.1), strategy=os.environ["STRATEGY"]
+)
 data = torch.utils.data.TensorDataset(torch.randn(32, 10), torch.arange(32) % 2)
 validation = shoal.ElasticDataLoader(data, global_batch_size=8, train=False)
 for x, y in shoal.ElasticDataLoader(data, global_batch_size=8):

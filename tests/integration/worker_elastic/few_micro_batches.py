@@ -1,4 +1,5 @@
-"""Trains with fewer micro-batches in a step than ranks, from the first step on. Run on three ranks, with STRATEGY."""
+"""Trains with fewer micro-batches in a step than ranks, from the first step on. Run on three ranks,
+with STRATEGY."""
 
 import os
 
@@ -11,10 +12,16 @@ def main() -> None:
     torch.set_num_threads(1)
     shoal.init()
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(8, 40), nn.Sequential(*[nn.Linear(40, 40) for _ in range(3)]), nn.Linear(40, 2))
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-2, momentum=0.9), strategy=os.environ["STRATEGY"])
+    net = nn.Sequential(
+        nn.Linear(8, 40), nn.Sequential(*[nn.Linear(40, 40) for _ in range(3)]), nn.Linear(40, 2)
+    )
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 1e-2, momentum=0.9), strategy=os.environ["STRATEGY"]
+    )
     x = torch.randn(64, 8, generator=torch.Generator().manual_seed(1))
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x), global_batch_size=16, micro_batch_size=8)
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(x), global_batch_size=16, micro_batch_size=8
+    )
     for _ in loader.epochs(1):
         for step in loader.steps():
             for (inputs,) in step:

@@ -1,4 +1,5 @@
-"""A whole fit in one call, on ranks that may die. Says what came of it as one JSON file in OUTPUT; with STRATEGY."""
+"""A whole fit in one call, on ranks that may die. Says what came of it as one JSON file in OUTPUT;
+with STRATEGY."""
 
 import json
 import os
@@ -16,9 +17,13 @@ def fit(strategy: str) -> dict[str, Any]:
     shoal.init()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.1), nn.Tanh(), nn.Linear(16, 1))
-    model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-2), strategy=strategy, deterministic=True)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.AdamW(net.parameters(), 1e-2), strategy=strategy, deterministic=True
+    )
     changes: list[list[int]] = []
-    optimizer.on_membership_change(lambda before, after: changes.append([before.world_size, after.world_size]))
+    optimizer.on_membership_change(
+        lambda before, after: changes.append([before.world_size, after.world_size])
+    )
     x = torch.randn(96, 6, generator=torch.Generator().manual_seed(1))
     data = shoal.OptimizationInputData(
         training=(x[:80], x[:80].sum(1, keepdim=True)),
@@ -36,4 +41,6 @@ def fit(strategy: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    Path(os.environ["OUTPUT"], f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(fit(os.environ["STRATEGY"])))
+    Path(os.environ["OUTPUT"], f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(
+        json.dumps(fit(os.environ["STRATEGY"]))
+    )

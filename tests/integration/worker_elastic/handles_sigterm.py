@@ -21,7 +21,9 @@ if when == "after":
     signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
 net = nn.Linear(2, 1)
 model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
-loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(32, 2)), global_batch_size=4)
+loader = shoal.ElasticDataLoader(
+    torch.utils.data.TensorDataset(torch.ones(32, 2)), global_batch_size=4
+)
 last = 10 if when == "after" else 10**9
 for _ in loader.epochs(10**6):
     for (x,) in loader:

@@ -1,5 +1,6 @@
-"""Scripts with a common mistake: rank 1 leaves out what the other rank does in its third step. MISTAKE says what: "step", optimizer.step()
-in a loop without a loader of Shoal's; "second", the optimizer of the second of two models."""
+"""Scripts with a common mistake: rank 1 leaves out what the other rank does in its third step.
+MISTAKE says what: "step", optimizer.step() in a loop without a loader of Shoal's; "second", the
+optimizer of the second of two models."""
 
 import os
 
@@ -11,7 +12,8 @@ torch.set_num_threads(1)
 shoal.init()
 torch.manual_seed(0)
 mistake, strategy = os.environ["MISTAKE"], os.environ["STRATEGY"]
-options = {"minimum_parameter_group_size": 1} if strategy == "tensor" else {}  # small layers are not cut
+# small layers are not cut
+options = {"minimum_parameter_group_size": 1} if strategy == "tensor" else {}
 
 
 def network() -> nn.Module:
@@ -21,7 +23,9 @@ def network() -> nn.Module:
 x, y = torch.randn(64, 10), torch.arange(64) % 2
 if mistake == "step":
     net = network()
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, **options)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, **options
+    )
     for number in range(8):
         nn.functional.cross_entropy(model(x), y).backward()
         if number != 2 or shoal.rank() == 0:

@@ -1,4 +1,5 @@
-"""One rank of a run with local_sgd. RECIPES names them, one job each on the coordinator of SHOAL_COORDINATOR; the results go to OUTPUT."""
+"""One rank of a run with local_sgd. RECIPES names them, one job each on the coordinator of
+SHOAL_COORDINATOR; the results go to OUTPUT."""
 
 from __future__ import annotations
 
@@ -34,7 +35,15 @@ def main() -> None:
         with CoordinatorClient(ChannelSettings(address=os.environ["SHOAL_COORDINATOR"])) as client:
             for name in names if len(names) > 1 else ():
                 world = int(os.environ["WORLD"])
-                client.create_job(pb.JobSpec(job_id=name, min_workers=1, max_workers=world, join_grace_ms=120_000, lease_ms=15_000))
+                client.create_job(
+                    pb.JobSpec(
+                        job_id=name,
+                        min_workers=1,
+                        max_workers=world,
+                        join_grace_ms=120_000,
+                        lease_ms=15_000,
+                    )
+                )
     results = {}
     for name in names:
         open_session(WorkerSettings(job_id=name) if len(names) > 1 else None)
@@ -52,7 +61,8 @@ def _count_bytes() -> None:
         _sent.append(tensor.nbytes)
         return plain(self, tensor)
 
-    Group.all_reduce_async = counted  # type: ignore[method-assign]  # nothing public lies between a strategy and its backend
+    # nothing public lies between a strategy and its backend
+    Group.all_reduce_async = counted  # type: ignore[method-assign]
 
 
 def error(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, float]:
@@ -63,11 +73,15 @@ def error(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, float]:
 def train(recipe: Recipe) -> dict[str, Any]:
     hold = Path(os.environ["OUTPUT"], "hold")
     net = recipe.net()
-    model, optimizer = shoal.as_distributed(net, recipe.optimizer(net), strategy="local_sgd", **recipe.options)
+    model, optimizer = shoal.as_distributed(
+        net, recipe.optimizer(net), strategy="local_sgd", **recipe.options
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     shoal.register_state(schedule=schedule)
     dataset = torch.utils.data.TensorDataset(*recipe.data())
-    loader = shoal.ElasticDataLoader(dataset, global_batch_size=recipe.batch, micro_batch_size=recipe.micro, shuffle=False)
+    loader = shoal.ElasticDataLoader(
+        dataset, global_batch_size=recipe.batch, micro_batch_size=recipe.micro, shuffle=False
+    )
     validation = shoal.ElasticDataLoader(dataset, global_batch_size=10, train=False)
     _sent.clear()
     lost, bytes_by_step, evaluations = 0, [], []
@@ -87,7 +101,14 @@ def train(recipe: Recipe) -> dict[str, Any]:
                 if loader.global_step == CHECKPOINT_AT:
                     shoal.save_checkpoint(Path(os.environ["OUTPUT"], "checkpoints"))
                     model.save_model(Path(os.environ["OUTPUT"], "model"))
-                evaluations.append([told["error"], told["samples"], model.steps_in_round, float(whole["0.weight"].sum())])
+                evaluations.append(
+                    [
+                        told["error"],
+                        told["samples"],
+                        model.steps_in_round,
+                        float(whole["0.weight"].sum()),
+                    ]
+                )
     return {
         "state": {name: value.tolist() for name, value in model.full_state_dict().items()},
         "lost": lost,

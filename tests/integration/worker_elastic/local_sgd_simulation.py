@@ -1,4 +1,5 @@
-"""What local SGD means, without any of Shoal: some replicas in one process, their updates, and the weighted mean of each round."""
+"""What local SGD means, without any of Shoal: some replicas in one process, their updates, and the
+weighted mean of each round."""
 
 from __future__ import annotations
 
@@ -30,13 +31,21 @@ class Recipe:
 
     @property
     def options(self) -> dict[str, float | bool]:
-        names = ("sync_every", "average_optimizer_state", "outer_learning_rate", "outer_momentum", "outer_nesterov")
+        names = (
+            "sync_every",
+            "average_optimizer_state",
+            "outer_learning_rate",
+            "outer_momentum",
+            "outer_nesterov",
+        )
         return {name: getattr(self, name) for name in names}
 
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(7)
         shape = self.samples, 4
-        return torch.randn(shape, generator=generator, dtype=torch.float64), torch.randn(shape, generator=generator, dtype=torch.float64)
+        return torch.randn(shape, generator=generator, dtype=torch.float64), torch.randn(
+            shape, generator=generator, dtype=torch.float64
+        )
 
 
 def linear() -> nn.Module:
@@ -46,7 +55,9 @@ def linear() -> nn.Module:
 
 def normalized() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)).double()
+    return nn.Sequential(
+        nn.Linear(4, 5, bias=False), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4)
+    ).double()
 
 
 def sgd(net: nn.Module) -> torch.optim.Optimizer:
@@ -68,8 +79,17 @@ RECIPES = {
     "long": Recipe(net=linear, optimizer=momentum, sync_every=3, epochs=6),
     "statistics": Recipe(net=normalized, optimizer=adamw, sync_every=2, samples=48, batch=12),
     "micro_batches": Recipe(net=linear, optimizer=adamw, sync_every=2, micro=3, batch=8),
-    "averaged_state": Recipe(net=linear, optimizer=adamw, sync_every=2, average_optimizer_state=True),
-    "outer_momentum": Recipe(net=linear, optimizer=sgd, sync_every=2, outer_momentum=0.8, outer_learning_rate=0.7, outer_nesterov=True),
+    "averaged_state": Recipe(
+        net=linear, optimizer=adamw, sync_every=2, average_optimizer_state=True
+    ),
+    "outer_momentum": Recipe(
+        net=linear,
+        optimizer=sgd,
+        sync_every=2,
+        outer_momentum=0.8,
+        outer_learning_rate=0.7,
+        outer_nesterov=True,
+    ),
     "slow_momentum": Recipe(net=linear, optimizer=momentum, sync_every=3, outer_momentum=0.5),
 }
 
@@ -87,8 +107,11 @@ def whole_batches(recipe: Recipe) -> State:
     return net.state_dict()
 
 
-def simulate(recipe: Recipe, world: int, *, then: tuple[int, int] | None = None, steps: int | None = None) -> State:
-    """`then` = (step, ranks): from the round that begins with this step on there are so many. `steps`: the mean after so many."""
+def simulate(
+    recipe: Recipe, world: int, *, then: tuple[int, int] | None = None, steps: int | None = None
+) -> State:
+    """`then` = (step, ranks): from the round that begins with this step on there are so many.
+    `steps`: the mean after so many."""
     replicas = [recipe.net() for _ in range(world)]
     optimizers = [recipe.optimizer(net) for net in replicas]
     x, y = recipe.data()
@@ -129,7 +152,11 @@ def _deal(batch: torch.Tensor, ranks: int, micro: int | None) -> list[list[torch
     return dealt
 
 
-def _step(net: nn.Module, optimizer: torch.optim.Optimizer, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def _step(
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    parts: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> None:
     total = sum(len(xs) for xs, _ in parts)
     if total == 0:
         return
@@ -143,7 +170,10 @@ def _mean(states: Sequence[State], weights: Sequence[float]) -> State:
     total = sum(weights)
     mean = {}
     for name, like in states[0].items():
-        value = sum(state[name].double() * weight / total for state, weight in zip(states, weights, strict=True))
+        value = sum(
+            state[name].double() * weight / total
+            for state, weight in zip(states, weights, strict=True)
+        )
         assert isinstance(value, torch.Tensor)
         mean[name] = value if like.is_floating_point() else value.round().to(like.dtype)
     return mean
@@ -155,14 +185,18 @@ def _move(before: State, mean: State, outer: State, recipe: Recipe) -> None:
     for name in mean:
         delta = before[name] - mean[name]
         outer[name] = recipe.outer_momentum * outer.get(name, torch.zeros_like(delta)) + delta
-        moved = delta + recipe.outer_momentum * outer[name] if recipe.outer_nesterov else outer[name]
+        moved = (
+            delta + recipe.outer_momentum * outer[name] if recipe.outer_nesterov else outer[name]
+        )
         mean[name] = before[name] - recipe.outer_learning_rate * moved
 
 
 def _average_states(optimizers: Sequence[torch.optim.Optimizer]) -> None:
     for group in zip(*(optimizer.param_groups for optimizer in optimizers), strict=True):
         for parameters in zip(*(own["params"] for own in group), strict=True):
-            states = [optimizer.state[p] for optimizer, p in zip(optimizers, parameters, strict=True)]
+            states = [
+                optimizer.state[p] for optimizer, p in zip(optimizers, parameters, strict=True)
+            ]
             for key in states[0]:
                 mean = torch.stack([state[key] for state in states]).mean(0)
                 for state in states:

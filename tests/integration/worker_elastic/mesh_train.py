@@ -1,5 +1,5 @@
-"""A training script for tensor, pipeline and hybrid: STRATEGY with OPTIONS (JSON), perhaps in micro-batches of MICRO samples; says what it
-ends with as one JSON line in OUTPUT."""
+"""A training script for tensor, pipeline and hybrid: STRATEGY with OPTIONS (JSON), perhaps in
+micro-batches of MICRO samples; says what it ends with as one JSON line in OUTPUT."""
 
 import json
 import logging
@@ -25,10 +25,14 @@ def train(
     """One rank's part; what it ends with."""
     net = models.make()
     optimizer = models.OPTIMIZERS["adamw"](net.parameters())
-    model, optimizer = shoal.as_distributed(net, optimizer, strategy=strategy, minimum_parameter_group_size=64, **options)
+    model, optimizer = shoal.as_distributed(
+        net, optimizer, strategy=strategy, minimum_parameter_group_size=64, **options
+    )
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
     shoal.register_state(scheduler=scheduler)
-    loader = shoal.ElasticDataLoader(models.data(), global_batch_size=models.BATCH, micro_batch_size=micro)
+    loader = shoal.ElasticDataLoader(
+        models.data(), global_batch_size=models.BATCH, micro_batch_size=micro
+    )
     validation = shoal.ElasticDataLoader(models.data(), global_batch_size=5, train=False)
     if checkpoints is not None:
         shoal.resume(checkpoints)
@@ -44,7 +48,13 @@ def train(
             lost += not optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        evaluations.append(shoal.evaluate(model, validation, lambda m, batch: {"samples": len(batch[0]), "sum": m(batch[0]).sum()}))
+        evaluations.append(
+            shoal.evaluate(
+                model,
+                validation,
+                lambda m, batch: {"samples": len(batch[0]), "sum": m(batch[0]).sum()},
+            )
+        )
         if checkpoints is not None:
             shoal.save_checkpoint(checkpoints, keep=2)
     return {
@@ -54,8 +64,12 @@ def train(
         "lost": lost,
         "lr": scheduler.get_last_lr(),
         "evaluation": evaluations[-1],
-        "parameters": torch.cat([value.flatten() for value in model.full_state_dict().values()]).tolist(),
-        "moments": [float(own["exp_avg"].abs().sum()) for own in optimizer.state_dict()["state"].values()],
+        "parameters": torch.cat(
+            [value.flatten() for value in model.full_state_dict().values()]
+        ).tolist(),
+        "moments": [
+            float(own["exp_avg"].abs().sum()) for own in optimizer.state_dict()["state"].values()
+        ],
     }
 
 
@@ -66,7 +80,14 @@ def main() -> None:
     shoal.init()
     options, epochs = json.loads(os.environ["OPTIONS"]), int(os.environ["EPOCHS"])
     micro = int(os.environ["MICRO"]) if "MICRO" in os.environ else None
-    result = train(os.environ["STRATEGY"], options, epochs, output / "hold", os.environ.get("CHECKPOINTS"), micro)
+    result = train(
+        os.environ["STRATEGY"],
+        options,
+        epochs,
+        output / "hold",
+        os.environ.get("CHECKPOINTS"),
+        micro,
+    )
     (output / f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(result))
 
 

@@ -10,11 +10,12 @@ from tests.zygote.children import PATIENCE_S
 
 
 def pace(hold: Path, step: int, steps: int) -> None:
-    """Before each of `steps` steps of a run: steps are slow while `hold` exists, and slower towards the run's end, so that what the test
-    waits for happens before that also on a busy machine. They must go on: members come and go between them.
+    """Before each of `steps` steps of a run: steps are slow while `hold` exists, and slower towards
+    the run's end, so that what the test waits for happens before that also on a busy machine. They
+    must go on: members come and go between them.
 
-    Where `hold` has a number in it, the run stands before the step of that number, and other steps are as quick as ever: for tests in
-    which no member comes or goes meanwhile.
+    Where `hold` has a number in it, the run stands before the step of that number, and other steps
+    are as quick as ever: for tests in which no member comes or goes meanwhile.
     """
     stands_at = _number_in(hold)
     if stands_at is None:

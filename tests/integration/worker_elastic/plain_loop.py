@@ -1,5 +1,5 @@
-"""A script with torch's own loader, whose lost batches are dropped, and with a count of the committed steps. Says what it ends with as one
-JSON line in OUTPUT."""
+"""A script with torch's own loader, whose lost batches are dropped, and with a count of the
+committed steps. Says what it ends with as one JSON line in OUTPUT."""
 
 import hashlib
 import json
@@ -19,7 +19,10 @@ shoal.init()
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 2))
 model, optimizer = shoal.as_distributed(
-    net, torch.optim.AdamW(net.parameters(), 1e-2), strategy=os.environ["STRATEGY"], consistency_check_every=0
+    net,
+    torch.optim.AdamW(net.parameters(), 1e-2),
+    strategy=os.environ["STRATEGY"],
+    consistency_check_every=0,
 )
 x = torch.randn(40, 10, generator=torch.Generator().manual_seed(1))
 dataset = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())

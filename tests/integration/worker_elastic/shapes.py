@@ -1,7 +1,9 @@
-"""One rank of a run in one of the shapes that users give their loops; says what it ended with as one JSON line in OUTPUT.
+"""One rank of a run in one of the shapes that users give their loops; says what it ended with as
+one JSON line in OUTPUT.
 
-SHAPE names what is in the loop beside a step, STRATEGY the strategy. DIE="place:step" kills this process when its script comes to
-that place of that step. Failpoints (SHOAL_FAILPOINTS) reach the places that no script sees."""
+SHAPE names what is in the loop beside a step, STRATEGY the strategy. DIE="place:step" kills this
+process when its script comes to that place of that step. Failpoints (SHOAL_FAILPOINTS) reach the
+places that no script sees."""
 
 import hashlib
 import json
@@ -49,7 +51,9 @@ def correct(model: nn.Module, batch: list[torch.Tensor]) -> dict[str, float]:
 
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
-    return hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in tensors.values())).hexdigest()
+    return hashlib.sha256(
+        b"".join(t.detach().numpy().tobytes() for t in tensors.values())
+    ).hexdigest()
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -59,12 +63,17 @@ def main(arguments: Sequence[str]) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 2))
     plain = torch.optim.AdamW(net.parameters(), 1e-2)
-    options: dict[str, Any] = {"sync_every": 2} if strategy == "local_sgd" else {"deterministic": True}
+    options: dict[str, Any] = (
+        {"sync_every": 2} if strategy == "local_sgd" else {"deterministic": True}
+    )
     model, optimizer = shoal.as_distributed(net, plain, strategy=strategy, **options)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # nobody registers it
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)  # nor this
     average = Average(model) if shape == "ema" else None
-    averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if shape == "averaged" else None  # nor this
+    # nor this
+    averaged = (
+        AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if shape == "averaged" else None
+    )
     x = torch.randn(BATCH * STEPS, 10, generator=torch.Generator().manual_seed(1))
     dataset = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
     loader = shoal.ElasticDataLoader(dataset, global_batch_size=BATCH, micro_batch_size=MICRO)
@@ -87,7 +96,9 @@ def main(arguments: Sequence[str]) -> None:
         if shape == "asks" and number == 5 and not told:  # all are told before any closes the step
             told.append(True)
             if os.environ["SHOAL_LOCAL_INDEX"] == "0":
-                with CoordinatorClient(ChannelSettings(address=os.environ["SHOAL_COORDINATOR"])) as client:
+                with CoordinatorClient(
+                    ChannelSettings(address=os.environ["SHOAL_COORDINATOR"])
+                ) as client:
                     client.stop_job(os.environ["SHOAL_JOB_ID"], reason="a script asked")
             membership = current_session().membership
             eventually(lambda: membership is not None and membership.link.stopped, "the stop")
@@ -134,7 +145,8 @@ def main(arguments: Sequence[str]) -> None:
     if shape == "left":
         group = current_session().group
         eventually(lambda: group is not None and group.broken is not None, "a peer's end")
-    if shape == "break" and strategy == "ddp":  # what a script does without another word to its peers
+    if shape == "break" and strategy == "ddp":
+        # what a script does without another word to its peers
         state = {name: p.detach().clone() for name, p in model.named_parameters()}
     else:
         state = model.gather_full_parameters()
@@ -147,7 +159,11 @@ def main(arguments: Sequence[str]) -> None:
         "outcomes": outcomes,
         "count": count,
         "digest": digest(state),
-        "average": digest(average.values) if average is not None else digest(averaged.state_dict()) if averaged is not None else "",
+        "average": digest(average.values)
+        if average is not None
+        else digest(averaged.state_dict())
+        if averaged is not None
+        else "",
         "lr": optimizer.param_groups[0]["lr"],
         "scale": scaler.get_scale(),
         "evaluations": evaluations,

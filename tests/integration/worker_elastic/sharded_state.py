@@ -1,4 +1,5 @@
-"""Takes the whole state of a sharded model and optimizer apart from training, and puts it back. Run on several ranks, with STRATEGY."""
+"""Takes the whole state of a sharded model and optimizer apart from training, and puts it back. Run
+on several ranks, with STRATEGY."""
 
 import os
 
@@ -14,10 +15,17 @@ def main() -> None:
     shoal.init()
     torch.manual_seed(0)
     with torch.device("cpu" if shoal.rank() == 0 else "meta"):
-        net = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Linear(32, 32), nn.Linear(32, 2))
-    first, others = list(net[0].parameters()), [p for layer in list(net)[1:] for p in layer.parameters()]
+        net = nn.Sequential(
+            nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Linear(32, 32), nn.Linear(32, 2)
+        )
+    first, others = (
+        list(net[0].parameters()),
+        [p for layer in list(net)[1:] for p in layer.parameters()],
+    )
     groups = [{"params": first, "lr": 1e-3}, {"params": others}]
-    model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(groups, 1e-2), strategy=os.environ["STRATEGY"])
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.AdamW(groups, 1e-2), strategy=os.environ["STRATEGY"]
+    )
     x = torch.randn(96, 10, generator=torch.Generator().manual_seed(1))
     dataset = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
     loader = shoal.ElasticDataLoader(dataset, global_batch_size=48)
@@ -40,9 +48,13 @@ def main() -> None:
     for index, values in state["state"].items():
         assert all(value.equal(again["state"][index][key]) for key, value in values.items())
 
-    plain = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Linear(32, 32), nn.Linear(32, 2))
+    plain = nn.Sequential(
+        nn.Linear(10, 32), nn.BatchNorm1d(32), nn.Linear(32, 32), nn.Linear(32, 2)
+    )
     plain.load_state_dict(whole)
-    torch.optim.AdamW([{"params": list(plain[0].parameters())}, {"params": list(plain[1:].parameters())}]).load_state_dict(state)
+    torch.optim.AdamW(
+        [{"params": list(plain[0].parameters())}, {"params": list(plain[1:].parameters())}]
+    ).load_state_dict(state)
     model.save_model(os.environ["OUTPUT"] + "/model.safetensors")
     model.load_model(os.environ["OUTPUT"] + "/model.safetensors")
 

@@ -1,4 +1,5 @@
-"""A script whose ranks tell each other something behind every step. Says what it was told as one JSON file in OUTPUT."""
+"""A script whose ranks tell each other something behind every step. Says what it was told as one
+JSON file in OUTPUT."""
 
 import json
 import os
@@ -13,7 +14,9 @@ shoal.init()
 torch.manual_seed(0)
 net = nn.Linear(3, 1)
 model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-3))
-loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(72, 3)), global_batch_size=6)
+loader = shoal.ElasticDataLoader(
+    torch.utils.data.TensorDataset(torch.ones(72, 3)), global_batch_size=6
+)
 told = {}
 for _ in loader.epochs(1):
     for (x,) in loader:
@@ -29,4 +32,6 @@ for _ in loader.epochs(1):
         shoal.barrier()
         told[step] = [total["ranks"], total["steps"].tolist(), everyones, named]
         shoal.print_once("behind step", step)
-Path(os.environ["OUTPUT"], f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps({"told": told}))
+Path(os.environ["OUTPUT"], f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(
+    json.dumps({"told": told})
+)

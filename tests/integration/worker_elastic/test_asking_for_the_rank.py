@@ -1,4 +1,5 @@
-"""Who does what one rank, or one process of a machine, does for all: never a process that replays its script, nor one too many."""
+"""Who does what one rank, or one process of a machine, does for all: never a process that replays
+its script, nor one too many."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ from tests.zygote.children import Zygote
 SCRIPT = Path(__file__).parent / "asks_for_rank.py"
 
 
-def test_a_joiner_that_replays_its_script_is_not_taken_for_rank_0(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_joiner_that_replays_its_script_is_not_taken_for_rank_0(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT) as running:
         running.start(0, SHOAL_FAILPOINTS="session.after_commit@3=kill")
         running.start(1)
@@ -30,7 +33,10 @@ def test_a_joiner_that_replays_its_script_is_not_taken_for_rank_0(zygote: Zygote
 
 def first_of(zygote: Zygote, directory: Path, job: str, run: str, end: str = "") -> str:
     """What `main_first` gives to a process of this run. `end`: what it does within the block."""
-    program = f"import os, shoal\nwith shoal.main_first() as first:\n    print(first, flush=True)\n    {end or 'pass'}"
+    program = (
+        "import os, shoal\nwith shoal.main_first() as first:\n    print(first, "
+        f"flush=True)\n    {end or 'pass'}"
+    )
     script = directory / "script.py"
     script.write_text(program)
     output = directory / uuid.uuid4().hex
@@ -38,9 +44,14 @@ def first_of(zygote: Zygote, directory: Path, job: str, run: str, end: str = "")
     return output.read_text().strip()
 
 
-def test_main_first_is_true_for_one_process_of_each_run_also_for_one_that_comes_after_the_others_have_died(
+def test_main_first_is_true_for_one_process_of_each_run_also_after_the_others_have_died(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     job = f"job-{uuid.uuid4().hex}"
-    assert first_of(zygote, tmp_path, job, "1:5", end="os._exit(1)") == "True"  # it has not done the work
-    assert [first_of(zygote, tmp_path, job, run) for run in ("1:5", "1:5", "2:9")] == ["True", "False", "True"]
+    # it has not done the work
+    assert first_of(zygote, tmp_path, job, "1:5", end="os._exit(1)") == "True"
+    assert [first_of(zygote, tmp_path, job, run) for run in ("1:5", "1:5", "2:9")] == [
+        "True",
+        "False",
+        "True",
+    ]

@@ -1,5 +1,6 @@
-"""What asks the other ranks in a pass, under faults: a rank that dies in the middle of it costs a step that is done again, and the result
-is the same. SyncBatchNorm, and losses over the whole batch."""
+"""What asks the other ranks in a pass, under faults: a rank that dies in the middle of it costs a
+step that is done again, and the result is the same. SyncBatchNorm, and losses over the whole
+batch."""
 
 from __future__ import annotations
 
@@ -23,16 +24,31 @@ class Asking(NamedTuple):
     """Failpoints, and how often each is passed before."""
 
 
-NORMS = Asking("normalizes.py", (("norms.before_gather", 5 * 4 + 1), ("norms.before_gather", 5 * 4 + 4)))
-"""Each step gathers in two layers' forward and backward passes: the first of these in the sixth step, and the last."""
+NORMS = Asking(
+    "normalizes.py", (("norms.before_gather", 5 * 4 + 1), ("norms.before_gather", 5 * 4 + 4))
+)
+"""Each step gathers in two layers' forward and backward passes: the first of these in the sixth
+step, and the last."""
 LOSS = Asking(
     "contrasts.py",
-    (("whole_batch.before_headers", 5 * 2 + 1), ("whole_batch.before_rows", 5 * 2 + 1), ("whole_batch.before_rows", 5 * 2 + 2)),
+    (
+        ("whole_batch.before_headers", 5 * 2 + 1),
+        ("whole_batch.before_rows", 5 * 2 + 1),
+        ("whole_batch.before_rows", 5 * 2 + 2),
+    ),
 )
-"""Each step puts two tensors together. When the second one's rows do not come, the script has the first one's."""
+"""Each step puts two tensors together. When the second one's rows do not come, the script has the
+first one's."""
 
 
-def trained(zygote: Zygote, directory: Path, asking: Asking, strategy: str, *, kill: tuple[str, int] | None = None) -> list[dict[str, Any]]:
+def trained(
+    zygote: Zygote,
+    directory: Path,
+    asking: Asking,
+    strategy: str,
+    *,
+    kill: tuple[str, int] | None = None,
+) -> list[dict[str, Any]]:
     directory.mkdir()
     with cluster(zygote, directory, script=Path(__file__).with_name(asking.script)) as running:
         failpoints = {} if kill is None else {"SHOAL_FAILPOINTS": f"{kill[0]}@{kill[1]}=kill"}
@@ -56,4 +72,9 @@ def test_a_rank_that_is_killed_in_a_pass_leaves_the_others_with_the_same_model(
             assert (result["steps"], result["world"]) == (STEPS, 2)
             for name, values in undisturbed["trained"].items():
                 expected = torch.tensor(values, dtype=torch.float64)
-                torch.testing.assert_close(torch.tensor(result["trained"][name], dtype=torch.float64), expected, rtol=1e-9, atol=1e-9)
+                torch.testing.assert_close(
+                    torch.tensor(result["trained"][name], dtype=torch.float64),
+                    expected,
+                    rtol=1e-9,
+                    atol=1e-9,
+                )

@@ -1,4 +1,5 @@
-"""What compression leaves behind counts when the step does: a run that lost steps ends as one that lost none, bit for bit."""
+"""What compression leaves behind counts when the step does: a run that lost steps ends as one that
+lost none, bit for bit."""
 
 from __future__ import annotations
 
@@ -24,18 +25,27 @@ TAKEN = "reduction.completed@12=lose"
         pytest.param("ddp", "topk", "0", (TAKEN, VOID), marks=pytest.mark.matrix),
         pytest.param("ddp", "int8", "1", (TAKEN, VOID), marks=pytest.mark.matrix),
         ("zero2", "topk", "1", (TAKEN, "reduction.completed@6=lose")),
-        pytest.param("zero3", "sign", "0", (TAKEN, "reduction.completed@6=lose"), marks=pytest.mark.matrix),
+        pytest.param(
+            "zero3", "sign", "0", (TAKEN, "reduction.completed@6=lose"), marks=pytest.mark.matrix
+        ),
     ],
 )
 def test_lost_steps_leave_no_trace(
-    zygote: Zygote, tmp_path: Path, strategy: str, compression: str, micro: str, faults: tuple[str, str]
+    zygote: Zygote,
+    tmp_path: Path,
+    strategy: str,
+    compression: str,
+    micro: str,
+    faults: tuple[str, str],
 ) -> None:
     digests = []
     for name, failpoints in (("faultless", ("", "")), ("faulty", faults)):
         directory = tmp_path / name
         directory.mkdir()
         settings = {"STRATEGY": strategy, "COMPRESSION": compression, "MICRO": micro}
-        with cluster(zygote, directory, min_workers=2, max_workers=2, script=SCRIPT, **settings) as running:
+        with cluster(
+            zygote, directory, min_workers=2, max_workers=2, script=SCRIPT, **settings
+        ) as running:
             for index, failpoint in enumerate(failpoints):
                 running.start(index, SHOAL_FAILPOINTS=failpoint)
             results = running.finish(0, 1)

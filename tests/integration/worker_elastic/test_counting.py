@@ -1,5 +1,6 @@
-"""What a script does every few steps, over a kill and a replacement: by the run's steps it is the same on all ranks; by a count of the
-script's own it cannot be, and the ranks are told so at once, by name."""
+"""What a script does every few steps, over a kill and a replacement: by the run's steps it is the
+same on all ranks; by a count of the script's own it cannot be, and the ranks are told so at once,
+by name."""
 
 import signal
 from collections.abc import Iterator
@@ -17,9 +18,18 @@ SCRIPT = Path(__file__).parent / "counting.py"
 
 @contextmanager
 def one_replaced(zygote: Zygote, directory: Path, **environment: str) -> Iterator[Cluster]:
-    """Two workers of the script; one is killed in the middle of its first epoch, and another one takes its place."""
+    """Two workers of the script; one is killed in the middle of its first epoch, and another one
+    takes its place."""
     checkpoints = str(directory / "checkpoints")
-    with cluster(zygote, directory, min_workers=2, max_workers=2, script=SCRIPT, CHECKPOINTS=checkpoints, **environment) as running:
+    with cluster(
+        zygote,
+        directory,
+        min_workers=2,
+        max_workers=2,
+        script=SCRIPT,
+        CHECKPOINTS=checkpoints,
+        **environment,
+    ) as running:
         running.start(0, SHOAL_FAILPOINTS="session.after_commit@4=kill")
         running.start(1)
         assert running.workers[0].wait() == -signal.SIGKILL
@@ -36,9 +46,14 @@ def test_every_so_many_steps_survives_a_kill_and_a_replacement_and_skips_and_rep
         assert survivor["digest"] == joiner["digest"]
         assert [step for step, _ in survivor["evaluated"]] == [3, 6, 9, 12, 15, 18]
         assert joiner["evaluated"] == survivor["evaluated"][1:]
-        saved = {int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").glob("step-*")}
-        assert saved | {3} == {3, 6, 9, 12, 15, 18}  # the third step's may have been in the hands of the worker that was killed
-        # A sampler with an unseeded generator of its own draws alike on all ranks, on the joiner in the middle of the epoch, too.
+        saved = {
+            int(path.name.removeprefix("step-"))
+            for path in (tmp_path / "checkpoints").glob("step-*")
+        }
+        # the third step's may have been in the hands of the worker that was killed
+        assert saved | {3} == {3, 6, 9, 12, 15, 18}
+        # A sampler with an unseeded generator of its own draws alike on all ranks, on the joiner in
+        # the middle of the epoch, too.
         assert all(epoch.exactly_once for epoch in audit(running.records).epochs)
 
 
@@ -61,4 +76,7 @@ def test_a_count_of_the_scripts_own_ends_in_one_clear_error_at_once_which_names_
             said = worker.said()
             assert f"is in {operation}" in said
             assert "is in a step of loader 'loader'" in said
-            assert "what happens every k steps goes by loader.global_step, or by every_steps= of save_checkpoint and evaluate" in said
+            assert (
+                "what happens every k steps goes by loader.global_step, or by every_steps= of "
+                "save_checkpoint and evaluate" in said
+            )

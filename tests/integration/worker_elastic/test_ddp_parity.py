@@ -1,4 +1,5 @@
-"""What users do with torch's DDP gives, on two ranks with ddp, what one process gives on the whole batch, to 1e-10 in float64."""
+"""What users do with torch's DDP gives, on two ranks with ddp, what one process gives on the whole
+batch, to 1e-10 in float64."""
 
 from __future__ import annotations
 
@@ -16,12 +17,20 @@ from tests.zygote.children import Zygote
 def outcomes(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """By rank and case. All cases run in one pair of processes, one after the other."""
     script = Path(__file__).with_name("ddp_ranks.py")
-    with cluster(zygote, tmp_path_factory.mktemp("ddp"), max_workers=WORLD, script=script, SHOAL_RENDEZVOUS_TIMEOUT_S="60") as running:
+    with cluster(
+        zygote,
+        tmp_path_factory.mktemp("ddp"),
+        max_workers=WORLD,
+        script=script,
+        SHOAL_RENDEZVOUS_TIMEOUT_S="60",
+    ) as running:
         for index in range(WORLD):
             running.start(index)
         for index in range(WORLD):
             assert running.workers[index].wait() == 0, running.workers[index].said()
-        return [json.loads((running.output / f"{index}.json").read_text()) for index in range(WORLD)]
+        return [
+            json.loads((running.output / f"{index}.json").read_text()) for index in range(WORLD)
+        ]
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,5 +1,5 @@
-"""Faults at exactly the moments that matter. Every faulty run must end with the parameters of the run without a fault, bit for bit, and
-every sample of every epoch must have counted exactly once."""
+"""Faults at exactly the moments that matter. Every faulty run must end with the parameters of the
+run without a fault, bit for bit, and every sample of every epoch must have counted exactly once."""
 
 import json
 import signal
@@ -21,7 +21,9 @@ STEPS = 10 * EPOCHS
 @pytest.fixture(scope="module")
 def fault_free(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run of one worker alone, without a fault."""
-    with cluster(zygote, tmp_path_factory.mktemp("fault-free"), max_workers=1, EPOCHS=str(EPOCHS), MICRO="1") as alone:
+    with cluster(
+        zygote, tmp_path_factory.mktemp("fault-free"), max_workers=1, EPOCHS=str(EPOCHS), MICRO="1"
+    ) as alone:
         alone.start(0)
         (result,) = alone.finish(0)
     assert result["steps"] == STEPS
@@ -34,7 +36,9 @@ def three(zygote: Zygote, tmp_path: Path) -> Iterator[Cluster]:
         yield running
 
 
-def check_same_run(results: list[dict[str, Any]], fault_free: dict[str, Any], running: Cluster) -> None:
+def check_same_run(
+    results: list[dict[str, Any]], fault_free: dict[str, Any], running: Cluster
+) -> None:
     for result in results:
         assert result["steps"] == STEPS
         assert result["digest"] == fault_free["digest"]
@@ -46,7 +50,9 @@ def check_same_run(results: list[dict[str, Any]], fault_free: dict[str, Any], ru
     assert all(epoch.exactly_once for epoch in verdict.epochs), verdict
 
 
-def test_three_workers_end_with_the_parameters_of_one(three: Cluster, fault_free: dict[str, Any]) -> None:
+def test_three_workers_end_with_the_parameters_of_one(
+    three: Cluster, fault_free: dict[str, Any]
+) -> None:
     for index in range(3):
         three.start(index)
     results = three.finish(0, 1, 2)
@@ -68,7 +74,9 @@ def test_three_workers_end_with_the_parameters_of_one(three: Cluster, fault_free
         "session.before_reconcile@1=kill",
     ],
 )
-def test_a_worker_killed_at_any_moment_costs_the_others_nothing(three: Cluster, fault_free: dict[str, Any], failpoint: str) -> None:
+def test_a_worker_killed_at_any_moment_costs_the_others_nothing(
+    three: Cluster, fault_free: dict[str, Any], failpoint: str
+) -> None:
     three.start(0)
     three.start(1, SHOAL_FAILPOINTS=failpoint)
     three.start(2)
@@ -78,7 +86,9 @@ def test_a_worker_killed_at_any_moment_costs_the_others_nothing(three: Cluster, 
 
 
 @pytest.mark.parametrize("step", [15, 20])
-def test_a_rank_in_doubt_of_a_step_that_its_peers_closed_applies_it_as_well(three: Cluster, fault_free: dict[str, Any], step: int) -> None:
+def test_a_rank_in_doubt_of_a_step_that_its_peers_closed_applies_it_as_well(
+    three: Cluster, fault_free: dict[str, Any], step: int
+) -> None:
     """Step 20 is the last of an epoch."""
     three.start(0)
     three.start(1, SHOAL_FAILPOINTS=f"step.closed@{step}=lose")
@@ -88,7 +98,9 @@ def test_a_rank_in_doubt_of_a_step_that_its_peers_closed_applies_it_as_well(thre
     check_same_run(results, fault_free, three)
 
 
-def test_a_step_that_one_rank_never_sealed_is_lost_on_all(three: Cluster, fault_free: dict[str, Any]) -> None:
+def test_a_step_that_one_rank_never_sealed_is_lost_on_all(
+    three: Cluster, fault_free: dict[str, Any]
+) -> None:
     three.start(0)
     three.start(1, SHOAL_FAILPOINTS="reduction.completed@15=lose")
     three.start(2)
@@ -97,21 +109,27 @@ def test_a_step_that_one_rank_never_sealed_is_lost_on_all(three: Cluster, fault_
     check_same_run(results, fault_free, three)
 
 
-def test_two_workers_killed_in_one_step_leave_the_third_to_finish(three: Cluster, fault_free: dict[str, Any]) -> None:
+def test_two_workers_killed_in_one_step_leave_the_third_to_finish(
+    three: Cluster, fault_free: dict[str, Any]
+) -> None:
     three.start(0)
     three.start(1, SHOAL_FAILPOINTS="session.before_apply@15=kill")
     three.start(2, SHOAL_FAILPOINTS="reduction.completed@16=kill")
     check_same_run(three.finish(0), fault_free, three)
 
 
-def test_a_worker_killed_while_the_others_re_form_is_left_out_too(three: Cluster, fault_free: dict[str, Any]) -> None:
+def test_a_worker_killed_while_the_others_re_form_is_left_out_too(
+    three: Cluster, fault_free: dict[str, Any]
+) -> None:
     three.start(0)
     three.start(1, SHOAL_FAILPOINTS="session.after_apply@15=kill")
     three.start(2, SHOAL_FAILPOINTS="session.before_reconcile@2=kill")
     check_same_run(three.finish(0), fault_free, three)
 
 
-def test_a_replacement_takes_the_state_from_its_peers_and_goes_on(zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]) -> None:
+def test_a_replacement_takes_the_state_from_its_peers_and_goes_on(
+    zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
+) -> None:
     with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
         with running.held():
             for index in range(3):
@@ -136,7 +154,9 @@ def test_a_replacement_takes_the_state_from_its_peers_and_goes_on(zygote: Zygote
 def test_a_join_that_fails_half_way_leaves_the_others_whole(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any], joiner: str, donor: str
 ) -> None:
-    with cluster(zygote, tmp_path, min_workers=2, join_grace_ms=0, EPOCHS=str(EPOCHS), MICRO="1") as running:
+    with cluster(
+        zygote, tmp_path, min_workers=2, join_grace_ms=0, EPOCHS=str(EPOCHS), MICRO="1"
+    ) as running:
         with running.held():
             running.start(0)
             running.start(1, SHOAL_FAILPOINTS=donor)
@@ -148,12 +168,18 @@ def test_a_join_that_fails_half_way_leaves_the_others_whole(
         check_same_run(running.finish(*survivors), fault_free, running)
 
 
-@pytest.mark.parametrize("failpoint", ["session.before_apply@15=stop", "session.after_commit@20=hang"])
+@pytest.mark.parametrize(
+    "failpoint", ["session.before_apply@15=stop", "session.after_commit@20=hang"]
+)
 def test_a_worker_that_hangs_is_put_out_and_the_others_go_on(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any], failpoint: str
 ) -> None:
     # A stopped process loses its lease; one whose heartbeats go on is found by its peers' time-out.
-    limits = {"lease_ms": 3000, "stall_timeout_ms": 2000, "SHOAL_COLLECTIVE_TIMEOUT_S": "60" if failpoint.endswith("stop") else "2"}
+    limits = {
+        "lease_ms": 3000,
+        "stall_timeout_ms": 2000,
+        "SHOAL_COLLECTIVE_TIMEOUT_S": "60" if failpoint.endswith("stop") else "2",
+    }
     with cluster(zygote, tmp_path, **limits, EPOCHS=str(EPOCHS), MICRO="1") as running:
         running.start(0)
         running.start(1, SHOAL_FAILPOINTS=failpoint)
@@ -164,7 +190,9 @@ def test_a_worker_that_hangs_is_put_out_and_the_others_go_on(
         check_same_run(results, fault_free, running)
 
 
-def test_sigterm_drains_a_worker_at_a_border_without_a_lost_step(zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]) -> None:
+def test_sigterm_drains_a_worker_at_a_border_without_a_lost_step(
+    zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
+) -> None:
     with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1") as running:
         with running.held():
             for index in range(3):
@@ -188,16 +216,24 @@ def test_training_goes_on_while_the_coordinator_is_away_and_membership_follows_w
             running.wait_steps(1)
             before = running.job()
             running.restart_coordinator()
-            eventually(lambda: running.steps() > before.members[0].progress.step + 1, "steps after the restart")
+            eventually(
+                lambda: running.steps() > before.members[0].progress.step + 1,
+                "steps after the restart",
+            )
             assert running.job().generation.number == before.generation.number
             running.signal(2, signal.SIGKILL)
-            eventually(lambda: running.job().generation.number > before.generation.number, "the next generation")
+            eventually(
+                lambda: running.job().generation.number > before.generation.number,
+                "the next generation",
+            )
         results = running.finish(0, 1)
         assert {r["generation"] > before.generation.number for r in results} == {True}
         check_same_run(results, fault_free, running)
 
 
-def test_a_network_that_drops_all_connections_to_the_coordinator_costs_nobody_its_place(three: Cluster, fault_free: dict[str, Any]) -> None:
+def test_a_network_that_drops_all_connections_to_the_coordinator_costs_nobody_its_place(
+    three: Cluster, fault_free: dict[str, Any]
+) -> None:
     with Relay(three.address) as relay:
         with three.held():
             for index in range(3):
@@ -218,14 +254,18 @@ def test_a_stopped_job_ends_its_loops_at_one_border(three: Cluster) -> None:
             three.start(index)
         three.wait_steps(2)
         three.client.stop_job("job", reason="test")
-        eventually(lambda: all(w.ended.is_set() for w in three.workers.values()), "the workers' end")
+        eventually(
+            lambda: all(w.ended.is_set() for w in three.workers.values()), "the workers' end"
+        )
     results = three.finish(0, 1, 2)
     assert len({r["steps"] for r in results}) == 1
     assert len({r["digest"] for r in results}) == 1
     assert results[0]["steps"] < STEPS
 
 
-def test_without_micro_batches_survivors_agree_and_every_sample_counts_once(zygote: Zygote, tmp_path: Path) -> None:
+def test_without_micro_batches_survivors_agree_and_every_sample_counts_once(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS)) as running:
         running.start(0)
         running.start(1, SHOAL_FAILPOINTS="reduction.completed@15=kill")
@@ -235,15 +275,26 @@ def test_without_micro_batches_survivors_agree_and_every_sample_counts_once(zygo
         assert all(epoch.exactly_once for epoch in audit(running.records).epochs)
 
 
-def test_a_run_resumes_from_its_checkpoint_on_another_number_of_workers(zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]) -> None:
+def test_a_run_resumes_from_its_checkpoint_on_another_number_of_workers(
+    zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
+) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()
     checkpoints = str(tmp_path / "checkpoints")
-    with cluster(zygote, tmp_path / "first", EPOCHS="2", MICRO="1", CHECKPOINTS=checkpoints) as running:
+    with cluster(
+        zygote, tmp_path / "first", EPOCHS="2", MICRO="1", CHECKPOINTS=checkpoints
+    ) as running:
         for index in range(3):
             running.start(index)
         running.finish(0, 1, 2)
-    with cluster(zygote, tmp_path / "second", max_workers=2, EPOCHS=str(EPOCHS), MICRO="1", CHECKPOINTS=checkpoints) as running:
+    with cluster(
+        zygote,
+        tmp_path / "second",
+        max_workers=2,
+        EPOCHS=str(EPOCHS),
+        MICRO="1",
+        CHECKPOINTS=checkpoints,
+    ) as running:
         for index in range(2):
             running.start(index)
         results = running.finish(0, 1)
@@ -255,7 +306,13 @@ def test_when_all_that_held_the_state_are_gone_a_replacement_starts_from_the_che
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:
     with cluster(
-        zygote, tmp_path, max_workers=1, lease_ms=2000, EPOCHS=str(EPOCHS), MICRO="1", CHECKPOINTS=str(tmp_path / "checkpoints")
+        zygote,
+        tmp_path,
+        max_workers=1,
+        lease_ms=2000,
+        EPOCHS=str(EPOCHS),
+        MICRO="1",
+        CHECKPOINTS=str(tmp_path / "checkpoints"),
     ) as running:
         running.start(0, SHOAL_FAILPOINTS="session.after_commit@25=kill")
         eventually(running.workers[0].ended.is_set, "the first worker's death")
@@ -267,9 +324,18 @@ def test_when_all_that_held_the_state_are_gone_a_replacement_starts_from_the_che
 def test_replacements_of_all_go_on_together_from_a_checkpoint_of_an_epochs_last_step(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:
-    """Saved within the loop, so that what follows the epoch, which all take part in, is still to be done."""
+    """Saved within the loop, so that what follows the epoch, which all take part in, is still to be
+    done."""
     settings = {"MICRO": "1", "CHECKPOINTS": str(tmp_path / "checkpoints"), "SAVE_EVERY": "20"}
-    with cluster(zygote, tmp_path, max_workers=2, min_workers=2, lease_ms=2000, EPOCHS=str(EPOCHS), **settings) as running:
+    with cluster(
+        zygote,
+        tmp_path,
+        max_workers=2,
+        min_workers=2,
+        lease_ms=2000,
+        EPOCHS=str(EPOCHS),
+        **settings,
+    ) as running:
         for index in (0, 1):
             running.start(index, SHOAL_FAILPOINTS="session.after_commit@25=hang")
         eventually((tmp_path / "checkpoints" / "step-20").is_dir, "the checkpoint")
@@ -286,19 +352,29 @@ def test_where_it_is_allowed_a_replacement_that_finds_no_state_begins_anew_at_st
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:
     """The whole run once more, with the first weights."""
-    with cluster(zygote, tmp_path, max_workers=1, lease_ms=2000, EPOCHS=str(EPOCHS), MICRO="1") as running:
+    with cluster(
+        zygote, tmp_path, max_workers=1, lease_ms=2000, EPOCHS=str(EPOCHS), MICRO="1"
+    ) as running:
         running.start(0, SHOAL_FAILPOINTS="session.after_commit@25=kill")
         eventually(running.workers[0].ended.is_set, "the first worker's death")
         running.start(1, SHOAL_ALLOW_RESTART_FROM_SCRATCH="1")
         (result,) = running.finish(1)
-        assert "training begins anew, at step 0, as SHOAL_ALLOW_RESTART_FROM_SCRATCH allows" in running.workers[1].said()
+        assert (
+            "training begins anew, at step 0, as SHOAL_ALLOW_RESTART_FROM_SCRATCH allows"
+            in running.workers[1].said()
+        )
         check_same_run([result], fault_free, running)
-        lines = [json.loads(line) for line in (running.records / f"{running.members[1]}.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (running.records / f"{running.members[1]}.jsonl").read_text().splitlines()
+        ]
         committed = [(line["epoch"], line["step"]) for line in lines if line["kind"] == "committed"]
         assert (committed[0], len(committed)) == ((0, 0), STEPS)
 
 
-def test_a_script_that_exits_with_a_status_other_than_0_has_failed(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_script_that_exits_with_a_status_other_than_0_has_failed(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text("import os, sys, shoal\nshoal.init()\nsys.exit(eval(os.environ['STATUS']))")
     with cluster(zygote, tmp_path, script=script) as running:
@@ -307,5 +383,13 @@ def test_a_script_that_exits_with_a_status_other_than_0_has_failed(zygote: Zygot
         running.finish(1, 2, may_end_well=True)
         assert running.workers[0].wait() == 3
         events = running.client.watch_events("job")
-        endings = {event.member_id: event.attributes["ending"] for event in events if event.kind in ("member_lost", "member_left")}
-        assert [endings[running.members[index]] for index in range(3)] == ["script_failed", "finished", "finished"]
+        endings = {
+            event.member_id: event.attributes["ending"]
+            for event in events
+            if event.kind in ("member_lost", "member_left")
+        }
+        assert [endings[running.members[index]] for index in range(3)] == [
+            "script_failed",
+            "finished",
+            "finished",
+        ]

@@ -1,4 +1,5 @@
-"""`optimizer.optimize(data)` on ranks that die: it ends as one rank's fit does, and whoever asked is told of the change."""
+"""`optimizer.optimize(data)` on ranks that die: it ends as one rank's fit does, and whoever asked
+is told of the change."""
 
 from pathlib import Path
 
@@ -11,11 +12,15 @@ from tests.zygote.children import Zygote
 
 
 @pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.matrix), "zero2"])
-def test_a_fit_in_which_a_rank_is_killed_ends_as_one_ranks_fit(zygote: Zygote, tmp_path: Path, strategy: str) -> None:
+def test_a_fit_in_which_a_rank_is_killed_ends_as_one_ranks_fit(
+    zygote: Zygote, tmp_path: Path, strategy: str
+) -> None:
     (alone,) = shoal.launch(fitted.fit, strategy, world_size=1)
     with cluster(zygote, tmp_path, script=Path(fitted.__file__), STRATEGY=strategy) as running:
         for index in range(3):
-            running.start(index, **({"SHOAL_FAILPOINTS": "session.before_apply@8=kill"} if index == 1 else {}))
+            running.start(
+                index, **({"SHOAL_FAILPOINTS": "session.before_apply@8=kill"} if index == 1 else {})
+            )
         results = running.finish(0, 2)
     for found in results:
         assert found["changes"] == [[3, 2]]

@@ -1,5 +1,5 @@
-"""local_sgd on real ranks ends as replicas in one process do that average by hand (1e-10 in float64), whatever happens on the way, and
-every sample counts exactly once."""
+"""local_sgd on real ranks ends as replicas in one process do that average by hand (1e-10 in
+float64), whatever happens on the way, and every sample counts exactly once."""
 
 import signal
 from collections.abc import Sequence
@@ -14,7 +14,12 @@ from shoal_worker.elastic.step import CONTROL_LENGTH
 
 from tests.integration.worker_elastic.cluster import Cluster, cluster
 from tests.integration.worker_elastic.local_sgd_ranks import CHECKPOINT_AT
-from tests.integration.worker_elastic.local_sgd_simulation import RECIPES, State, simulate, whole_batches
+from tests.integration.worker_elastic.local_sgd_simulation import (
+    RECIPES,
+    State,
+    simulate,
+    whole_batches,
+)
 from tests.zygote.children import Zygote
 
 SCRIPT = Path(__file__).with_name("local_sgd_ranks.py")
@@ -26,13 +31,25 @@ pytestmark = pytest.mark.usefixtures("fresh_session")
 def differences(result: dict[str, Any], expected: State) -> dict[str, float]:
     """What is not as expected, and by how much."""
     assert result["state"].keys() == expected.keys()
-    off = {name: float((torch.tensor(value, dtype=torch.float64) - expected[name]).abs().max()) for name, value in result["state"].items()}
+    off = {
+        name: float((torch.tensor(value, dtype=torch.float64) - expected[name]).abs().max())
+        for name, value in result["state"].items()
+    }
     return {name: by for name, by in off.items() if not by <= 1e-10}
 
 
-def run(zygote: Zygote, directory: Path, recipe: str, failpoints: Sequence[str], survivors: Sequence[int], **more: str) -> list[Any]:
+def run(
+    zygote: Zygote,
+    directory: Path,
+    recipe: str,
+    failpoints: Sequence[str],
+    survivors: Sequence[int],
+    **more: str,
+) -> list[Any]:
     """The results of the survivors of one run; each sample has counted once."""
-    with cluster(zygote, directory, max_workers=len(failpoints), script=SCRIPT, RECIPES=recipe, **more) as running:
+    with cluster(
+        zygote, directory, max_workers=len(failpoints), script=SCRIPT, RECIPES=recipe, **more
+    ) as running:
         for index, failpoint in enumerate(failpoints):
             running.start(index, SHOAL_FAILPOINTS=failpoint)
         results = [result[recipe] for result in running.finish(*survivors)]
@@ -49,24 +66,37 @@ def check_counted(running: Cluster, recipe: str, results: Sequence[dict[str, Any
 
 
 @pytest.fixture(scope="module", params=[2, 3])
-def ranks(request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[dict[str, Any]]]:
+def ranks(
+    request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[int, list[dict[str, Any]]]:
     """All recipes by ranks of one number, one after the other."""
     world = request.param
     directory = tmp_path_factory.mktemp("local-sgd")
-    with cluster(zygote, directory, max_workers=world, script=SCRIPT, RECIPES=",".join(RECIPES), WORLD=str(world)) as running:
+    with cluster(
+        zygote,
+        directory,
+        max_workers=world,
+        script=SCRIPT,
+        RECIPES=",".join(RECIPES),
+        WORLD=str(world),
+    ) as running:
         for index in range(world):
             running.start(index)
         return world, running.finish(*range(world))
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_ranks_end_as_replicas_in_one_process(ranks: tuple[int, list[dict[str, Any]]], name: str) -> None:
+def test_ranks_end_as_replicas_in_one_process(
+    ranks: tuple[int, list[dict[str, Any]]], name: str
+) -> None:
     world, results = ranks
     expected = simulate(RECIPES[name], world)
     assert [differences(result[name], expected) for result in results] == [{}] * world
 
 
-def test_an_average_in_each_step_of_plain_sgd_is_ddp(ranks: tuple[int, list[dict[str, Any]]]) -> None:
+def test_an_average_in_each_step_of_plain_sgd_is_ddp(
+    ranks: tuple[int, list[dict[str, Any]]],
+) -> None:
     expected = whole_batches(RECIPES["each_step"])
     assert [differences(result["each_step"], expected) for result in ranks[1]] == [{}] * ranks[0]
 
@@ -76,12 +106,15 @@ def test_bytes_are_sent_at_a_rounds_end_alone(ranks: tuple[int, list[dict[str, A
     control = (CONTROL_LENGTH + 1) * 8  # and the weight of the rank's samples
     for result in ranks[1]:
         sent = result["momentum"]["bytes"]
-        assert [n > 0 for n in sent] == [False, False, True, False, False, True] * 2  # six steps an epoch
+        # six steps an epoch
+        assert [n > 0 for n in sent] == [False, False, True, False, False, True] * 2
         assert all(parameters <= n <= parameters + control for n in sent if n)
 
 
 @pytest.mark.parametrize("recipe", ["statistics", "micro_batches"])
-def test_a_round_whose_average_nobody_got_is_done_again_from_its_start(zygote: Zygote, tmp_path: Path, recipe: str) -> None:
+def test_a_round_whose_average_nobody_got_is_done_again_from_its_start(
+    zygote: Zygote, tmp_path: Path, recipe: str
+) -> None:
     lose = "reduction.completed@2=lose"
     results = run(zygote, tmp_path, recipe, [lose, lose], (0, 1))
     assert [r["lost"] for r in results] == [1, 1]
@@ -89,15 +122,21 @@ def test_a_round_whose_average_nobody_got_is_done_again_from_its_start(zygote: Z
 
 
 @pytest.mark.parametrize("failpoint", ["reduction.completed@2=lose", "step.closed@2=lose"])
-def test_a_round_that_one_rank_lost_counts_on_all_ranks_or_on_none(zygote: Zygote, tmp_path: Path, failpoint: str) -> None:
-    """Where the others had closed it, it is the next round that they lose, and that rank with them."""
+def test_a_round_that_one_rank_lost_counts_on_all_ranks_or_on_none(
+    zygote: Zygote, tmp_path: Path, failpoint: str
+) -> None:
+    """Where the others had closed it, it is the next round that they lose, and that rank with
+    them."""
     recipe = "outer_momentum"
     results = run(zygote, tmp_path, recipe, ["", failpoint, ""], (0, 1, 2))
     assert [r["lost"] for r in results] == [1, 1, 1]
     assert [differences(r, simulate(RECIPES[recipe], 3)) for r in results] == [{}] * 3
 
 
-@pytest.mark.parametrize(("failpoint", "evaluates"), [("session.after_commit@4=kill", ""), ("session.in_operation@9=kill", "1")])
+@pytest.mark.parametrize(
+    ("failpoint", "evaluates"),
+    [("session.after_commit@4=kill", ""), ("session.in_operation@9=kill", "1")],
+)
 def test_a_rank_killed_inside_of_a_round_leaves_the_others_to_do_all_of_it_again(
     zygote: Zygote, tmp_path: Path, failpoint: str, evaluates: str
 ) -> None:
@@ -106,26 +145,48 @@ def test_a_rank_killed_inside_of_a_round_leaves_the_others_to_do_all_of_it_again
     assert [differences(r, simulate(RECIPES["plain"], 3, then=(3, 2))) for r in results] == [{}, {}]
 
 
-def test_what_is_evaluated_or_saved_inside_of_a_round_is_the_ranks_mean_and_changes_nothing(zygote: Zygote, tmp_path: Path) -> None:
+def test_what_is_evaluated_or_saved_inside_of_a_round_is_the_ranks_mean_and_changes_nothing(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     recipe = RECIPES["momentum"]
     first, second = run(zygote, tmp_path, "momentum", ["", ""], (0, 1), EVALUATE="1")
     assert first["evaluations"] == second["evaluations"]
-    assert [(samples, steps) for _, samples, steps, _ in first["evaluations"]] == [(36, n) for n in (1, 2, 0)] * 4
+    assert [(samples, steps) for _, samples, steps, _ in first["evaluations"]] == [
+        (36, n) for n in (1, 2, 0)
+    ] * 4
     assert differences(first, simulate(recipe, 2)) == {}
     expected = simulate(recipe, 2, steps=CHECKPOINT_AT)
     net = recipe.net()
     model, _ = shoal.as_distributed(net, recipe.optimizer(net), strategy="ddp")
     model.load_model(tmp_path / "output" / "model")
-    assert all(torch.allclose(value, expected[name], rtol=0, atol=1e-10) for name, value in net.state_dict().items())
+    assert all(
+        torch.allclose(value, expected[name], rtol=0, atol=1e-10)
+        for name, value in net.state_dict().items()
+    )
     model.with_parameters({name: torch.zeros_like(p) for name, p in net.named_parameters()})
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(*recipe.data()), global_batch_size=recipe.batch, shuffle=False)
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(*recipe.data()),
+        global_batch_size=recipe.batch,
+        shuffle=False,
+    )
     assert shoal.resume(tmp_path / "output" / "checkpoints")
     assert loader.global_step == CHECKPOINT_AT
-    assert all(torch.allclose(value, expected[name], rtol=0, atol=1e-10) for name, value in net.state_dict().items())
+    assert all(
+        torch.allclose(value, expected[name], rtol=0, atol=1e-10)
+        for name, value in net.state_dict().items()
+    )
 
 
 def test_workers_come_and_go_at_the_ends_of_rounds(zygote: Zygote, tmp_path: Path) -> None:
-    with cluster(zygote, tmp_path, max_workers=3, min_workers=2, join_grace_ms=0, script=SCRIPT, RECIPES="long") as running:
+    with cluster(
+        zygote,
+        tmp_path,
+        max_workers=3,
+        min_workers=2,
+        join_grace_ms=0,
+        script=SCRIPT,
+        RECIPES="long",
+    ) as running:
         with running.held():
             for index in range(2):
                 running.start(index)

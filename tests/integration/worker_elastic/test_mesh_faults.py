@@ -1,4 +1,5 @@
-"""tensor, pipeline and hybrid in a job: whole replicas may leave, what is left over waits, and comes in again when there are enough."""
+"""tensor, pipeline and hybrid in a job: whole replicas may leave, what is left over waits, and
+comes in again when there are enough."""
 
 import json
 import signal
@@ -40,10 +41,15 @@ def check_same_run(results: list[dict[str, Any]], alone: dict[str, Any], running
 
 def start(running: Cluster, workers: int, **failing: str) -> None:
     for index in range(workers):
-        running.start(index, **({"SHOAL_FAILPOINTS": failing[f"of_{index}"]} if f"of_{index}" in failing else {}))
+        running.start(
+            index,
+            **({"SHOAL_FAILPOINTS": failing[f"of_{index}"]} if f"of_{index}" in failing else {}),
+        )
 
 
-def hybrid_of_four(zygote: Zygote, directory: Path, micro: int | None = None, **options: Any) -> AbstractContextManager[Cluster]:
+def hybrid_of_four(
+    zygote: Zygote, directory: Path, micro: int | None = None, **options: Any
+) -> AbstractContextManager[Cluster]:
     settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": json.dumps(options)}
     if micro is not None:
         settings["MICRO"] = str(micro)
@@ -63,10 +69,17 @@ def hybrid_of_four(zygote: Zygote, directory: Path, micro: int | None = None, **
 def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], leaves: signal.Signals, data_axis: str
 ) -> None:
-    with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=data_axis) as running:
+    with hybrid_of_four(
+        zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=data_axis
+    ) as running:
         with running.held():
-            # In a step: at an evaluation the left-over rank would end, for a launcher to start it again.
-            in_a_step = {"SHOAL_FAILPOINTS": "session.before_apply@3=kill"} if leaves is signal.SIGKILL else {}
+            # In a step: at an evaluation the left-over rank would end, for a launcher to start it
+            # again.
+            in_a_step = (
+                {"SHOAL_FAILPOINTS": "session.before_apply@3=kill"}
+                if leaves is signal.SIGKILL
+                else {}
+            )
             for index in range(4):
                 running.start(index, **(in_a_step if index == 1 else {}))
             running.wait_steps(2)
@@ -86,8 +99,14 @@ def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
 def test_a_rank_left_over_at_the_start_is_a_spare_until_a_joiner_makes_a_replica_with_it(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": json.dumps({"tensor_parallel_size": 2})}
-    with cluster(zygote, tmp_path, min_workers=3, max_workers=4, join_grace_ms=1, script=SCRIPT, **settings) as running:
+    settings = {
+        "EPOCHS": str(EPOCHS),
+        "STRATEGY": "hybrid",
+        "OPTIONS": json.dumps({"tensor_parallel_size": 2}),
+    }
+    with cluster(
+        zygote, tmp_path, min_workers=3, max_workers=4, join_grace_ms=1, script=SCRIPT, **settings
+    ) as running:
         with running.held():
             start(running, 3)
             running.wait_steps(2)
@@ -102,8 +121,14 @@ def test_a_rank_left_over_at_the_start_is_a_spare_until_a_joiner_makes_a_replica
 def test_a_death_in_the_first_step_leaves_a_rank_that_waits_with_the_whole_model_for_another(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": json.dumps({"tensor_parallel_size": 2})}
-    with cluster(zygote, tmp_path, min_workers=1, max_workers=2, script=SCRIPT, **settings) as running:
+    settings = {
+        "EPOCHS": str(EPOCHS),
+        "STRATEGY": "hybrid",
+        "OPTIONS": json.dumps({"tensor_parallel_size": 2}),
+    }
+    with cluster(
+        zygote, tmp_path, min_workers=1, max_workers=2, script=SCRIPT, **settings
+    ) as running:
         start(running, 2, of_1="sharded.sealed@1=kill")
         running.workers.pop(1).wait()
         running.start(2)
@@ -113,7 +138,11 @@ def test_a_death_in_the_first_step_leaves_a_rank_that_waits_with_the_whole_model
 
 
 def test_fewer_ranks_than_a_replica_has_are_refused(zygote: Zygote, tmp_path: Path) -> None:
-    settings = {"EPOCHS": "1", "STRATEGY": "tensor", "OPTIONS": json.dumps({"tensor_parallel_size": 4})}
+    settings = {
+        "EPOCHS": "1",
+        "STRATEGY": "tensor",
+        "OPTIONS": json.dumps({"tensor_parallel_size": 4}),
+    }
     with cluster(zygote, tmp_path, join_grace_ms=1, script=SCRIPT, **settings) as running:
         running.start(0)
         running.finish()
@@ -121,19 +150,33 @@ def test_fewer_ranks_than_a_replica_has_are_refused(zygote: Zygote, tmp_path: Pa
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("failpoint", ["sharded.sealed@7=kill", "session.before_apply@7=kill", "session.in_operation@2=kill"])
+@pytest.mark.parametrize(
+    "failpoint",
+    ["sharded.sealed@7=kill", "session.before_apply@7=kill", "session.in_operation@2=kill"],
+)
 @pytest.mark.parametrize("data_axis", ["ddp", "zero1", "fsdp"])
 def test_replicas_outlive_a_rank_killed_at_any_moment(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], failpoint: str, data_axis: str
 ) -> None:
-    with hybrid_of_four(zygote, tmp_path, pipeline_parallel_size=2, schedule="zero_bubble", data_parallel_strategy=data_axis) as running:
+    with hybrid_of_four(
+        zygote,
+        tmp_path,
+        pipeline_parallel_size=2,
+        schedule="zero_bubble",
+        data_parallel_strategy=data_axis,
+    ) as running:
         start(running, 4, of_2=failpoint)
-        if "in_operation" in failpoint:  # the rank that is left over is in the operation, too, and ends so that a launcher starts it again
+        if "in_operation" in failpoint:
+            # the rank that is left over is in the operation, too, and ends so that a launcher
+            # starts it again
             assert running.workers.pop(3).wait() == PUT_OUT
             results = running.finish(0, 1)
         else:
             results = running.finish(0, 1, 3, may_end_well=True)
-    assert len(results) == 2, "the third was a spare when the run ended, and says nothing of a model that it does not hold"
+    assert len(results) == 2, (
+        "the third was a spare when the run ended, and says nothing of a model that it does not "
+        "hold"
+    )
     check_same_run(results, alone, running)
 
 
@@ -142,7 +185,9 @@ def test_replicas_outlive_a_rank_killed_at_any_moment(
 def test_a_step_that_was_closed_counts_on_the_rank_of_a_mesh_that_missed_the_closing(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], data_axis: str
 ) -> None:
-    with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=data_axis) as running:
+    with hybrid_of_four(
+        zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=data_axis
+    ) as running:
         start(running, 4, of_1="step.closed@7=lose")
         results = running.finish(0, 1, 2, 3)
     assert len({result["lost"] for result in results}) == 1
@@ -154,7 +199,9 @@ def test_a_step_that_was_closed_counts_on_the_rank_of_a_mesh_that_missed_the_clo
 def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], data_axis: str
 ) -> None:
-    with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=data_axis) as running:
+    with hybrid_of_four(
+        zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=data_axis
+    ) as running:
         start(running, 4, of_1="reduction.completed@7=lose")
         results = running.finish(0, 1, 2, 3)
     assert results[1]["lost"] == 1
@@ -167,25 +214,41 @@ def test_a_second_death_while_the_ranks_are_divided_anew_loses_nothing_of_which_
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], data_axis: str
 ) -> None:
     """Worker 0 has one part, worker 3, a spare in the generation that fails, the other."""
-    with hybrid_of_four(zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=data_axis) as running:
+    with hybrid_of_four(
+        zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=data_axis
+    ) as running:
         start(running, 4, of_2="sharded.sealed@7=kill", of_1="mesh.dividing@2=kill")
         check_same_run(running.finish(0, 3), alone, running)
 
 
 @pytest.mark.matrix
-def test_ranks_without_samples_learn_no_pass_that_was_lost(zygote: Zygote, tmp_path: Path, alone: dict[str, Any]) -> None:
-    """There are two micro-batches for four replicas: two of them repeat what the others have done."""
+def test_ranks_without_samples_learn_no_pass_that_was_lost(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    """There are two micro-batches for four replicas: two of them repeat what the others have
+    done."""
     with hybrid_of_four(zygote, tmp_path, micro=4, data_parallel_strategy="fsdp") as running:
         start(running, 4, of_3="session.after_commit@1=kill")
         check_same_run(running.finish(0, 1, 2), alone, running)
 
 
 @pytest.mark.matrix
-def test_replicas_on_several_hosts_learn_the_passes_together(zygote: Zygote, tmp_path: Path, alone: dict[str, Any]) -> None:
-    """Ranks of a host are neighbours: after the join the replicas of one part have known the passes, and those of the other have not."""
+def test_replicas_on_several_hosts_learn_the_passes_together(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    """Ranks of a host are neighbours: after the join the replicas of one part have known the
+    passes, and those of the other have not."""
     options = json.dumps({"tensor_parallel_size": 2, "data_parallel_strategy": "fsdp"})
     settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": options, "MICRO": "2"}
-    with cluster(zygote, tmp_path, min_workers=2, max_workers=4, join_grace_ms=1000, script=SCRIPT, **settings) as running:
+    with cluster(
+        zygote,
+        tmp_path,
+        min_workers=2,
+        max_workers=4,
+        join_grace_ms=1000,
+        script=SCRIPT,
+        **settings,
+    ) as running:
         with running.held():
             for index, host in enumerate("ab"):
                 running.start(index, SHOAL_HOST=host)
@@ -198,10 +261,21 @@ def test_replicas_on_several_hosts_learn_the_passes_together(zygote: Zygote, tmp
 
 
 @pytest.mark.matrix
-def test_a_model_of_which_a_part_is_lost_goes_back_to_the_newest_checkpoint(zygote: Zygote, tmp_path: Path, alone: dict[str, Any]) -> None:
+def test_a_model_of_which_a_part_is_lost_goes_back_to_the_newest_checkpoint(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
+) -> None:
     checkpoints = tmp_path / "checkpoints"
     places = {"CHECKPOINTS": str(checkpoints)}
-    with cluster(zygote, tmp_path, max_workers=2, script=SCRIPT, EPOCHS=str(EPOCHS), STRATEGY="tensor", OPTIONS="{}", **places) as running:
+    with cluster(
+        zygote,
+        tmp_path,
+        max_workers=2,
+        script=SCRIPT,
+        EPOCHS=str(EPOCHS),
+        STRATEGY="tensor",
+        OPTIONS="{}",
+        **places,
+    ) as running:
         with running.held(before=6):  # the rank that is killed may not have written its part yet
             start(running, 2, of_1="session.before_apply@7=kill")
             eventually(lambda: any(checkpoints.glob("step-*")), "a checkpoint to go back to")

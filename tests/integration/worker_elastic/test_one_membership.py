@@ -1,4 +1,5 @@
-"""One real membership of a real coordinator; its peers are sessions that the test holds, and come to no group."""
+"""One real membership of a real coordinator; its peers are sessions that the test holds, and come
+to no group."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from unittest import mock
 
 import pytest
 from shoal_common.clients import CoordinatorClient
-from shoal_common.errors import ConfigurationError, DeadlineError, InternalError, MembershipChanged, PreconditionError, ShoalError
+from shoal_common.errors import (
+    ConfigurationError,
+    DeadlineError,
+    InternalError,
+    MembershipChanged,
+    PreconditionError,
+    ShoalError,
+)
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.backends.base import CommunicationBackend
@@ -43,17 +51,28 @@ SECOND = timedelta(seconds=1)
 def job(zygote: Zygote, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
     coordinator = Coordinator(zygote, tmp_path).start()
     with coordinator.client() as client:
-        job = create_job(coordinator, client, smallest=request.param[0], largest=request.param[1], join_grace_ms=60_000)
+        job = create_job(
+            coordinator,
+            client,
+            smallest=request.param[0],
+            largest=request.param[1],
+            join_grace_ms=60_000,
+        )
         yield job
         job.close()
     coordinator.close()
 
 
-def test_peers_that_take_connections_are_told_from_those_that_do_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_peers_that_take_connections_are_told_from_those_that_do_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     there = StateDonor("127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as gone:
         refusing = f"127.0.0.1:{gone.getsockname()[1]}"
-    with socket.create_server(("127.0.0.1", 0), backlog=0) as deaf, socket.create_connection(deaf.getsockname()[:2]):
+    with (
+        socket.create_server(("127.0.0.1", 0), backlog=0) as deaf,
+        socket.create_connection(deaf.getsockname()[:2]),
+    ):
         silent = f"127.0.0.1:{deaf.getsockname()[1]}"  # its queue is full: as if a cable were cut
         peers = {0: there.address, 2: refusing, 3: silent, 5: "no-such-host.invalid:1"}
         assert unreachable(peers, timeout=SECOND / 5, given_up=lambda: False) == [2, 3, 5]
@@ -66,7 +85,10 @@ def test_a_backend_that_cannot_work_here_is_no_failure_to_try_again(redis_url: s
     def make_backend() -> CommunicationBackend:
         raise ConfigurationError("backend='nccl': no CUDA device")
 
-    peers = tuple(Peer(rank=rank, member_id=f"{rank}", host="h", donor_address="127.0.0.1:1", joining=False) for rank in (0, 1))
+    peers = tuple(
+        Peer(rank=rank, member_id=f"{rank}", host="h", donor_address="127.0.0.1:1", joining=False)
+        for rank in (0, 1)
+    )
     RedisStore(redis_url, "prefix", timeout=SECOND).add("arrived", 1)  # the peer
     with pytest.raises(ConfigurationError, match="no CUDA device"):
         connect(
@@ -95,7 +117,9 @@ def test_two_members_that_cannot_reach_each_other_are_kept_apart(job: Job) -> No
         b.fail(number, suspects=[0], timed_out=True)
     eventually(lambda: job.phase_of("b") == "quarantined", "b to be kept out")
     assert membership.link.wait_generation(after=2, timeout=60 * SECOND).world_size == 1
-    reports = [e.attributes for e in job.events() if e.kind == "collective_failed" and e.member_id == "a"]
+    reports = [
+        e.attributes for e in job.events() if e.kind == "collective_failed" and e.member_id == "a"
+    ]
     assert [(report["suspects"], report["timed_out"]) for report in reports] == [("b", "true")] * 2
     membership.leave(LeaveReason.DRAINED)
 
@@ -103,14 +127,24 @@ def test_two_members_that_cannot_reach_each_other_are_kept_apart(job: Job) -> No
 @pytest.mark.parametrize("job", [(1, 2)], indirect=True)
 @pytest.mark.parametrize(
     ("reason", "alone", "asks"),
-    [(LeaveReason.FINISHED, False, True), (LeaveReason.FINISHED, True, False), (LeaveReason.FAILED, False, False)],
+    [
+        (LeaveReason.FINISHED, False, True),
+        (LeaveReason.FINISHED, True, False),
+        (LeaveReason.FAILED, False, False),
+    ],
 )
-def test_a_group_is_asked_to_end_in_order_only_where_the_run_is_over_for_all(job: Job, reason: Any, alone: bool, asks: bool) -> None:
+def test_a_group_is_asked_to_end_in_order_only_where_the_run_is_over_for_all(
+    job: Job, reason: Any, alone: bool, asks: bool
+) -> None:
     membership = joined(job)
     group = mock.Mock(spec=Group)
     membership._group = group
     membership.leave(reason, alone=alone)
-    assert [name for name, _, _ in group.method_calls] == [*(["all_leave"] if asks else []), "abort", "close"]
+    assert [name for name, _, _ in group.method_calls] == [
+        *(["all_leave"] if asks else []),
+        "abort",
+        "close",
+    ]
 
 
 @pytest.mark.parametrize("job", [(1, 2)], indirect=True)
@@ -134,7 +168,9 @@ def test_who_finishes_in_a_generation_that_it_has_just_entered_stops_nobody_ther
 
 
 @pytest.mark.parametrize("job", [(2, 3)], indirect=True)
-def test_in_a_job_that_stops_a_failure_is_answered_by_a_generation_or_by_the_word_that_there_will_be_none(job: Job) -> None:
+def test_in_a_stopping_job_a_failure_is_answered_by_a_generation_or_a_refusal(
+    job: Job,
+) -> None:
     membership = joined(job)
     b, _ = job.start("b", "c", host="h2")
     b.generation()
@@ -149,13 +185,16 @@ def test_in_a_job_that_stops_a_failure_is_answered_by_a_generation_or_by_the_wor
         membership.form()  # the stop it knows of does not end it in the middle of a step
     membership.failed(failure.value)
     b.kill()
-    with pytest.raises(StopTraining, match="enough"):  # a wait for enough members would end in a DeadlineError
+    with pytest.raises(StopTraining, match="enough"):
+        # a wait for enough members would end in a DeadlineError
         membership.form()
     membership.leave(LeaveReason.DRAINED)
 
 
 @pytest.mark.parametrize("job", [(2, 3)], indirect=True)
-def test_a_member_that_drains_goes_into_the_generation_after_a_failure_which_may_need_its_state(job: Job) -> None:
+def test_a_member_that_drains_goes_into_the_generation_after_a_failure_which_may_need_its_state(
+    job: Job,
+) -> None:
     membership = joined(job)
     b, c = job.start("b", "c", host="h2")
     b.generation()
@@ -167,18 +206,23 @@ def test_a_member_that_drains_goes_into_the_generation_after_a_failure_which_may
     with pytest.raises(MembershipChanged, match="generation 2 did not form") as failure:
         membership.form()
     membership.failed(failure.value)
-    b.kill()  # too few are left: the job is on hold, and the member does not wait until there are enough
-    with pytest.raises(Drained, match="preempted"):  # a wait for enough members would end in a DeadlineError
+    # too few are left: the job is on hold, and the member does not wait until there are enough
+    b.kill()
+    with pytest.raises(Drained, match="preempted"):
+        # a wait for enough members would end in a DeadlineError
         membership.form()
     membership.leave(LeaveReason.DRAINED)
 
 
 @pytest.mark.parametrize("job", [(1, 1)], indirect=True)
-def test_a_goodbye_does_not_hold_the_group_while_the_coordinator_is_away(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_goodbye_does_not_hold_the_group_while_the_coordinator_is_away(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
     membership = joined(job)
     host, _, port = job.coordinator.address.rpartition(":")
     job.coordinator.kill()
-    with socket.create_server((host, int(port))):  # takes connections, and is silent: as a machine that hangs
+    with socket.create_server((host, int(port))):
+        # takes connections, and is silent: as a machine that hangs
         eventually(lambda: "no connection to the coordinator" in caplog.text, "the link to notice")
         began = time.monotonic()
         membership.link.leave(LeaveReason.FINISHED, timeout=60 * SECOND)
@@ -187,11 +231,15 @@ def test_a_goodbye_does_not_hold_the_group_while_the_coordinator_is_away(job: Jo
 
 
 @pytest.mark.parametrize("job", [(1, 1)], indirect=True)
-def test_a_member_whose_link_broke_by_a_fault_of_its_own_knows_and_does_not_train_on(job: Job) -> None:
+def test_a_member_whose_link_broke_by_a_fault_of_its_own_knows_and_does_not_train_on(
+    job: Job,
+) -> None:
     def broken(generation: Generation) -> None:
         raise OSError("the group cannot be ended")
 
-    identity = MemberIdentity(job_id=job.job_id, member_id="a", host="h1", pid=os.getpid(), donor_address="127.0.0.1:1")
+    identity = MemberIdentity(
+        job_id=job.job_id, member_id="a", host="h1", pid=os.getpid(), donor_address="127.0.0.1:1"
+    )
     link = CoordinatorLink(job.coordinator.client(), identity, on_generation=broken)
     link.connect(60 * SECOND)
     link.ready()
@@ -229,8 +277,12 @@ def test_a_member_that_is_to_leave_does_not_wait_for_a_slow_name_lookup() -> Non
 
 def joined(job: Job) -> Membership:
     """Member "a", which wants a rank."""
-    settings = WorkerSettings(collective_timeout_s=0.3, connect_timeout_s=0.3, rendezvous_timeout_s=60)
-    identity = MemberIdentity(job_id=job.job_id, member_id="a", host="h1", pid=os.getpid(), donor_address="127.0.0.1:1")
+    settings = WorkerSettings(
+        collective_timeout_s=0.3, connect_timeout_s=0.3, rendezvous_timeout_s=60
+    )
+    identity = MemberIdentity(
+        job_id=job.job_id, member_id="a", host="h1", pid=os.getpid(), donor_address="127.0.0.1:1"
+    )
     membership = Membership(job.coordinator.client(), identity, settings, host="127.0.0.1")
     membership.make_backend = no_backend
     membership.join()
@@ -274,16 +326,22 @@ def test_a_rank_that_was_kept_out_is_put_out_when_the_run_ends_without_it(job: J
 
 
 @pytest.mark.parametrize("job", [(1, 2)], indirect=True)
-def test_a_collective_that_fails_ahead_of_a_border_is_reported_though_the_generation_after_that_is_known(job: Job) -> None:
+def test_a_collective_that_fails_before_a_boundary_is_reported_though_the_next_generation_is_known(
+    job: Job,
+) -> None:
     link = real_link(job, "a")
     (b,) = job.start("b", host="h2")
     link.wait_generation(after=0, timeout=60 * SECOND)
     link.entered(1)
     b.beat(1)
     job.client.drain_member(job.job_id, member_id="b")
-    link.wait_generation(after=1, timeout=60 * SECOND)  # for the border that the collective does not let it come to
+    # for the border that the collective does not let it come to
+    link.wait_generation(after=1, timeout=60 * SECOND)
     link.failed(1, detail="timed out", timed_out=True)
-    eventually(lambda: any(e.kind == "collective_failed" and e.generation == 1 for e in job.events()), "the report")
+    eventually(
+        lambda: any(e.kind == "collective_failed" and e.generation == 1 for e in job.events()),
+        "the report",
+    )
     link.leave(LeaveReason.DRAINED)
 
 
@@ -306,7 +364,10 @@ def test_who_waits_for_a_generation_waits_on_while_the_coordinator_is_away(
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    eventually(lambda: "waiting for a generation above 1 for 2 s" in caplog.text, "a line that says what is waited for")
+    eventually(
+        lambda: "waiting for a generation above 1 for 2 s" in caplog.text,
+        "a line that says what is waited for",
+    )
     assert "the coordinator has been away" in caplog.text
     assert answers.empty(), "it gave up while the coordinator was away"
     job.coordinator.start()
@@ -353,7 +414,9 @@ class Slower(CoordinatorClient):
 
 
 @pytest.mark.parametrize("job", [(1, 1)], indirect=True)
-def test_a_member_brings_its_run_back_where_another_was_begun_in_the_moment_in_which_it_gave_the_job_again(job: Job) -> None:
+def test_a_member_restores_its_run_where_another_began_as_it_reported_the_job(
+    job: Job,
+) -> None:
     settings = ChannelSettings(address=job.coordinator.address)
     client = Slower(settings)
     client.settings = settings
@@ -374,7 +437,10 @@ def test_a_generation_that_forms_slowly_says_who_has_not_come(
 ) -> None:
     monkeypatch.setattr(membership, "EVERY_S", 0.1)
     monkeypatch.setattr(waiting, "EVERY_S", 0.1)
-    peers = tuple(Peer(rank=rank, member_id=f"{rank}", host=f"host-{rank}", donor_address="", joining=False) for rank in (0, 1, 2))
+    peers = tuple(
+        Peer(rank=rank, member_id=f"{rank}", host=f"host-{rank}", donor_address="", joining=False)
+        for rank in (0, 1, 2)
+    )
     waits = Waits()
     with pytest.raises(MembershipChanged, match=r"rank 1 \(host-1\), rank 2 \(host-2\)"):
         connect(

@@ -1,5 +1,5 @@
-"""A loop over torch's own loader: what becomes of a step under a fault is the same on all ranks that are left, so all drop its batch or
-none does."""
+"""A loop over torch's own loader: what becomes of a step under a fault is the same on all ranks
+that are left, so all drop its batch or none does."""
 
 from pathlib import Path
 
@@ -15,9 +15,21 @@ STEPS = 20
 @pytest.mark.parametrize(
     ("missed", "killed", "strategy"),
     [
-        pytest.param("step.closed@5=lose", "session.after_commit@5=kill", "ddp", id="one survivor missed its end"),
-        pytest.param("step.closed@5=lose", "step.closed@5=kill", "zero2", id="one survivor alone saw its end"),
-        pytest.param("reduction.completed@5=lose", "reduction.completed@5=kill", "ddp", id="nobody saw its end"),
+        pytest.param(
+            "step.closed@5=lose",
+            "session.after_commit@5=kill",
+            "ddp",
+            id="one survivor missed its end",
+        ),
+        pytest.param(
+            "step.closed@5=lose", "step.closed@5=kill", "zero2", id="one survivor alone saw its end"
+        ),
+        pytest.param(
+            "reduction.completed@5=lose",
+            "reduction.completed@5=kill",
+            "ddp",
+            id="nobody saw its end",
+        ),
     ],
 )
 def test_the_batch_of_a_step_that_a_fault_hit_is_dropped_by_all_ranks_or_by_none(
@@ -30,5 +42,10 @@ def test_the_batch_of_a_step_that_a_fault_hit_is_dropped_by_all_ranks_or_by_none
         one, other = running.finish(0, 2)
         assert one == other
         assert one["committed"] == STEPS - len(one["dropped"])
-        # Who had seen the end of the fifth step may have been in the sixth already, which then is nobody's.
-        assert one["dropped"] == [[0, 4]] if killed.startswith("reduction") else one["dropped"] in ([], [[0, 5]])
+        # Who had seen the end of the fifth step may have been in the sixth already, which then is
+        # nobody's.
+        assert (
+            one["dropped"] == [[0, 4]]
+            if killed.startswith("reduction")
+            else one["dropped"] in ([], [[0, 5]])
+        )

@@ -1,4 +1,5 @@
-"""A worker that the coordinator has put out is no result of the run: it ends with a status of its own, so that its launcher replaces it."""
+"""A worker that the coordinator has put out is no result of the run: it ends with a status of its
+own, so that its launcher replaces it."""
 
 import signal
 from pathlib import Path
@@ -31,7 +32,9 @@ print("the end of the script", flush=True)
 """
 
 
-def test_a_worker_that_stood_past_its_lease_ends_with_the_status_of_one_put_out_and_one_line(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_worker_that_stood_past_its_lease_ends_with_the_status_of_one_put_out_and_one_line(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     with cluster(zygote, tmp_path, EPOCHS="2", MICRO="1", max_workers=2, lease_ms=3000) as running:
         with running.held():
             running.start(0)
@@ -39,7 +42,10 @@ def test_a_worker_that_stood_past_its_lease_ends_with_the_status_of_one_put_out_
             running.wait_steps(1)
             running.signal(1, signal.SIGSTOP)
             stopped = running.members[1]
-            eventually(lambda: all(member.member_id != stopped for member in running.job().members), "its lease to end")
+            eventually(
+                lambda: all(member.member_id != stopped for member in running.job().members),
+                "its lease to end",
+            )
             running.signal(1, signal.SIGCONT)
             assert running.workers[1].wait() == PUT_OUT
         running.finish(0)
@@ -50,12 +56,15 @@ def test_a_worker_that_stood_past_its_lease_ends_with_the_status_of_one_put_out_
         assert "start it anew" in line
 
 
-def test_a_script_that_swallows_its_own_putting_out_does_not_end_well(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_script_that_swallows_its_own_putting_out_does_not_end_well(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     script = tmp_path / "swallows.py"
     script.write_text(SWALLOWS)
     with cluster(zygote, tmp_path, max_workers=1, lease_ms=3000, script=script) as running:
         running.start(0)
         running.wait_steps(5)
-        running.client.report_exit("job", running.members[0], exit_code=1)  # as a launcher does that is wrong about its worker
+        # as a launcher does that is wrong about its worker
+        running.client.report_exit("job", running.members[0], exit_code=1)
         assert running.workers[0].wait() == PUT_OUT
         assert "the end of the script" in running.workers[0].said()

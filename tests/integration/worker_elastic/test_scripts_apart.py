@@ -1,4 +1,5 @@
-"""Ranks whose scripts go different ways are told, and do not wait for each other until a collective's timeout, or again and again."""
+"""Ranks whose scripts go different ways are told, and do not wait for each other until a
+collective's timeout, or again and again."""
 
 from pathlib import Path
 
@@ -15,7 +16,9 @@ LEAVES_OUT = Path(__file__).parent / "leaves_out_a_step.py"
 def test_an_operation_of_all_ranks_that_one_does_alone_ends_the_run_with_one_clear_error(
     zygote: Zygote, tmp_path: Path, strategy: str
 ) -> None:
-    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, STRATEGY=strategy) as running:
+    with cluster(
+        zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, STRATEGY=strategy
+    ) as running:
         running.start(0)
         running.start(1)
         for worker in (running.workers[0], running.workers[1]):
@@ -23,10 +26,14 @@ def test_an_operation_of_all_ranks_that_one_does_alone_ends_the_run_with_one_cle
             assert "rank 0 is in evaluate, rank 1 is in a step of loader 'loader'" in worker.said()
 
 
-def test_an_operation_in_the_middle_of_a_step_is_refused_by_name(zygote: Zygote, tmp_path: Path) -> None:
+def test_an_operation_in_the_middle_of_a_step_is_refused_by_name(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     """A fault in it could neither keep the step's gradients nor take them back."""
     environment = {"STRATEGY": "zero3", "IN_STEP": "1"}
-    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, **environment) as running:
+    with cluster(
+        zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, **environment
+    ) as running:
         running.start(0)
         running.start(1)
         for worker in (running.workers[0], running.workers[1]):
@@ -38,8 +45,12 @@ def test_an_operation_in_the_middle_of_a_step_is_refused_by_name(zygote: Zygote,
     ("strategy", "mistake", "says"),
     [
         ("ddp", "step", "rank 0 ends the step (optimizer.step()"),
-        pytest.param("zero1", "step", "rank 0 ends the step (optimizer.step()", marks=pytest.mark.matrix),
-        pytest.param("zero3", "step", "rank 0 ends the step (optimizer.step()", marks=pytest.mark.matrix),
+        pytest.param(
+            "zero1", "step", "rank 0 ends the step (optimizer.step()", marks=pytest.mark.matrix
+        ),
+        pytest.param(
+            "zero3", "step", "rank 0 ends the step (optimizer.step()", marks=pytest.mark.matrix
+        ),
         ("tensor", "step", "rank 1 takes the model through a forward pass"),
         pytest.param("ddp", "second", "rank 1 ends the batch", marks=pytest.mark.matrix),
         ("zero3", "second", "rank 1 ends the batch"),
@@ -50,7 +61,9 @@ def test_an_optimizers_step_that_one_rank_leaves_out_ends_the_run_in_seconds(
     zygote: Zygote, tmp_path: Path, strategy: str, mistake: str, says: str
 ) -> None:
     environment = {"STRATEGY": strategy, "MISTAKE": mistake}
-    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=LEAVES_OUT, **environment) as running:
+    with cluster(
+        zygote, tmp_path, min_workers=2, max_workers=2, script=LEAVES_OUT, **environment
+    ) as running:
         running.start(0)
         running.start(1)
         for worker in (running.workers[0], running.workers[1]):

@@ -1,4 +1,5 @@
-"""A generator and a discriminator in one loop: all updates of a batch count, or none, whoever dies between them."""
+"""A generator and a discriminator in one loop: all updates of a batch count, or none, whoever dies
+between them."""
 
 import json
 import signal
@@ -18,7 +19,12 @@ EPOCHS = 3
 STEPS = 8 * EPOCHS
 
 
-MOMENTS = ["several_models.updated@10", "several_models.sealed@10", "several_models.closed@10", "session.after_commit@10"]
+MOMENTS = [
+    "several_models.updated@10",
+    "several_models.sealed@10",
+    "several_models.closed@10",
+    "session.after_commit@10",
+]
 QUICK = {
     ("ddp", "several_models.updated@10=kill"),
     ("zero1", "several_models.closed@10=kill"),
@@ -34,7 +40,10 @@ QUICK = {
 """The rest is part of `make parity`."""
 IN_PARTS = {
     "tensor": ("tensor", {}),
-    **{f"hybrid_{along}": ("hybrid", {"data_parallel_strategy": along}) for along in ("ddp", "zero1", "zero2", "fsdp")},
+    **{
+        f"hybrid_{along}": ("hybrid", {"data_parallel_strategy": along})
+        for along in ("ddp", "zero1", "zero2", "fsdp")
+    },
 }
 """Two ranks hold a replica together; the discriminator's last layer is too small to be split."""
 
@@ -42,21 +51,33 @@ IN_PARTS = {
 def layout(name: str) -> dict[str, str]:
     """The environment for a strategy, or one of `IN_PARTS`."""
     if name not in IN_PARTS:
-        return {"STRATEGY": name, "OPTIONS": json.dumps({"shard_size": 2} if name == "hsdp" else {})}
+        return {
+            "STRATEGY": name,
+            "OPTIONS": json.dumps({"shard_size": 2} if name == "hsdp" else {}),
+        }
     strategy, options = IN_PARTS[name]
     return {
         "STRATEGY": strategy,
-        "OPTIONS": json.dumps({"tensor_parallel_size": 2, "minimum_parameter_group_size": 20, **options}),
+        "OPTIONS": json.dumps(
+            {"tensor_parallel_size": 2, "minimum_parameter_group_size": 20, **options}
+        ),
     }
 
 
 def cases(action: str, strategies: list[str], moments: list[str]) -> list[Any]:
-    all_of_them = [(strategy, f"{moment}={action}") for strategy in strategies for moment in moments]
-    return [pytest.param(*case, marks=() if case in QUICK else pytest.mark.matrix) for case in all_of_them]
+    all_of_them = [
+        (strategy, f"{moment}={action}") for strategy in strategies for moment in moments
+    ]
+    return [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.matrix)
+        for case in all_of_them
+    ]
 
 
 def run_alone(zygote: Zygote, directory: Path, **environment: str) -> dict[str, Any]:
-    with cluster(zygote, directory, max_workers=1, script=SCRIPT, EPOCHS=str(EPOCHS), **environment) as running:
+    with cluster(
+        zygote, directory, max_workers=1, script=SCRIPT, EPOCHS=str(EPOCHS), **environment
+    ) as running:
         running.start(0)
         (result,) = running.finish(0)
     return result
@@ -89,8 +110,11 @@ def check_same_run(results: list[dict[str, Any]], alone: dict[str, Any], running
     assert all(epoch.exactly_once for epoch in verdict.epochs), verdict
 
 
-def run_with_a_fault(zygote: Zygote, directory: Path, alone: dict[str, Any], failpoint: str, **environment: str) -> None:
-    """Three workers, of which the second comes to `failpoint`: it is killed, or loses its group and goes on."""
+def run_with_a_fault(
+    zygote: Zygote, directory: Path, alone: dict[str, Any], failpoint: str, **environment: str
+) -> None:
+    """Three workers, of which the second comes to `failpoint`: it is killed, or loses its group and
+    goes on."""
     survivors = (0, 1, 2) if failpoint.endswith("lose") else (0, 2)
     with cluster(zygote, directory, script=SCRIPT, EPOCHS=str(EPOCHS), **environment) as running:
         for index in range(3):
@@ -98,7 +122,9 @@ def run_with_a_fault(zygote: Zygote, directory: Path, alone: dict[str, Any], fai
         check_same_run(running.finish(*survivors), alone, running)
 
 
-@pytest.mark.parametrize(("strategy", "failpoint"), cases("kill", ["ddp", "zero1", "zero2", "zero3", "hsdp"], MOMENTS))
+@pytest.mark.parametrize(
+    ("strategy", "failpoint"), cases("kill", ["ddp", "zero1", "zero2", "zero3", "hsdp"], MOMENTS)
+)
 def test_a_worker_killed_between_two_updates_costs_the_others_nothing(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
 ) -> None:
@@ -106,7 +132,9 @@ def test_a_worker_killed_between_two_updates_costs_the_others_nothing(
 
 
 @contextmanager
-def four(zygote: Zygote, directory: Path, every: str, strategy: str, failpoint: str) -> Iterator[Cluster]:
+def four(
+    zygote: Zygote, directory: Path, every: str, strategy: str, failpoint: str
+) -> Iterator[Cluster]:
     """Four workers, the second of which comes to the failpoint."""
     settings = {"EPOCHS": str(EPOCHS), "EVERY": every, **layout(strategy)}
     with cluster(zygote, directory, max_workers=4, script=SCRIPT, **settings) as running:
@@ -119,7 +147,8 @@ def four(zygote: Zygote, directory: Path, every: str, strategy: str, failpoint: 
 def test_another_replica_outlives_a_worker_killed_between_two_updates(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
 ) -> None:
-    """When one of four ranks dies, two of the three that are left hold the models; the third is a spare, and says nothing of them."""
+    """When one of four ranks dies, two of the three that are left hold the models; the third is a
+    spare, and says nothing of them."""
     with four(zygote, tmp_path, every, strategy, failpoint) as running:
         results = running.finish(0, 2, 3, may_end_well=True)
         assert len(results) == 2
@@ -128,7 +157,16 @@ def test_another_replica_outlives_a_worker_killed_between_two_updates(
 
 @pytest.mark.parametrize(
     ("strategy", "failpoint"),
-    cases("lose", [*IN_PARTS], ["reduction.completed@16", "step.closed@16", "several_models.sealed@10", "several_models.closed@10"]),
+    cases(
+        "lose",
+        [*IN_PARTS],
+        [
+            "reduction.completed@16",
+            "step.closed@16",
+            "several_models.sealed@10",
+            "several_models.closed@10",
+        ],
+    ),
 )
 def test_a_rank_of_a_replica_that_lost_its_group_does_what_its_peers_did(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
@@ -155,7 +193,11 @@ def test_a_replica_that_is_made_whole_again_is_given_both_models(
 
 @pytest.mark.parametrize(
     ("strategy", "failpoint"),
-    cases("lose", ["ddp", "zero2", "zero3"], ["reduction.completed@16", "several_models.sealed@10", "several_models.closed@10"]),
+    cases(
+        "lose",
+        ["ddp", "zero2", "zero3"],
+        ["reduction.completed@16", "several_models.sealed@10", "several_models.closed@10"],
+    ),
 )
 def test_a_rank_that_lost_its_group_does_what_its_peers_did(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
@@ -169,13 +211,20 @@ def test_a_rank_that_lost_its_group_does_what_its_peers_did(
 def test_a_scale_that_an_update_was_made_with_is_undone_with_it(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
 ) -> None:
-    """Else ranks of which one has made the update, and one has not, would hold different settings."""
-    run_with_a_fault(zygote, tmp_path, alone, failpoint, EVERY=every, SCALED="1", **layout(strategy))
+    """Else ranks of which one has made the update, and one has not, would hold different
+    settings."""
+    run_with_a_fault(
+        zygote, tmp_path, alone, failpoint, EVERY=every, SCALED="1", **layout(strategy)
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_replacement_is_given_both_models(zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str) -> None:
-    with cluster(zygote, tmp_path, script=SCRIPT, EPOCHS=str(EPOCHS), EVERY=every, **layout(strategy)) as running:
+def test_a_replacement_is_given_both_models(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str
+) -> None:
+    with cluster(
+        zygote, tmp_path, script=SCRIPT, EPOCHS=str(EPOCHS), EVERY=every, **layout(strategy)
+    ) as running:
         with running.held():
             for index in range(3):
                 running.start(index)
@@ -191,20 +240,44 @@ def test_a_replacement_is_given_both_models(zygote: Zygote, tmp_path: Path, alon
     [
         ("ddp", "zero3"),
         ("zero2", "tensor"),
-        *(pytest.param(*each, marks=pytest.mark.matrix) for each in (("zero3", "ddp"), ("zero1", "zero1"), ("tensor", "zero2"))),
+        *(
+            pytest.param(*each, marks=pytest.mark.matrix)
+            for each in (("zero3", "ddp"), ("zero1", "zero1"), ("tensor", "zero2"))
+        ),
     ],
 )
-def test_a_checkpoint_has_both_models(zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, then: str) -> None:
+def test_a_checkpoint_has_both_models(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, then: str
+) -> None:
     checkpoints = str(tmp_path / "checkpoints")
-    for name, epochs, number, under in (("before", EPOCHS - 1, 2, strategy), ("after", EPOCHS, 3, then)):
+    for name, epochs, number, under in (
+        ("before", EPOCHS - 1, 2, strategy),
+        ("after", EPOCHS, 3, then),
+    ):
         (tmp_path / name).mkdir()
         number += under == "tensor" and number == 3
-        settings = {"EPOCHS": str(epochs), "EVERY": every, "CHECKPOINTS": checkpoints, **layout(under)}
-        with cluster(zygote, tmp_path / name, min_workers=number, max_workers=number, script=SCRIPT, **settings) as running:
+        settings = {
+            "EPOCHS": str(epochs),
+            "EVERY": every,
+            "CHECKPOINTS": checkpoints,
+            **layout(under),
+        }
+        with cluster(
+            zygote,
+            tmp_path / name,
+            min_workers=number,
+            max_workers=number,
+            script=SCRIPT,
+            **settings,
+        ) as running:
             for index in range(number):
                 running.start(index)
             results = running.finish(*range(number))
     for result in results:
-        assert (result["steps"], result["updates"], result["lr"]) == (alone["steps"], alone["updates"], alone["lr"])
+        assert (result["steps"], result["updates"], result["lr"]) == (
+            alone["steps"],
+            alone["updates"],
+            alone["lr"],
+        )
         for own, expected in zip(result["parameters"], alone["parameters"], strict=True):
             assert own == pytest.approx(expected, rel=1e-8, abs=1e-10)

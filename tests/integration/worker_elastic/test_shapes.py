@@ -1,5 +1,6 @@
-"""The outcome of a step is the group's, whatever shape the user's loop has: every survivor's script is told the same outcomes, and what it
-advances by them stays alike. Each run ends bit for bit as one worker's without a fault, and every sample counts exactly once."""
+"""The outcome of a step is the group's, whatever shape the user's loop has: every survivor's script
+is told the same outcomes, and what it advances by them stays alike. Each run ends bit for bit as
+one worker's without a fault, and every sample counts exactly once."""
 
 import signal
 from collections.abc import Callable
@@ -19,14 +20,18 @@ ALL = EPOCHS * STEPS
 
 
 @pytest.fixture(scope="module")
-def alone(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+def alone(
+    zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., dict[str, Any]]:
     """What one worker ends with that nothing happens to, by shape and strategy."""
     known: dict[tuple[str, str], dict[str, Any]] = {}
 
     def run(shape: str, strategy: str = "ddp") -> dict[str, Any]:
         if (shape, strategy) not in known:
             directory = tmp_path_factory.mktemp(f"{shape}-{strategy}")
-            with cluster(zygote, directory, max_workers=1, script=SCRIPT, SHAPE=shape, STRATEGY=strategy) as running:
+            with cluster(
+                zygote, directory, max_workers=1, script=SCRIPT, SHAPE=shape, STRATEGY=strategy
+            ) as running:
                 running.start(0)
                 (known[shape, strategy],) = running.finish(0)
         return known[shape, strategy]
@@ -45,11 +50,14 @@ def check_alike(results: list[dict[str, Any]], expected: dict[str, Any], running
     assert all(epoch.exactly_once for epoch in verdict.epochs[:-1]), verdict
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp", pytest.param("zero2", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "strategy", ["zero3", "fsdp", pytest.param("zero2", marks=pytest.mark.matrix)]
+)
 def test_a_step_that_was_closed_counts_though_a_peer_dies_before_the_script_ends_it(
     zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], strategy: str
 ) -> None:
-    """The gradients are handed out when the closing comes back; a forward pass without gradients meets the death."""
+    """The gradients are handed out when the closing comes back; a forward pass without gradients
+    meets the death."""
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="no_grad", STRATEGY=strategy) as running:
         for index in range(3):
             running.start(index, **({"DIE": "clipped:5"} if index == 1 else {}))
@@ -72,18 +80,23 @@ def test_a_step_that_was_closed_counts_though_a_peer_dies_before_the_script_ends
 def test_what_a_script_advances_stays_alike_when_one_rank_misses_the_closing_of_a_step(
     zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], shape: str, strategy: str
 ) -> None:
-    """A scheduler, a moving average and a GradScaler that nobody registered, and a counter behind `if optimizer.step()`."""
+    """A scheduler, a moving average and a GradScaler that nobody registered, and a counter behind
+    `if optimizer.step()`."""
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE=shape, STRATEGY=strategy) as running:
         for index in range(3):
             running.start(index, SHOAL_FAILPOINTS="step.closed@6=lose" if index == 1 else "")
         check_alike(running.finish(0, 1, 2), alone(shape, strategy), running)
 
 
-@pytest.mark.parametrize("shape", [pytest.param("flat", marks=pytest.mark.matrix), "scaler", "averaged"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param("flat", marks=pytest.mark.matrix), "scaler", "averaged"]
+)
 def test_a_joiner_gets_the_schedulers_and_scalers_that_nobody_registered(
     zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], shape: str
 ) -> None:
-    with cluster(zygote, tmp_path, script=SCRIPT, SHAPE=shape, min_workers=2, max_workers=2) as running:
+    with cluster(
+        zygote, tmp_path, script=SCRIPT, SHAPE=shape, min_workers=2, max_workers=2
+    ) as running:
         with running.held():
             running.start(0)
             running.start(1)
@@ -104,7 +117,9 @@ def test_a_loop_left_by_break_ends_with_the_last_step_on_every_rank(
     """The rank that is in doubt of the last step asks peers that are on their way out."""
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="break", STRATEGY=strategy) as running:
         for index in range(3):
-            running.start(index, SHOAL_FAILPOINTS=f"step.closed@{ALL - 3}=lose" if index == 0 else "")
+            running.start(
+                index, SHOAL_FAILPOINTS=f"step.closed@{ALL - 3}=lose" if index == 0 else ""
+            )
         check_alike(running.finish(0, 1, 2), alone("break", strategy), running)
 
 
@@ -121,13 +136,20 @@ def newest_step(running: Cluster) -> int:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "shape"), [("zero2", "stop"), ("zero2", "finally"), pytest.param("ddp", "stop", marks=pytest.mark.matrix)]
+    ("strategy", "shape"),
+    [
+        ("zero2", "stop"),
+        ("zero2", "finally"),
+        pytest.param("ddp", "stop", marks=pytest.mark.matrix),
+    ],
 )
 def test_when_all_ranks_are_asked_to_leave_they_stop_at_one_border_and_save_together(
     zygote: Zygote, tmp_path: Path, strategy: str, shape: str
 ) -> None:
     """Whether the script saves after the loop, or in a `finally` around it."""
-    with cluster(zygote, tmp_path, script=SCRIPT, SHAPE=shape, STRATEGY=strategy, SHOAL_DRAIN_GRACE_S="20") as running:
+    with cluster(
+        zygote, tmp_path, script=SCRIPT, SHAPE=shape, STRATEGY=strategy, SHOAL_DRAIN_GRACE_S="20"
+    ) as running:
         with running.held():
             for index in range(3):
                 running.start(index)
@@ -138,7 +160,9 @@ def test_when_all_ranks_are_asked_to_leave_they_stop_at_one_border_and_save_toge
         assert newest_step(running) == results[0]["steps"]
 
 
-def test_a_rank_that_leaves_alone_saves_nothing_in_finally_and_its_peers_do(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_rank_that_leaves_alone_saves_nothing_in_finally_and_its_peers_do(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     """What it holds by then is a part of an older state."""
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="finally", STRATEGY="zero2") as running:
         with running.held():
@@ -155,7 +179,9 @@ def test_a_rank_that_leaves_alone_saves_nothing_in_finally_and_its_peers_do(zygo
 
 
 @pytest.mark.parametrize("strategy", ["zero2", pytest.param("ddp", marks=pytest.mark.matrix)])
-def test_a_death_after_the_jobs_last_border_leaves_all_shards_to_be_saved(zygote: Zygote, tmp_path: Path, strategy: str) -> None:
+def test_a_death_after_the_jobs_last_border_leaves_all_shards_to_be_saved(
+    zygote: Zygote, tmp_path: Path, strategy: str
+) -> None:
     """The survivors have noticed it before they save."""
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="left", STRATEGY=strategy) as running:
         with running.held():
@@ -169,12 +195,16 @@ def test_a_death_after_the_jobs_last_border_leaves_all_shards_to_be_saved(zygote
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("zero2", marks=pytest.mark.matrix)])
-def test_a_stop_that_rides_in_a_step_that_one_rank_misses_ends_all_at_one_border(zygote: Zygote, tmp_path: Path, strategy: str) -> None:
+def test_a_stop_that_rides_in_a_step_that_one_rank_misses_ends_all_at_one_border(
+    zygote: Zygote, tmp_path: Path, strategy: str
+) -> None:
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="asks", STRATEGY=strategy) as running:
         for index in range(3):
             running.start(index, SHOAL_FAILPOINTS="step.closed@7=lose" if index == 1 else "")
         results = running.finish(0, 1, 2)
-        assert len({str(r["outcomes"]) for r in results}) == len({r["digest"] for r in results}) == 1
+        assert (
+            len({str(r["outcomes"]) for r in results}) == len({r["digest"] for r in results}) == 1
+        )
         assert results[0]["steps"] == 7
 
 
@@ -182,7 +212,14 @@ def test_a_stop_that_rides_in_a_step_that_one_rank_misses_ends_all_at_one_border
 def test_a_job_begun_again_after_a_preemption_takes_each_sample_once(
     zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], strategy: str
 ) -> None:
-    with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="preempted", STRATEGY=strategy, SHOAL_DRAIN_GRACE_S="20") as running:
+    with cluster(
+        zygote,
+        tmp_path,
+        script=SCRIPT,
+        SHAPE="preempted",
+        STRATEGY=strategy,
+        SHOAL_DRAIN_GRACE_S="20",
+    ) as running:
         with running.held():
             for index in range(3):
                 running.start(index)

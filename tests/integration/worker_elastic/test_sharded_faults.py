@@ -1,4 +1,5 @@
-"""Strategies whose state is cut over the ranks lose nothing to a death: mirrors stand in. Every run ends bit for bit as one worker's."""
+"""Strategies whose state is cut over the ranks lose nothing to a death: mirrors stand in. Every run
+ends bit for bit as one worker's."""
 
 import signal
 from pathlib import Path
@@ -16,14 +17,23 @@ from tests.zygote.children import Zygote, eventually
 @pytest.fixture(scope="module")
 def alone(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run of one worker, without a fault; the three stages do the same arithmetic."""
-    with cluster(zygote, tmp_path_factory.mktemp("alone"), max_workers=1, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY="zero1") as running:
+    with cluster(
+        zygote,
+        tmp_path_factory.mktemp("alone"),
+        max_workers=1,
+        EPOCHS=str(EPOCHS),
+        MICRO="1",
+        STRATEGY="zero1",
+    ) as running:
         running.start(0)
         (result,) = running.finish(0)
     return result
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_three_workers_end_with_the_parameters_of_one(zygote: Zygote, tmp_path: Path, alone: dict[str, Any], strategy: str) -> None:
+def test_three_workers_end_with_the_parameters_of_one(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any], strategy: str
+) -> None:
     with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY=strategy) as running:
         for index in range(3):
             running.start(index)
@@ -53,10 +63,14 @@ def test_a_worker_killed_at_any_moment_costs_the_others_nothing(
 
 
 @pytest.fixture(scope="module")
-def alone_with_adafactor(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def alone_with_adafactor(
+    zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """The run of one worker, with an optimizer that looks at whole tensors."""
     settings = {"EPOCHS": str(EPOCHS), "MICRO": "1", "STRATEGY": "zero1", "OPTIMIZER": "Adafactor"}
-    with cluster(zygote, tmp_path_factory.mktemp("adafactor"), max_workers=1, **settings) as running:
+    with cluster(
+        zygote, tmp_path_factory.mktemp("adafactor"), max_workers=1, **settings
+    ) as running:
         running.start(0)
         (result,) = running.finish(0)
     return result
@@ -72,9 +86,15 @@ def alone_with_adafactor(zygote: Zygote, tmp_path_factory: pytest.TempPathFactor
     ],
 )
 def test_a_death_costs_an_optimizer_of_whole_tensors_nothing(
-    zygote: Zygote, tmp_path: Path, alone_with_adafactor: dict[str, Any], strategy: str, failpoint: str
+    zygote: Zygote,
+    tmp_path: Path,
+    alone_with_adafactor: dict[str, Any],
+    strategy: str,
+    failpoint: str,
 ) -> None:
-    with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY=strategy, OPTIMIZER="Adafactor") as running:
+    with cluster(
+        zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY=strategy, OPTIMIZER="Adafactor"
+    ) as running:
         running.start(0)
         running.start(1, SHOAL_FAILPOINTS=failpoint)
         running.start(2)
@@ -85,7 +105,9 @@ def test_a_death_costs_an_optimizer_of_whole_tensors_nothing(
 def test_who_joins_gets_the_tensors_that_it_is_to_own_and_who_leaves_hands_them_on(
     zygote: Zygote, tmp_path: Path, alone_with_adafactor: dict[str, Any], strategy: str
 ) -> None:
-    with cluster(zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY=strategy, OPTIMIZER="Adafactor") as running:
+    with cluster(
+        zygote, tmp_path, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY=strategy, OPTIMIZER="Adafactor"
+    ) as running:
         with running.held():
             for index in range(3):
                 running.start(index)
@@ -99,10 +121,17 @@ def test_who_joins_gets_the_tensors_that_it_is_to_own_and_who_leaves_hands_them_
         check_same_run(running.finish(0, 3), alone_with_adafactor, running)
 
 
-def test_a_rank_of_a_replica_that_dies_has_its_state_in_the_other(zygote: Zygote, tmp_path: Path, alone: dict[str, Any]) -> None:
-    with cluster(zygote, tmp_path, max_workers=4, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY="hsdp") as running:
+def test_a_rank_of_a_replica_that_dies_has_its_state_in_the_other(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
+) -> None:
+    with cluster(
+        zygote, tmp_path, max_workers=4, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY="hsdp"
+    ) as running:
         for index in range(4):
-            running.start(index, **({"SHOAL_FAILPOINTS": "session.before_apply@15=kill"} if index == 1 else {}))
+            running.start(
+                index,
+                **({"SHOAL_FAILPOINTS": "session.before_apply@15=kill"} if index == 1 else {}),
+            )
         check_same_run(running.finish(0, 2, 3), alone, running)
 
 
@@ -136,7 +165,9 @@ def test_a_replacement_is_given_its_shards_and_a_drained_worker_leaves_its_own_b
         check_same_run(running.finish(0, 3), alone, running)
 
 
-def test_a_checkpoint_of_one_strategy_is_resumed_by_another_on_other_ranks(zygote: Zygote, tmp_path: Path, alone: dict[str, Any]) -> None:
+def test_a_checkpoint_of_one_strategy_is_resumed_by_another_on_other_ranks(
+    zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
+) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "second").mkdir()
     saved = {"MICRO": "1", "CHECKPOINTS": str(tmp_path / "checkpoints")}
@@ -144,35 +175,56 @@ def test_a_checkpoint_of_one_strategy_is_resumed_by_another_on_other_ranks(zygot
         for index in range(3):
             running.start(index)
         running.finish(0, 1, 2)
-    with cluster(zygote, tmp_path / "second", max_workers=2, EPOCHS=str(EPOCHS), STRATEGY="zero1", **saved) as running:
+    with cluster(
+        zygote, tmp_path / "second", max_workers=2, EPOCHS=str(EPOCHS), STRATEGY="zero1", **saved
+    ) as running:
         for index in range(2):
             running.start(index)
         results = running.finish(0, 1)
     assert {r["digest"] for r in results} == {alone["digest"]}
 
 
-def test_a_worker_killed_while_its_shard_of_a_checkpoint_is_written_leaves_the_one_before_as_the_newest(
+def test_a_worker_killed_while_writing_its_checkpoint_shard_leaves_the_previous_one_as_the_newest(
     zygote: Zygote, tmp_path: Path
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    with cluster(zygote, tmp_path, EPOCHS="2", STRATEGY="zero3", CHECKPOINTS=str(checkpoints)) as running:
+    with cluster(
+        zygote, tmp_path, EPOCHS="2", STRATEGY="zero3", CHECKPOINTS=str(checkpoints)
+    ) as running:
         for index in range(3):
-            running.start(index, **({"SHOAL_FAILPOINTS": "checkpoint.shard_written@2=kill"} if index == 1 else {}))
+            running.start(
+                index,
+                **({"SHOAL_FAILPOINTS": "checkpoint.shard_written@2=kill"} if index == 1 else {}),
+            )
         for index in (0, 2):  # the one that was to complete it, and one that waits for that
             eventually(running.workers[index].ended.is_set, "the survivors' end")
-            assert "this worker fails: the last checkpoint is not there" in running.workers[index].said()
+            assert (
+                "this worker fails: the last checkpoint is not there"
+                in running.workers[index].said()
+            )
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-10"]
     assert len(list((checkpoints / "step-10").glob("shard-*-of-00003.safetensors"))) == 3
 
 
-def test_a_checkpoint_does_not_wait_for_the_shard_of_a_dead_rank_in_a_job_on_hold(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_checkpoint_does_not_wait_for_the_shard_of_a_dead_rank_in_a_job_on_hold(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     """No generation without the dead rank comes: too few are left."""
     with cluster(
-        zygote, tmp_path, min_workers=2, max_workers=2, EPOCHS="2", STRATEGY="zero3", CHECKPOINTS=str(tmp_path / "checkpoints")
+        zygote,
+        tmp_path,
+        min_workers=2,
+        max_workers=2,
+        EPOCHS="2",
+        STRATEGY="zero3",
+        CHECKPOINTS=str(tmp_path / "checkpoints"),
     ) as running:
         running.start(0)
         running.start(1, SHOAL_FAILPOINTS="checkpoint.shard_written@1=kill")
-        eventually(lambda: "is given up: a rank went away" in running.workers[0].said(), "the first rank to give the checkpoint up")
+        eventually(
+            lambda: "is given up: a rank went away" in running.workers[0].said(),
+            "the first rank to give the checkpoint up",
+        )
 
 
 NEIGHBOURS = (1, 2)
@@ -181,19 +233,34 @@ NEIGHBOURS = (1, 2)
 
 def start_with_neighbours_that_stop(running: Cluster, moment: str) -> None:
     for index in range(4):
-        running.start(index, **({"SHOAL_FAILPOINTS": f"{moment}=stop"} if index in NEIGHBOURS else {}))
+        running.start(
+            index, **({"SHOAL_FAILPOINTS": f"{moment}=stop"} if index in NEIGHBOURS else {})
+        )
 
 
 def kill_two_neighbours(running: Cluster, moment: str) -> None:
     """When both are at that moment."""
     processes = [psutil.Process(running.workers[index].pid) for index in NEIGHBOURS]
-    eventually(lambda: all(process.status() == psutil.STATUS_STOPPED for process in processes), f"both at {moment}")
+    eventually(
+        lambda: all(process.status() == psutil.STATUS_STOPPED for process in processes),
+        f"both at {moment}",
+    )
     for index in NEIGHBOURS:
         running.signal(index, signal.SIGKILL)
 
 
-def test_two_neighbours_that_die_at_once_are_a_loss_that_is_named(zygote: Zygote, tmp_path: Path) -> None:
-    with cluster(zygote, tmp_path, max_workers=4, lease_ms=60_000, EPOCHS=str(EPOCHS), MICRO="1", STRATEGY="zero3") as running:
+def test_two_neighbours_that_die_at_once_are_a_loss_that_is_named(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    with cluster(
+        zygote,
+        tmp_path,
+        max_workers=4,
+        lease_ms=60_000,
+        EPOCHS=str(EPOCHS),
+        MICRO="1",
+        STRATEGY="zero3",
+    ) as running:
         start_with_neighbours_that_stop(running, "session.before_apply@15")
         kill_two_neighbours(running, "session.before_apply@15")
         for index in (0, 3):
@@ -202,14 +269,24 @@ def test_two_neighbours_that_die_at_once_are_a_loss_that_is_named(zygote: Zygote
         assert "of the model's 4 shards any more" in output
 
 
-@pytest.mark.parametrize("moment", ["session.before_apply@15", pytest.param("session.after_commit@15", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "moment",
+    ["session.before_apply@15", pytest.param("session.after_commit@15", marks=pytest.mark.matrix)],
+)
 def test_two_neighbours_that_die_at_once_take_the_run_back_to_the_newest_checkpoint(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], moment: str
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
-    settings = {"EPOCHS": str(EPOCHS), "MICRO": "1", "STRATEGY": "zero3", "CHECKPOINTS": str(checkpoints)}
+    settings = {
+        "EPOCHS": str(EPOCHS),
+        "MICRO": "1",
+        "STRATEGY": "zero3",
+        "CHECKPOINTS": str(checkpoints),
+    }
     with cluster(zygote, tmp_path, max_workers=4, lease_ms=60_000, **settings) as running:
-        with running.held(before=12):  # ranks write their parts beside the steps, and the neighbours may stop before theirs are on the disk
+        with running.held(before=12):
+            # ranks write their parts beside the steps, and the neighbours may stop before theirs
+            # are on the disk
             start_with_neighbours_that_stop(running, moment)
             eventually((checkpoints / "step-10").is_dir, "a checkpoint to go back to")
         kill_two_neighbours(running, moment)
@@ -222,16 +299,24 @@ def test_two_neighbours_that_die_at_once_take_the_run_back_to_the_newest_checkpo
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1"])
-def test_the_whole_state_is_that_of_one_process_and_can_be_put_back(zygote: Zygote, tmp_path: Path, strategy: str) -> None:
-    with cluster(zygote, tmp_path, script=Path(sharded_state.__file__), STRATEGY=strategy) as running:
+def test_the_whole_state_is_that_of_one_process_and_can_be_put_back(
+    zygote: Zygote, tmp_path: Path, strategy: str
+) -> None:
+    with cluster(
+        zygote, tmp_path, script=Path(sharded_state.__file__), STRATEGY=strategy
+    ) as running:
         for index in range(3):
             running.start(index)
         assert [running.workers[index].wait() for index in range(3)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
-def test_a_rank_may_have_no_micro_batch_in_any_step(zygote: Zygote, tmp_path: Path, strategy: str) -> None:
-    with cluster(zygote, tmp_path, script=Path(few_micro_batches.__file__), STRATEGY=strategy) as running:
+def test_a_rank_may_have_no_micro_batch_in_any_step(
+    zygote: Zygote, tmp_path: Path, strategy: str
+) -> None:
+    with cluster(
+        zygote, tmp_path, script=Path(few_micro_batches.__file__), STRATEGY=strategy
+    ) as running:
         for index in range(3):
             running.start(index)
         assert [running.workers[index].wait() for index in range(3)] == [0, 0, 0]

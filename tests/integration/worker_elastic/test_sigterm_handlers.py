@@ -11,7 +11,9 @@ from tests.zygote.children import Zygote
 SCRIPT = Path(__file__).parent / "handles_sigterm.py"
 
 
-def test_a_handler_that_was_set_before_is_called_and_the_worker_leaves(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_handler_that_was_set_before_is_called_and_the_worker_leaves(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     with cluster(zygote, tmp_path, max_workers=1, script=SCRIPT, WHEN="before") as running:
         running.start(0)
         (told,) = running.finish(0)  # else it trains for a million epochs

@@ -1,4 +1,5 @@
-"""Stops and drains that meet something else: a member that hears of it late, a death at the same time, a start that is not over."""
+"""Stops and drains that meet something else: a member that hears of it late, a death at the same
+time, a start that is not over."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -21,7 +22,11 @@ def same_end(results: list[dict[str, Any]]) -> None:
 @contextmanager
 def third_is_deaf(zygote: Zygote, directory: Path) -> Iterator[tuple[Cluster, Relay]]:
     """Three workers that train; what the coordinator says does not reach the third any more."""
-    with cluster(zygote, directory, EPOCHS="4", MICRO="1") as running, Relay(running.address) as line, running.held():
+    with (
+        cluster(zygote, directory, EPOCHS="4", MICRO="1") as running,
+        Relay(running.address) as line,
+        running.held(),
+    ):
         for index, address in enumerate([running.address, running.address, line.address]):
             running.start(index, SHOAL_COORDINATOR=address)
         running.wait_steps(1)
@@ -29,15 +34,22 @@ def third_is_deaf(zygote: Zygote, directory: Path) -> Iterator[tuple[Cluster, Re
         yield running, line
 
 
-def test_a_member_that_hears_of_the_stop_late_ends_at_the_border_of_the_others(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_member_that_hears_of_the_stop_late_ends_at_the_border_of_the_others(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     with third_is_deaf(zygote, tmp_path) as (running, line):
         running.client.stop_job("job", reason="test")
-        eventually(lambda: len(list(running.output.glob("*.json"))) == 3, "the end of all loops, also of the one that heard nothing")
+        eventually(
+            lambda: len(list(running.output.glob("*.json"))) == 3,
+            "the end of all loops, also of the one that heard nothing",
+        )
         line.open()
         same_end(running.finish(0, 1, 2))
 
 
-def test_a_death_while_the_job_stops_lets_the_others_end_at_one_border(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_death_while_the_job_stops_lets_the_others_end_at_one_border(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     with third_is_deaf(zygote, tmp_path) as (running, line):
         running.signal(0, signal.SIGKILL)
         running.client.stop_job("job", reason="test")
@@ -50,7 +62,10 @@ def test_a_death_while_the_job_stops_lets_the_others_end_at_one_border(zygote: Z
 
 @pytest.mark.parametrize(
     "ask",
-    [lambda running: running.signal(0, signal.SIGTERM), lambda running: running.client.stop_job("job", reason="test")],
+    [
+        lambda running: running.signal(0, signal.SIGTERM),
+        lambda running: running.client.stop_job("job", reason="test"),
+    ],
     ids=["drain", "stop"],
 )
 def test_a_member_that_is_to_leave_before_its_first_state_stands_ends_well(
@@ -64,10 +79,12 @@ def test_a_member_that_is_to_leave_before_its_first_state_stands_ends_well(
         assert running.workers[0].wait() == 0, running.workers[0].said()
 
 
-def test_a_joiner_that_comes_after_the_last_step_ends_before_it_says_anything_of_a_model_that_it_never_got(
+def test_a_joiner_after_the_last_step_ends_without_reporting_a_model_that_it_never_got(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    with cluster(zygote, tmp_path, min_workers=2, max_workers=3, join_grace_ms=0, EPOCHS="1") as running:
+    with cluster(
+        zygote, tmp_path, min_workers=2, max_workers=3, join_grace_ms=0, EPOCHS="1"
+    ) as running:
         linger = running.output / "linger"
         linger.touch()
         running.start(0)
@@ -81,8 +98,13 @@ def test_a_joiner_that_comes_after_the_last_step_ends_before_it_says_anything_of
 
 
 @pytest.mark.parametrize("waits_for", ["the coordinator", "others"])
-def test_a_member_that_is_told_to_leave_before_it_has_a_rank_ends_well(zygote: Zygote, tmp_path: Path, waits_for: str) -> None:
-    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, EPOCHS="1") as running, Relay(running.address) as line:
+def test_a_member_that_is_told_to_leave_before_it_has_a_rank_ends_well(
+    zygote: Zygote, tmp_path: Path, waits_for: str
+) -> None:
+    with (
+        cluster(zygote, tmp_path, min_workers=2, max_workers=2, EPOCHS="1") as running,
+        Relay(running.address) as line,
+    ):
         if waits_for == "the coordinator":
             line.hold([BACK])
         running.start(0, SHOAL_COORDINATOR=line.address)

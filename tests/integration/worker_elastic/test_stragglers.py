@@ -25,15 +25,25 @@ for _ in loader.epochs(100_000):
 """
 
 
-def test_a_rank_that_works_longer_than_the_others_is_named_in_the_status_in_logs_and_as_an_event(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_rank_that_works_longer_than_the_others_is_named_in_the_status_in_logs_and_as_an_event(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     script = tmp_path / "slower.py"
     script.write_text(SCRIPT)
     with cluster(zygote, tmp_path, max_workers=2, script=script) as running:
         running.start(0)
         running.start(1)
-        note = eventually(lambda: next((m.note for m in running.job().members if m.note), None), "a note in the status")
+        note = eventually(
+            lambda: next((m.note for m in running.job().members if m.note), None),
+            "a note in the status",
+        )
         slow = next(m for m in running.job().members if m.member_id == running.members[1])
         assert note.startswith(f"the others wait for rank {slow.rank} ({slow.host}): it works")
-        eventually(lambda: "the others wait for rank" in running.workers[0].said(), "a line of the rank that waits")
-        events = [event for event in running.client.watch_events("job") if event.kind == "straggler_found"]
+        eventually(
+            lambda: "the others wait for rank" in running.workers[0].said(),
+            "a line of the rank that waits",
+        )
+        events = [
+            event for event in running.client.watch_events("job") if event.kind == "straggler_found"
+        ]
         assert {event.member_id for event in events} == {running.members[1]}

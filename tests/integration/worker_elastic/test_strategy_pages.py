@@ -14,7 +14,9 @@ CLUSTERED = sorted(set(registry.names()) - {"async_sgd"})
 
 
 def examples(strategy: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (PAGES / f"{strategy}.md").read_text(), re.DOTALL | re.MULTILINE)
+    return re.findall(
+        r"^```python\n(.*?)^```$", (PAGES / f"{strategy}.md").read_text(), re.DOTALL | re.MULTILINE
+    )
 
 
 def test_every_strategy_has_a_page_in_the_table_with_an_example_of_it(
@@ -29,7 +31,9 @@ def test_every_strategy_has_a_page_in_the_table_with_an_example_of_it(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", [*CLUSTERED, "compression"])
-def test_the_examples_of_a_page_run_on_two_ranks(zygote: Zygote, tmp_path: Path, strategy: str) -> None:
+def test_the_examples_of_a_page_run_on_two_ranks(
+    zygote: Zygote, tmp_path: Path, strategy: str
+) -> None:
     for number, example in enumerate(examples(strategy)):
         directory = tmp_path / str(number)
         directory.mkdir()

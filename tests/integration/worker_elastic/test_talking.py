@@ -1,4 +1,5 @@
-"""What ranks tell each other survives faults: all that are left are told the same, and nobody is told nothing."""
+"""What ranks tell each other survives faults: all that are left are told the same, and nobody is
+told nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ QUICK = {("all_reduce", "in_operation"), ("broadcast", "after_operation")}
 @pytest.mark.parametrize(
     ("operation", "place"),
     [
-        pytest.param(number, place, id=f"{name}-{place}", marks=() if (name, place) in QUICK else pytest.mark.slow)
+        pytest.param(
+            number,
+            place,
+            id=f"{name}-{place}",
+            marks=() if (name, place) in QUICK else pytest.mark.slow,
+        )
         for number, name in enumerate(OPERATIONS, start=1)
         for place in ("in_operation", "after_operation")
     ],
@@ -27,7 +33,8 @@ QUICK = {("all_reduce", "in_operation"), ("broadcast", "after_operation")}
 def test_a_rank_that_is_killed_on_the_way_leaves_the_others_with_one_answer(
     zygote: Zygote, tmp_path: Path, operation: int, place: str
 ) -> None:
-    """Rank 0, whose value is broadcast, is killed behind the fifth step; with after_operation it has the answer already."""
+    """Rank 0, whose value is broadcast, is killed behind the fifth step; with after_operation it
+    has the answer already."""
     with cluster(zygote, tmp_path, script=SCRIPT) as running:
         running.start(0, SHOAL_FAILPOINTS=f"session.{place}@{4 * len(OPERATIONS) + operation}=kill")
         running.start(1)

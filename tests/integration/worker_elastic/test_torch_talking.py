@@ -1,4 +1,5 @@
-"""Series of torch's own calls with shoal.process_group() survive faults: all that are left have the results of one whole series."""
+"""Series of torch's own calls with shoal.process_group() survive faults: all that are left have the
+results of one whole series."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ QUICK = {("all_gather", "in_operation"), ("broadcast", "after_operation")}
 @pytest.mark.parametrize(
     ("operation", "place"),
     [
-        pytest.param(number, place, id=f"{name}-{place}", marks=() if (name, place) in QUICK else pytest.mark.slow)
+        pytest.param(
+            number,
+            place,
+            id=f"{name}-{place}",
+            marks=() if (name, place) in QUICK else pytest.mark.slow,
+        )
         for number, name in enumerate(OPERATIONS, start=1)
         for place in ("in_operation", "after_operation")
     ],
@@ -27,7 +33,8 @@ QUICK = {("all_gather", "in_operation"), ("broadcast", "after_operation")}
 def test_a_rank_that_is_killed_in_the_middle_of_a_series_leaves_the_others_with_one_answer(
     zygote: Zygote, tmp_path: Path, operation: int, place: str
 ) -> None:
-    """Rank 0, the root, is killed behind the fifth step; with after_operation it has the result already."""
+    """Rank 0, the root, is killed behind the fifth step; with after_operation it has the result
+    already."""
     with cluster(zygote, tmp_path, script=SCRIPT) as running:
         running.start(0, SHOAL_FAILPOINTS=f"session.{place}@{4 * len(OPERATIONS) + operation}=kill")
         running.start(1)
@@ -44,10 +51,15 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_series_leaves_the_others_with_
         assert everyones == [[step, rank] for rank in range(ranks)]
         assert objects == [{"step": step, "rank": rank} for rank in range(ranks)]
     assert results[0]["refused"] == results[1]["refused"], "all ranks repeat what one repeats"
-    assert {tuple(each) for each in results[0]["refused"]} <= {(5, "RANKS_CHANGED"), (6, "RANKS_CHANGED")}
+    assert {tuple(each) for each in results[0]["refused"]} <= {
+        (5, "RANKS_CHANGED"),
+        (6, "RANKS_CHANGED"),
+    }
 
 
-def test_a_rank_that_joins_is_in_the_series_of_the_steps_that_it_takes(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_rank_that_joins_is_in_the_series_of_the_steps_that_it_takes(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     with cluster(zygote, tmp_path, script=SCRIPT, min_workers=2, join_grace_ms=0) as running:
         running.start(0)
         running.start(1)

@@ -1,4 +1,5 @@
-"""A run in TensorBoard's event files: in one piece, each step once, whichever rank wrote it and however often the run was interrupted."""
+"""A run in TensorBoard's event files: in one piece, each step once, whichever rank wrote it and
+however often the run was interrupted."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ STEPS = 20
 KILLED = 7
 
 
-def test_the_next_rank_goes_on_when_the_one_that_writes_is_killed(zygote: Zygote, tmp_path: Path) -> None:
+def test_the_next_rank_goes_on_when_the_one_that_writes_is_killed(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     places = {"TRACKED": str(tmp_path / "runs"), "CHECKPOINTS": str(tmp_path / "checkpoints")}
     with cluster(zygote, tmp_path, script=SCRIPT, **places) as running:
         running.start(0, SHOAL_FAILPOINTS=f"session.after_commit@{KILLED}=kill")
@@ -22,16 +25,27 @@ def test_the_next_rank_goes_on_when_the_one_that_writes_is_killed(zygote: Zygote
         for index, worker in running.workers.items():
             assert (worker.wait() == 0) == (index != 0), worker.said()
     sizes = points(tmp_path / "runs", "shoal/world_size")
-    assert len(list((tmp_path / "runs").iterdir())) == 2, "a file of the killed rank, and one of the next"
-    assert sizes == [(step, 3.0) for step in range(1, KILLED + 1)] + [(step, 2.0) for step in range(KILLED + 1, STEPS + 1)]
+    assert len(list((tmp_path / "runs").iterdir())) == 2, (
+        "a file of the killed rank, and one of the next"
+    )
+    assert sizes == [(step, 3.0) for step in range(1, KILLED + 1)] + [
+        (step, 2.0) for step in range(KILLED + 1, STEPS + 1)
+    ]
     losses = points(tmp_path / "runs", "shoal/loss")
     assert all(loss == step for step, loss in losses)
-    assert {step for step, _ in losses} == set(range(1, STEPS + 1)) - {KILLED}, "it was killed before it told that one"
-    assert [step for step, text in texts(tmp_path / "runs") if "2 ranks, 3 before" in text] == [KILLED + 1]
+    assert {step for step, _ in losses} == set(range(1, STEPS + 1)) - {KILLED}, (
+        "it was killed before it told that one"
+    )
+    assert [step for step, text in texts(tmp_path / "runs") if "2 ranks, 3 before" in text] == [
+        KILLED + 1
+    ]
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_has_no_step_twice(zygote: Zygote, tmp_path: Path) -> None:
-    """All workers are killed two steps behind a checkpoint, and those two are done again by others."""
+def test_a_run_that_goes_on_from_a_checkpoint_has_no_step_twice(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    """All workers are killed two steps behind a checkpoint, and those two are done again by
+    others."""
     places = {"TRACKED": str(tmp_path / "runs"), "CHECKPOINTS": str(tmp_path / "checkpoints")}
     (tmp_path / "first").mkdir()
     with cluster(zygote, tmp_path / "first", script=SCRIPT, max_workers=2, **places) as running:
@@ -44,5 +58,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_no_step_twice(zygote: Zygote, 
         for index in range(3):
             running.start(index)
         assert all(worker.wait() == 0 for worker in running.workers.values()), running.said()
-    assert points(tmp_path / "runs", "shoal/world_size") == [(n, 2.0) for n in range(1, 5)] + [(n, 3.0) for n in range(5, STEPS + 1)]
+    assert points(tmp_path / "runs", "shoal/world_size") == [(n, 2.0) for n in range(1, 5)] + [
+        (n, 3.0) for n in range(5, STEPS + 1)
+    ]
     assert points(tmp_path / "runs", "shoal/loss") == [(n, float(n)) for n in range(1, STEPS + 1)]

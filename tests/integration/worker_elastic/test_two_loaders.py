@@ -1,4 +1,5 @@
-"""Scripts with more than one training loader: joiners and resumed runs get into the right one, at the right epoch."""
+"""Scripts with more than one training loader: joiners and resumed runs get into the right one, at
+the right epoch."""
 
 import signal
 from pathlib import Path
@@ -16,7 +17,9 @@ EPOCHS = 3
 
 @pytest.fixture(scope="module")
 def fault_free(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    with cluster(zygote, tmp_path_factory.mktemp("alone"), max_workers=1, script=SCRIPT, EPOCHS=str(EPOCHS)) as running:
+    with cluster(
+        zygote, tmp_path_factory.mktemp("alone"), max_workers=1, script=SCRIPT, EPOCHS=str(EPOCHS)
+    ) as running:
         running.start(0)
         (result,) = running.finish(0)
     assert (result["steps"], result["second"]) == (8 * EPOCHS, 6 * EPOCHS)
@@ -27,7 +30,9 @@ def fault_free(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict
 def test_a_joiner_gets_into_the_loop_in_which_its_peers_are(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any], joins_at_step: int
 ) -> None:
-    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, EPOCHS=str(EPOCHS)) as running:
+    with cluster(
+        zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, EPOCHS=str(EPOCHS)
+    ) as running:
         running.start(0, SHOAL_FAILPOINTS=f"session.after_commit@{joins_at_step}=kill")
         running.start(1)
         assert running.workers[0].wait() == -signal.SIGKILL
@@ -40,24 +45,50 @@ def test_a_joiner_gets_into_the_loop_in_which_its_peers_are(
         assert {(e.once, e.repeated) for e in verdict.epochs if e.loader == "first"} == {(32, 0)}
 
 
-def test_a_resumed_run_goes_on_with_the_second_loader_where_it_was(zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]) -> None:
+def test_a_resumed_run_goes_on_with_the_second_loader_where_it_was(
+    zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
+) -> None:
     checkpoints = str(tmp_path / "checkpoints")
     for name in ("before", "after"):
         (tmp_path / name).mkdir()
-    with cluster(zygote, tmp_path / "before", max_workers=1, script=SCRIPT, EPOCHS="2", CHECKPOINTS=checkpoints) as running:
+    with cluster(
+        zygote,
+        tmp_path / "before",
+        max_workers=1,
+        script=SCRIPT,
+        EPOCHS="2",
+        CHECKPOINTS=checkpoints,
+    ) as running:
         running.start(0)
         running.finish(0)
-    with cluster(zygote, tmp_path / "after", max_workers=1, script=SCRIPT, EPOCHS=str(EPOCHS), CHECKPOINTS=checkpoints) as running:
+    with cluster(
+        zygote,
+        tmp_path / "after",
+        max_workers=1,
+        script=SCRIPT,
+        EPOCHS=str(EPOCHS),
+        CHECKPOINTS=checkpoints,
+    ) as running:
         running.start(0)
         assert running.finish(0) == [fault_free]
 
 
-def test_a_checkpoint_damaged_on_the_disk_ends_the_run_with_one_clear_error(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_checkpoint_damaged_on_the_disk_ends_the_run_with_one_clear_error(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     """Other than a state damaged on its way between ranks: asking again would give the same."""
     damaged = tmp_path / "checkpoints" / "step-7"
     damaged.mkdir(parents=True)
     (damaged / "checkpoint.json").write_text("{")
-    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, EPOCHS="1", CHECKPOINTS=str(damaged.parent)) as running:
+    with cluster(
+        zygote,
+        tmp_path,
+        min_workers=2,
+        max_workers=2,
+        script=SCRIPT,
+        EPOCHS="1",
+        CHECKPOINTS=str(damaged.parent),
+    ) as running:
         running.start(0)
         running.start(1)
         for worker in (running.workers[0], running.workers[1]):
@@ -76,8 +107,12 @@ def test_deterministic_results_are_bitwise_those_of_any_other_world(
         assert running.finish(*range(world)) == [fault_free | {"world": world}] * world
 
 
-def test_a_look_at_a_batch_and_a_pass_ahead_of_the_loop_do_not_make_a_joiner_live(zygote: Zygote, tmp_path: Path) -> None:
-    with cluster(zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, EPOCHS=str(EPOCHS), LOOK="1") as running:
+def test_a_look_at_a_batch_and_a_pass_ahead_of_the_loop_do_not_make_a_joiner_live(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    with cluster(
+        zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, EPOCHS=str(EPOCHS), LOOK="1"
+    ) as running:
         running.start(0, SHOAL_FAILPOINTS="session.after_commit@1=kill")
         running.start(1)
         assert running.workers[0].wait() == -signal.SIGKILL

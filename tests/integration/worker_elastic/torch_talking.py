@@ -1,4 +1,5 @@
-"""A script whose ranks call torch.distributed's own functions behind every step. Says what it was told as one JSON file in OUTPUT."""
+"""A script whose ranks call torch.distributed's own functions behind every step. Says what it was
+told as one JSON file in OUTPUT."""
 
 import json
 import os
@@ -16,7 +17,9 @@ shoal.init()
 torch.manual_seed(0)
 net = nn.Linear(3, 1)
 model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-3))
-loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(72, 3)), global_batch_size=6)
+loader = shoal.ElasticDataLoader(
+    torch.utils.data.TensorDataset(torch.ones(72, 3)), global_batch_size=6
+)
 group = shoal.process_group()
 told = {}
 refused = []
@@ -47,4 +50,6 @@ for _ in loader.epochs(1):
             else:
                 break
         told[step] = [mean.item(), [each.tolist() for each in everyones], named.item(), objects]
-Path(os.environ["OUTPUT"], f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps({"told": told, "refused": refused}))
+Path(os.environ["OUTPUT"], f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(
+    json.dumps({"told": told, "refused": refused})
+)

@@ -1,4 +1,5 @@
-"""A script whose run is written for TensorBoard into TRACKED, or to MLflow, every step of it; the loss of step n is n."""
+"""A script whose run is written for TensorBoard into TRACKED, or to MLflow, every step of it; the
+loss of step n is n."""
 
 import os
 import time
@@ -32,6 +33,9 @@ for _ in loader.epochs(2):
         optimizer.zero_grad()
         give_up_at = time.monotonic() + 60
         while loader.global_step == 5 and not all(written() for written in AWAITED):
-            # They are written beside the training, by threads that tell nobody, and some tests kill that soon.
-            assert time.monotonic() < give_up_at, "step-4 was not written within 60 s, or MLflow had no point"
+            # They are written beside the training, by threads that tell nobody, and some tests kill
+            # that soon.
+            assert time.monotonic() < give_up_at, (
+                "step-4 was not written within 60 s, or MLflow had no point"
+            )
             time.sleep(0.01)

@@ -1,4 +1,5 @@
-"""The training script of these tests: a small model with BatchNorm and dropout; says what it ends with as one JSON line in OUTPUT."""
+"""The training script of these tests: a small model with BatchNorm and dropout; says what it ends
+with as one JSON line in OUTPUT."""
 
 import hashlib
 import json
@@ -30,16 +31,24 @@ def main(arguments: Sequence[str]) -> None:
     save_every = int(os.environ.get("SAVE_EVERY", "0"))
     shoal.init()
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2))
+    net = nn.Sequential(
+        nn.Linear(10, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 2)
+    )
     optimizer = getattr(torch.optim, os.environ.get("OPTIMIZER", "AdamW"))(net.parameters(), 1e-2)
     options = {"shard_size": 2} if os.environ.get("STRATEGY") == "hsdp" else {}
-    model, optimizer = shoal.as_distributed(net, optimizer, strategy=os.environ.get("STRATEGY", "ddp"), deterministic=micro, **options)
+    model, optimizer = shoal.as_distributed(
+        net, optimizer, strategy=os.environ.get("STRATEGY", "ddp"), deterministic=micro, **options
+    )
     per_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
-    per_epoch = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0), lambda epoch: 1.0 * epoch)
+    per_epoch = torch.optim.lr_scheduler.LambdaLR(
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))], 1.0), lambda epoch: 1.0 * epoch
+    )
     shoal.register_state(per_step=per_step, per_epoch=per_epoch)
     x = torch.randn(480, 10, generator=torch.Generator().manual_seed(1))
     dataset = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
-    loader = shoal.ElasticDataLoader(dataset, global_batch_size=48, micro_batch_size=8 if micro else None)
+    loader = shoal.ElasticDataLoader(
+        dataset, global_batch_size=48, micro_batch_size=8 if micro else None
+    )
     validation = shoal.ElasticDataLoader(dataset, global_batch_size=60, train=False)
     if checkpoints:
         shoal.resume(checkpoints)
@@ -71,7 +80,10 @@ def main(arguments: Sequence[str]) -> None:
         if checkpoints and not save_every:
             shoal.save_checkpoint(checkpoints, keep=2)
 
-    eventually(lambda: not Path(os.environ["OUTPUT"], "linger").exists(), "the test, which holds the run between its last step and its end")
+    eventually(
+        lambda: not Path(os.environ["OUTPUT"], "linger").exists(),
+        "the test, which holds the run between its last step and its end",
+    )
     state = model.full_state_dict()
     result = {
         "member": os.environ["SHOAL_MEMBER_ID"],

@@ -1,6 +1,6 @@
-"""A script with two training loaders, one of whose loops is left early, and with all that scripts do around their loops: a look at a batch,
-a forward pass ahead of the loop, an evaluation in between, a scheduler for each epoch. Says what it ends with as one JSON line in
-OUTPUT."""
+"""A script with two training loaders, one of whose loops is left early, and with all that scripts
+do around their loops: a look at a batch, a forward pass ahead of the loop, an evaluation in
+between, a scheduler for each epoch. Says what it ends with as one JSON line in OUTPUT."""
 
 import hashlib
 import json
@@ -23,8 +23,11 @@ def dataset(seed: int) -> torch.utils.data.TensorDataset:
     return torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
 
 
-def train(loader: shoal.ElasticDataLoader, scheduler: torch.optim.lr_scheduler.LRScheduler, most: int) -> None:
-    """At most that many steps of an epoch, counted by the loader: a joiner comes in the middle, and a lost step is none."""
+def train(
+    loader: shoal.ElasticDataLoader, scheduler: torch.optim.lr_scheduler.LRScheduler, most: int
+) -> None:
+    """At most that many steps of an epoch, counted by the loader: a joiner comes in the middle, and
+    a lost step is none."""
     for step in loader.steps():
         for x, y in step:
             nn.functional.cross_entropy(model(x), y).backward()
@@ -40,22 +43,28 @@ look = os.environ.get("LOOK") == "1"
 shoal.init()
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(10, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 2))
-model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), deterministic=not look)
+model, optimizer = shoal.as_distributed(
+    net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), deterministic=not look
+)
 first = shoal.ElasticDataLoader(dataset(1), global_batch_size=16, micro_batch_size=4, name="first")
-second = shoal.ElasticDataLoader(dataset(2), global_batch_size=16, micro_batch_size=4, name="second")
+second = shoal.ElasticDataLoader(
+    dataset(2), global_batch_size=16, micro_batch_size=4, name="second"
+)
 validation = shoal.ElasticDataLoader(dataset(3), global_batch_size=48, train=False)
 if "CHECKPOINTS" in os.environ:
     shoal.resume(os.environ["CHECKPOINTS"])
 if look:
     next(iter(next(first.steps())))
     x, y = dataset(1)[:16]
-    nn.functional.cross_entropy(model(x), y).backward()  # ahead of the loop: in a joiner this is no step
+    # ahead of the loop: in a joiner this is no step
+    nn.functional.cross_entropy(model(x), y).backward()
     shoal.evaluate(model, validation, correct)
 seen = []
 for epoch in first.epochs(int(os.environ["EPOCHS"])):
     for group in optimizer.param_groups:
         group["lr"] = 0.1
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)  # a new one in each epoch
+    # a new one in each epoch
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8)
     train(first, scheduler, most=2)
     shoal.evaluate(model, validation, correct)
     train(second, scheduler, most=99)
@@ -67,7 +76,9 @@ result = {
     "second": second.global_step,
     "world": shoal.world_size(),
     "seen": seen[-1:],
-    "digest": hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.full_state_dict().values())).hexdigest(),
+    "digest": hashlib.sha256(
+        b"".join(t.numpy().tobytes() for t in model.full_state_dict().values())
+    ).hexdigest(),
 }
 shoal.shutdown()
 (output / f"{os.environ['SHOAL_MEMBER_ID']}.json").write_text(json.dumps(result))

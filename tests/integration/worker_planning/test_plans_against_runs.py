@@ -1,4 +1,5 @@
-"""Plans held against ranks that are processes, over Gloo: bytes of storages, and bytes that the kernel has sent."""
+"""Plans held against ranks that are processes, over Gloo: bytes of storages, and bytes that the
+kernel has sent."""
 
 from __future__ import annotations
 
@@ -22,5 +23,13 @@ def test_a_run_holds_and_sends_what_was_planned(compared: Compared) -> None:
     assert outcome.planned["sent"] == pytest.approx(outcome.measured["sent"], rel=TOLERANCE)
 
 
-def test_the_runs_that_are_held_against_plans_are_of_the_strategies_that_synchronize_every_step() -> None:
-    assert {each.label.split()[0] for each in _HELD} == {"ddp", "zero1", "zero2", "zero3", "fsdp", "tensor", "pipeline"}
+def test_plans_are_compared_with_runs_of_the_strategies_that_synchronize_every_step() -> None:
+    assert {each.label.split()[0] for each in _HELD} == {
+        "ddp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "fsdp",
+        "tensor",
+        "pipeline",
+    }

@@ -13,6 +13,8 @@ from shoal_worker.store.redis_store import RedisStore
 @pytest.fixture
 def store(redis_url: str) -> Iterator[RedisStore]:
     """Waits at most 10 s; every test that waits longer has failed."""
-    opened = RedisStore(redis_url, f"shoal:{{test}}:{uuid.uuid4().hex}", timeout=timedelta(seconds=10))
+    opened = RedisStore(
+        redis_url, f"shoal:{{test}}:{uuid.uuid4().hex}", timeout=timedelta(seconds=10)
+    )
     yield opened
     opened.close()

@@ -1,4 +1,5 @@
-"""A torch script that knows nothing of Shoal: run by test_redis_init_method.py as one of several ranks."""
+"""A torch script that knows nothing of Shoal: run by test_redis_init_method.py as one of several
+ranks."""
 
 import datetime
 import sys
@@ -9,9 +10,18 @@ import torch.distributed as dist
 if __name__ == "__main__":
     url, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     for attempt in range(2):  # the same job name again, as after a restart
-        dist.init_process_group("gloo", init_method=url, rank=rank, world_size=world_size, timeout=datetime.timedelta(seconds=60))
+        dist.init_process_group(
+            "gloo",
+            init_method=url,
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=60),
+        )
         total = torch.tensor([rank + 1.0])
         dist.all_reduce(total)
-        print(f"attempt {attempt}: rank {dist.get_rank()} of {dist.get_world_size()}: {total.item()}", flush=True)
+        print(
+            f"attempt {attempt}: rank {dist.get_rank()} of {dist.get_world_size()}: {total.item()}",
+            flush=True,
+        )
         dist.destroy_process_group()
     assert "shoal" not in sys.argv[0]

@@ -1,4 +1,5 @@
-"""init_method="redis://...": plain scripts meet through Redis, and job names can be used again whatever an earlier run left."""
+"""init_method="redis://...": plain scripts meet through Redis, and job names can be used again
+whatever an earlier run left."""
 
 from __future__ import annotations
 
@@ -23,25 +24,32 @@ _SCRIPT = Path(__file__).with_name("plain_script.py")
 _DAY_S = 24 * 3600
 
 
-_RUN = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+_RUN = (
+    "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 _WAYS = (
     ("-m", "shoal_worker.store"),
     ("-c", f"import shoal, torch; {_RUN}"),
     ("-c", f"import torch.distributed, shoal; {_RUN}"),
 )
-"""How a script comes to know the init method: started so, or by importing shoal before or after torch."""
+"""How a script comes to know the init method: started so, or by importing shoal before or after
+torch."""
 
 
 def test_plain_scripts_meet_through_redis_and_can_do_so_again(redis_url: str) -> None:
     url = f"{redis_url}/{uuid.uuid4().hex}"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     options = {"stdout": subprocess.PIPE, "env": environment, "text": True}
-    commands = [[sys.executable, *way, str(_SCRIPT), url, str(rank), "3"] for rank, way in enumerate(_WAYS)]
+    commands = [
+        [sys.executable, *way, str(_SCRIPT), url, str(rank), "3"] for rank, way in enumerate(_WAYS)
+    ]
     ranks = [subprocess.Popen(tied_to_parent(command), **options) for command in commands]
     for number, rank in enumerate(ranks):
         said, _ = rank.communicate(timeout=90)
         assert rank.returncode == 0
-        assert said.splitlines() == [f"attempt {attempt}: rank {number} of 3: 6.0" for attempt in range(2)]
+        assert said.splitlines() == [
+            f"attempt {attempt}: rank {number} of 3: 6.0" for attempt in range(2)
+        ]
 
 
 def test_ranks_of_one_round_share_a_store_of_their_own(redis_url: str) -> None:
@@ -49,7 +57,9 @@ def test_ranks_of_one_round_share_a_store_of_their_own(redis_url: str) -> None:
     with ThreadPoolExecutor() as threads:
 
         def join(rank: int) -> RedisStore:
-            opened, given, size = next(dist.rendezvous(f"{url}&rank={rank}", timeout=timedelta(seconds=60)))
+            opened, given, size = next(
+                dist.rendezvous(f"{url}&rank={rank}", timeout=timedelta(seconds=60))
+            )
             assert (given, size) == (rank, 2)
             return opened
 
@@ -63,7 +73,10 @@ def test_ranks_of_one_round_share_a_store_of_their_own(redis_url: str) -> None:
 
 def test_a_rank_that_waits_in_vain_names_the_others(redis_url: str) -> None:
     url = f"{redis_url}/lonely?rank=1&world_size=3"
-    with pytest.raises(StoreTimeoutError, match=r"job 'lonely': rank 1 waited 0\.05 s for rank 0, rank 2 of world_size=3"):
+    with pytest.raises(
+        StoreTimeoutError,
+        match=r"job 'lonely': rank 1 waited 0\.05 s for rank 0, rank 2 of world_size=3",
+    ):
         next(dist.rendezvous(url, timeout=timedelta(milliseconds=50)))
 
 
@@ -76,13 +89,21 @@ def test_a_server_that_is_not_there_is_named() -> None:
 def arrive(store: RedisStore) -> Callable[..., tuple[bytes, ...]]:
     """One arrival at a round; ranks that have been silent for `patience_ms` count as dead."""
 
-    def call(rank: int, token: str, *, size: int = 2, patience_ms: int = 60_000) -> tuple[bytes, ...]:
-        return tuple(store.run_script(scripts.ARRIVE, size, rank, token, patience_ms, uuid.uuid4().hex, _DAY_S))
+    def call(
+        rank: int, token: str, *, size: int = 2, patience_ms: int = 60_000
+    ) -> tuple[bytes, ...]:
+        return tuple(
+            store.run_script(
+                scripts.ARRIVE, size, rank, token, patience_ms, uuid.uuid4().hex, _DAY_S
+            )
+        )
 
     return call
 
 
-def test_a_round_is_complete_when_its_last_rank_comes(arrive: Callable[..., tuple[bytes, ...]]) -> None:
+def test_a_round_is_complete_when_its_last_rank_comes(
+    arrive: Callable[..., tuple[bytes, ...]],
+) -> None:
     (name, *absent) = arrive(0, "a")
     assert absent == [b"rank 1"]
     assert arrive(0, "a") == (name, b"rank 1")
@@ -90,7 +111,9 @@ def test_a_round_is_complete_when_its_last_rank_comes(arrive: Callable[..., tupl
     assert arrive(0, "a") == (name,)
 
 
-def test_a_complete_round_is_not_joined_by_a_later_run(arrive: Callable[..., tuple[bytes, ...]]) -> None:
+def test_a_complete_round_is_not_joined_by_a_later_run(
+    arrive: Callable[..., tuple[bytes, ...]],
+) -> None:
     arrive(0, "a")
     (old,) = arrive(1, "b")
     (new, *absent) = arrive(1, "c")
@@ -104,7 +127,9 @@ def test_a_rank_that_died_waiting_is_not_counted(arrive: Callable[..., tuple[byt
     assert b"rank 0" in absent
 
 
-def test_a_rank_that_came_again_takes_the_place_of_its_dead_self(arrive: Callable[..., tuple[bytes, ...]]) -> None:
+def test_a_rank_that_came_again_takes_the_place_of_its_dead_self(
+    arrive: Callable[..., tuple[bytes, ...]],
+) -> None:
     arrive(0, "dead")
     (name, *absent) = arrive(0, "alive", patience_ms=0)
     assert b"another process that has rank 0 too" not in absent
@@ -112,12 +137,16 @@ def test_a_rank_that_came_again_takes_the_place_of_its_dead_self(arrive: Callabl
     assert arrive(1, "b") == (name,)
 
 
-def test_two_live_processes_with_one_rank_are_told_apart(arrive: Callable[..., tuple[bytes, ...]]) -> None:
+def test_two_live_processes_with_one_rank_are_told_apart(
+    arrive: Callable[..., tuple[bytes, ...]],
+) -> None:
     arrive(0, "a")
     assert arrive(0, "b")[1:] == (b"another process that has rank 0 too",)
 
 
-def test_a_run_of_another_size_waits_for_the_ranks_that_are_there(arrive: Callable[..., tuple[bytes, ...]]) -> None:
+def test_a_run_of_another_size_waits_for_the_ranks_that_are_there(
+    arrive: Callable[..., tuple[bytes, ...]],
+) -> None:
     arrive(0, "a", size=3)
     assert arrive(0, "b", size=2)[1:] == (b"the end of a round of 3 ranks",)
     (_, *absent) = arrive(1, "b", size=2, patience_ms=0)

@@ -139,7 +139,9 @@ def test_torchs_prefix_store_and_its_cpp_callers_reach_every_method(store: Redis
     through.barrier("together", 1)
 
 
-def test_an_error_in_a_call_from_cpp_comes_out_as_the_python_error_it_was(store: RedisStore) -> None:
+def test_an_error_in_a_call_from_cpp_comes_out_as_the_python_error_it_was(
+    store: RedisStore,
+) -> None:
     with pytest.raises(StoreTimeoutError, match="'p/absent'"):
         dist.PrefixStore("p", store).wait(["absent"], timedelta(milliseconds=10))
 
@@ -190,7 +192,9 @@ def test_discarding_a_store_leaves_no_key(store: RedisStore) -> None:
         ({"url": "http://127.0.0.1"}, "expected redis://"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(redis_url: str, arguments: dict[str, Any], said: str) -> None:
+def test_settings_that_cannot_work_are_refused(
+    redis_url: str, arguments: dict[str, Any], said: str
+) -> None:
     given = {"url": redis_url, "prefix": "p", **arguments}
     with pytest.raises(ConfigurationError, match=said):
         RedisStore(given.pop("url"), given.pop("prefix"), **given)

@@ -1,4 +1,5 @@
-"""Waits wake by themselves, end at their deadline, are freed by an abort, and survive a server that is away."""
+"""Waits wake by themselves, end at their deadline, are freed by an abort, and survive a server that
+is away."""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ def _blocked_on(store: RedisStore, key: str, waits: int = 1) -> Callable[[], boo
 
     def there() -> bool:
         client = store._connection.client
-        return client.pubsub_numsub(f"{store.prefix}:wake:{key}")[0][1] >= 1 and len(_waits(store, key)) >= waits
+        return (
+            client.pubsub_numsub(f"{store.prefix}:wake:{key}")[0][1] >= 1
+            and len(_waits(store, key)) >= waits
+        )
 
     return there
 
@@ -54,7 +58,9 @@ def _result(future: Future[T]) -> T:
     return future.result(timeout=_DEADLINE_S)
 
 
-def test_a_blocked_get_returns_when_another_store_sets_the_key(store: RedisStore, redis_url: str, threads: ThreadPoolExecutor) -> None:
+def test_a_blocked_get_returns_when_another_store_sets_the_key(
+    store: RedisStore, redis_url: str, threads: ThreadPoolExecutor
+) -> None:
     writer = RedisStore(redis_url, store.prefix)
     waiting = threads.submit(store.get, "late")
     _eventually(_blocked_on(store, "late"))
@@ -74,7 +80,9 @@ def test_a_blocked_get_returns_when_another_store_sets_the_key(store: RedisStore
     ],
     ids=["set", "add", "append", "compare_set", "multi_set"],
 )
-def test_every_kind_of_write_wakes_a_wait(store: RedisStore, threads: ThreadPoolExecutor, write: Callable[[RedisStore], object]) -> None:
+def test_every_kind_of_write_wakes_a_wait(
+    store: RedisStore, threads: ThreadPoolExecutor, write: Callable[[RedisStore], object]
+) -> None:
     waiting = threads.submit(store.get, "key")
     _eventually(_blocked_on(store, "key"))
     write(store)
@@ -106,7 +114,9 @@ def test_many_waits_on_one_key_all_wake(store: RedisStore, threads: ThreadPoolEx
     assert [_result(one) for one in waiting] == [b"1"] * 4
 
 
-def test_a_wait_for_several_keys_ends_with_the_last(store: RedisStore, threads: ThreadPoolExecutor) -> None:
+def test_a_wait_for_several_keys_ends_with_the_last(
+    store: RedisStore, threads: ThreadPoolExecutor
+) -> None:
     store.set("b", "2")
     waiting = threads.submit(store.multi_get, ["a", "b", "c"])
     _eventually(_blocked_on(store, "a"))
@@ -116,14 +126,18 @@ def test_a_wait_for_several_keys_ends_with_the_last(store: RedisStore, threads: 
     assert _result(waiting) == [b"1", b"2", b"3"]
 
 
-def test_a_blocked_queue_pop_returns_what_is_pushed(store: RedisStore, threads: ThreadPoolExecutor) -> None:
+def test_a_blocked_queue_pop_returns_what_is_pushed(
+    store: RedisStore, threads: ThreadPoolExecutor
+) -> None:
     waiting = threads.submit(store.queue_pop, "q")
     _eventually(_blocked_on(store, "q"))
     store.queue_push("q", "item")
     assert _result(waiting) == b"item"
 
 
-def test_a_barrier_holds_until_all_have_come(store: RedisStore, redis_url: str, threads: ThreadPoolExecutor) -> None:
+def test_a_barrier_holds_until_all_have_come(
+    store: RedisStore, redis_url: str, threads: ThreadPoolExecutor
+) -> None:
     other = RedisStore(redis_url, store.prefix)
     first = threads.submit(store.barrier, "b", 2, timedelta(seconds=60))
     _eventually(_blocked_on(store, "b/last_member"))
@@ -146,8 +160,14 @@ def test_the_stores_own_timeout_holds_for_get(store: RedisStore) -> None:
         store.get("gone")
 
 
-def test_an_abort_frees_every_blocked_wait_and_forbids_later_ones(store: RedisStore, threads: ThreadPoolExecutor) -> None:
-    waiting = [threads.submit(store.get, "never"), threads.submit(store.queue_pop, "never"), threads.submit(store.wait, ["never"])]
+def test_an_abort_frees_every_blocked_wait_and_forbids_later_ones(
+    store: RedisStore, threads: ThreadPoolExecutor
+) -> None:
+    waiting = [
+        threads.submit(store.get, "never"),
+        threads.submit(store.queue_pop, "never"),
+        threads.submit(store.wait, ["never"]),
+    ]
     _eventually(_blocked_on(store, "never", waits=3))
     store.abort("generation 4 supersedes this one")
     for one in waiting:
@@ -159,7 +179,9 @@ def test_an_abort_frees_every_blocked_wait_and_forbids_later_ones(store: RedisSt
         store.set("a", "1")
 
 
-def test_an_abort_leaves_stores_of_other_prefixes_alone(store: RedisStore, threads: ThreadPoolExecutor) -> None:
+def test_an_abort_leaves_stores_of_other_prefixes_alone(
+    store: RedisStore, threads: ThreadPoolExecutor
+) -> None:
     following = store.with_prefix(store.prefix + ":next")
     waiting = threads.submit(following.get, "key")
     _eventually(_blocked_on(following, "key"))
@@ -178,7 +200,9 @@ def test_who_asks_to_be_called_on_an_abort_is_called_once_also_when_late(store: 
         assert called == ["first", "first"]
 
 
-def test_a_wait_survives_a_restart_of_the_server_also_one_that_begins_while_it_is_away(tmp_path: Path, threads: ThreadPoolExecutor) -> None:
+def test_a_wait_survives_a_restart_of_the_server_also_one_that_begins_while_it_is_away(
+    tmp_path: Path, threads: ThreadPoolExecutor
+) -> None:
     reserved = ReservedPort()
     server = EmbeddedRedis(tmp_path, port=reserved.port)
     opened = RedisStore(server.url, "p", timeout=timedelta(seconds=60))

@@ -5,8 +5,22 @@ from __future__ import annotations
 from benchmarks.announcing import Measured, _row, _verdict
 
 
-def measured(kind: str, members: int, *, joined_s: float, last_s: float, message_bytes: float = 83.0, failure: str = "") -> Measured:
-    found = Measured(name=f"{kind}, {members} members", members=members, command="c", joined_s=joined_s, failure=failure)
+def measured(
+    kind: str,
+    members: int,
+    *,
+    joined_s: float,
+    last_s: float,
+    message_bytes: float = 83.0,
+    failure: str = "",
+) -> Measured:
+    found = Measured(
+        name=f"{kind}, {members} members",
+        members=members,
+        command="c",
+        joined_s=joined_s,
+        failure=failure,
+    )
     found.told_s, found.last_s, found.message_bytes = [last_s / 2, last_s], [last_s], message_bytes
     return found
 
@@ -20,15 +34,15 @@ def test_the_verdict_sets_each_figure_against_its_target_and_the_floor() -> None
         ]
     )
     assert told == (
-        "10 000 joins 6.0 s (not reached); the last of 2000 told after 90 ms, bare grpcio 60 ms (reached); "
-        "83 bytes a member and change (reached)."
+        "10 000 joins 6.0 s (not reached); the last of 2000 told after 90 ms, bare grpcio 60 ms "
+        "(reached); 83 bytes a member and change (reached)."
     )
 
 
 def test_what_failed_or_was_not_measured_is_not_judged() -> None:
-    assert _verdict([measured("coordinator", 10_000, joined_s=1.0, last_s=0.1, failure="it did not start")]) == (
-        "Not measured at the target's sizes."
-    )
+    assert _verdict(
+        [measured("coordinator", 10_000, joined_s=1.0, last_s=0.1, failure="it did not start")]
+    ) == ("Not measured at the target's sizes.")
 
 
 def test_a_row_has_the_figures_that_there_are() -> None:

@@ -15,7 +15,10 @@ from benchmarks.workers.wire import traffic
 
 
 def test_traffic_is_what_was_written_to_connections_read_or_not_and_counted_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as here:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection(listener.getsockname()) as here,
+    ):
         there, _ = listener.accept()
         with there, socket.socket(fileno=os.dup(here.fileno())):
             before = traffic()
@@ -45,17 +48,42 @@ def test_memory_that_is_given_out_again_was_freed_unseen() -> None:
 
 
 def test_an_account_is_of_the_rank_that_holds_most_and_of_the_mean_that_is_sent() -> None:
-    rank = {"model": 100, "parameters": 50, "gradients": 50, "optimizer": 100, "peak": 400, "sent": 180.0, "received": 90.0}
-    mirrors = {"mirrored_parameters": 50, "mirrored_gradients": 50, "mirrored_optimizer": 100, "sent_to_mirrors": 30.0}
+    rank = {
+        "model": 100,
+        "parameters": 50,
+        "gradients": 50,
+        "optimizer": 100,
+        "peak": 400,
+        "sent": 180.0,
+        "received": 90.0,
+    }
+    mirrors = {
+        "mirrored_parameters": 50,
+        "mirrored_gradients": 50,
+        "mirrored_optimizer": 100,
+        "sent_to_mirrors": 30.0,
+    }
     first, second = rank | mirrors, rank | mirrors | {"parameters": 60, "sent": 200.0}
     account = Account.of([first, second], with_received=False)
-    assert (account.held, account.mirrors, account.sent, account.sent_to_mirrors) == (210, 200, 160.0, 30.0)
+    assert (account.held, account.mirrors, account.sent, account.sent_to_mirrors) == (
+        210,
+        200,
+        160.0,
+        30.0,
+    )
     assert Account.of([first, second], with_received=True).sent == 250.0
 
 
 @pytest.mark.parametrize(
     ("strategy", "held", "sent"),
-    [("ddp", 4, 4 / 3), ("zero1", 2 + 2 / 3, 4 / 3), ("zero2", 2, 4 / 3), ("zero3", 4 / 3, 2), ("fsdp", 4 / 3, 2), ("async_sgd", 2, 2)],
+    [
+        ("ddp", 4, 4 / 3),
+        ("zero1", 2 + 2 / 3, 4 / 3),
+        ("zero2", 2, 4 / 3),
+        ("zero3", 4 / 3, 2),
+        ("fsdp", 4 / 3, 2),
+        ("async_sgd", 2, 2),
+    ],
 )
 def test_the_formulas_for_three_ranks_with_adamw(strategy: str, held: float, sent: float) -> None:
     (case,) = [each for each in CASES if each.strategy == strategy]
@@ -66,13 +94,23 @@ def test_the_formulas_for_three_ranks_with_adamw(strategy: str, held: float, sen
 
 @pytest.mark.parametrize(
     ("strategy", "options", "pieces"),
-    [("ddp", {}, (0, 0)), ("zero1", {}, (2, 2)), ("hybrid", {"data_parallel_strategy": "zero2", "elementwise_optimizer": True}, (2, 2))],
+    [
+        ("ddp", {}, (0, 0)),
+        ("zero1", {}, (2, 2)),
+        ("hybrid", {"data_parallel_strategy": "zero2", "elementwise_optimizer": True}, (2, 2)),
+    ],
 )
-def test_what_a_rank_mirrors_is_told_from_what_it_holds(strategy: str, options: dict[str, object], pieces: tuple[int, int]) -> None:
+def test_what_a_rank_mirrors_is_told_from_what_it_holds(
+    strategy: str, options: dict[str, object], pieces: tuple[int, int]
+) -> None:
     def rank() -> tuple[int, int]:
         net = torch.nn.Linear(6, 2)
-        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, **options)
-        for x, y in shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(4, 6), torch.ones(4, 2)), global_batch_size=4):
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, **options
+        )
+        for x, y in shoal.ElasticDataLoader(
+            torch.utils.data.TensorDataset(torch.ones(4, 6), torch.ones(4, 2)), global_batch_size=4
+        ):
             model.train_step(x, y, torch.nn.functional.mse_loss)
             optimizer.step()
         own, mirrored = _pieces(model)

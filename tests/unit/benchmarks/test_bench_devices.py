@@ -1,4 +1,5 @@
-"""The tables of CUDA devices, as far as they need none: what is refused, who takes part, what is waited for, their floor on the host."""
+"""The tables of CUDA devices, as far as they need none: what is refused, who takes part, what is
+waited for, their floor on the host."""
 
 from __future__ import annotations
 
@@ -26,7 +27,9 @@ REPOSITORY = Path(__file__).parents[3]
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -34,7 +37,9 @@ def test_tables_of_devices_are_refused_in_one_line_where_there_are_too_few() -> 
     answer = run("--device", "cuda", "t1")
     assert answer.returncode == 2
     (line,) = answer.stderr.splitlines()
-    assert "--device cuda: t1 needs 3 CUDA devices, one for each worker, and torch sees 0 here" in line
+    assert (
+        "--device cuda: t1 needs 3 CUDA devices, one for each worker, and torch sees 0 here" in line
+    )
     assert "run it on a machine with as many" in line
 
 
@@ -55,10 +60,17 @@ def test_rows_of_devices_name_them_and_rows_of_the_host_do_not() -> None:
     assert HOST.lacking("it", 100) is None
 
 
-def test_each_system_on_devices_is_told_so_and_the_host_is_what_it_is_without(tmp_path: Path) -> None:
+def test_each_system_on_devices_is_told_so_and_the_host_is_what_it_is_without(
+    tmp_path: Path,
+) -> None:
     words = Workload(log=tmp_path, ranks=2, width=4, batch=8, device="cuda").arguments()
     assert workload_of(parser().parse_args(words)).device == "cuda"
-    assert workload_of(parser().parse_args([word for word in words if not word.startswith("--device")])).device == "cpu"
+    assert (
+        workload_of(
+            parser().parse_args([word for word in words if not word.startswith("--device")])
+        ).device
+        == "cpu"
+    )
 
 
 def test_on_devices_shoal_and_torchs_own_take_part(tmp_path: Path) -> None:
@@ -76,7 +88,10 @@ def test_on_devices_shoal_and_torchs_own_take_part(tmp_path: Path) -> None:
         "shoal, 8 ranks",
         "torchrun, restart of all",
     ]
-    assert {candidate.of_floor for candidate in kill_recovery.CUDA_CANDIDATES} == {kill_recovery.CUDA_OF_FLOOR, None}
+    assert {candidate.of_floor for candidate in kill_recovery.CUDA_CANDIDATES} == {
+        kill_recovery.CUDA_OF_FLOOR,
+        None,
+    }
     assert kill_recovery.NOTICED_S == GRACE_S
 
 
@@ -90,20 +105,24 @@ def test_workers_that_share_a_gpu_are_told_so_and_have_sizes_for_the_loopback_in
     assert workload_of(parser().parse_args(words)).device == "cuda-shared"
 
 
-def test_processes_that_share_a_gpu_are_machines_of_their_own_to_nccl_and_devices_of_their_own_to_shoal() -> None:
+def test_processes_that_share_a_gpu_are_separate_machines_to_nccl_and_devices_to_shoal() -> None:
     """As far as a host without a GPU can tell: by what NCCL is told, and by what Shoal compares."""
     program = (
-        "import os, types; from unittest import mock; from benchmarks.workers.shared_gpu import pass_for_a_machine\n"
+        "import os, types; from unittest import mock; from benchmarks.workers.shared_gpu import "
+        "pass_for_a_machine\n"
         "pass_for_a_machine()\n"
         "from shoal_worker.backends.nccl.device import CudaDevice\n"
-        "with mock.patch('torch.cuda.get_device_properties', return_value=types.SimpleNamespace(uuid='GPU-1')):\n"
+        "with mock.patch('torch.cuda.get_device_properties', "
+        "return_value=types.SimpleNamespace(uuid='GPU-1')):\n"
         "    identity = CudaDevice.identity(types.SimpleNamespace(device=0))\n"
         "print(os.environ['NCCL_HOSTID'], os.environ['NCCL_SOCKET_IFNAME'], identity, sep=chr(10))"
     )
 
     def told() -> list[str]:
         command = [sys.executable, "-c", program]
-        answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True)
+        answer = subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True
+        )
         return answer.stdout.splitlines()
 
     (first_host, interface, first), (second_host, _, second) = told(), told()
@@ -113,11 +132,15 @@ def test_processes_that_share_a_gpu_are_machines_of_their_own_to_nccl_and_device
     assert first.startswith("GPU-1 of ")
 
 
-def test_where_single_commits_are_noted_the_device_has_done_what_came_before(tmp_path: Path) -> None:
+def test_where_single_commits_are_noted_the_device_has_done_what_came_before(
+    tmp_path: Path,
+) -> None:
     seen: list[int] = []
 
     def settle() -> None:
-        seen.append(len("".join(file.read_text() for file in tmp_path.glob("*.steps")).splitlines()))
+        seen.append(
+            len("".join(file.read_text() for file in tmp_path.glob("*.steps")).splitlines())
+        )
 
     log = StepLog(tmp_path, steps=3, gate=None, settle=settle)
     for step in range(3):
@@ -126,7 +149,9 @@ def test_where_single_commits_are_noted_the_device_has_done_what_came_before(tmp
     assert log.done
 
 
-def test_a_block_begins_and_ends_when_the_device_has_done_all_and_is_not_stopped_within(tmp_path: Path) -> None:
+def test_a_block_begins_and_ends_when_the_device_has_done_all_and_is_not_stopped_within(
+    tmp_path: Path,
+) -> None:
     steps, settled = [0], []
     path = tmp_path / "gate"
     with Gate(path, ranks=1, timeout_s=30) as gate:
@@ -153,7 +178,17 @@ def test_a_block_begins_and_ends_when_the_device_has_done_all_and_is_not_stopped
 
 @pytest.mark.slow
 def test_connecting_alone_is_timed_on_the_host_as_it_would_be_on_devices(tmp_path: Path) -> None:
-    words = ["--standalone", "--nproc-per-node", "2", "-m", "benchmarks.workers.bare_connect", "--device", "cpu", "--times", "2"]
+    words = [
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "benchmarks.workers.bare_connect",
+        "--device",
+        "cpu",
+        "--times",
+        "2",
+    ]
     with Stage() as stage:
         output = stage.directory / "seconds.json"
         stage.finish(start_bare(stage, [*words, "--output", str(output)]).process, timeout_s=120)

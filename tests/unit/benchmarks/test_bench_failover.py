@@ -20,10 +20,13 @@ def commits(steps_ms: Sequence[float]) -> list[Commit]:
     return [Commit(round(moment * MS), 1, 2, 0, number) for number, moment in enumerate(moments)]
 
 
-BEFORE = commits([*[50] * (2 * STEPS_AROUND), *[10] * STEPS_AROUND])  # the first ones are no ordinary steps
+# the first ones are no ordinary steps
+BEFORE = commits([*[50] * (2 * STEPS_AROUND), *[10] * STEPS_AROUND])
 
 
-def test_the_pause_is_the_longest_time_without_a_step_after_the_kill_beyond_the_median_before() -> None:
+def test_the_pause_is_the_longest_time_without_a_step_after_the_kill_beyond_the_median_before() -> (
+    None
+):
     killed_ns = BEFORE[-1].time_ns + 3 * MS
     after = commits([BEFORE[-1].time_ns / MS + 12, 10, 210, *[10] * STEPS_AROUND, 30])
     pause = pause_of([*BEFORE, *after], killed_ns)
@@ -41,12 +44,19 @@ def test_the_pause_of_the_first_step_reaches_back_to_the_one_before_the_kill() -
 def test_a_pause_while_the_new_backup_catches_up_counts_too() -> None:
     after = commits([BEFORE[-1].time_ns / MS + 110, *[10] * STEPS_AROUND, 510])
     pause = pause_of([*BEFORE, *after], BEFORE[-1].time_ns + 3 * MS)
-    assert (pause.first_s, pause.later_s, pause.longest_s) == (pytest.approx(0.1), pytest.approx(0.5), pytest.approx(0.5))
+    assert (pause.first_s, pause.later_s, pause.longest_s) == (
+        pytest.approx(0.1),
+        pytest.approx(0.5),
+        pytest.approx(0.5),
+    )
 
 
 def test_a_pause_needs_steps_before_the_kill_and_after_it() -> None:
     whole = commits([10.0] * (2 * STEPS_AROUND + 2))
-    with pytest.raises(MeasurementError, match=f"{STEPS_AROUND - 1} steps before the kill and {STEPS_AROUND + 2} after it"):
+    with pytest.raises(
+        MeasurementError,
+        match=f"{STEPS_AROUND - 1} steps before the kill and {STEPS_AROUND + 2} after it",
+    ):
         pause_of(whole, whole[STEPS_AROUND - 1].time_ns)
     with pytest.raises(MeasurementError, match=f"and {STEPS_AROUND} after it"):
         pause_of(whole, whole[STEPS_AROUND + 1].time_ns)
@@ -54,21 +64,29 @@ def test_a_pause_needs_steps_before_the_kill_and_after_it() -> None:
 
 def test_an_element_of_the_tally_goes_down_by_one_each_time_its_push_is_applied() -> None:
     model, tally = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.zeros(2, 1000))
-    optimizer = torch.optim.Adam([{"params": [model]}, {"params": [tally], **OPTIMIZER_GROUP}], lr=1e-3)
+    optimizer = torch.optim.Adam(
+        [{"params": [model]}, {"params": [tally], **OPTIMIZER_GROUP}], lr=1e-3
+    )
     for pushed in [*range(1000), 7, 7, 999]:
         optimizer.zero_grad()
         (model.sum() + tally[1, pushed]).backward()
         optimizer.step()
     assert tally[0].tolist() == [0.0] * 1000
-    assert tally[1].tolist() == [-3.0 if pushed == 7 else -2.0 if pushed == 999 else -1.0 for pushed in range(1000)]
+    assert tally[1].tolist() == [
+        -3.0 if pushed == 7 else -2.0 if pushed == 999 else -1.0 for pushed in range(1000)
+    ]
 
 
 def test_pushes_that_were_applied_once_each_are_neither_lost_nor_twice() -> None:
-    assert account([[-1.0] * 3, [-1.0] * 2], [3, 2], [6, 6]) == Account(acknowledged=5, lost=0, twice=0)
+    assert account([[-1.0] * 3, [-1.0] * 2], [3, 2], [6, 6]) == Account(
+        acknowledged=5, lost=0, twice=0
+    )
 
 
 def test_a_push_lost_and_one_applied_twice_do_not_cancel() -> None:
-    assert account([[-1.0, 0.0, -2.0], [-1.0] * 2], [3, 2], [6, 6]) == Account(acknowledged=5, lost=1, twice=1)
+    assert account([[-1.0, 0.0, -2.0], [-1.0] * 2], [3, 2], [6, 6]) == Account(
+        acknowledged=5, lost=1, twice=1
+    )
 
 
 def test_pushes_lost_at_the_end_are_counted_although_their_zeros_are_left_out() -> None:
@@ -76,7 +94,9 @@ def test_pushes_lost_at_the_end_are_counted_although_their_zeros_are_left_out() 
 
 
 def test_a_push_that_was_applied_and_never_acknowledged_counts_as_one_too_many() -> None:
-    assert account([[-1.0] * 4, [-1.0] * 2], [3, 2], [7, 7]) == Account(acknowledged=5, lost=0, twice=1)
+    assert account([[-1.0] * 4, [-1.0] * 2], [3, 2], [7, 7]) == Account(
+        acknowledged=5, lost=0, twice=1
+    )
 
 
 def test_partitions_without_a_part_of_the_tally_are_judged_by_their_versions() -> None:
@@ -91,17 +111,30 @@ def measured(name: str, pauses_s: Sequence[float], *, lost: int = 0) -> System:
 
 
 def test_a_row_has_a_pause_for_each_worker_and_kill_and_is_compared_with_a_restart() -> None:
-    backed, restarted = measured("with a backup", [0.1, 0.2, 0.2, 0.3]), measured("without", [2.0] * 4)
+    backed, restarted = (
+        measured("with a backup", [0.1, 0.2, 0.2, 0.3]),
+        measured("without", [2.0] * 4),
+    )
     cells = row(backed, restarted).cells
-    assert (cells["kills"], cells["p50 s"], cells["max s"], cells["p50, of a restart"]) == ("2", "0.200", "0.300", "0.100")
-    assert (cells["step s"], cells["first, max s"], cells["later, max s"]) == ("0.010", "0.300", "0.020")
+    assert (cells["kills"], cells["p50 s"], cells["max s"], cells["p50, of a restart"]) == (
+        "2",
+        "0.200",
+        "0.300",
+        "0.100",
+    )
+    assert (cells["step s"], cells["first, max s"], cells["later, max s"]) == (
+        "0.010",
+        "0.300",
+        "0.020",
+    )
     assert (cells["pushes"], cells["lost"], cells["twice"]) == ("100", "0", "0")
     assert "p50, of a restart" not in row(restarted, restarted).cells
 
 
 def test_the_verdict_says_of_the_pause_and_of_the_pushes_whether_the_target_was_reached() -> None:
     assert verdict(measured("", [0.4])) == (
-        "Measured: p99 0.400 s (reached), 0.50 x the paper's pause; of 100 acknowledged pushes 0 lost, 0 twice (reached)."
+        "Measured: p99 0.400 s (reached), 0.50 x the paper's pause; of 100 acknowledged pushes 0 "
+        "lost, 0 twice (reached)."
     )
     assert "p99 0.600 s (not reached), 0.75 x" in verdict(measured("", [0.6], lost=1))
     assert "1 lost, 0 twice (not reached)" in verdict(measured("", [0.6], lost=1))

@@ -1,4 +1,5 @@
-"""`make bench-gpu` as far as it needs no CUDA: what it counts in a trace, its steps on the host, its groups on a device without a GPU."""
+"""`make bench-gpu` as far as it needs no CUDA: what it counts in a trace, its steps on the host,
+its groups on a device without a GPU."""
 
 from __future__ import annotations
 
@@ -88,7 +89,9 @@ def test_groups_of_one_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_without_a_device_it_says_so_and_measures_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_device_it_says_so_and_measures_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--output", str(tmp_path / "figures")]) == 0
     assert "skipped: torch sees no CUDA device here" in capsys.readouterr().out
     assert not (tmp_path / "figures").exists()
@@ -96,9 +99,20 @@ def test_without_a_device_it_says_so_and_measures_nothing(tmp_path: Path, capsys
 
 @pytest.mark.slow
 def test_a_rehearsal_on_the_host_writes_the_table_of_steps(tmp_path: Path) -> None:
-    assert main(["steps", "--device", "cpu", "--width", "32", "--steps", "2", "--output", str(tmp_path)]) == 0
+    assert (
+        main(
+            ["steps", "--device", "cpu", "--width", "32", "--steps", "2", "--output", str(tmp_path)]
+        )
+        == 0
+    )
     table = json.loads((tmp_path / "gpu-steps.json").read_text())
-    assert {row["name"].partition(":")[0] for row in table["rows"]} == {"torch", "ddp", "zero1", "zero2", "zero3"}
+    assert {row["name"].partition(":")[0] for row in table["rows"]} == {
+        "torch",
+        "ddp",
+        "zero1",
+        "zero2",
+        "zero3",
+    }
     assert not [row["failure"] for row in table["rows"] if row["failure"]]
 
 
@@ -119,15 +133,20 @@ def test_every_recipe_trains_the_same_model_on_the_same_samples(context: Context
     assert failures(table) == []
     losses = {row.name: float(row.cells["loss"]) for row in table.rows}
     assert len(losses) == len(large.RECIPES)
-    assert losses == {name: pytest.approx(losses["torch"], abs=0.02) for name in losses}  # to what bf16 has of digits
+    # to what bf16 has of digits
+    assert losses == {name: pytest.approx(losses["torch"], abs=0.02) for name in losses}
 
 
 def test_the_large_model_has_1_3_billion_parameters() -> None:
     with torch.device("meta"):
-        assert sum(p.numel() for p in Decoder(LARGE).parameters()) == pytest.approx(1.34e9, rel=0.01)
+        assert sum(p.numel() for p in Decoder(LARGE).parameters()) == pytest.approx(
+            1.34e9, rel=0.01
+        )
 
 
-def test_a_row_is_in_the_file_of_rows_once_it_was_measured_and_a_failure_costs_the_others_nothing(context: Context) -> None:
+def test_a_row_is_in_the_file_of_rows_once_it_was_measured_and_a_failure_costs_the_others_nothing(
+    context: Context,
+) -> None:
     def fail() -> Row:
         raise RuntimeError("out of memory\nwith details")
 
@@ -136,7 +155,10 @@ def test_a_row_is_in_the_file_of_rows_once_it_was_measured_and_a_failure_costs_t
     context.measured("large", "second", lambda: Row(name="second", command="", cells={"ms": "1"}))
     assert context.rows is not None
     written = [json.loads(line) for line in context.rows.read_text().splitlines()]
-    assert [(each["part"], each["name"]) for each in written] == [("large", "first"), ("large", "second")]
+    assert [(each["part"], each["name"]) for each in written] == [
+        ("large", "first"),
+        ("large", "second"),
+    ]
 
 
 def test_a_pair_of_ranks_checks_every_collective_and_loses_its_peer(context: Context) -> None:
@@ -146,7 +168,9 @@ def test_a_pair_of_ranks_checks_every_collective_and_loses_its_peer(context: Con
     assert "non-blocking: all_to_all, equal parts" in names
     assert names[-1] == "blocking: abort of an all-reduce whose peer is killed"
     results = {row.name.partition(": ")[2]: row.cells["result"] for row in table.rows}
-    assert [results[name] for name in ("all_reduce", "reduce_scatter", "send and recv", "scatter")] == ["right"] * 4
+    assert [
+        results[name] for name in ("all_reduce", "reduce_scatter", "send and recv", "scatter")
+    ] == ["right"] * 4
 
 
 def test_a_checkpoint_of_the_model_is_saved_while_it_trains(context: Context) -> None:
@@ -167,7 +191,10 @@ def test_the_parts_of_a_recovery_add_up_to_its_pause(context: Context) -> None:
     table = recovery.measure(context)
     assert failures(table) == []
     for row in table.rows:
-        parts = [float(row.cells[f"{part} s"]) for part in ("notice", "abort", "agree", "connect", "redo")]
+        parts = [
+            float(row.cells[f"{part} s"])
+            for part in ("notice", "abort", "agree", "connect", "redo")
+        ]
         assert sum(parts) == pytest.approx(float(row.cells["pause s"]), abs=0.01)
 
 
@@ -199,12 +226,16 @@ def test_parts_add_up_where_a_moment_is_missing() -> None:
     assert round(parts["connect"] * 1e9) == 600
 
 
-def test_a_part_that_does_not_exist_is_refused_with_those_that_do(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_does_not_exist_is_refused_with_those_that_do(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit):
         main(["larch"])
     assert f"no part named larch; there are {', '.join(PARTS)}" in capsys.readouterr().err
 
 
-def test_a_rehearsal_leaves_out_what_only_a_device_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rehearsal_leaves_out_what_only_a_device_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["copies", "--device", "cpu", "--output", str(tmp_path)]) == 0
     assert "left out: copies is measured on a device alone" in capsys.readouterr().out

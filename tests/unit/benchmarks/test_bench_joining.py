@@ -1,4 +1,5 @@
-"""Reading from step logs how long a join held the survivors up, and from what workers say how fast the state came."""
+"""Reading from step logs how long a join held the survivors up, and from what workers say how fast
+the state came."""
 
 from __future__ import annotations
 
@@ -17,9 +18,14 @@ MS = 1_000_000
 TAKE = REPOSITORY / "worker" / "shoal_worker" / "elastic" / "transfer.py"
 
 
-def commits(steps_ms: Sequence[float], *, world_size: int, begins_ms: float = 0, rank: int = 0) -> list[Commit]:
+def commits(
+    steps_ms: Sequence[float], *, world_size: int, begins_ms: float = 0, rank: int = 0
+) -> list[Commit]:
     moments = [begins_ms + sum(steps_ms[: number + 1]) for number in range(len(steps_ms))]
-    return [Commit(round(moment * MS), 1, world_size, rank, number) for number, moment in enumerate(moments)]
+    return [
+        Commit(round(moment * MS), 1, world_size, rank, number)
+        for number, moment in enumerate(moments)
+    ]
 
 
 def test_the_stall_is_the_step_that_took_the_joiner_in_beyond_the_median() -> None:
@@ -32,19 +38,26 @@ def test_the_stall_is_the_step_that_took_the_joiner_in_beyond_the_median() -> No
 
 def test_steps_far_from_the_join_do_not_count() -> None:
     alone = commits([10, 900, *[10] * STEPS_AROUND], world_size=2)
-    together = commits([30, *[10] * STEPS_AROUND, 700], world_size=3, begins_ms=alone[-1].time_ns / MS)
+    together = commits(
+        [30, *[10] * STEPS_AROUND, 700], world_size=3, begins_ms=alone[-1].time_ns / MS
+    )
     assert stall_s([*alone, *together], workers=3)[0] == pytest.approx(0.02)
 
 
 def test_a_join_that_comes_with_the_death_is_not_measured() -> None:
-    with pytest.raises(MeasurementError, match="no step of the survivors lies between the death and the join"):
+    with pytest.raises(
+        MeasurementError, match="no step of the survivors lies between the death and the join"
+    ):
         stall_s(commits([10] * 20, world_size=3), workers=3)
 
 
 def test_a_group_is_whole_when_all_have_done_enough_steps_together_since_the_kill() -> None:
     steps = [10.0] * (STEPS_AROUND + 1)
     gone = commits([10.0] * 3, world_size=3, rank=1)
-    logs = {pid: commits(steps, world_size=3, rank=rank, begins_ms=100) for rank, pid in ((2, 11), (0, 12), (1, 13))} | {10: gone}
+    logs = {
+        pid: commits(steps, world_size=3, rank=rank, begins_ms=100)
+        for rank, pid in ((2, 11), (0, 12), (1, 13))
+    } | {10: gone}
     assert members(logs, workers=3, since_ns=20 * MS) == [12, 13, 11]
     assert members(logs, workers=3, since_ns=115 * MS) == []
     logs[13] = commits(steps, world_size=2, rank=1, begins_ms=100)
@@ -52,9 +65,14 @@ def test_a_group_is_whole_when_all_have_done_enough_steps_together_since_the_kil
 
 
 def test_what_a_joiner_says_about_its_state_is_read_as_bytes_and_seconds() -> None:
-    says = "INFO worker shoal_worker.elastic.transfer took 805.3 MB of state from 2 donor(s) in 1.250 s\n"
+    says = (
+        "INFO worker shoal_worker.elastic.transfer took 805.3 MB of state from 2 donor(s) in "
+        "1.250 s\n"
+    )
     assert taken(f"[2] {says}other\n[0] {says}") == [(805.3e6, 1.25)] * 2
-    assert '"took %.1f MB of state from %d donor(s) in %.3f s"' in Path(TAKE).read_text(), "the benchmark reads this line: change both"
+    assert '"took %.1f MB of state from %d donor(s) in %.3f s"' in Path(TAKE).read_text(), (
+        "the benchmark reads this line: change both"
+    )
 
 
 def test_a_row_compares_stall_and_rate_with_raw_tcp() -> None:

@@ -10,19 +10,33 @@ from benchmarks.workers.train_outer import OUTER, flags
 
 
 def measured(name: str, *megabytes: float) -> System:
-    return System(name=name, flags=(), learning_rate=0.01, losses={0.003: [0.5], 0.01: [0.25, 0.35]}, megabytes=list(megabytes))
+    return System(
+        name=name,
+        flags=(),
+        learning_rate=0.01,
+        losses={0.003: [0.5], 0.01: [0.25, 0.35]},
+        megabytes=list(megabytes),
+    )
 
 
 def test_a_row_is_compared_with_async_sgd_as_it_is() -> None:
     plain, rounds = measured("async_sgd", 80.0, 90.0, 80.0), measured("inner_steps=8", 10.0)
     cells = row(rounds, plain).cells
-    assert cells == {"learning rate": "0.01", "MB moved": "10.0", "of async_sgd": "12.5 %", "loss": "0.300"}
+    assert cells == {
+        "learning rate": "0.01",
+        "MB moved": "10.0",
+        "of async_sgd": "12.5 %",
+        "loss": "0.300",
+    }
     assert "of async_sgd" not in row(plain, plain).cells
     assert verdict([plain, rounds]) == "Measured, of async_sgd's bytes: inner_steps=8 12.5 %."
 
 
 def test_a_row_that_was_not_measured_says_so() -> None:
-    plain, failed = measured("async_sgd", 80.0), System(name="inner_steps=8", flags=(), failure="no")
+    plain, failed = (
+        measured("async_sgd", 80.0),
+        System(name="inner_steps=8", flags=(), failure="no"),
+    )
     assert row(failed, plain).cells == {}
     assert row(failed, plain).failure == "no"
     assert verdict([plain, failed]) == "Measured, of async_sgd's bytes: inner_steps=8 not measured."

@@ -22,7 +22,12 @@ TABLE = Table(
     columns=("s",),
     rows=(
         Row(name="ours", command="shoal run", cells={"s": "0.5"}, samples={"s": [0.4, 0.6]}),
-        Row(name="theirs", command="peer", cells={}, failure=f"{sys.executable} -m peer --log={REPOSITORY}/out/log ended with 1\ndetails"),
+        Row(
+            name="theirs",
+            command="peer",
+            cells={},
+            failure=f"{sys.executable} -m peer --log={REPOSITORY}/out/log ended with 1\ndetails",
+        ),
     ),
     verdict="Measured: 0.5 s (reached).",
 )
@@ -38,7 +43,11 @@ def measured(tmp_path: Path) -> Path:
 
 def test_a_table_that_was_written_can_be_read_again(measured: Path) -> None:
     table, machine, command = read(measured / "out" / "t0.json")
-    assert (table.columns, [row.name for row in table.rows], command) == (("s",), ["ours", "theirs"], "python -m benchmarks t0")
+    assert (table.columns, [row.name for row in table.rows], command) == (
+        ("s",),
+        ["ours", "theirs"],
+        "python -m benchmarks t0",
+    )
     assert table.rows[0].samples == {"s": [0.4, 0.6]}
     assert machine.cores == Machine.here().cores
 
@@ -66,23 +75,34 @@ def test_a_table_goes_between_the_marks_of_other_pages(measured: Path) -> None:
     assert page in write_pages(measured / "out", measured / "docs", ["t0"])
     assert (
         page.read_text()
-        == "Before.\n<!-- figures: t0 -->\n|  | s |\n|---|--:|\n| ours | 0.5 |\n| theirs | - |\n<!-- end of figures -->\nAfter.\n"
+        == "Before.\n<!-- figures: t0 -->\n|  | s |\n|---|--:|\n| ours | 0.5 |\n| theirs | - "
+        "|\n<!-- end of figures -->\nAfter.\n"
     )
     assert page not in write_pages(measured / "out", measured / "docs", ["t0"])
 
 
 def test_a_line_for_each_table_with_a_target_goes_onto_the_page_to_look_at(measured: Path) -> None:
-    write(measured / "out", dataclasses.replace(TABLE, key="t1", title="T of 1 / 2", target="none: a curve"), Machine.here(), "")
+    write(
+        measured / "out",
+        dataclasses.replace(TABLE, key="t1", title="T of 1 / 2", target="none: a curve"),
+        Machine.here(),
+        "",
+    )
     page = measured / "docs" / "benchmarks.md"
     page.write_text("<!-- figures: all -->\n<!-- end of figures -->\n")
     write_pages(measured / "out", measured / "docs", ["t0", "t1"])
     lines = page.read_text().splitlines()
-    assert lines[3:] == ["| [T0](benchmarks/tables.md#t0-an-example) | An example | <= 1 | 0.5 s (reached) |", "<!-- end of figures -->"]
+    assert lines[3:] == [
+        "| [T0](benchmarks/tables.md#t0-an-example) | An example | <= 1 | 0.5 s (reached) |",
+        "<!-- end of figures -->",
+    ]
 
 
 def test_the_page_to_look_at_has_the_anchors_of_the_tables() -> None:
     docs = REPOSITORY / "docs"
-    headings = re.findall(r"^## (.*)$", (docs / "benchmarks" / "tables.md").read_text(), re.MULTILINE)
+    headings = re.findall(
+        r"^## (.*)$", (docs / "benchmarks" / "tables.md").read_text(), re.MULTILINE
+    )
     linked = re.findall(r"benchmarks/tables\.md#([^)]*)", (docs / "benchmarks.md").read_text())
     assert len(linked) > 10
     assert set(linked) <= {slug(heading) for heading in headings}

@@ -15,7 +15,9 @@ from benchmarks.workers.steplog import Commit, StepLogs
 WORKERS = (101, 102, 103)
 
 
-def log(directory: Path, pid: int, *, group: int, world_size: int, rank: int, times_ns: list[int]) -> None:
+def log(
+    directory: Path, pid: int, *, group: int, world_size: int, rank: int, times_ns: list[int]
+) -> None:
     with (directory / f"{pid}.steps").open("a") as file:
         for step, moment in enumerate(times_ns):
             file.write(f"{moment} {group} {world_size} {rank} {step}\n")
@@ -34,7 +36,9 @@ def killed(tmp_path: Path) -> tuple[Recovery, int]:
     return recovery, now
 
 
-def test_workers_are_not_whole_before_each_has_done_enough_steps_in_one_group(tmp_path: Path) -> None:
+def test_workers_are_not_whole_before_each_has_done_enough_steps_in_one_group(
+    tmp_path: Path,
+) -> None:
     now = time.monotonic_ns()
     recovery = Recovery(StepLogs(tmp_path), workers=2, recovered=1, restarted=False)
     log(tmp_path, 101, group=2, world_size=2, rank=0, times_ns=[now] * SETTLED_STEPS)
@@ -45,23 +49,36 @@ def test_workers_are_not_whole_before_each_has_done_enough_steps_in_one_group(tm
     assert recovery.settled()
 
 
-def test_recovery_is_over_when_the_last_survivor_has_stepped_in_a_newer_group(tmp_path: Path, killed: tuple[Recovery, int]) -> None:
+def test_recovery_is_over_when_the_last_survivor_has_stepped_in_a_newer_group(
+    tmp_path: Path, killed: tuple[Recovery, int]
+) -> None:
     recovery, at_ns = killed
-    log(tmp_path, WORKERS[0], group=2, world_size=2, rank=0, times_ns=[at_ns + 40_000_000, at_ns + 50_000_000])
+    log(
+        tmp_path,
+        WORKERS[0],
+        group=2,
+        world_size=2,
+        rank=0,
+        times_ns=[at_ns + 40_000_000, at_ns + 50_000_000],
+    )
     assert not recovery.over()
     log(tmp_path, WORKERS[2], group=2, world_size=2, rank=1, times_ns=[at_ns + 70_000_000])
     assert recovery.over()
     assert recovery.pause_s == pytest.approx(0.070)
 
 
-def test_a_step_that_the_old_group_finishes_after_the_kill_is_no_recovery(tmp_path: Path, killed: tuple[Recovery, int]) -> None:
+def test_a_step_that_the_old_group_finishes_after_the_kill_is_no_recovery(
+    tmp_path: Path, killed: tuple[Recovery, int]
+) -> None:
     recovery, at_ns = killed
     for rank in (0, 2):
         log(tmp_path, WORKERS[rank], group=1, world_size=3, rank=rank, times_ns=[at_ns + 1_000_000])
     assert not recovery.over()
 
 
-def test_replacements_do_not_count_where_survivors_go_on(tmp_path: Path, killed: tuple[Recovery, int]) -> None:
+def test_replacements_do_not_count_where_survivors_go_on(
+    tmp_path: Path, killed: tuple[Recovery, int]
+) -> None:
     recovery, at_ns = killed
     log(tmp_path, WORKERS[0], group=2, world_size=2, rank=0, times_ns=[at_ns + 40_000_000])
     log(tmp_path, 104, group=3, world_size=3, rank=2, times_ns=[at_ns + 60_000_000])
@@ -77,7 +94,14 @@ def test_where_all_restart_new_processes_count(tmp_path: Path) -> None:
     recovery.killed(WORKERS[0], at_ns=now)
     for rank in range(3):
         assert not recovery.over()
-        log(tmp_path, 200 + rank, group=0, world_size=3, rank=rank, times_ns=[now + 5_000_000_000 + rank])
+        log(
+            tmp_path,
+            200 + rank,
+            group=0,
+            world_size=3,
+            rank=rank,
+            times_ns=[now + 5_000_000_000 + rank],
+        )
     assert recovery.over()
     assert recovery.pause_s == pytest.approx(5.0)
 
@@ -95,12 +119,25 @@ def test_a_line_torn_by_a_kill_is_left_out_until_it_is_whole(tmp_path: Path) -> 
 
 
 def test_a_pause_is_compared_with_the_floor_by_their_medians() -> None:
-    ours, floor = (Row(name=name, command="", cells={}, samples={"pause_s": s}) for name, s in (("a", [0.1, 0.3, 0.2]), ("b", [0.1])))
+    ours, floor = (
+        Row(name=name, command="", cells={}, samples={"pause_s": s})
+        for name, s in (("a", [0.1, 0.3, 0.2]), ("b", [0.1]))
+    )
     assert of_floor(ours, floor) == pytest.approx(2.0)
     assert with_share(ours, of_floor(ours, floor)).cells == {"p50, of floor": "2.00"}
     assert of_floor(ours, Row(name="b", command="", cells={}, samples={"pause_s": []})) is None
 
 
 def test_the_verdict_names_each_row_that_has_a_target() -> None:
-    said = verdict([("shoal", 1.3, 1.4), ("shoal, 8 ranks", 2.5, 2.0), ("shoal, fsdp", None, 2.0), ("a peer", 4.0, None)])
-    assert said == "Measured, p50 of the floor: shoal 1.30 x (reached); shoal, 8 ranks 2.50 x (not reached); shoal, fsdp not measured."
+    said = verdict(
+        [
+            ("shoal", 1.3, 1.4),
+            ("shoal, 8 ranks", 2.5, 2.0),
+            ("shoal, fsdp", None, 2.0),
+            ("a peer", 4.0, None),
+        ]
+    )
+    assert (
+        said == "Measured, p50 of the floor: shoal 1.30 x (reached); shoal, 8 ranks 2.50 x (not "
+        "reached); shoal, fsdp not measured."
+    )

@@ -14,7 +14,9 @@ def commit(time_ns: int, group: int, world_size: int = 3) -> Commit:
 
 
 def test_full_strength_is_a_step_of_all_with_a_new_process_among_them() -> None:
-    logs: Any = SimpleNamespace(read=lambda: None, commits={1: [commit(5, 1)], 2: [commit(5, 1)], 3: [commit(5, 1)]})
+    logs: Any = SimpleNamespace(
+        read=lambda: None, commits={1: [commit(5, 1)], 2: [commit(5, 1)], 3: [commit(5, 1)]}
+    )
     strength = FullStrength(cast(Any, logs), before=(1, 2, 3), killed_ns=10)
     for pid in (1, 2):
         logs.commits[pid] += [commit(20, 2, world_size=2), commit(40, 3), commit(50, 3)]

@@ -33,7 +33,9 @@ def worker_flags(side: Any, tmp_path: Path) -> Any:
     return flags().parse_args(words[words.index("benchmarks.workers.train_shoal") + 1 :])
 
 
-def test_on_two_ranks_shoal_takes_part_with_the_default_with_no_comparison_and_with_one_in_every_step(tmp_path: Path) -> None:
+def test_on_two_ranks_shoal_is_measured_by_default_without_comparisons_and_with_one_in_every_step(
+    tmp_path: Path,
+) -> None:
     sides = SIDES_OF_RANKS[2]
     assert {SHOAL, *CHECKING} <= set(sides)
     told = [worker_flags(side, tmp_path).consistency_check_every for side in (SHOAL, NEVER, ALWAYS)]
@@ -42,7 +44,9 @@ def test_on_two_ranks_shoal_takes_part_with_the_default_with_no_comparison_and_w
 
 
 def row(name: str, step_s: Sequence[float], ratio: float | None = None) -> Row:
-    samples = {"step_s": list(step_s)} | ({"ratio": [ratio] * len(step_s)} if ratio is not None else {})
+    samples = {"step_s": list(step_s)} | (
+        {"ratio": [ratio] * len(step_s)} if ratio is not None else {}
+    )
     return Row(name=name, command="", cells={}, samples=samples)
 
 
@@ -60,7 +64,9 @@ def rows(always: Sequence[float]) -> list[Row]:
 
 def test_the_verdict_judges_the_default_alone_and_says_what_comparing_costs() -> None:
     said = step_time._verdict(rows([0.0075] * 4))
-    assert said.startswith("Measured: shoal, 2 ranks 1.010 x (reached), shoal, 3 ranks 1.040 x (not reached). ")
+    assert said.startswith(
+        "Measured: shoal, 2 ranks 1.010 x (reached), shoal, 3 ranks 1.040 x (not reached). "
+    )
     assert "over never: 1.010" in said
     assert "1.500" in said
 
@@ -71,4 +77,7 @@ def test_a_side_that_failed_on_the_way_is_not_compared(always: Sequence[float]) 
 
 
 def test_the_default_on_the_page_is_shoals() -> None:
-    assert f"every {ShardingConfiguration().consistency_check_every} steps by default" in Path(step_time.__file__).read_text()
+    assert (
+        f"every {ShardingConfiguration().consistency_check_every} steps by default"
+        in Path(step_time.__file__).read_text()
+    )

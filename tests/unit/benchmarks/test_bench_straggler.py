@@ -18,12 +18,22 @@ def run(reached_s: float | None) -> dict[str, Any]:
     return {"reached_s": reached_s, "steps": 100, "times_s": [0.0, 1.0], "losses": [2.3, 0.2]}
 
 
-def system(strategy: str, times_s: Sequence[float | None], *, slow: int = SLOW, **options: Any) -> System:
-    return System(strategy=strategy, options=options, slow=slow, learning_rate=0.4, runs=[run(time) for time in times_s])
+def system(
+    strategy: str, times_s: Sequence[float | None], *, slow: int = SLOW, **options: Any
+) -> System:
+    return System(
+        strategy=strategy,
+        options=options,
+        slow=slow,
+        learning_rate=0.4,
+        runs=[run(time) for time in times_s],
+    )
 
 
 @pytest.mark.parametrize("every", [1, 4])
-def test_a_loss_is_reached_when_it_stays_low_and_then_since_the_first_look_that_found_it_so(every: int) -> None:
+def test_a_loss_is_reached_when_it_stays_low_and_then_since_the_first_look_that_found_it_so(
+    every: int,
+) -> None:
     looks = Looks(0.2, every=every)
     for second, loss in enumerate([0.3, 0.19, 0.21, *[0.2] * (STAYS_STEPS // every)]):
         looks.look(loss, 100.0 + second)  # the first one starts the clock
@@ -40,7 +50,8 @@ def test_all_processes_train_on_the_same_images_and_none_of_them_is_validated_on
 
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[float, float | None], list[float]]:
-    """What a run takes at each learning rate, None: for ever; and within how many seconds each run had to end."""
+    """What a run takes at each learning rate, None: for ever; and within how many seconds each run
+    had to end."""
     takes: dict[float, float | None] = dict.fromkeys(LEARNING_RATES)
     allowed: list[float] = []
 
@@ -53,7 +64,9 @@ def seconds(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[float, float | None],
     return takes, allowed
 
 
-def test_a_row_has_the_learning_rate_that_reached_the_loss_soonest(seconds: tuple[dict[float, float | None], list[float]]) -> None:
+def test_a_row_has_the_learning_rate_that_reached_the_loss_soonest(
+    seconds: tuple[dict[float, float | None], list[float]],
+) -> None:
     takes, allowed = seconds
     takes.update({LEARNING_RATES[0]: 8.0, LEARNING_RATES[2]: 5.0, LEARNING_RATES[3]: 11.0})
     found = System(strategy="ddp", slow=1)
@@ -63,7 +76,9 @@ def test_a_row_has_the_learning_rate_that_reached_the_loss_soonest(seconds: tupl
     assert found.runs == []  # the best of several is no sample
 
 
-def test_a_row_that_reaches_the_loss_at_no_learning_rate_says_so(seconds: tuple[dict[float, float | None], list[float]]) -> None:
+def test_a_row_that_reaches_the_loss_at_no_learning_rate_says_so(
+    seconds: tuple[dict[float, float | None], list[float]],
+) -> None:
     found = System(strategy="ddp", slow=1)
     find_learning_rate(found, LEARNING_RATES)
     assert found.learning_rate is None
@@ -88,26 +103,44 @@ def test_a_system_of_which_a_run_did_not_reach_the_loss_has_no_time() -> None:
 def test_the_verdict_judges_asp_and_tells_the_others() -> None:
     rows = [
         *(system("ddp", [16.0]), system("local_sgd", [16.0], sync_every=4)),
-        *(system("async_sgd", [4.0], consistency="asp"), system("async_sgd", [None], consistency="ssp")),
+        *(
+            system("async_sgd", [4.0], consistency="asp"),
+            system("async_sgd", [None], consistency="ssp"),
+        ),
         system("ddp", [4.0], slow=1),
     ]
     assert verdict(rows) == (
-        "Measured, of ddp: local_sgd (sync_every 4) 1.00 x; async_sgd (consistency asp) 0.25 x (reached); "
-        "async_sgd (consistency ssp) not measured."
+        "Measured, of ddp: local_sgd (sync_every 4) 1.00 x; async_sgd (consistency asp) 0.25 x "
+        "(reached); async_sgd (consistency ssp) not measured."
     )
 
 
 def test_the_command_of_a_row_is_one_that_its_worker_takes() -> None:
     shown = system("async_sgd", [4.0], consistency="asp")
     assert shown.command.startswith(
-        "shoal run --standalone --nproc-per-node 4 --servers 1 -m benchmarks.workers.train_straggler --strategy"
+        "shoal run --standalone --nproc-per-node 4 --servers 1 -m "
+        "benchmarks.workers.train_straggler --strategy"
     )
     taken = flags().parse_args([*shown.words(0.4, within_s=60), "--output=seen.json"])
-    assert (taken.strategy, taken.options, taken.slow) == ("async_sgd", {"consistency": "asp"}, SLOW)
+    assert (taken.strategy, taken.options, taken.slow) == (
+        "async_sgd",
+        {"consistency": "asp"},
+        SLOW,
+    )
 
 
 def test_curves_are_drawn_of_the_rows_that_have_any(tmp_path: Path) -> None:
-    ddp, failed = system("ddp", [16.0]), System(strategy="local_sgd", slow=1, failure="no coordinator")
+    ddp, failed = (
+        system("ddp", [16.0]),
+        System(strategy="local_sgd", slow=1, failure="no coordinator"),
+    )
     rows = [row(each, ddp, ddp) for each in (ddp, failed)]
-    curves(tmp_path / "t10.png", {"one slow": rows, "none": []}, x="time_s", y="loss", labels=("s", "loss"), target=0.2)
+    curves(
+        tmp_path / "t10.png",
+        {"one slow": rows, "none": []},
+        x="time_s",
+        y="loss",
+        labels=("s", "loss"),
+        target=0.2,
+    )
     assert (tmp_path / "t10.png").stat().st_size > 1000

@@ -18,19 +18,26 @@ REPOSITORY = Path(__file__).parents[3]
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "benchmarks", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_list_names_every_table() -> None:
     answer = run("--list")
     assert answer.returncode == 0, answer.stderr
-    assert [line.split()[0] for line in answer.stdout.splitlines()] == [benchmark.key for benchmark in BENCHMARKS]
+    assert [line.split()[0] for line in answer.stdout.splitlines()] == [
+        benchmark.key for benchmark in BENCHMARKS
+    ]
 
 
 def test_a_table_that_is_not_there_is_refused_with_those_that_are() -> None:
     answer = run("t99")
     assert answer.returncode == 2
-    assert f"no table named t99; there are {', '.join(benchmark.key for benchmark in BENCHMARKS)}" in answer.stderr
+    assert (
+        f"no table named t99; there are {', '.join(benchmark.key for benchmark in BENCHMARKS)}"
+        in answer.stderr
+    )
 
 
 def test_every_table_has_a_module_that_measures_it(subtests: pytest.Subtests) -> None:

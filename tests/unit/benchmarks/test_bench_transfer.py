@@ -21,6 +21,10 @@ def test_a_system_that_polls_stands_still_until_its_turn(tmp_path: Path) -> None
         side = Side(key="polls", name="polls", polls=True, processes=stage.processes())
         process = psutil.Process(polling.pid)
         side.stand_still()
-        stage.wait_until("its standing still", lambda: process.status() == psutil.STATUS_STOPPED, timeout_s=10)
+        stage.wait_until(
+            "its standing still", lambda: process.status() == psutil.STATUS_STOPPED, timeout_s=10
+        )
         side.go_on()
-        stage.wait_until("its going on", lambda: process.status() == psutil.STATUS_RUNNING, timeout_s=10)
+        stage.wait_until(
+            "its going on", lambda: process.status() == psutil.STATUS_RUNNING, timeout_s=10
+        )

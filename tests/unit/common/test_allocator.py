@@ -25,12 +25,21 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-only_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc has these settings")
+only_glibc = pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc's malloc has these settings"
+)
 
 
 def faults(mode: str, **environment: str) -> int:
     command = [sys.executable, "-c", MEASURE, mode]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        command,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
     return int(done.stdout)
 
 

@@ -11,7 +11,9 @@ from shoal_common.backoff import Backoff
 from shoal_common.errors import UnavailableError
 
 
-def test_waits_double_up_to_the_longest_and_begin_anew_after_a_success(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_double_up_to_the_longest_and_begin_anew_after_a_success(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(backoff._CHANCE, "uniform", lambda low, high: high)
     waits = Backoff(first_s=0.1, longest_s=0.5)
     assert [waits.next_s() for _ in range(5)] == [0.1, 0.2, 0.4, 0.5, 0.5]
@@ -31,7 +33,9 @@ def test_who_refused_says_when_to_try_again_and_is_not_asked_before_that() -> No
     assert all(3.0 <= wait <= 3.75 for wait in waits)
     assert len(set(waits)) > 1
     assert Backoff(longest_s=1.0).next_s(UnavailableError("away")) <= 0.05
-    assert Backoff(first_s=9.0, longest_s=9.0).next_s(busy) >= 4.5, "an own wait that is longer stays"
+    assert Backoff(first_s=9.0, longest_s=9.0).next_s(busy) >= 4.5, (
+        "an own wait that is longer stays"
+    )
 
 
 def test_a_wait_leaves_the_scripts_random_numbers_as_they_were() -> None:

@@ -1,4 +1,5 @@
-"""A client's end of the bulk channel against a server that is played by hand: what a refusal and a deadline make of an upload."""
+"""A client's end of the bulk channel against a server that is played by hand: what a refusal and a
+deadline make of an upload."""
 
 from __future__ import annotations
 
@@ -81,7 +82,9 @@ def pair(transport: Transport) -> tuple[OpenedConnection, Server]:
 
 
 @pytest.mark.parametrize("transport", [Transport.TCP, Transport.MEMORY])
-def test_an_upload_that_is_refused_is_sent_no_further_and_the_connection_serves_the_next_one(transport: Transport) -> None:
+def test_an_upload_that_is_refused_is_sent_no_further_and_the_connection_serves_the_next_one(
+    transport: Transport,
+) -> None:
     connection, server = pair(transport)
     refused, header = threading.Event(), pb.PushHeader(payload_bytes=PAYLOAD.nbytes)
 
@@ -97,7 +100,10 @@ def test_an_upload_that_is_refused_is_sent_no_further_and_the_connection_serves_
         refused.set()
         wasted = server.until(Kind.END)
         server.until(Kind.END)
-        server.send(Kind.RESULT, pb.PushResponse(results=[pb.PartitionResult(version=7)]).SerializeToString())
+        server.send(
+            Kind.RESULT,
+            pb.PushResponse(results=[pb.PartitionResult(version=7)]).SerializeToString(),
+        )
         return wasted
 
     with closing(connection), closing(server), ThreadPoolExecutor(1) as pool:
@@ -127,12 +133,17 @@ def test_an_upload_that_is_refused_by_a_server_that_goes_away_is_refused() -> No
         assert not connection.is_usable
 
 
-def test_who_connects_to_a_server_that_says_nothing_waits_no_longer_than_its_caller_allows() -> None:
+def test_who_connects_to_a_server_that_says_nothing_waits_no_longer_than_its_caller_allows() -> (
+    None
+):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         opened = pb.OpenDataResponse(ticket=bytes(32), tcp_port=silent.getsockname()[1])
         given_up: list[Transport] = []
         channel = BulkChannel(
-            ChannelSettings(address="127.0.0.1:1"), lambda *_: opened, transport=Transport.AUTO, fell_back=given_up.append
+            ChannelSettings(address="127.0.0.1:1"),
+            lambda *_: opened,
+            transport=Transport.AUTO,
+            fell_back=given_up.append,
         )
         began = time.monotonic()
         with pytest.raises(DeadlineError), channel.connection("job", "a", began + 0.1):
@@ -171,11 +182,16 @@ def test_what_takes_grpc_in_the_end_has_what_is_left_of_its_callers_time() -> No
     server.start()
     try:
         for call in (
-            lambda client: client.push([(pb.PushHeader(), memoryview(b""))], deadline=timedelta(seconds=60)),
-            lambda client: client.pull(pb.PullRequest(), lambda _: None, deadline=timedelta(seconds=60)),
+            lambda client: client.push(
+                [(pb.PushHeader(), memoryview(b""))], deadline=timedelta(seconds=60)
+            ),
+            lambda client: client.pull(
+                pb.PullRequest(), lambda _: None, deadline=timedelta(seconds=60)
+            ),
         ):
             with ParameterServerClient(ChannelSettings(address=f"127.0.0.1:{port}")) as client:
                 call(client)
-        assert [each < 59.1 for each in left] == [True, True]  # it asked twice: for memory and for TCP
+        # it asked twice: for memory and for TCP
+        assert [each < 59.1 for each in left] == [True, True]
     finally:
         server.stop(None).wait(30)

@@ -1,4 +1,5 @@
-"""The bulk channel's framing: what is written is read, and nothing else is a frame. Its shared memory cannot be taken away."""
+"""The bulk channel's framing: what is written is read, and nothing else is a frame. Its shared
+memory cannot be taken away."""
 
 from __future__ import annotations
 
@@ -35,11 +36,19 @@ def test_a_head_that_is_written_is_read(kind) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "most"), [(Kind.PARTITION, LARGEST_MESSAGE_BYTES), (Kind.PULL, LARGEST_MESSAGE_BYTES), (Kind.DATA, DATA_BYTES), (Kind.END, 0)]
+    ("kind", "most"),
+    [
+        (Kind.PARTITION, LARGEST_MESSAGE_BYTES),
+        (Kind.PULL, LARGEST_MESSAGE_BYTES),
+        (Kind.DATA, DATA_BYTES),
+        (Kind.END, 0),
+    ],
 )
 def test_a_length_over_the_limit_of_its_kind_is_refused(kind, most) -> None:
     assert parse_head(head(kind, most)).length == most
-    with pytest.raises(InvalidRequestError, match=f"{kind.name} of {most + 1} bytes, expected at most {most}"):
+    with pytest.raises(
+        InvalidRequestError, match=f"{kind.name} of {most + 1} bytes, expected at most {most}"
+    ):
         parse_head(head(kind, most + 1))
 
 
@@ -82,7 +91,10 @@ def test_the_other_side_cannot_take_pages_away() -> None:
             os.ftruncate(descriptor, size)
     with pytest.raises(PermissionError):
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-    hole = ctypes.CDLL(None).fallocate(descriptor, 0x1 | 0x2, ctypes.c_long(0), ctypes.c_long(AREA_BYTES))  # KEEP_SIZE, PUNCH_HOLE
+    # KEEP_SIZE, PUNCH_HOLE
+    hole = ctypes.CDLL(None).fallocate(
+        descriptor, 0x1 | 0x2, ctypes.c_long(0), ctypes.c_long(AREA_BYTES)
+    )
     assert hole == 0, "pages can be given back, and then there are new ones"
     client[:4] = b"data"
     assert bytes(server.next_filled(4)) == b"data"

@@ -1,4 +1,5 @@
-"""Who may be at the other end of a bulk channel on one machine, and when a vanished peer is noticed."""
+"""Who may be at the other end of a bulk channel on one machine, and when a vanished peer is
+noticed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,11 @@ def test_another_users_process_is_told_from_ones_own(monkeypatch: pytest.MonkeyP
     with one, other:
         assert sockets.is_own_user(one)
         asked = socket.socket.getsockopt
-        monkeypatch.setattr(socket.socket, "getsockopt", lambda *_: sockets._CREDENTIALS.pack(1, os.geteuid() + 1, 1))
+        monkeypatch.setattr(
+            socket.socket,
+            "getsockopt",
+            lambda *_: sockets._CREDENTIALS.pack(1, os.geteuid() + 1, 1),
+        )
         assert not sockets.is_own_user(one)
         monkeypatch.setattr(socket.socket, "getsockopt", asked)
 
@@ -23,8 +28,8 @@ def test_both_ends_of_a_tcp_connection_notice_a_peer_that_vanished_within_a_minu
     with socket.socket() as connection:
         sockets.configure(connection)
         idle = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE)
-        probes = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) * connection.getsockopt(
-            socket.IPPROTO_TCP, socket.TCP_KEEPCNT
-        )
+        probes = connection.getsockopt(
+            socket.IPPROTO_TCP, socket.TCP_KEEPINTVL
+        ) * connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert idle + probes < 60

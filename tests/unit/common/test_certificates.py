@@ -19,14 +19,17 @@ from shoal_common.security import TlsSettings
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("certificates") / "here"
-    write_files(directory, development_files(["localhost", "127.0.0.1", "coordinator"], lifetime=timedelta(days=1)))
+    write_files(
+        directory,
+        development_files(["localhost", "127.0.0.1", "coordinator"], lifetime=timedelta(days=1)),
+    )
     return directory
 
 
 def test_nobody_else_can_read_them_and_nothing_is_overwritten(made: Path) -> None:
-    assert {path.name: stat.S_IMODE(path.stat().st_mode) for path in made.iterdir()} == dict.fromkeys(
-        ("ca.pem", "server.pem", "server.key", "client.pem", "client.key"), 0o600
-    )
+    assert {
+        path.name: stat.S_IMODE(path.stat().st_mode) for path in made.iterdir()
+    } == dict.fromkeys(("ca.pem", "server.pem", "server.key", "client.pem", "client.key"), 0o600)
     before = (made / "ca.pem").read_bytes()
     with pytest.raises(ConfigurationError, match=r"ca\.pem.* already"):
         write_files(made, development_files(["localhost"], lifetime=timedelta(days=1)))
@@ -45,7 +48,9 @@ def test_a_name_that_no_machine_has_is_refused(name: str) -> None:
         development_files([name], lifetime=timedelta(days=1))
 
 
-def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> tuple[Exception | None, Exception | None]:
+def handshake(
+    server: ssl.SSLContext, client: ssl.SSLContext, name: str
+) -> tuple[Exception | None, Exception | None]:
     """What went wrong on either side."""
     here, there = socket.socketpair()
     problems: list[Exception | None] = [None, None]
@@ -72,7 +77,10 @@ def handshake(server: ssl.SSLContext, client: ssl.SSLContext, name: str) -> tupl
     return problems[0], problems[1]
 
 
-@pytest.mark.parametrize(("name", "good"), [("localhost", True), ("127.0.0.1", True), ("coordinator", True), ("elsewhere", False)])
+@pytest.mark.parametrize(
+    ("name", "good"),
+    [("localhost", True), ("127.0.0.1", True), ("coordinator", True), ("elsewhere", False)],
+)
 def test_services_are_known_under_the_names_given(made: Path, name: str, good: bool) -> None:
     server = TlsSettings(certificate=made / "server.pem", key=made / "server.key").server_context()
     client = TlsSettings(authority=made / "ca.pem").client_context()
@@ -83,15 +91,25 @@ def test_services_are_known_under_the_names_given(made: Path, name: str, good: b
 @pytest.mark.parametrize(("shown", "let_in"), [("client", True), ("server", True), (None, False)])
 def test_mutual_tls_works_with_them(made: Path, shown: str | None, let_in: bool) -> None:
     """A parameter server calls the coordinator with the certificate that it serves with."""
-    server = TlsSettings(certificate=made / "server.pem", key=made / "server.key", client_authority=made / "ca.pem").server_context()
-    own = {} if shown is None else {"certificate": made / f"{shown}.pem", "key": made / f"{shown}.key"}
-    problem, _ = handshake(server, TlsSettings(authority=made / "ca.pem", **own).client_context(), "localhost")
+    server = TlsSettings(
+        certificate=made / "server.pem", key=made / "server.key", client_authority=made / "ca.pem"
+    ).server_context()
+    own = (
+        {}
+        if shown is None
+        else {"certificate": made / f"{shown}.pem", "key": made / f"{shown}.key"}
+    )
+    problem, _ = handshake(
+        server, TlsSettings(authority=made / "ca.pem", **own).client_context(), "localhost"
+    )
     assert (problem is None) == let_in, problem
 
 
 def test_a_clients_certificate_serves_nobody(made: Path) -> None:
     server = TlsSettings(certificate=made / "client.pem", key=made / "client.key").server_context()
-    _, problem = handshake(server, TlsSettings(authority=made / "ca.pem").client_context(), "localhost")
+    _, problem = handshake(
+        server, TlsSettings(authority=made / "ca.pem").client_context(), "localhost"
+    )
     assert problem is not None
 
 
@@ -101,13 +119,20 @@ def test_a_pair_knows_the_listener_by_the_secret_that_they_share(known: str, goo
     here, there = socket.socketpair()
 
     def serve() -> None:
-        with contextlib.suppress(OSError), listener.wrap_socket(there, server_side=True) as connection:
+        with (
+            contextlib.suppress(OSError),
+            listener.wrap_socket(there, server_side=True) as connection,
+        ):
             connection.recv(1)
 
     thread = threading.Thread(target=serve)
     thread.start()
     with caller.wrap_socket(here) as connection:
-        with contextlib.nullcontext() if good else pytest.raises(ssl.SSLError, match="does not know the secret"):
+        with (
+            contextlib.nullcontext()
+            if good
+            else pytest.raises(ssl.SSLError, match="does not know the secret")
+        ):
             PairContexts.check(connection, known)
         assert connection.version() == "TLSv1.3"
     thread.join(60)

@@ -1,4 +1,5 @@
-"""The layouts of compressed payloads: what is lost by each, and that no bytes can do worse than an error."""
+"""The layouts of compressed payloads: what is lost by each, and that no bytes can do worse than an
+error."""
 
 from __future__ import annotations
 
@@ -13,10 +14,15 @@ from shoal_common import codecs
 from shoal_common.errors import ConfigurationError, InvalidRequestError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-ALL = [codec for codec in pb.Codec.values() if codec not in (pb.CODEC_UNSPECIFIED, pb.CODEC_POWERSGD)]
+ALL = [
+    codec for codec in pb.Codec.values() if codec not in (pb.CODEC_UNSPECIFIED, pb.CODEC_POWERSGD)
+]
 """Those whose payloads follow from a length alone."""
 SPARSE = (pb.CODEC_TOPK, pb.CODEC_RANDOMK)
-LENGTHS = st.one_of(st.integers(0, 40), st.sampled_from([255, 256, 257, 1023, 1024, 1025, 65_535, 65_536, 65_537, 140_000]))
+LENGTHS = st.one_of(
+    st.integers(0, 40),
+    st.sampled_from([255, 256, 257, 1023, 1024, 1025, 65_535, 65_536, 65_537, 140_000]),
+)
 FLOATS = hnp.arrays(np.float32, st.integers(0, 700), elements=st.floats(-1e4, 1e4, width=32))
 
 
@@ -83,7 +89,9 @@ def test_sign_keeps_signs_and_the_mean_magnitude_of_a_block(values):
     out = decoded(pb.CODEC_SIGN, codecs.encode(pb.CODEC_SIGN, values), values.size)
     for start in range(0, values.size, codecs.SIGN_BLOCK):
         block = slice(start, start + codecs.SIGN_BLOCK)
-        np.testing.assert_allclose(np.abs(out[block]), np.abs(values[block]).mean(), rtol=1e-5, atol=1e-37)
+        np.testing.assert_allclose(
+            np.abs(out[block]), np.abs(values[block]).mean(), rtol=1e-5, atol=1e-37
+        )
         assert np.all((out[block] < 0) == ((values[block] < 0) & (out[block] != 0)))
 
 
@@ -101,14 +109,18 @@ def test_topk_finds_its_places_beyond_one_block():
     values = np.zeros(200_001, np.float32)
     places = [0, 65_535, 65_536, 131_072, 200_000]
     values[places] = [5, -4, 3, -2, 1]
-    np.testing.assert_array_equal(decoded(pb.CODEC_TOPK, codecs.encode(pb.CODEC_TOPK, values, kept=5), values.size), values)
+    np.testing.assert_array_equal(
+        decoded(pb.CODEC_TOPK, codecs.encode(pb.CODEC_TOPK, values, kept=5), values.size), values
+    )
 
 
 @given(st.integers(1, 500), st.integers(0, 20))
 def test_randomk_sends_k_different_places_as_they_are(length, seed):
     values = np.arange(1, length + 1, dtype=np.float32)
     kept = -(-length // 3)
-    out = decoded(pb.CODEC_RANDOMK, codecs.encode(pb.CODEC_RANDOMK, values, kept=kept, seed=seed), length)
+    out = decoded(
+        pb.CODEC_RANDOMK, codecs.encode(pb.CODEC_RANDOMK, values, kept=kept, seed=seed), length
+    )
     assert np.count_nonzero(out) == kept
     assert np.all((out == values) | (out == 0))
 
@@ -118,18 +130,26 @@ def test_randomk_sends_k_different_places_as_they_are(length, seed):
 def test_what_is_not_finite_stays_not_finite(codec, bad):
     values = drawn(3000)
     values[1234] = bad
-    assert not np.isfinite(decoded(codec, codecs.encode(codec, values, kept=kept_of(codec, 3000)), 3000)).all()
+    assert not np.isfinite(
+        decoded(codec, codecs.encode(codec, values, kept=kept_of(codec, 3000)), 3000)
+    ).all()
 
 
 def test_what_is_too_large_for_float16_becomes_infinite():
-    out = decoded(pb.CODEC_FLOAT16, codecs.encode(pb.CODEC_FLOAT16, np.array([1e6, -1e6], np.float32)), 2)
+    out = decoded(
+        pb.CODEC_FLOAT16, codecs.encode(pb.CODEC_FLOAT16, np.array([1e6, -1e6], np.float32)), 2
+    )
     np.testing.assert_array_equal(out, [np.inf, -np.inf])
 
 
 # --- bytes from anywhere
 
 
-@given(st.sampled_from([*ALL, pb.CODEC_POWERSGD, 0, 99, -1]), st.binary(max_size=600), st.integers(0, 300))
+@given(
+    st.sampled_from([*ALL, pb.CODEC_POWERSGD, 0, 99, -1]),
+    st.binary(max_size=600),
+    st.integers(0, 300),
+)
 def test_any_bytes_are_decoded_or_refused(codec, payload, length):
     out = np.zeros(length, np.float32)
     with np.errstate(all="ignore"):
@@ -167,7 +187,8 @@ def test_a_truncated_or_extended_payload_is_refused_or_is_another_valid_one(code
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda p: p[:4] + p[8:12] + p[4:8] + p[12:],  # values swapped: still valid, so not among the refused
+        # values swapped: still valid, so not among the refused
+        lambda p: p[:4] + p[8:12] + p[4:8] + p[12:],
         lambda p: (5).to_bytes(4, "little") + p[4:],  # counts more than it holds
         lambda p: (2**32 - 1).to_bytes(4, "little") + p[4:],
         lambda p: p[:20] + p[20:22] * 4,  # one place four times
@@ -186,7 +207,9 @@ def test_topk_places_that_contradict_themselves_are_refused(damage):
 
 
 @pytest.mark.parametrize("kept", [0, 10])
-@pytest.mark.parametrize(("start", "stride"), [(300, 7), (0, 300), (0, 0), (1, 6), (2**63, 1), (0, 2**64 - 1)])
+@pytest.mark.parametrize(
+    ("start", "stride"), [(300, 7), (0, 300), (0, 0), (1, 6), (2**63, 1), (0, 2**64 - 1)]
+)
 def test_randomk_places_that_repeat_or_lie_outside_are_refused(start, stride, kept):
     payload = start.to_bytes(8, "little") + stride.to_bytes(8, "little") + bytes(4 * kept)
     with pytest.raises(InvalidRequestError, match="RANDOMK"):
@@ -255,11 +278,17 @@ def test_factors_are_multiplied_and_other_pieces_come_as_they_are(ranks):
 def test_factors_are_multiplied_in_tiles_as_in_one():
     rows, columns = 700, 300
     random = np.random.default_rng(1)
-    left, right = random.standard_normal((rows, 3), np.float32), random.standard_normal((3, columns), np.float32)
+    left, right = (
+        random.standard_normal((rows, 3), np.float32),
+        random.standard_normal((3, columns), np.float32),
+    )
     expected = left[:, :1] * right[:1]
     for index in (1, 2):
         expected += left[:, index : index + 1] * right[index : index + 1]
-    np.testing.assert_array_equal(multiplied(bytes(codecs.encode_powersgd([(left, right)])), ((rows, columns),)), expected.reshape(-1))
+    np.testing.assert_array_equal(
+        multiplied(bytes(codecs.encode_powersgd([(left, right)])), ((rows, columns),)),
+        expected.reshape(-1),
+    )
 
 
 @pytest.mark.parametrize(
@@ -281,7 +310,9 @@ def test_ranks_that_a_piece_or_the_payload_cannot_have_are_refused(rank, reason)
 def test_ranks_above_the_largest_are_refused_however_large_the_piece():
     shape, rank = (400, 400), codecs.POWERSGD_LARGEST_RANK
     left, right = np.ones((400, rank + 1), np.float32), np.ones((rank + 1, 400), np.float32)
-    assert multiplied(bytes(codecs.encode_powersgd([(left[:, 1:], right[1:])])), (shape,))[0] == rank
+    assert (
+        multiplied(bytes(codecs.encode_powersgd([(left[:, 1:], right[1:])])), (shape,))[0] == rank
+    )
     with pytest.raises(InvalidRequestError, match=f"expected at most {rank}"):
         multiplied(bytes(codecs.encode_powersgd([(left, right)])), (shape,))
 

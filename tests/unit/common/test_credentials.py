@@ -29,7 +29,9 @@ def without_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_a_token_comes_from_its_file_or_from_the_variable_and_the_file_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_comes_from_its_file_or_from_the_variable_and_the_file_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert CallerSettings.load().bearer_token is None
     monkeypatch.setenv("SHOAL_TOKEN", "from the variable")
     assert CallerSettings.load().bearer_token == "from the variable"
@@ -42,9 +44,16 @@ def test_a_token_comes_from_its_file_or_from_the_variable_and_the_file_counts(tm
 
 @pytest.mark.parametrize(
     ("content", "complaint"),
-    [(None, "cannot be read"), ("", "nothing"), ("a\nb\n", "several lines"), ("h\u00fcnter\n", "not printable ASCII")],
+    [
+        (None, "cannot be read"),
+        ("", "nothing"),
+        ("a\nb\n", "several lines"),
+        ("h\u00fcnter\n", "not printable ASCII"),
+    ],
 )
-def test_a_file_without_one_secret_is_named(tmp_path: Path, content: str | None, complaint: str) -> None:
+def test_a_file_without_one_secret_is_named(
+    tmp_path: Path, content: str | None, complaint: str
+) -> None:
     path = tmp_path / "token"
     if content is not None:
         path.write_text(content)
@@ -66,9 +75,13 @@ def test_certificates_make_tls_and_a_client_ca_makes_it_mutual() -> None:
         _ = Service.load(tls_client_ca=ca).serving_tls
 
 
-def test_a_variable_under_its_earlier_name_is_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_under_its_earlier_name_is_not_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SHOAL_TEST_TLS_CERTIFICATE", "/cert.pem")
-    with pytest.raises(ConfigurationError, match="SHOAL_TEST_TLS_CERTIFICATE is called SHOAL_TEST_TLS_CERT now"):
+    with pytest.raises(
+        ConfigurationError, match="SHOAL_TEST_TLS_CERTIFICATE is called SHOAL_TEST_TLS_CERT now"
+    ):
         Service.load()
 
 
@@ -98,7 +111,9 @@ def test_a_redis_url_with_a_password_comes_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_server_that_calls_over_tls_serves_over_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="would call others over TLS and serve in plain text"):
+    with pytest.raises(
+        ConfigurationError, match="would call others over TLS and serve in plain text"
+    ):
         ps_server([*PS, "--tls-ca", "/ca.pem"])
     assert ps_server([*PS, "--tls-ca", "/ca.pem", "--insecure"]).serving_tls is None
 
@@ -107,14 +122,25 @@ def test_secrets_that_were_taken_out_of_the_environment_are_found_and_not_inheri
     script = """
 import os, subprocess, sys
 from shoal_common.process_secrets import take_secrets
+
 take_secrets()
 take_secrets()
 from shoal_common.credentials import CallerSettings
 from shoal_worker.settings import WorkerSettings
+
 assert CallerSettings.load().bearer_token == WorkerSettings().bearer_token == "hunter2"
 assert WorkerSettings().store_at("redis://told:1") == "redis://:hunter3@h:1"
-inherited = subprocess.run([sys.executable, "-c", "import os; print(os.environ)"], capture_output=True, text=True, check=True).stdout
+inherited = subprocess.run(
+    [sys.executable, "-c", "import os; print(os.environ)"],
+    capture_output=True,
+    text=True,
+    check=True,
+).stdout
 assert "hunter" not in inherited, inherited
 """
-    environment = {**os.environ, "SHOAL_TOKEN": "hunter2", "SHOAL_STORE_URL": "redis://:hunter3@h:1"}
+    environment = {
+        **os.environ,
+        "SHOAL_TOKEN": "hunter2",
+        "SHOAL_STORE_URL": "redis://:hunter3@h:1",
+    }
     subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=60)

@@ -21,9 +21,18 @@ from shoal_common.errors import (
     StaleGenerationError,
     UnavailableError,
 )
-from shoal_common.rpc.status import DOMAIN, as_shoal_error, error_message, from_error_message, from_rpc_error, to_status
+from shoal_common.rpc.status import (
+    DOMAIN,
+    as_shoal_error,
+    error_message,
+    from_error_message,
+    from_rpc_error,
+    to_status,
+)
 
-ALL_ERRORS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ShoalError)]
+ALL_ERRORS = [
+    kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ShoalError)
+]
 
 
 class FakeRpcError(grpc.RpcError):
@@ -90,7 +99,9 @@ def test_the_error_info_is_what_other_languages_read():
     assert (info.domain, info.reason) == (DOMAIN, "STALE_GENERATION")
 
 
-@pytest.mark.parametrize("message", ["x" * 100_000, "\N{SNOWMAN}" * 50_000, "lone surrogate \ud800"])
+@pytest.mark.parametrize(
+    "message", ["x" * 100_000, "\N{SNOWMAN}" * 50_000, "lone surrogate \ud800"]
+)
 def test_messages_too_long_for_trailers_or_not_encodable_are_cut_not_lost(message):
     status = to_status(PreconditionError(message))
     assert status.details[:4] == message[:4]
@@ -99,14 +110,20 @@ def test_messages_too_long_for_trailers_or_not_encodable_are_cut_not_lost(messag
 
 
 def test_a_status_of_grpcs_own_gets_the_class_of_its_code_and_says_what_was_asked():
-    got = from_rpc_error(FakeRpcError(grpc.StatusCode.UNAVAILABLE, "failed to connect"), call="GetJob at 10.0.0.1:7000")
+    got = from_rpc_error(
+        FakeRpcError(grpc.StatusCode.UNAVAILABLE, "failed to connect"),
+        call="GetJob at 10.0.0.1:7000",
+    )
     assert type(got) is UnavailableError
     assert got.reason == "UNAVAILABLE"
     assert str(got) == "GetJob at 10.0.0.1:7000: failed to connect"
 
 
 def test_a_call_that_the_server_cancelled_may_be_tried_again():
-    assert type(from_rpc_error(FakeRpcError(grpc.StatusCode.CANCELLED, "CANCELLED", None))) is UnavailableError
+    assert (
+        type(from_rpc_error(FakeRpcError(grpc.StatusCode.CANCELLED, "CANCELLED", None)))
+        is UnavailableError
+    )
 
 
 @pytest.mark.parametrize("code", list(grpc.StatusCode))
@@ -118,7 +135,11 @@ def test_every_status_code_becomes_some_shoal_error_even_without_details(code):
 
 
 def test_details_that_do_not_parse_are_ignored():
-    error = FakeRpcError(grpc.StatusCode.NOT_FOUND, "no such job", (("grpc-status-details-bin", b"\xff\xff\xff"), ("other", "1")))
+    error = FakeRpcError(
+        grpc.StatusCode.NOT_FOUND,
+        "no such job",
+        (("grpc-status-details-bin", b"\xff\xff\xff"), ("other", "1")),
+    )
     assert type(from_rpc_error(error)) is errors.UnknownResourceError
 
 
@@ -126,7 +147,9 @@ def test_an_error_info_of_another_domain_is_ignored():
     detail = any_pb2.Any()
     detail.Pack(error_details_pb2.ErrorInfo(reason="QUOTA", domain="proxy.example"))
     value = status_pb2.Status(code=8, message="m", details=[detail]).SerializeToString()
-    got = from_rpc_error(FakeRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, "m", (("grpc-status-details-bin", value),)))
+    got = from_rpc_error(
+        FakeRpcError(grpc.StatusCode.RESOURCE_EXHAUSTED, "m", (("grpc-status-details-bin", value),))
+    )
     assert got.reason == "LIMIT_EXCEEDED"
 
 
@@ -141,9 +164,15 @@ def test_an_error_info_of_another_domain_is_ignored():
         (grpc.StatusCode.NOT_FOUND, "X", "SystemExit", errors.UnknownResourceError),
     ],
 )
-def test_without_a_believable_class_the_reason_and_then_the_code_decide(code, reason, named, expected):
+def test_without_a_believable_class_the_reason_and_then_the_code_decide(
+    code, reason, named, expected
+):
     detail = any_pb2.Any()
-    detail.Pack(error_details_pb2.ErrorInfo(reason=reason, domain=DOMAIN, metadata={"class": named} if named else {}))
+    detail.Pack(
+        error_details_pb2.ErrorInfo(
+            reason=reason, domain=DOMAIN, metadata={"class": named} if named else {}
+        )
+    )
     value = status_pb2.Status(code=code.value[0], message="m", details=[detail]).SerializeToString()
     got = from_rpc_error(FakeRpcError(code, "m", (("grpc-status-details-bin", value),)))
     assert type(got) is expected
@@ -156,7 +185,8 @@ def test_without_a_believable_class_the_reason_and_then_the_code_decide(code, re
         (None, None),
         (timedelta(milliseconds=1500), timedelta(milliseconds=1500)),
         (timedelta(seconds=-5), timedelta(0)),
-        (timedelta(days=1), timedelta(minutes=1)),  # nobody waits for ever because another side says so
+        # nobody waits for ever because another side says so
+        (timedelta(days=1), timedelta(minutes=1)),
     ],
 )
 def test_when_to_try_again_travels_with_the_error(sent, received):
@@ -169,7 +199,11 @@ def test_a_proxy_may_say_when_to_try_again():
     detail.Pack(error_details_pb2.RetryInfo(retry_delay={"seconds": 4}))
     status = status_pb2.Status(code=14, message="overloaded", details=[detail])
     got = from_rpc_error(
-        FakeRpcError(grpc.StatusCode.UNAVAILABLE, "overloaded", (("grpc-status-details-bin", status.SerializeToString()),))
+        FakeRpcError(
+            grpc.StatusCode.UNAVAILABLE,
+            "overloaded",
+            (("grpc-status-details-bin", status.SerializeToString()),),
+        )
     )
     assert (type(got), got.retry_after) == (UnavailableError, timedelta(seconds=4))
 
@@ -179,7 +213,9 @@ def test_a_hint_that_is_longer_than_any_wait_is_cut() -> None:
     retry.retry_delay.seconds = 2**62
     detail = any_pb2.Any()
     detail.Pack(retry)
-    encoded = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], message="busy", details=[detail]).SerializeToString()
+    encoded = status_pb2.Status(
+        code=grpc.StatusCode.UNAVAILABLE.value[0], message="busy", details=[detail]
+    ).SerializeToString()
     assert from_error_message(encoded).retry_after == timedelta(minutes=1)
 
 

@@ -1,4 +1,5 @@
-"""Failpoints that are documented are in the code, and the other way round: a test that arms another one would wait for ever."""
+"""Failpoints that are documented are in the code, and the other way round: a test that arms another
+one would wait for ever."""
 
 from __future__ import annotations
 
@@ -26,11 +27,15 @@ def documented(service: str) -> set[str]:
 
 def passed(package: str) -> Iterator[str]:
     for file in (ROOT / package).rglob("*.py"):
-        yield from re.findall(r"failpoint\(\"([\w.]+)\"\)|_passes\(\"([\w.]+)\"\)", file.read_text())
+        yield from re.findall(
+            r"failpoint\(\"([\w.]+)\"\)|_passes\(\"([\w.]+)\"\)", file.read_text()
+        )
 
 
 @pytest.mark.parametrize(("service", "package"), PLACES.items())
-def test_every_failpoint_of_a_service_is_documented_and_every_documented_one_is_there(service: str, package: str) -> None:
+def test_every_failpoint_of_a_service_is_documented_and_every_documented_one_is_there(
+    service: str, package: str
+) -> None:
     assert documented(service) == {"".join(found) for found in passed(package)}
 
 

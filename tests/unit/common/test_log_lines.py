@@ -23,7 +23,10 @@ def line(message: str, **extra: object) -> str:
 
 def test_a_line_has_time_level_service_logger_message_and_extras():
     formatted = line("member joined", member_id="4f2c", host="node 1", detail='say "hi"', empty="")
-    pattern = r'\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO demo shoal_demo\.core member joined member_id=4f2c host="node 1" '
+    pattern = (
+        r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z INFO demo shoal_demo\.core member joined "
+        r'member_id=4f2c host="node 1" '
+    )
     assert re.fullmatch(pattern + r'detail="say \\"hi\\"" empty=""', formatted)
 
 
@@ -45,9 +48,15 @@ except ZeroDivisionError:
     logging.getLogger("x").exception("failed", extra={"step": 3})
 logging.getLogger("x").debug("not shown")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
     assert done.stdout == ""
-    assert re.fullmatch(r'\S+ ERROR demo x failed step=3 exception="Traceback .*ZeroDivisionError: division by zero"\n', done.stderr)
+    assert re.fullmatch(
+        r'\S+ ERROR demo x failed step=3 exception="Traceback .*ZeroDivisionError: division by '
+        r'zero"\n',
+        done.stderr,
+    )
 
 
 def test_an_unknown_level_is_refused():

@@ -1,4 +1,5 @@
-"""Which addresses of this machine others are told, and what errors say of those that cannot be used."""
+"""Which addresses of this machine others are told, and what errors say of those that cannot be
+used."""
 
 from __future__ import annotations
 
@@ -23,17 +24,25 @@ FOREIGN = "192.0.2.77"  # RFC 5737: no machine has it
 
 
 def test_by_default_it_is_the_address_of_the_route_to_the_coordinator() -> None:
-    assert OwnAddress.find(None, None, towards=HERE) == OwnAddress(told="127.0.0.1", bound="127.0.0.1")
-    assert OwnAddress.find(None, "0.0.0.0", towards=HERE) == OwnAddress(told="127.0.0.1", bound="0.0.0.0")
+    assert OwnAddress.find(None, None, towards=HERE) == OwnAddress(
+        told="127.0.0.1", bound="127.0.0.1"
+    )
+    assert OwnAddress.find(None, "0.0.0.0", towards=HERE) == OwnAddress(
+        told="127.0.0.1", bound="0.0.0.0"
+    )
 
 
 @pytest.mark.parametrize("said", ["lo", "127.0.0.1", "localhost"])
 def test_an_interface_an_address_and_a_host_name_come_to_the_same(said: str) -> None:
-    assert OwnAddress.find(said, None, towards=HERE) == OwnAddress(told="127.0.0.1", bound="127.0.0.1")
+    assert OwnAddress.find(said, None, towards=HERE) == OwnAddress(
+        told="127.0.0.1", bound="127.0.0.1"
+    )
 
 
 def test_of_an_interface_with_both_families_that_of_the_coordinator_is_taken() -> None:
-    assert interfaces()["lo"] == ["127.0.0.1", "::1"], "this test needs a loopback interface with IPv4 and IPv6"
+    assert interfaces()["lo"] == ["127.0.0.1", "::1"], (
+        "this test needs a loopback interface with IPv4 and IPv6"
+    )
     assert OwnAddress.find("lo", None, towards=HERE).told == "127.0.0.1"
     assert OwnAddress.find("lo", None, towards=("::1", 7000)).told == "::1"
 
@@ -43,15 +52,26 @@ def test_an_address_in_brackets_is_one() -> None:
 
 
 def test_under_nat_another_address_is_told_than_is_listened_on() -> None:
-    assert OwnAddress.find(FOREIGN, "0.0.0.0", towards=HERE) == OwnAddress(told=FOREIGN, bound="0.0.0.0")
-    assert OwnAddress.find(FOREIGN, "lo", towards=HERE) == OwnAddress(told=FOREIGN, bound="127.0.0.1")
+    assert OwnAddress.find(FOREIGN, "0.0.0.0", towards=HERE) == OwnAddress(
+        told=FOREIGN, bound="0.0.0.0"
+    )
+    assert OwnAddress.find(FOREIGN, "lo", towards=HERE) == OwnAddress(
+        told=FOREIGN, bound="127.0.0.1"
+    )
 
 
 def test_an_address_of_another_machine_is_refused_with_what_is_here_and_the_way_out() -> None:
     with pytest.raises(ConfigurationError) as refused:
         OwnAddress.find(FOREIGN, None, towards=HERE)
     assert refused.value.reason == "ADDRESS_UNUSABLE"
-    for part in ("--local-addr", "SHOAL_LOCAL_ADDR", repr(FOREIGN), "lo 127.0.0.1", "--listen-addr", "NAT"):
+    for part in (
+        "--local-addr",
+        "SHOAL_LOCAL_ADDR",
+        repr(FOREIGN),
+        "lo 127.0.0.1",
+        "--listen-addr",
+        "NAT",
+    ):
         assert part in str(refused.value)
 
 
@@ -64,13 +84,18 @@ def test_an_address_of_another_machine_is_refused_with_what_is_here_and_the_way_
         (None, FOREIGN, rf"--listen-addr .* '{FOREIGN}' is no address of this machine"),
     ],
 )
-def test_what_nobody_could_use_is_refused(local: str | None, listen: str | None, expected: str) -> None:
+def test_what_nobody_could_use_is_refused(
+    local: str | None, listen: str | None, expected: str
+) -> None:
     with pytest.raises(ConfigurationError, match=expected):
         OwnAddress.find(local, listen, towards=HERE)
 
 
 def test_a_coordinator_whose_name_is_not_known_is_a_mistake_in_settings() -> None:
-    with pytest.raises(ConfigurationError, match=r"the coordinator's host 'nowhere\.invalid', or it is not known here.*--local-addr"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"the coordinator's host 'nowhere\.invalid', or it is not known here.*--local-addr",
+    ):
         OwnAddress.find(None, None, towards=("nowhere.invalid", 7000))
 
 
@@ -89,7 +114,11 @@ def test_the_interfaces_are_those_of_the_kernel() -> None:
 def test_a_service_is_named_by_an_interface_a_name_or_what_others_use() -> None:
     assert own_host("lo") == "127.0.0.1"
     assert own_host("elsewhere.example") == "elsewhere.example"
-    assert own_host("") in {name_for_others(), *(address for each in interfaces().values() for address in each), socket.gethostname()}
+    assert own_host("") in {
+        name_for_others(),
+        *(address for each in interfaces().values() for address in each),
+        socket.gethostname(),
+    }
 
 
 def test_a_name_or_a_host_without_a_way_is_no_error_where_one_only_asks() -> None:

@@ -1,4 +1,5 @@
-"""LAMB and row-wise Adagrad: equal to what their papers say, written out plainly, whatever shapes, types, groups and schedules."""
+"""LAMB and row-wise Adagrad: equal to what their papers say, written out plainly, whatever shapes,
+types, groups and schedules."""
 
 from __future__ import annotations
 
@@ -18,9 +19,23 @@ class PlainLAMB:
     """Algorithm 2 of You et al., 2020, of one flat tensor in Python's numbers."""
 
     def __init__(
-        self, values: Numbers, *, lr: float, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-6, decay: float = 0.0
+        self,
+        values: Numbers,
+        *,
+        lr: float,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-6,
+        decay: float = 0.0,
     ) -> None:
-        self.values, self.lr, self.beta1, self.beta2, self.eps, self.decay = list(values), lr, beta1, beta2, eps, decay
+        self.values, self.lr, self.beta1, self.beta2, self.eps, self.decay = (
+            list(values),
+            lr,
+            beta1,
+            beta2,
+            eps,
+            decay,
+        )
         self.mean, self.square, self.steps = [0.0] * len(values), [0.0] * len(values), 0
 
     def step(self, gradient: Numbers) -> None:
@@ -29,7 +44,10 @@ class PlainLAMB:
         for i, g in enumerate(gradient):
             self.mean[i] = self.beta1 * self.mean[i] + (1 - self.beta1) * g
             self.square[i] = self.beta2 * self.square[i] + (1 - self.beta2) * g * g
-            mean, square = self.mean[i] / (1 - self.beta1**self.steps), self.square[i] / (1 - self.beta2**self.steps)
+            mean, square = (
+                self.mean[i] / (1 - self.beta1**self.steps),
+                self.square[i] / (1 - self.beta2**self.steps),
+            )
             update.append(mean / (math.sqrt(square) + self.eps) + self.decay * self.values[i])
         own, length = math.hypot(*self.values), math.hypot(*update)
         ratio = own / length if own and length else 1.0
@@ -39,14 +57,31 @@ class PlainLAMB:
 class PlainRowWise:
     """Row-wise Adagrad of one table, in Python's numbers."""
 
-    def __init__(self, rows: list[Numbers], *, lr: float, eps: float = 1e-10, decay: float = 0.0, begin: float = 0.0) -> None:
-        self.rows, self.lr, self.eps, self.decay, self.sums = [list(row) for row in rows], lr, eps, decay, [begin] * len(rows)
+    def __init__(
+        self,
+        rows: list[Numbers],
+        *,
+        lr: float,
+        eps: float = 1e-10,
+        decay: float = 0.0,
+        begin: float = 0.0,
+    ) -> None:
+        self.rows, self.lr, self.eps, self.decay, self.sums = (
+            [list(row) for row in rows],
+            lr,
+            eps,
+            decay,
+            [begin] * len(rows),
+        )
 
     def step(self, gradients: list[Numbers]) -> None:
         for place, (row, given) in enumerate(zip(self.rows, gradients, strict=True)):
             gradient = [g + self.decay * w for g, w in zip(given, row, strict=True)]
             self.sums[place] += sum(g * g for g in gradient) / len(gradient)
-            self.rows[place] = [w - self.lr * g / (math.sqrt(self.sums[place]) + self.eps) for w, g in zip(row, gradient, strict=True)]
+            self.rows[place] = [
+                w - self.lr * g / (math.sqrt(self.sums[place]) + self.eps)
+                for w, g in zip(row, gradient, strict=True)
+            ]
 
 
 def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -58,7 +93,13 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
 def test_lamb_is_what_its_paper_says(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """With a group that has no decay, and a schedule."""
     decayed, free = (torch.nn.Parameter(noise(*shape, seed=seed, dtype=dtype)) for seed in (1, 2))
-    optimizer = LAMB([{"params": [decayed]}, {"params": [free], "weight_decay": 0.0, "lr": 0.02}], 0.1, (0.8, 0.99), 1e-4, 0.05)
+    optimizer = LAMB(
+        [{"params": [decayed]}, {"params": [free], "weight_decay": 0.0, "lr": 0.02}],
+        0.1,
+        (0.8, 0.99),
+        1e-4,
+        0.05,
+    )
     settings = {"beta1": 0.8, "beta2": 0.99, "eps": 1e-4}
     plain = [
         PlainLAMB(decayed.flatten().tolist(), lr=0.1, decay=0.05, **settings),
@@ -72,7 +113,12 @@ def test_lamb_is_what_its_paper_says(shape: tuple[int, ...], dtype: torch.dtype)
             one.step(parameter.grad.flatten().tolist())
         optimizer.step()
     for parameter, one in zip((decayed, free), plain, strict=True):
-        torch.testing.assert_close(parameter.detach().flatten().double(), torch.tensor(one.values).double(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            parameter.detach().flatten().double(),
+            torch.tensor(one.values).double(),
+            rtol=1e-6,
+            atol=1e-6,
+        )
 
 
 def test_lamb_takes_the_ratio_for_one_where_a_norm_is_zero() -> None:
@@ -85,9 +131,13 @@ def test_lamb_takes_the_ratio_for_one_where_a_norm_is_zero() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(5, 4), (3, 2, 2, 2), (1, 6)], ids=str)
-def test_row_wise_adagrad_has_one_sum_for_each_row(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_row_wise_adagrad_has_one_sum_for_each_row(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     table = torch.nn.Parameter(noise(*shape, dtype=dtype))
-    optimizer = RowWiseAdagrad([table], 0.1, weight_decay=0.05, initial_accumulator_value=0.2, eps=1e-4)
+    optimizer = RowWiseAdagrad(
+        [table], 0.1, weight_decay=0.05, initial_accumulator_value=0.2, eps=1e-4
+    )
     plain = PlainRowWise(table.flatten(1).tolist(), lr=0.1, eps=1e-4, decay=0.05, begin=0.2)
     for step in range(8):
         if step == 4:
@@ -95,7 +145,9 @@ def test_row_wise_adagrad_has_one_sum_for_each_row(shape: tuple[int, ...], dtype
         table.grad = noise(*shape, seed=step + 1, dtype=dtype)
         plain.step(table.grad.flatten(1).tolist())
         optimizer.step()
-    torch.testing.assert_close(table.detach().flatten(1).double(), torch.tensor(plain.rows).double(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        table.detach().flatten(1).double(), torch.tensor(plain.rows).double(), rtol=1e-6, atol=1e-6
+    )
     assert optimizer.state[table]["sum"].shape == (shape[0],)
 
 
@@ -131,11 +183,15 @@ def test_delayed_nesterov_is_what_its_paper_says(dtype: torch.dtype) -> None:
                 total[i] = 0.0
             else:
                 values[i] -= rate * g / 3
-    torch.testing.assert_close(parameter.detach().double(), torch.tensor(values, dtype=torch.float64), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        parameter.detach().double(), torch.tensor(values, dtype=torch.float64), rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("every", [1, 4])
-def test_so_many_gradients_of_delayed_nesterov_are_one_step_of_nesterov_with_their_mean(every: int) -> None:
+def test_so_many_gradients_of_delayed_nesterov_are_one_step_of_nesterov_with_their_mean(
+    every: int,
+) -> None:
     ours, theirs = (torch.nn.Parameter(noise(6)) for _ in range(2))
     delayed = DelayedNesterov([ours], 0.3, 0.9, every=every, weight_decay=0.0)
     nesterov = torch.optim.SGD([theirs], 0.3, momentum=0.9, nesterov=True)
@@ -177,7 +233,9 @@ def test_maximize_climbs(kind: Callable[..., torch.optim.Optimizer]) -> None:
 
 @pytest.mark.parametrize("kind", [LAMB, RowWiseAdagrad, DelayedNesterov])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bit_parameters_are_rounded_once_a_step(kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype) -> None:
+def test_sixteen_bit_parameters_are_rounded_once_a_step(
+    kind: Callable[..., torch.optim.Optimizer], dtype: torch.dtype
+) -> None:
     narrow = torch.nn.Parameter(noise(4, 3).to(dtype))
     wide = torch.nn.Parameter(narrow.detach().float())
     narrow.grad = noise(4, 3, seed=1).to(dtype)
@@ -210,7 +268,9 @@ def threads() -> Iterator[None]:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("kind", [LAMB, RowWiseAdagrad, DelayedNesterov])
 @pytest.mark.parametrize("shape", [(1, 300_000), (3, 100_000), (300_000,)], ids=str)
-def test_the_number_of_threads_does_not_change_a_bit(kind: Callable[..., torch.optim.Optimizer], shape: tuple[int, ...]) -> None:
+def test_the_number_of_threads_does_not_change_a_bit(
+    kind: Callable[..., torch.optim.Optimizer], shape: tuple[int, ...]
+) -> None:
     """A server that is recovered on another machine makes the same updates again."""
     found = []
     for count in (1, 2, 5):
@@ -233,7 +293,9 @@ def test_the_number_of_threads_does_not_change_a_bit(kind: Callable[..., torch.o
         (lambda held: DelayedNesterov(held, every=1.5), "every=1.5: expected a whole number"),
     ],
 )
-def test_impossible_settings_are_refused_by_name(make: Callable[..., torch.optim.Optimizer], complaint: str) -> None:
+def test_impossible_settings_are_refused_by_name(
+    make: Callable[..., torch.optim.Optimizer], complaint: str
+) -> None:
     with pytest.raises(ConfigurationError, match=complaint):
         make([torch.nn.Parameter(torch.zeros(1))])
 

@@ -13,7 +13,12 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 
 def header(partition_id: int, payload: bytes) -> pb.PullHeader:
-    return pb.PullHeader(partition_id=partition_id, version=1, payload_bytes=len(payload), checksum=wire.checksum(payload))
+    return pb.PullHeader(
+        partition_id=partition_id,
+        version=1,
+        payload_bytes=len(payload),
+        checksum=wire.checksum(payload),
+    )
 
 
 def receive_all(receiver: PullReceiver, chunks) -> None:
@@ -75,7 +80,9 @@ def test_streams_that_break_their_promise_are_corrupt(chunks, reason):
     assert refused.value.reason == reason
 
 
-@pytest.mark.parametrize("buffer", [memoryview(bytearray(3)), memoryview(b"abcd")], ids=["short", "read-only"])
+@pytest.mark.parametrize(
+    "buffer", [memoryview(bytearray(3)), memoryview(b"abcd")], ids=["short", "read-only"]
+)
 def test_a_buffer_that_cannot_take_the_partition_is_refused(buffer):
     with pytest.raises(ConfigurationError, match="writable one of 4"):
         PullReceiver(lambda _: buffer).receive(header(0, b"abcd"), memoryview(b"abcd"))

@@ -1,4 +1,5 @@
-"""Every RPC of both services has a client method, a decision about retries, and reaches the stub."""
+"""Every RPC of both services has a client method, a decision about retries, and reaches the
+stub."""
 
 from __future__ import annotations
 
@@ -18,14 +19,21 @@ SERVICES = {
 }
 BETWEEN_SERVERS = {"Follow", "TakePartitions"}
 """What no client calls."""
-METHODS = [(client, method) for client, service in SERVICES.items() for method in service.methods if method.name not in BETWEEN_SERVERS]
+METHODS = [
+    (client, method)
+    for client, service in SERVICES.items()
+    for method in service.methods
+    if method.name not in BETWEEN_SERVERS
+]
 
 
 def snake_case(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-def test_every_rpc_has_a_client_method_of_its_name_with_a_deadline(subtests: pytest.Subtests) -> None:
+def test_every_rpc_has_a_client_method_of_its_name_with_a_deadline(
+    subtests: pytest.Subtests,
+) -> None:
     sessions = {"JoinSession", "ServerSession"}
     for client, method in METHODS:
         with subtests.test(method.full_name):
@@ -36,9 +44,17 @@ def test_every_rpc_has_a_client_method_of_its_name_with_a_deadline(subtests: pyt
 
 def test_clients_have_no_method_without_an_rpc():
     for client, service in SERVICES.items():
-        public = {name for name, _ in inspect.getmembers(client, inspect.isfunction) if not name.startswith("_")}
+        public = {
+            name
+            for name, _ in inspect.getmembers(client, inspect.isfunction)
+            if not name.startswith("_")
+        }
         offered = public - {"answers", "close", "find_obstacle"}
-        assert offered == {snake_case(method.name) for method in service.methods if method.name not in BETWEEN_SERVERS}
+        assert offered == {
+            snake_case(method.name)
+            for method in service.methods
+            if method.name not in BETWEEN_SERVERS
+        }
 
 
 def test_every_rpc_is_either_repeated_or_not():
@@ -55,7 +71,13 @@ def test_no_rpc_with_a_stream_of_requests_is_repeated_by_grpc():
 
 
 def test_the_service_config_repeats_on_unavailable_only():
-    config = json.loads(service_config(attempts=3, first_backoff=timedelta(milliseconds=50), longest_backoff=timedelta(seconds=1)))
+    config = json.loads(
+        service_config(
+            attempts=3,
+            first_backoff=timedelta(milliseconds=50),
+            longest_backoff=timedelta(seconds=1),
+        )
+    )
     (entry,) = config["methodConfig"]
     assert entry["retryPolicy"]["retryableStatusCodes"] == ["UNAVAILABLE"]
     assert entry["retryPolicy"]["initialBackoff"] == "0.050s"

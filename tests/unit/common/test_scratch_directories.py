@@ -34,7 +34,10 @@ def wait_empty(directory: Path) -> None:
 
 def owner(temporary: Path) -> tuple[subprocess.Popen[str], Path]:
     """Another process with a directory."""
-    script = "from shoal_common.scratch import ScratchDirectory; own = ScratchDirectory('test'); print(own.path, flush=True); input()"
+    script = (
+        "from shoal_common.scratch import ScratchDirectory; own = ScratchDirectory('test'); "
+        "print(own.path, flush=True); input()"
+    )
     process = subprocess.Popen(
         [sys.executable, "-W", "error", "-c", script],
         env={**os.environ, "TMPDIR": str(temporary)},
@@ -83,14 +86,21 @@ def test_no_signal_to_the_owners_group_reaches_its_keeper(temporary: Path) -> No
 
 
 @pytest.mark.parametrize("moment", ["tempfile.mkstemp", "fcntl.flock", "pathlib.Path.rename"])
-def test_an_owner_that_is_killed_before_its_directory_is_locked_leaves_none(temporary: Path, moment: str) -> None:
+def test_an_owner_that_is_killed_before_its_directory_is_locked_leaves_none(
+    temporary: Path, moment: str
+) -> None:
     module = moment.split(".", 1)[0]
     script = (
         f"import os, signal, {module}; from shoal_common.scratch import ScratchDirectory\n"
         f"{moment} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
         "ScratchDirectory('test')"
     )
-    died = subprocess.run([sys.executable, "-c", script], env={**os.environ, "TMPDIR": str(temporary)}, timeout=60, check=False)
+    died = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        timeout=60,
+        check=False,
+    )
     assert died.returncode == -signal.SIGKILL
     wait_empty(temporary)
 
@@ -107,7 +117,9 @@ def test_what_is_written_after_the_owners_death_goes_as_well(temporary: Path) ->
     wait_empty(temporary)
 
 
-def test_where_the_keeper_died_too_the_next_owner_removes_what_was_left_and_nothing_of_the_living(temporary: Path) -> None:
+def test_where_the_keeper_died_too_the_next_owner_removes_what_was_left_and_nothing_of_the_living(
+    temporary: Path,
+) -> None:
     (dead, left), (living, kept) = owner(temporary), owner(temporary)
     with dead, living:
         for keeper in keepers(dead.pid):
@@ -125,8 +137,13 @@ def test_where_the_keeper_died_too_the_next_owner_removes_what_was_left_and_noth
     wait_empty(temporary)
 
 
-def test_a_directory_that_has_no_lock_after_a_minute_is_removed_and_no_younger_one(temporary: Path) -> None:
-    old, young, other = (temporary / name for name in ("shoal-scratch-test-1", "shoal-scratch-test-2", "shoal-logs-1"))
+def test_a_directory_that_has_no_lock_after_a_minute_is_removed_and_no_younger_one(
+    temporary: Path,
+) -> None:
+    old, young, other = (
+        temporary / name
+        for name in ("shoal-scratch-test-1", "shoal-scratch-test-2", "shoal-logs-1")
+    )
     for path in (old, young, other):
         path.mkdir()
     an_hour_ago = time.time() - 3600
@@ -138,7 +155,8 @@ def test_a_directory_that_has_no_lock_after_a_minute_is_removed_and_no_younger_o
 
 def test_a_forked_child_that_ends_takes_nothing_away(temporary: Path) -> None:
     script = (
-        "import os, sys; from shoal_common.scratch import ScratchDirectory; own = ScratchDirectory('test'); child = os.fork()\n"
+        "import os, sys; from shoal_common.scratch import ScratchDirectory; own = "
+        "ScratchDirectory('test'); child = os.fork()\n"
         "if not child: sys.exit(0)\n"
         "os.waitpid(child, 0); print(own.path.exists())"
     )
@@ -168,7 +186,7 @@ def test_whatever_has_no_owners_lock_is_left_alone(temporary: Path) -> None:
     assert sorted(temporary.rglob("*")) == before
 
 
-def test_a_living_owner_keeps_its_directory_when_a_cleaner_of_old_files_has_taken_the_lock_file() -> None:
+def test_a_living_owner_keeps_its_directory_when_a_cleaner_has_taken_the_lock_file() -> None:
     owner = ScratchDirectory("living")
     (owner.path / ".shoal-owner").unlink()
     long_ago = time.time() - 86400

@@ -43,9 +43,15 @@ def test_no_header_gets_in_by_accident(authorization):
 
 def test_a_token_file_has_roles_comments_and_blank_lines(tmp_path):
     path = tmp_path / "tokens"
-    path.write_text("# the cluster's tokens\n\nadmin: aaa\n  worker : b:b\nviewer:ccc\nadmin: aaa\n")
+    path.write_text(
+        "# the cluster's tokens\n\nadmin: aaa\n  worker : b:b\nviewer:ccc\nadmin: aaa\n"
+    )
     table = TokenTable.from_file(path)
-    assert [table.holder_of(f"Bearer {token}").role for token in ("aaa", "b:b", "ccc")] == [Role.ADMIN, Role.WORKER, Role.VIEWER]
+    assert [table.holder_of(f"Bearer {token}").role for token in ("aaa", "b:b", "ccc")] == [
+        Role.ADMIN,
+        Role.WORKER,
+        Role.VIEWER,
+    ]
     assert not table.is_open
 
 
@@ -58,7 +64,10 @@ def test_a_token_file_has_roles_comments_and_blank_lines(tmp_path):
         ("worker@: aaa", "line 1: 'worker@': expected the id of a job after the @"),
         ("worker@a/b: aaa", "expected the id of a job"),
         ("root@job: aaa", "role 'root' is unknown"),
-        ("worker@one: same\nworker@two: same", "line 2: this token has the role worker@one already"),
+        (
+            "worker@one: same\nworker@two: same",
+            "line 2: this token has the role worker@one already",
+        ),
         ("admin: a b", "line 1: a token must be printable"),
         ("admin: ü", "line 1: a token must be printable"),
         ("admin: same\nworker: same", "line 2: this token has the role admin already"),
@@ -98,7 +107,9 @@ def pems(tmp_path_factory):
 
 
 def test_matching_tls_files_are_read(pems):
-    material = TlsSettings(certificate=pems / "one.pem", key=pems / "one.key", authority=pems / "ca.pem").load()
+    material = TlsSettings(
+        certificate=pems / "one.pem", key=pems / "one.key", authority=pems / "ca.pem"
+    ).load()
     assert material.certificate.startswith(b"-----BEGIN")
     assert material.authority == (pems / "ca.pem").read_bytes()
     assert "BEGIN" not in repr(material)
@@ -115,7 +126,11 @@ def test_matching_tls_files_are_read(pems):
     ],
 )
 def test_wrong_tls_files_are_named_before_any_handshake(pems, certificate, key, authority, named):
-    paths = {name: pems / file for name, file in (("certificate", certificate), ("key", key), ("authority", authority)) if file}
+    paths = {
+        name: pems / file
+        for name, file in (("certificate", certificate), ("key", key), ("authority", authority))
+        if file
+    }
     with pytest.raises(ConfigurationError, match=f"TLS {named}"):
         TlsSettings(**paths).load()
 
@@ -126,7 +141,9 @@ def test_half_of_a_tls_pair_and_a_wrong_client_authority_are_refused(pems):
     with pytest.raises(ConfigurationError, match="key is given without its certificate"):
         TlsSettings(key=pems / "one.key")
     with pytest.raises(ConfigurationError, match="TLS client authority"):
-        TlsSettings(certificate=pems / "one.pem", key=pems / "one.key", client_authority=pems / "garbage").load()
+        TlsSettings(
+            certificate=pems / "one.pem", key=pems / "one.key", client_authority=pems / "garbage"
+        ).load()
 
 
 def test_a_token_may_be_for_one_job_and_for_those_in_which_its_launchers_meet(tmp_path):

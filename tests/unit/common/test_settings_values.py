@@ -1,4 +1,5 @@
-"""Values that people write: durations, addresses, environment variables; and what they are told when those are wrong."""
+"""Values that people write: durations, addresses, environment variables; and what they are told
+when those are wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 from pydantic_settings import SettingsConfigDict
 from shoal_common.errors import ConfigurationError
-from shoal_common.settings import Address, AddressField, Duration, ShoalSettings, parse_address, parse_duration, secret_value
+from shoal_common.settings import (
+    Address,
+    AddressField,
+    Duration,
+    ShoalSettings,
+    parse_address,
+    parse_duration,
+    secret_value,
+)
 
 
 @pytest.mark.parametrize(
@@ -30,7 +39,24 @@ def test_durations_have_a_number_and_a_unit(text, expected):
     assert parse_duration(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "10", "s", "-1s", "1 week", "1e3s", "nans", "infs", "1,5s", "1s2m", "١s", "9" * 400 + "d", "4000d"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "10",
+        "s",
+        "-1s",
+        "1 week",
+        "1e3s",
+        "nans",
+        "infs",
+        "1,5s",
+        "1s2m",
+        "١s",
+        "9" * 400 + "d",
+        "4000d",
+    ],
+)
 def test_other_durations_are_refused_with_the_value_and_a_remedy(text):
     with pytest.raises(ConfigurationError, match="duration"):
         parse_duration(text)
@@ -121,7 +147,11 @@ def test_arguments_win_over_the_environment_and_the_environment_over_defaults(mo
     monkeypatch.setenv("SHOAL_DEMO_WORKERS", "3")
     monkeypatch.setenv("SHOAL_DEMO_LISTEN", "")
     settings = DemoSettings.load(workers=4, lease=None)
-    assert (settings.lease, settings.workers, settings.listen) == (timedelta(seconds=2), 4, Address("127.0.0.1", 0))
+    assert (settings.lease, settings.workers, settings.listen) == (
+        timedelta(seconds=2),
+        4,
+        Address("127.0.0.1", 0),
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,7 +162,9 @@ def test_arguments_win_over_the_environment_and_the_environment_over_defaults(mo
         ("SHOAL_DEMO_WORKERS", "many", ["workers='many'", "integer", "SHOAL_DEMO_WORKERS"]),
     ],
 )
-def test_a_bad_value_becomes_one_error_with_field_value_and_remedy(monkeypatch, variable, value, parts):
+def test_a_bad_value_becomes_one_error_with_field_value_and_remedy(
+    monkeypatch, variable, value, parts
+):
     monkeypatch.setenv(variable, value)
     with pytest.raises(ConfigurationError) as refused:
         DemoSettings.load()
@@ -149,7 +181,9 @@ def test_all_mistakes_are_told_at_once_and_unknown_arguments_too():
 
 def test_a_missing_value_is_named_with_its_variable(monkeypatch):
     monkeypatch.delenv("SHOAL_NEEDY_COORDINATOR", raising=False)
-    with pytest.raises(ConfigurationError, match=r"coordinator: .*--coordinator or SHOAL_NEEDY_COORDINATOR"):
+    with pytest.raises(
+        ConfigurationError, match=r"coordinator: .*--coordinator or SHOAL_NEEDY_COORDINATOR"
+    ):
         NeedySettings.load()
 
 

@@ -1,4 +1,5 @@
-"""A bucket's file: any tool reads it, it comes back as it was, and what is no such file is refused."""
+"""A bucket's file: any tool reads it, it comes back as it was, and what is no such file is
+refused."""
 
 from __future__ import annotations
 
@@ -39,7 +40,12 @@ def test_a_file_is_read_by_safetensors_and_comes_back_as_it_was(tmp_path: Path, 
     path.write_bytes(b"".join(data.chunks(17)))
     assert path.stat().st_size == data.nbytes
     with safetensors.safe_open(path, framework="np") as opened:
-        assert opened.metadata() == {"table": "users", "bucket": "2", "buckets": "5", "version": "10"}
+        assert opened.metadata() == {
+            "table": "users",
+            "bucket": "2",
+            "buckets": "5",
+            "version": "10",
+        }
     arrays = {
         "ids": rows.ids,
         "rows": rows.values,

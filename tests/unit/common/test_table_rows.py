@@ -1,4 +1,5 @@
-"""The rows of a table: found by id, stepped as torch steps sparse gradients, evicted alike wherever it is done again."""
+"""The rows of a table: found by id, stepped as torch steps sparse gradients, evicted alike wherever
+it is done again."""
 
 from __future__ import annotations
 
@@ -21,12 +22,18 @@ from torch import nn
 DIM = 8
 
 
-def table(optimizer: str = "adagrad", hyperparameters: dict[str, float] | None = None, **others: Any) -> TableSpec:
+def table(
+    optimizer: str = "adagrad", hyperparameters: dict[str, float] | None = None, **others: Any
+) -> TableSpec:
     begin = {"seed": 5, "initializer": "uniform", "scale": 0.5, **others}
-    return TableSpec.with_defaults(optimizer=optimizer, hyperparameters=hyperparameters or {}, **begin)
+    return TableSpec.with_defaults(
+        optimizer=optimizer, hyperparameters=hyperparameters or {}, **begin
+    )
 
 
-def steps(count: int, most_ids: int = 12, of: int = 40) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+def steps(
+    count: int, most_ids: int = 12, of: int = 40
+) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
     """Ids, each once, and their gradients."""
     generator = np.random.default_rng(0)
     for _ in range(count):
@@ -45,20 +52,31 @@ def steps(count: int, most_ids: int = 12, of: int = 40) -> Iterator[tuple[np.nda
         ("sparse_adam", {"lr": 0.01, "beta1": 0.5, "beta2": 0.7, "eps": 1e-3, "maximize": 1.0}),
     ],
 )
-def test_rows_are_stepped_as_torch_steps_an_embedding_with_sparse_gradients(optimizer: str, hyperparameters: dict[str, float]) -> None:
+def test_rows_are_stepped_as_torch_steps_an_embedding_with_sparse_gradients(
+    optimizer: str, hyperparameters: dict[str, float]
+) -> None:
     spec = table(optimizer, hyperparameters)
     rows = Rows(spec, DIM)
-    embedding = nn.Embedding(40, DIM, sparse=True, _weight=torch.from_numpy(rows.values(np.arange(40))))
-    reference = spec.declared.optimizer_class()(embedding.parameters(), **spec.declared.arguments(dict(spec.hyperparameters)))
+    embedding = nn.Embedding(
+        40, DIM, sparse=True, _weight=torch.from_numpy(rows.values(np.arange(40)))
+    )
+    reference = spec.declared.optimizer_class()(
+        embedding.parameters(), **spec.declared.arguments(dict(spec.hyperparameters))
+    )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse invariant checks", UserWarning)  # torch's own sparse gradients
+        # torch's own sparse gradients
+        warnings.filterwarnings("ignore", "Sparse invariant checks", UserWarning)
         for step, (ids, gradients) in enumerate(steps(30), 1):
             reference.zero_grad()
             (embedding(torch.from_numpy(ids)) * torch.from_numpy(gradients)).sum().backward()
             reference.step()
             rows.update(ids, gradients, step)
-    np.testing.assert_allclose(rows.values(np.arange(40)), embedding.weight.detach().numpy(), rtol=1e-6, atol=1e-6)
-    assert not np.allclose(rows.values(np.arange(40)), Rows(spec, DIM).values(np.arange(40)), atol=1e-2)
+    np.testing.assert_allclose(
+        rows.values(np.arange(40)), embedding.weight.detach().numpy(), rtol=1e-6, atol=1e-6
+    )
+    assert not np.allclose(
+        rows.values(np.arange(40)), Rows(spec, DIM).values(np.arange(40)), atol=1e-2
+    )
 
 
 def test_row_wise_adagrad_is_that_of_a_dense_table_with_zero_gradients_elsewhere() -> None:
@@ -71,7 +89,9 @@ def test_row_wise_adagrad_is_that_of_a_dense_table_with_zero_gradients_elsewhere
         weight.grad[torch.from_numpy(ids)] = torch.from_numpy(gradients)
         reference.step()
         rows.update(ids, gradients, step)
-    np.testing.assert_allclose(rows.values(np.arange(40)), weight.detach().numpy(), rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        rows.values(np.arange(40)), weight.detach().numpy(), rtol=1e-6, atol=1e-6
+    )
     assert rows.image().state["sum"].shape == (len(rows),)
 
 
@@ -80,7 +100,9 @@ def test_rows_that_nobody_pushed_take_no_memory_and_are_what_their_ids_say() -> 
     rows = Rows(spec, DIM)
     before = rows.nbytes
     ids = np.array([7, -(2**63), 2**63 - 1, 7])
-    assert (rows.values(ids) == initial_rows(ids, DIM, seed=5, initializer="uniform", scale=0.5)).all()
+    assert (
+        rows.values(ids) == initial_rows(ids, DIM, seed=5, initializer="uniform", scale=0.5)
+    ).all()
     assert (len(rows), rows.nbytes) == (0, before)
 
 
@@ -98,7 +120,13 @@ def test_an_update_that_is_only_asked_for_changes_nothing() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 60), unique=True, max_size=40), max_size=12), st.randoms())
+@given(
+    st.lists(
+        st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 60), unique=True, max_size=40),
+        max_size=12,
+    ),
+    st.randoms(),
+)
 def test_rows_are_those_of_a_dictionary(pushes: list[list[int]], random: Any) -> None:
     """Of any ids, in any order, with growth, eviction and restarts in between."""
     spec = table("sgd", {"lr": 1.0}, max_rows=50, buckets=1, initializer="zeros", scale=0.0)
@@ -143,7 +171,10 @@ def test_rows_go_that_were_not_pushed_for_long() -> None:
     assert (rows.values(early[:1]) == moved[:1]).all()  # as if for the first time
 
 
-@pytest.mark.parametrize("limits", [{"max_age": 20}, {"max_rows": 24, "buckets": 1}, {"max_age": 5, "max_rows": 16, "buckets": 1}])
+@pytest.mark.parametrize(
+    "limits",
+    [{"max_age": 20}, {"max_rows": 24, "buckets": 1}, {"max_age": 5, "max_rows": 16, "buckets": 1}],
+)
 @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
 def test_rows_that_were_saved_go_on_to_the_last_bit(optimizer: str, limits: dict[str, int]) -> None:
     spec = table(optimizer, {"lr": 0.1}, **limits)
@@ -159,7 +190,9 @@ def test_rows_that_were_saved_go_on_to_the_last_bit(optimizer: str, limits: dict
     assert one.ids.tobytes() == other.ids.tobytes()
     assert one.values.tobytes() == other.values.tobytes()
     assert one.updated_at.tobytes() == other.updated_at.tobytes()
-    assert {name: array.tobytes() for name, array in one.state.items()} == {name: array.tobytes() for name, array in other.state.items()}
+    assert {name: array.tobytes() for name, array in one.state.items()} == {
+        name: array.tobytes() for name, array in other.state.items()
+    }
     assert 0 < len(whole) < len(pushed)  # some were evicted
 
 
@@ -191,8 +224,14 @@ def test_many_rows_are_found_again() -> None:
         ({"initializer": "zeros"}, "scale=0.5 with initializer='zeros'"),
         ({"max_age": -1}, "max_age=-1"),
         ({"max_rows": 15}, "max_rows=15: expected 16 or more"),
-        ({"optimizer": "adamw"}, "optimizer='adamw': expected one of sgd, adagrad, rowwise_adagrad, sparse_adam"),
-        ({"optimizer": "sgd", "hyperparameters": {"momentum": 0.9}}, "momentum=0.9 for the rows of a table"),
+        (
+            {"optimizer": "adamw"},
+            "optimizer='adamw': expected one of sgd, adagrad, rowwise_adagrad, sparse_adam",
+        ),
+        (
+            {"optimizer": "sgd", "hyperparameters": {"momentum": 0.9}},
+            "momentum=0.9 for the rows of a table",
+        ),
         ({"hyperparameters": {"weight_decay": 0.1}}, "weight_decay=0.1 for the rows of a table"),
         ({"hyperparameters": {"alpha": 0.1}}, "adagrad has no hyperparameter 'alpha'"),
         ({"hyperparameters": {"lr": float("nan")}}, "lr=nan"),

@@ -24,15 +24,19 @@ def test_initial_rows_never_change(initializer: str) -> None:
 
 
 def test_the_hash_is_splitmix64() -> None:
-    """The first outputs of the generator with seed 0, as its authors publish them: id 0 is its first state."""
+    """The first outputs of the generator with seed 0, as its authors publish them: id 0 is its
+    first state."""
     assert int(hashed(np.array([0]))[0]) == 0xE220A8397B1DCDAF
 
 
 def test_a_row_does_not_depend_on_the_others_asked_for() -> None:
     ids = np.arange(-500, 500)
-    whole = initial_rows(ids, 300, seed=3, initializer="normal", scale=1.0)  # more than is made at once
+    # more than is made at once
+    whole = initial_rows(ids, 300, seed=3, initializer="normal", scale=1.0)
     for place in (0, 499, 873, 999):
-        assert (initial_rows(ids[[place]], 300, seed=3, initializer="normal", scale=1.0) == whole[place]).all()
+        assert (
+            initial_rows(ids[[place]], 300, seed=3, initializer="normal", scale=1.0) == whole[place]
+        ).all()
 
 
 def test_normal_and_uniform_rows_are_distributed_as_they_say() -> None:

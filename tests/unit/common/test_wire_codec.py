@@ -14,7 +14,10 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 INT64 = st.integers(-(2**63), 2**63 - 1)
 INT32 = st.integers(-(2**31), 2**31 - 1)
 UINT64 = st.integers(0, 2**64 - 1)
-PAYLOADS = st.one_of(st.binary(max_size=300), st.integers(0, 40_000).map(lambda size: bytes(size % 251 for _ in range(size))))
+PAYLOADS = st.one_of(
+    st.binary(max_size=300),
+    st.integers(0, 40_000).map(lambda size: bytes(size % 251 for _ in range(size))),
+)
 
 PUSH_HEADERS = st.builds(
     pb.PushHeader,
@@ -29,7 +32,12 @@ PUSH_HEADERS = st.builds(
     checksum=UINT64,
 )
 PULL_HEADERS = st.builds(
-    pb.PullHeader, partition_id=INT32, version=INT64, dtype=st.sampled_from(pb.Dtype.values()), unchanged=st.booleans(), checksum=UINT64
+    pb.PullHeader,
+    partition_id=INT32,
+    version=INT64,
+    dtype=st.sampled_from(pb.Dtype.values()),
+    unchanged=st.booleans(),
+    checksum=UINT64,
 )
 
 # (message, encode, decode, headers, the error a malformed one gives)
@@ -48,7 +56,10 @@ def generated(message, header, payload: bytes):
 @given(CHUNKS)
 def test_what_we_encode_is_byte_for_byte_what_protobuf_encodes(chunk):
     (message, encode, _, _), header, payload = chunk
-    assert encode((header, memoryview(payload))) == generated(message, header, payload).SerializeToString()
+    assert (
+        encode((header, memoryview(payload)))
+        == generated(message, header, payload).SerializeToString()
+    )
 
 
 @given(CHUNKS)
@@ -77,16 +88,28 @@ def field(number: int, data: bytes) -> bytes:
 
 UNKNOWN_FIELDS = st.one_of(
     st.builds(field, st.integers(3, 2**29 - 1), st.binary(max_size=20)),
-    st.builds(lambda number, value: varint(number << 3) + varint(value), st.integers(3, 1000), UINT64),
-    st.builds(lambda number, data: varint(number << 3 | 1) + data, st.integers(3, 1000), st.binary(min_size=8, max_size=8)),
-    st.builds(lambda number, data: varint(number << 3 | 5) + data, st.integers(3, 1000), st.binary(min_size=4, max_size=4)),
+    st.builds(
+        lambda number, value: varint(number << 3) + varint(value), st.integers(3, 1000), UINT64
+    ),
+    st.builds(
+        lambda number, data: varint(number << 3 | 1) + data,
+        st.integers(3, 1000),
+        st.binary(min_size=8, max_size=8),
+    ),
+    st.builds(
+        lambda number, data: varint(number << 3 | 5) + data,
+        st.integers(3, 1000),
+        st.binary(min_size=4, max_size=4),
+    ),
     st.just(varint(9 << 3 | 3) + field(1, b"in a group") + varint(9 << 3 | 4)),
 )
 FIELDS = st.one_of(
     PUSH_HEADERS.map(lambda header: field(1, header.SerializeToString())),
     st.binary(max_size=200).map(lambda payload: field(2, payload)),
     # Lengths and tags with more varint bytes than needed are valid too.
-    st.binary(max_size=100).map(lambda payload: b"\x12" + bytes([len(payload) | 0x80, 0x80, 0x00]) + payload),
+    st.binary(max_size=100).map(
+        lambda payload: b"\x12" + bytes([len(payload) | 0x80, 0x80, 0x00]) + payload
+    ),
     st.binary(max_size=100).map(lambda payload: b"\x92\x00" + varint(len(payload)) + payload),
     UNKNOWN_FIELDS,
 )
@@ -107,8 +130,16 @@ def test_fields_in_any_order_repeated_and_unknown_mean_what_protobuf_says(fields
     st.one_of(
         st.binary(max_size=80),
         # Garbage that begins well.
-        st.builds(lambda fields, tail: b"".join(fields) + tail, st.lists(FIELDS, max_size=3), st.binary(max_size=30)),
-        st.builds(lambda fields, cut: b"".join(fields)[: -cut or None], st.lists(FIELDS, max_size=3), st.integers(0, 50)),
+        st.builds(
+            lambda fields, tail: b"".join(fields) + tail,
+            st.lists(FIELDS, max_size=3),
+            st.binary(max_size=30),
+        ),
+        st.builds(
+            lambda fields, cut: b"".join(fields)[: -cut or None],
+            st.lists(FIELDS, max_size=3),
+            st.integers(0, 50),
+        ),
     )
 )
 def test_garbage_is_refused_exactly_when_protobuf_refuses_it(data):
@@ -149,8 +180,14 @@ def test_chunks_cover_the_buffer_in_order_and_none_is_too_large(data, size):
 def test_only_the_first_chunk_of_a_partition_has_the_header():
     header = pb.PushHeader(partition_id=7)
     framed = list(wire.framed(header, memoryview(bytes(2500)), size=1000))
-    assert [(first, piece.nbytes) for first, piece in framed] == [(header, 1000), (None, 1000), (None, 500)]
-    assert [(first, piece.nbytes) for first, piece in wire.framed(header, memoryview(b""))] == [(header, 0)]
+    assert [(first, piece.nbytes) for first, piece in framed] == [
+        (header, 1000),
+        (None, 1000),
+        (None, 500),
+    ]
+    assert [(first, piece.nbytes) for first, piece in wire.framed(header, memoryview(b""))] == [
+        (header, 0)
+    ]
 
 
 @pytest.mark.parametrize("info", wire.DTYPES.values(), ids=lambda info: info.name)
@@ -167,7 +204,9 @@ def test_every_dtype_of_the_contract_is_known_by_number_and_by_name():
         if value != pb.DTYPE_UNSPECIFIED:
             short = name.removeprefix("DTYPE_").lower()
             assert wire.dtype_info(short) is wire.dtype_info(value)
-            assert wire.dtype_info(value).item_bytes == int("".join(filter(str.isdigit, short))) // 8
+            assert (
+                wire.dtype_info(value).item_bytes == int("".join(filter(str.isdigit, short))) // 8
+            )
 
 
 @pytest.mark.parametrize("dtype", [0, 99, "int8", "FLOAT32", ""])
@@ -185,4 +224,5 @@ def test_buffers_that_are_not_contiguous_are_refused():
 def test_the_checksum_is_xxh3_64_of_the_bytes_whatever_the_shape():
     array = np.arange(12, dtype="<f4").reshape(3, 4)
     assert wire.checksum(memoryview(array)) == wire.checksum(array.tobytes())
-    assert wire.checksum(b"") == 0x2D06800538D394C2  # xxHash's published test vector for an empty input
+    # xxHash's published test vector for an empty input
+    assert wire.checksum(b"") == 0x2D06800538D394C2

@@ -1,7 +1,8 @@
-"""All ranks of a world in one thread: each issues its part of a collective, and whoever waits first, when all have, completes it.
+"""All ranks of a world in one thread: each issues its part of a collective, and whoever waits
+first, when all have, completes it.
 
-Works for callers that issue on all ranks before they wait on any, as `reduce_together` does. Counts what a rank sends as
-`GradientCompressor.wire_bytes` does.
+Works for callers that issue on all ranks before they wait on any, as `reduce_together` does. Counts
+what a rank sends as `GradientCompressor.wire_bytes` does.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class World:
         issued = self.pending.pop(number, None)
         if issued is None:
             return
-        assert len(issued) == len(self.ranks), f"only {len(issued)} ranks issued collective {number}"
+        assert len(issued) == len(self.ranks), (
+            f"only {len(issued)} ranks issued collective {number}"
+        )
         assert len({kind for kind, *_ in issued}) == 1
         outputs, inputs = [one[1] for one in issued], [one[2] for one in issued]
         kind = issued[0][0]
@@ -68,8 +71,11 @@ class Rank:
         number = self.issued
         self.issued += 1
         self.world.pending.setdefault(number, []).append((kind, output, tensor.clone()))
-        output.fill_(torch.nan if output.is_floating_point() else 0xAB)  # not to be looked at before it is waited for
-        assert self.world.pending[number][-1] is self.world.pending[number][self.rank], "ranks issue in the order of ranks"
+        # not to be looked at before it is waited for
+        output.fill_(torch.nan if output.is_floating_point() else 0xAB)
+        assert self.world.pending[number][-1] is self.world.pending[number][self.rank], (
+            "ranks issue in the order of ranks"
+        )
         return Handle(lambda: self.world.complete(number))
 
 
@@ -86,7 +92,8 @@ def reduce_together(
     shapes: Sequence[Sequence[int]] | None = None,
     commit: bool = True,
 ) -> tuple[list[torch.Tensor], World]:
-    """One bucket summed over all ranks (given as copies), and committed. The world tells what was sent."""
+    """One bucket summed over all ranks (given as copies), and committed. The world tells what was
+    sent."""
     world = World(len(ranks))
     started = [
         one.start(bucket.clone(), backend, index=index, step=step, shapes=shapes)

@@ -28,7 +28,9 @@ def encoded(worker: CompressedPushes, seed: int, *, sequence: int = 0) -> tuple[
     return worker.encode(gradient(seed), partition=7, sequence=sequence or seed, shapes=SHAPES)
 
 
-def served(push: tuple[int, memoryview], shapes: Mapping[int, tuple[int, int]] = SHAPES) -> torch.Tensor:
+def served(
+    push: tuple[int, memoryview], shapes: Mapping[int, tuple[int, int]] = SHAPES
+) -> torch.Tensor:
     """What a server makes of it."""
     out = np.empty(sum(rows * columns for rows, columns in shapes.values()), np.float32)
     codecs.decode(*push, out, tuple(shapes.values()))
@@ -53,7 +55,12 @@ def test_what_a_server_applies_and_what_is_owed_add_up_to_the_gradients(name):
         applied += served(encoded(worker, sequence))
         given += gradient(sequence)
         worker.settle(7, applied=True)
-    torch.testing.assert_close(applied + owed(worker), given, rtol=0, atol=1e-5 if worker.compressor.error_feedback else 0.2)
+    torch.testing.assert_close(
+        applied + owed(worker),
+        given,
+        rtol=0,
+        atol=1e-5 if worker.compressor.error_feedback else 0.2,
+    )
     assert (worker.owed(7) is not None) is worker.compressor.error_feedback
 
 
@@ -90,7 +97,10 @@ def test_what_has_no_gradient_in_a_step_keeps_what_it_is_owed(name):
     worker.settle(7, applied=True)
     was = owed(worker)
     part = torch.cat([gradient(2)[begin:end] for begin, end in places])
-    out = served(worker.encode(part, partition=7, sequence=2, places=places, length=LENGTH, shapes=shapes), shapes)
+    out = served(
+        worker.encode(part, partition=7, sequence=2, places=places, length=LENGTH, shapes=shapes),
+        shapes,
+    )
     worker.settle(7, applied=True)
     if not worker.compressor.error_feedback:
         assert torch.allclose(out, part, atol=0.1)
@@ -102,7 +112,8 @@ def test_what_has_no_gradient_in_a_step_keeps_what_it_is_owed(name):
 
 
 def test_powersgd_pushes_go_on_from_the_last_factors_also_of_pieces_that_were_absent():
-    """With a gradient that stays, pushes without feedback come close to the best of their rank; a piece that is left out loses nothing."""
+    """With a gradient that stays, pushes without feedback come close to the best of their rank; a
+    piece that is left out loses nothing."""
     compressor = PowerSGDCompressor(rank=2, error_feedback=False)
     worker, shapes = CompressedPushes(compressor, stream=1), {0: (40, 60), 1: (50, 40)}
     whole = torch.randn(4400, generator=torch.Generator().manual_seed(3))
@@ -119,7 +130,14 @@ def test_powersgd_pushes_go_on_from_the_last_factors_also_of_pieces_that_were_ab
         error()
     close = error()
     assert best * 0.999 < close < best * 1.01 < first
-    worker.encode(whole[:2400], partition=7, sequence=2, places=((0, 2400),), length=4400, shapes={0: (40, 60)})
+    worker.encode(
+        whole[:2400],
+        partition=7,
+        sequence=2,
+        places=((0, 2400),),
+        length=4400,
+        shapes={0: (40, 60)},
+    )
     worker.settle(7, applied=True)
     assert error() <= close * 1.0001
 
@@ -134,7 +152,9 @@ def test_powersgd_pushes_send_factors_of_matrices_and_the_rest_as_it_is():
 
 def test_partitions_keep_apart_and_workers_round_differently():
     worker, other = pushes("int8"), pushes("int8", stream=2)
-    one, two = (worker.encode(gradient(1), partition=partition, sequence=1)[1] for partition in (0, 1))
+    one, two = (
+        worker.encode(gradient(1), partition=partition, sequence=1)[1] for partition in (0, 1)
+    )
     assert bytes(one) != bytes(two)
     assert bytes(one) != bytes(other.encode(gradient(1), partition=0, sequence=1)[1])
 
@@ -149,7 +169,12 @@ def test_a_push_that_was_not_answered_blocks_the_next():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_gradients_of_other_dtypes_are_encoded_as_float32(dtype):
     given = gradient(1).to(dtype)
-    torch.testing.assert_close(served(pushes("bf16").encode(given, partition=0, sequence=1)), given.float(), rtol=2**-8, atol=0)
+    torch.testing.assert_close(
+        served(pushes("bf16").encode(given, partition=0, sequence=1)),
+        given.float(),
+        rtol=2**-8,
+        atol=0,
+    )
     assert torch.equal(given, gradient(1).to(dtype))
 
 

@@ -1,4 +1,5 @@
-"""Sums of compressed buckets over all ranks of a world, what they leave behind, and when that counts."""
+"""Sums of compressed buckets over all ranks of a world, what they leave behind, and when that
+counts."""
 
 from __future__ import annotations
 
@@ -19,11 +20,16 @@ NUMEL = 2908
 
 
 def gradients(world: int, numel: int = NUMEL, seed: int = 0) -> list[torch.Tensor]:
-    return [torch.randn(numel, generator=torch.Generator().manual_seed(100 * seed + rank)) / world for rank in range(world)]
+    return [
+        torch.randn(numel, generator=torch.Generator().manual_seed(100 * seed + rank)) / world
+        for rank in range(world)
+    ]
 
 
 def made(name: str, **settings):
-    return compressor_class(name)(**({"ratio": 0.05} if name in ("topk", "randomk") else {}) | settings)
+    return compressor_class(name)(
+        **({"ratio": 0.05} if name in ("topk", "randomk") else {}) | settings
+    )
 
 
 def shapes_of(name: str, numel: int = NUMEL):
@@ -37,7 +43,9 @@ def test_every_rank_ends_with_the_same_bits_and_sent_what_the_formula_says(name,
     compressor = made(name)
     ranks = reductions(compressor, world)
     for step in range(2):
-        results, sent = reduce_together(ranks, gradients(world, numel, step), step=step, shapes=shapes_of(name, numel))
+        results, sent = reduce_together(
+            ranks, gradients(world, numel, step), step=step, shapes=shapes_of(name, numel)
+        )
         assert all(torch.equal(results[0], other) for other in results[1:])
         expected = compressor.wire_bytes(numel, world, shapes_of(name, numel))
         assert all(expected - 2 < rank.sent <= expected for rank in sent.ranks)
@@ -48,7 +56,10 @@ def test_bytes_per_element_are_those_of_the_table():
     """Of one 64 MiB bucket over 4 ranks; an uncompressed all-reduce sends 6 bytes an element."""
     numel = 16 << 20
     shapes = [(4096, 4096)]
-    found = {name: round(compressor_class(name)().wire_bytes(numel, 4, shapes) / numel, 4) for name in NAMES}
+    found = {
+        name: round(compressor_class(name)().wire_bytes(numel, 4, shapes) / numel, 4)
+        for name in NAMES
+    }
     assert found == {
         "fp16": 3.0,
         "bf16": 3.0,
@@ -60,26 +71,36 @@ def test_bytes_per_element_are_those_of_the_table():
     }
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("fp16", 2**-10), ("bf16", 2**-7), ("int8", 2 / 127)])
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("fp16", 2**-10), ("bf16", 2**-7), ("int8", 2 / 127)]
+)
 def test_sums_are_off_by_the_roundings_of_the_parts_and_of_the_sum(name, tolerance):
     parts = gradients(4)
     results, _ = reduce_together(reductions(made(name), 4), parts)
     exact = torch.stack(parts).double().sum(0)
     largest = max(float(part.abs().max()) for part in parts)
-    assert (results[0].double() - exact).abs().max() <= tolerance * (4 * largest + float(exact.abs().max())) / 2
+    assert (results[0].double() - exact).abs().max() <= tolerance * (
+        4 * largest + float(exact.abs().max())
+    ) / 2
 
 
 def test_half_precision_sums_are_taken_in_float32():
     """64 ranks with 1 + 1/128: bfloat16 would lose the fraction at the first addition beyond 2."""
     world = 64
-    results, _ = reduce_together(reductions(made("bf16"), world), [torch.full((256,), 1 + 1 / 128) for _ in range(world)])
+    results, _ = reduce_together(
+        reductions(made("bf16"), world), [torch.full((256,), 1 + 1 / 128) for _ in range(world)]
+    )
     assert torch.equal(results[0], torch.full((256,), 64.5))
 
 
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
 def test_nothing_is_ever_left_out_for_good(name):
     """What was sent and what is owed add up to all gradients there were."""
-    ranks, given, received = reductions(made(name), 3), torch.zeros(NUMEL).double(), torch.zeros(NUMEL).double()
+    ranks, given, received = (
+        reductions(made(name), 3),
+        torch.zeros(NUMEL).double(),
+        torch.zeros(NUMEL).double(),
+    )
     for step in range(6):
         parts = gradients(3, seed=step)
         results, _ = reduce_together(ranks, parts, step=step, shapes=shapes_of(name))
@@ -111,13 +132,19 @@ def test_unbiased_compressors_keep_no_state_unless_told_to(name):
 
 def test_powersgd_is_exact_for_vectors_and_for_sums_of_its_rank():
     left, right = torch.randn(40, 2), torch.randn(2, 50)
-    parts = [torch.cat([(share * left @ right).view(-1), torch.full((8,), share)]) for share in (0.5, 0.2, 0.3)]
-    results, _ = reduce_together(reductions(PowerSGDCompressor(rank=2), 3), parts, shapes=[(40, 50), (8,)])
+    parts = [
+        torch.cat([(share * left @ right).view(-1), torch.full((8,), share)])
+        for share in (0.5, 0.2, 0.3)
+    ]
+    results, _ = reduce_together(
+        reductions(PowerSGDCompressor(rank=2), 3), parts, shapes=[(40, 50), (8,)]
+    )
     torch.testing.assert_close(results[0], torch.stack(parts).sum(0), rtol=1e-3, atol=1e-3)
 
 
 def test_powersgd_with_a_warm_start_closes_in_on_a_gradient_that_stays():
-    """Without error feedback: what is left of a constant matrix after a few steps of iteration is that of its best approximation."""
+    """Without error feedback: what is left of a constant matrix after a few steps of iteration is
+    that of its best approximation."""
     matrix = torch.randn(60, 60, generator=torch.Generator().manual_seed(1))
     values = torch.linalg.svdvals(matrix)
     best = float(values[4:].square().sum())
@@ -125,7 +152,9 @@ def test_powersgd_with_a_warm_start_closes_in_on_a_gradient_that_stays():
     for warm in (True, False):
         ranks = reductions(PowerSGDCompressor(warm_start=warm, error_feedback=False), 2)
         for step in range(30):
-            results, _ = reduce_together(ranks, [matrix.view(-1) / 2] * 2, step=step, shapes=[(60, 60)])
+            results, _ = reduce_together(
+                ranks, [matrix.view(-1) / 2] * 2, step=step, shapes=[(60, 60)]
+            )
         left[warm] = float((results[0].view(60, 60) - matrix).square().sum())
     assert left[True] < 1.01 * best
     assert left[False] > 1.1 * best
@@ -140,7 +169,9 @@ def test_a_redo_gives_the_same_bits(name):
     reduce_together(ranks, gradients(3), step=0, shapes=shapes_of(name))
     attempts = []
     for _ in range(2):
-        results, _ = reduce_together(ranks, gradients(3, seed=1), step=1, shapes=shapes_of(name), commit=False)
+        results, _ = reduce_together(
+            ranks, gradients(3, seed=1), step=1, shapes=shapes_of(name), commit=False
+        )
         attempts.append(results[0])
         for rank in ranks:
             rank.rollback()
@@ -189,7 +220,9 @@ class _LostGroup:
 
 
 def test_a_reduction_that_failed_says_so_when_it_is_asked_again():
-    reduction = CompressedReduction(made("topk")).start(torch.randn(100), _LostGroup(), index=0, step=0)
+    reduction = CompressedReduction(made("topk")).start(
+        torch.randn(100), _LostGroup(), index=0, step=0
+    )
     with pytest.raises(ConnectionError):
         reduction.wait()
     with pytest.raises(PreconditionError, match="roll back"):
@@ -228,7 +261,8 @@ def test_a_part_that_is_not_finite_is_not_kept_when_the_result_was_never_seen():
 
 
 def test_a_rank_that_leaves_takes_only_what_it_owed_itself():
-    """Rank 2 of 3 is lost. The parts of sums move between the others, and they go on owing what they owed."""
+    """Rank 2 of 3 is lost. The parts of sums move between the others, and they go on owing what
+    they owed."""
     ranks = reductions(made("sign"), 3)
     reduce_together(ranks, gradients(3))
     survivors = ranks[:2]
@@ -236,7 +270,9 @@ def test_a_rank_that_leaves_takes_only_what_it_owed_itself():
     parts = gradients(2, seed=1)
     results, _ = reduce_together(survivors, parts, step=1)
     left = sum(owed_by(rank) for rank in survivors)
-    torch.testing.assert_close(results[0].double() + left, torch.stack(parts).double().sum(0) + owed, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        results[0].double() + left, torch.stack(parts).double().sum(0) + owed, rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -245,9 +281,14 @@ def test_a_rank_that_joins_owes_nothing_and_agrees_with_the_others(name):
     reduce_together(ranks, gradients(2), shapes=shapes_of(name))
     joiner = CompressedReduction(made(name))
     joiner.load_shared_state_dict(ranks[0].shared_state_dict())
-    results, _ = reduce_together([*ranks, joiner], gradients(3, seed=1), step=1, shapes=shapes_of(name))
+    results, _ = reduce_together(
+        [*ranks, joiner], gradients(3, seed=1), step=1, shapes=shapes_of(name)
+    )
     assert all(torch.equal(results[0], other) for other in results)
-    assert all(torch.equal(tensor, joiner.shared_state_dict()[key]) for key, tensor in ranks[0].shared_state_dict().items())
+    assert all(
+        torch.equal(tensor, joiner.shared_state_dict()[key])
+        for key, tensor in ranks[0].shared_state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -278,7 +319,9 @@ def test_state_saved_and_loaded_goes_on_bit_for_bit(name):
         new.load_shared_state_dict(old.shared_state_dict())
     for step in range(3, 5):
         one, _ = reduce_together(ranks, gradients(3, seed=step), step=step, shapes=shapes_of(name))
-        other, _ = reduce_together(restored, gradients(3, seed=step), step=step, shapes=shapes_of(name))
+        other, _ = reduce_together(
+            restored, gradients(3, seed=step), step=step, shapes=shapes_of(name)
+        )
         assert torch.equal(one[0], other[0])
 
 
@@ -289,7 +332,9 @@ def test_a_gradient_scale_that_changes_between_steps_changes_nothing_else(name):
     for step in range(3):
         parts = gradients(2, seed=step)
         one, _ = reduce_together(plain, parts, step=step, shapes=shapes_of(name))
-        other, _ = reduce_together(scaled, [part * scale for part in parts], step=step, shapes=shapes_of(name))
+        other, _ = reduce_together(
+            scaled, [part * scale for part in parts], step=step, shapes=shapes_of(name)
+        )
         torch.testing.assert_close(other[0] / scale, one[0], rtol=1e-3, atol=1e-4)
         for rank in scaled:
             rank.rescale(0.5)
@@ -300,7 +345,11 @@ def test_state_that_no_compressor_wrote_is_refused_whole():
     rank = reductions(made("sign"), 2)
     reduce_together(rank, gradients(2))
     before = rank[0].state_dict()
-    for bad in ({"0/residual": torch.zeros(3), "0/other": torch.zeros(3)}, {"x/residual": torch.zeros(3)}, {"0/warm.0": torch.zeros(3)}):
+    for bad in (
+        {"0/residual": torch.zeros(3), "0/other": torch.zeros(3)},
+        {"x/residual": torch.zeros(3)},
+        {"0/warm.0": torch.zeros(3)},
+    ):
         with pytest.raises(CorruptDataError, match="as state_dict names them"):
             rank[0].load_state_dict(bad)
     with pytest.raises(CorruptDataError):
@@ -323,7 +372,12 @@ def test_a_bucket_of_another_size_than_before_owes_nothing():
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "powersgd"])
 def test_a_reduce_scatter_leaves_each_rank_its_part_of_the_sum(name):
     compressor = made(name, ratio=1.0) if name in ("topk", "randomk") else made(name)
-    ranks, world, given, received = reductions(compressor, 3), World(3), torch.zeros(900).double(), torch.zeros(900).double()
+    ranks, world, given, received = (
+        reductions(compressor, 3),
+        World(3),
+        torch.zeros(900).double(),
+        torch.zeros(900).double(),
+    )
     for step in range(3):
         parts = gradients(3, 900, seed=step)
         outs = [torch.empty(300) for _ in ranks]
@@ -338,7 +392,9 @@ def test_a_reduce_scatter_leaves_each_rank_its_part_of_the_sum(name):
         received += torch.cat(outs).double()
     assert world.ranks[0].sent == 3 * ranks[0].scatter_wire_bytes(900, 3)
     owed = sum(owed_by(rank, 900) for rank in ranks)
-    torch.testing.assert_close(received + owed, given, rtol=0, atol=0.1 if name in ("bf16", "int8") else 1e-3)
+    torch.testing.assert_close(
+        received + owed, given, rtol=0, atol=0.1 if name in ("bf16", "int8") else 1e-3
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
@@ -346,7 +402,9 @@ def test_buckets_of_other_dtypes_travel_as_float32(dtype):
     parts = [part.to(dtype) for part in gradients(2)]
     results, _ = reduce_together(reductions(made("bf16"), 2), parts)
     assert results[0].dtype is dtype
-    torch.testing.assert_close(results[0].float(), torch.stack(parts).float().sum(0), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(
+        results[0].float(), torch.stack(parts).float().sum(0), rtol=0.02, atol=0.02
+    )
 
 
 def test_several_buckets_are_under_way_together_and_keep_apart():
@@ -356,7 +414,10 @@ def test_several_buckets_are_under_way_together_and_keep_apart():
         buckets = [gradients(2, 500 + index, seed=10 * step + index) for index in range(3)]
         world = World(2)
         started = [
-            [one.start(buckets[index][rank].clone(), world.ranks[rank], index=index, step=step) for index in range(3)]
+            [
+                one.start(buckets[index][rank].clone(), world.ranks[rank], index=index, step=step)
+                for index in range(3)
+            ]
             for rank, one in enumerate(together)
         ]
         while not all(one.done for row in started for one in row):
@@ -373,12 +434,28 @@ def test_several_buckets_are_under_way_together_and_keep_apart():
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        (lambda one, rank: one.start(torch.zeros(4, dtype=torch.int64), rank, index=0, step=0), "bucket of torch.int64"),
-        (lambda one, rank: one.start(torch.zeros(4, 4).t(), rank, index=0, step=0), "not contiguous"),
-        (lambda one, rank: one.start(torch.zeros(9), rank, index=0, step=0, shapes=[(2, 4)]), "hold 8 elements and the bucket 9"),
-        (lambda one, rank: one.start_scatter(torch.zeros(8), torch.zeros(4), rank, index=0, step=0), "powersgd cannot reduce-scatter"),
         (
-            lambda one, rank: CompressedReduction(RandomKCompressor()).start_scatter(torch.zeros(9), torch.zeros(4), rank, index=0, step=0),
+            lambda one, rank: one.start(torch.zeros(4, dtype=torch.int64), rank, index=0, step=0),
+            "bucket of torch.int64",
+        ),
+        (
+            lambda one, rank: one.start(torch.zeros(4, 4).t(), rank, index=0, step=0),
+            "not contiguous",
+        ),
+        (
+            lambda one, rank: one.start(torch.zeros(9), rank, index=0, step=0, shapes=[(2, 4)]),
+            "hold 8 elements and the bucket 9",
+        ),
+        (
+            lambda one, rank: one.start_scatter(
+                torch.zeros(8), torch.zeros(4), rank, index=0, step=0
+            ),
+            "powersgd cannot reduce-scatter",
+        ),
+        (
+            lambda one, rank: CompressedReduction(RandomKCompressor()).start_scatter(
+                torch.zeros(9), torch.zeros(4), rank, index=0, step=0
+            ),
             "9 elements into 4 on 2 ranks",
         ),
     ],

@@ -1,4 +1,5 @@
-"""`gradient_compression=` as users meet it: training on in-memory ranks with every compressor, its state in checkpoints, and refusals."""
+"""`gradient_compression=` as users meet it: training on in-memory ranks with every compressor, its
+state in checkpoints, and refusals."""
 
 from __future__ import annotations
 
@@ -29,14 +30,21 @@ CASES = [
 ]
 QUICK = {
     *(("ddp", name, bool(number % 2)) for number, name in enumerate(COMPRESSORS)),
-    *(("zero1", "bf16", True), ("zero2", "sign", False), ("zero3", "topk", True), ("fsdp", "int8", False)),
+    *(
+        ("zero1", "bf16", True),
+        ("zero2", "sign", False),
+        ("zero3", "topk", True),
+        ("fsdp", "int8", False),
+    ),
 }
 
 
 def network() -> nn.Module:
     """The same on every rank, whose threads share torch's generator."""
     generator = torch.Generator().manual_seed(0)
-    net = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3))
+    net = nn.Sequential(
+        nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3)
+    )
     for parameter in net.parameters():
         nn.init.normal_(parameter, std=0.3, generator=generator)
     return net
@@ -45,7 +53,9 @@ def network() -> nn.Module:
 def data() -> torch.utils.data.TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(96, 12, generator=generator)
-    return torch.utils.data.TensorDataset(x, (x @ torch.randn(12, 3, generator=generator)).argmax(1))
+    return torch.utils.data.TensorDataset(
+        x, (x @ torch.randn(12, 3, generator=generator)).argmax(1)
+    )
 
 
 def flat(model: Any) -> Flat:
@@ -53,14 +63,26 @@ def flat(model: Any) -> Flat:
 
 
 def train(
-    strategy: str, compression: Any, *, micro: bool = False, epochs: int = 6, lr: float = 0.2, **options: Any
+    strategy: str,
+    compression: Any,
+    *,
+    micro: bool = False,
+    epochs: int = 6,
+    lr: float = 0.2,
+    **options: Any,
 ) -> tuple[float, float, Flat]:
     """One rank's part: the loss on all samples before and after, and the parameters."""
     net, dataset = network(), data()
     model, optimizer = shoal.as_distributed(
-        net, torch.optim.SGD(net.parameters(), lr), strategy=strategy, gradient_compression=compression, **options
+        net,
+        torch.optim.SGD(net.parameters(), lr),
+        strategy=strategy,
+        gradient_compression=compression,
+        **options,
     )
-    loader = shoal.ElasticDataLoader(dataset, global_batch_size=24, micro_batch_size=6 if micro else None)
+    loader = shoal.ElasticDataLoader(
+        dataset, global_batch_size=24, micro_batch_size=6 if micro else None
+    )
     for _ in loader.epochs(epochs):
         for step in loader.steps() if micro else ([batch] for batch in loader):
             for x, y in step:
@@ -80,14 +102,19 @@ def loss_of(net: nn.Module, dataset: torch.utils.data.TensorDataset) -> float:
 
 
 def launch(*arguments: Any, world_size: int = 2, **options: Any) -> list[Any]:
-    return shoal.launch(lambda: train(*arguments, **options), world_size=world_size, backend="inmemory")
+    return shoal.launch(
+        lambda: train(*arguments, **options), world_size=world_size, backend="inmemory"
+    )
 
 
 @pytest.mark.parametrize(
-    ("strategy", "name", "micro"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.matrix) for case in CASES]
+    ("strategy", "name", "micro"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.matrix) for case in CASES],
 )
 def test_ranks_end_with_one_model_that_has_learnt(strategy: str, name: str, micro: bool) -> None:
-    results = launch(strategy, COMPRESSORS[name], micro=micro, world_size=3 if strategy == "ddp" else 2)
+    results = launch(
+        strategy, COMPRESSORS[name], micro=micro, world_size=3 if strategy == "ddp" else 2
+    )
     before, after, parameters = results[0]
     assert all(torch.equal(parameters, other) for _, _, other in results)
     assert after < 0.6 * before
@@ -103,24 +130,32 @@ def test_what_rounds_ends_close_to_what_does_not(name: str, tolerance: float) ->
 def test_a_pair_of_optimizer_and_compressor_is_the_setting() -> None:
     def pair() -> Flat:
         net = network()
-        optimizer = shoal.GradientCompressionOptimizer(torch.optim.SGD(net.parameters(), 0.2), COMPRESSORS["topk"])
+        optimizer = shoal.GradientCompressionOptimizer(
+            torch.optim.SGD(net.parameters(), 0.2), COMPRESSORS["topk"]
+        )
         model, wrapped = shoal.as_distributed(net, optimizer)
         return run(model, wrapped, 4)
 
     def setting() -> Flat:
         net = network()
-        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.2), gradient_compression=COMPRESSORS["topk"])
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.2), gradient_compression=COMPRESSORS["topk"]
+        )
         return run(model, optimizer, 4)
 
     assert torch.equal(shoal.launch(pair, world_size=2)[1], shoal.launch(setting, world_size=2)[0])
 
 
-def run(model: Any, optimizer: Any, steps: int, *, scaler: Any = None, overflow_at: int = -1) -> Flat:
+def run(
+    model: Any, optimizer: Any, steps: int, *, scaler: Any = None, overflow_at: int = -1
+) -> Flat:
     """A loop of its own; in `overflow_at` the gradients are infinite."""
     x, y = data().tensors
     rank, size = shoal.rank(), 96 // shoal.world_size()
     for step in range(steps):
-        loss = F.cross_entropy(model(x[rank * size : rank * size + size]), y[rank * size : rank * size + size])
+        loss = F.cross_entropy(
+            model(x[rank * size : rank * size + size]), y[rank * size : rank * size + size]
+        )
         if step == overflow_at:
             loss = loss * float("inf")
         if scaler is None:
@@ -134,16 +169,24 @@ def run(model: Any, optimizer: Any, steps: int, *, scaler: Any = None, overflow_
     return flat(model)
 
 
-@pytest.mark.parametrize(("strategy", "name"), [("ddp", "sign"), ("ddp", "powersgd"), ("zero2", "topk")])
+@pytest.mark.parametrize(
+    ("strategy", "name"), [("ddp", "sign"), ("ddp", "powersgd"), ("zero2", "topk")]
+)
 def test_residuals_follow_a_gradient_scaler(strategy: str, name: str) -> None:
-    """Scales are powers of two, so that nothing else may differ; nor does a step that is skipped leave anything behind."""
+    """Scales are powers of two, so that nothing else may differ; nor does a step that is skipped
+    leave anything behind."""
 
     def scaled(growth: int, overflow_at: int, steps: int) -> Flat:
         net = network()
         model, optimizer = shoal.as_distributed(
-            net, torch.optim.SGD(net.parameters(), 0.2), strategy=strategy, gradient_compression=COMPRESSORS[name]
+            net,
+            torch.optim.SGD(net.parameters(), 0.2),
+            strategy=strategy,
+            gradient_compression=COMPRESSORS[name],
         )
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=growth) if growth else None
+        scaler = (
+            torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=growth) if growth else None
+        )
         if scaler is not None:
             shoal.register_state(scaler=scaler)
         return run(model, optimizer, steps, scaler=scaler, overflow_at=overflow_at)
@@ -161,19 +204,35 @@ def test_residuals_follow_a_gradient_scaler(strategy: str, name: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 @pytest.mark.parametrize("both", [False, True])
-def test_residuals_of_several_models_follow_the_scaler_of_their_own(strategy: str, both: bool) -> None:
+def test_residuals_of_several_models_follow_the_scaler_of_their_own(
+    strategy: str, both: bool
+) -> None:
     """Scales are powers of two, so that nothing else may differ."""
 
     def scaled(growth: int) -> Flat:
         torch.manual_seed(0)
         nets = [torch.nn.Linear(8, 4) for _ in range(2)]
         plain = [torch.optim.SGD(net.parameters(), 0.2) for net in nets]
-        models = list(zip(*shoal.as_distributed(nets, plain, strategy=strategy, gradient_compression=COMPRESSORS["sign"]), strict=True))
-        scalers = [torch.amp.GradScaler("cpu", init_scale=8.0 * 4**n, growth_interval=growth + n) for n in range(1 + both)]
+        models = list(
+            zip(
+                *shoal.as_distributed(
+                    nets, plain, strategy=strategy, gradient_compression=COMPRESSORS["sign"]
+                ),
+                strict=True,
+            )
+        )
+        scalers = [
+            torch.amp.GradScaler("cpu", init_scale=8.0 * 4**n, growth_interval=growth + n)
+            for n in range(1 + both)
+        ]
         if growth:
-            shoal.register_state(**{f"scaler{number}": scaler for number, scaler in enumerate(scalers)})
+            shoal.register_state(
+                **{f"scaler{number}": scaler for number, scaler in enumerate(scalers)}
+            )
         x = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
-        for (part,) in shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x), global_batch_size=12, shuffle=False):
+        for (part,) in shoal.ElasticDataLoader(
+            torch.utils.data.TensorDataset(x), global_batch_size=12, shuffle=False
+        ):
             for number, (model, optimizer) in enumerate(models):
                 loss = model(part).square().mean()
                 if growth and number < len(scalers):
@@ -187,7 +246,10 @@ def test_residuals_of_several_models_follow_the_scaler_of_their_own(strategy: st
                 scaler.update()
         return torch.cat([flat(model) for model, _ in models])
 
-    plain, growing = shoal.launch(scaled, 0, world_size=2)[0], shoal.launch(scaled, 2, world_size=2)[0]
+    plain, growing = (
+        shoal.launch(scaled, 0, world_size=2)[0],
+        shoal.launch(scaled, 2, world_size=2)[0],
+    )
     assert torch.equal(growing, plain)
 
 
@@ -200,13 +262,20 @@ def test_residuals_of_several_models_follow_the_scaler_of_their_own(strategy: st
         ("zero2", "int8", False, 2),
     ],
 )
-def test_a_resumed_run_ends_as_one_that_went_on(tmp_path: Path, strategy: str, name: str, micro: bool, shards: int) -> None:
+def test_a_resumed_run_ends_as_one_that_went_on(
+    tmp_path: Path, strategy: str, name: str, micro: bool, shards: int
+) -> None:
     def half(epochs: int, resume: bool) -> Flat:
         net = network()
         model, optimizer = shoal.as_distributed(
-            net, torch.optim.SGD(net.parameters(), 0.2), strategy=strategy, gradient_compression=COMPRESSORS[name]
+            net,
+            torch.optim.SGD(net.parameters(), 0.2),
+            strategy=strategy,
+            gradient_compression=COMPRESSORS[name],
         )
-        loader = shoal.ElasticDataLoader(data(), global_batch_size=24, micro_batch_size=6 if micro else None)
+        loader = shoal.ElasticDataLoader(
+            data(), global_batch_size=24, micro_batch_size=6 if micro else None
+        )
         assert shoal.resume(tmp_path) is resume
         for epoch in loader.epochs(epochs):
             for step in loader.steps() if micro else ([batch] for batch in loader):
@@ -229,7 +298,9 @@ def test_a_resumed_run_ends_as_one_that_went_on(tmp_path: Path, strategy: str, n
 def test_what_is_trained_may_change_between_steps() -> None:
     def phases() -> Flat:
         net = network()
-        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.2), gradient_compression=COMPRESSORS["topk"])
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.2), gradient_compression=COMPRESSORS["topk"]
+        )
         run(model, optimizer, 3)
         frozen = net[2].weight.clone()
         net[2].requires_grad_(False)
@@ -248,10 +319,22 @@ def test_what_is_trained_may_change_between_steps() -> None:
     [
         ({"gradient_compression": "zip"}, "expected one of fp16, bf16, int8"),
         ({"gradient_compression": 8}, "expected a name, a name with settings"),
-        ({"gradient_compression": "bf16", "deterministic": True}, "cannot be bitwise the same for any world size"),
-        ({"gradient_compression": "bf16", "strategy": "local_sgd"}, "strategy='local_sgd', which does not compress"),
-        ({"gradient_compression": "powersgd", "strategy": "zero1"}, "it needs whole matrices on every rank"),
-        ({"gradient_compression": "powersgd", "strategy": "fsdp"}, "take topk, int8 or another, or ddp"),
+        (
+            {"gradient_compression": "bf16", "deterministic": True},
+            "cannot be bitwise the same for any world size",
+        ),
+        (
+            {"gradient_compression": "bf16", "strategy": "local_sgd"},
+            "strategy='local_sgd', which does not compress",
+        ),
+        (
+            {"gradient_compression": "powersgd", "strategy": "zero1"},
+            "it needs whole matrices on every rank",
+        ),
+        (
+            {"gradient_compression": "powersgd", "strategy": "fsdp"},
+            "take topk, int8 or another, or ddp",
+        ),
     ],
 )
 def test_what_cannot_run_together_says_so(options: dict[str, Any], message: str) -> None:
@@ -275,20 +358,28 @@ def test_two_compressors_for_one_model_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"expected a torch\.optim\.Optimizer"):
         shoal.GradientCompressionOptimizer(net, "topk")  # type: ignore[arg-type]  # what is tested
     with pytest.raises(ConfigurationError, match="expected a compressor"):
-        shoal.GradientCompressionOptimizer(torch.optim.SGD(net.parameters(), 0.1), None)  # type: ignore[arg-type]  # what is tested
+        # what is tested
+        shoal.GradientCompressionOptimizer(torch.optim.SGD(net.parameters(), 0.1), None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("strategy", "chosen"), [("ddp", "powersgd"), ("zero1", "topk"), ("fsdp", "topk"), ("local_sgd", None)])
+@pytest.mark.parametrize(
+    ("strategy", "chosen"),
+    [("ddp", "powersgd"), ("zero1", "topk"), ("fsdp", "topk"), ("local_sgd", None)],
+)
 def test_the_presets_choose_what_suits_the_strategy(strategy: str, chosen: str | None) -> None:
     def low(**options: Any) -> Any:
         net = network()
         optimizer = torch.optim.SGD(net.parameters(), 0.1)
-        compressor = shoal.as_distributed_for_low_bandwidth(net, optimizer, strategy=strategy, **options)[0].sharding_config.compressor
+        compressor = shoal.as_distributed_for_low_bandwidth(
+            net, optimizer, strategy=strategy, **options
+        )[0].sharding_config.compressor
         return compressor and compressor.name
 
     def high() -> Any:
         net = network()
-        config = shoal.as_distributed_for_high_bandwidth(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)[0].sharding_config
+        config = shoal.as_distributed_for_high_bandwidth(
+            net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy
+        )[0].sharding_config
         return config.compressor, config.bucket_cap_mb
 
     assert shoal.launch(low, world_size=1) == [chosen]

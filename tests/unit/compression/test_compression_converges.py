@@ -1,8 +1,9 @@
-"""Training on compressed gradients: logistic regression on handwritten digits, 4 ranks in one process, 150 steps of plain SGD.
+"""Training on compressed gradients: logistic regression on handwritten digits, 4 ranks in one
+process, 150 steps of plain SGD.
 
-Reached without compression: a loss of 0.224 over all digits. Measured, with error feedback (or none, where there is none by default) and
-with it switched off: fp16, bf16, int8 0.224; topk (2 %) 0.213 / 0.68; randomk (5 %) 0.194 / 0.26; sign 0.219 / 0.39; powersgd (rank 2)
-0.221 / 0.49.
+Reached without compression: a loss of 0.224 over all digits. Measured, with error feedback (or
+none, where there is none by default) and with it switched off: fp16, bf16, int8 0.224; topk (2 %)
+0.213 / 0.68; randomk (5 %) 0.194 / 0.26; sign 0.219 / 0.39; powersgd (rank 2) 0.221 / 0.49.
 """
 
 from __future__ import annotations
@@ -54,8 +55,12 @@ def trained(compressor: GradientCompressor | None) -> float:
         parts = []
         for mine in batch.chunk(WORLD):
             variable = weights.clone().requires_grad_()
-            parts.append(torch.autograd.grad(loss(variable, images[mine], labels[mine]) / WORLD, variable)[0])
-        total = reduce_together(ranks, parts, step=step, shapes=SHAPES)[0][0] if ranks else sum(parts)
+            parts.append(
+                torch.autograd.grad(loss(variable, images[mine], labels[mine]) / WORLD, variable)[0]
+            )
+        total = (
+            reduce_together(ranks, parts, step=step, shapes=SHAPES)[0][0] if ranks else sum(parts)
+        )
         weights -= RATE * total
     return float(loss(weights, images, labels))
 
@@ -72,7 +77,9 @@ def test_training_reaches_the_loss_of_uncompressed_training_within_a_tenth(name)
     assert trained(compressor) < uncompressed() * margin
 
 
-@pytest.mark.parametrize(("name", "factor"), [("topk", 2), ("sign", 1.5), ("powersgd", 1.7), ("randomk", 1.1)])
+@pytest.mark.parametrize(
+    ("name", "factor"), [("topk", 2), ("sign", 1.5), ("powersgd", 1.7), ("randomk", 1.1)]
+)
 def test_without_error_feedback_biased_compression_stays_behind(name, factor):
     compressor = parse_compression({"name": name, **COMPRESSORS[name], "error_feedback": False})
     assert trained(compressor) > uncompressed() * factor

@@ -1,4 +1,5 @@
-"""Each compressor by itself: the bound that its docstring states, its payload against the codec's definition, its random numbers."""
+"""Each compressor by itself: the bound that its docstring states, its payload against the codec's
+definition, its random numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from shoal_worker.compression.sign import SignCompressor
 from shoal_worker.compression.sparse import RandomKCompressor, TopKCompressor
 
 VECTORS = [name for name in compressor_names() if name != "powersgd"]
-LENGTHS = st.one_of(st.integers(1, 600), st.sampled_from([1024, 2047, 65_536, 65_537, 131_073, 200_000]))
+LENGTHS = st.one_of(
+    st.integers(1, 600), st.sampled_from([1024, 2047, 65_536, 65_537, 131_073, 200_000])
+)
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -37,7 +40,9 @@ def squared(tensor: torch.Tensor) -> float:
 # --- bounds
 
 
-@pytest.mark.parametrize(("name", "relative", "floor"), [("fp16", 2**-11, 2**-25), ("bf16", 2**-8, 1e-38)])
+@pytest.mark.parametrize(
+    ("name", "relative", "floor"), [("fp16", 2**-11, 2**-25), ("bf16", 2**-8, 1e-38)]
+)
 def test_halves_are_off_by_one_rounding(name, relative, floor):
     values = drawn(5001) * torch.logspace(-6, 4, 5001)
     error = (round_trip(compressor_class(name)(), values) - values).abs()
@@ -59,7 +64,8 @@ def test_int8_is_right_on_average_and_its_variance_is_within_the_bound():
     level = float(values.abs().max()) / 127
     rounds = 2000
     seen = torch.stack([round_trip(Int8Compressor(), values, step=step) for step in range(rounds)])
-    # Five standard deviations of the mean of that many values of variance level^2 / 4, for 256 of them.
+    # Five standard deviations of the mean of that many values of variance level^2 / 4, for 256 of
+    # them.
     assert (seen.mean(0) - values).abs().max() < 5 * level / 2 / rounds**0.5
     assert seen.var(0).max() <= level**2 / 4 * 1.01
 
@@ -71,7 +77,9 @@ def test_sign_errs_by_exactly_what_its_lemma_says(length, seed):
     found = round_trip(SignCompressor(), values)
     for block, decoded in zip(values.split(1024), found.split(1024), strict=True):
         expected = squared(block) - float(block.double().abs().sum()) ** 2 / block.numel()
-        assert squared(block - decoded) == pytest.approx(expected, rel=1e-4, abs=1e-6 * squared(block))
+        assert squared(block - decoded) == pytest.approx(
+            expected, rel=1e-4, abs=1e-6 * squared(block)
+        )
         assert torch.equal(decoded < 0, block < 0)
 
 
@@ -84,7 +92,9 @@ def test_topk_contracts_by_the_share_it_keeps(length, seed, ratio):
     assert int(found.count_nonzero()) == kept
     assert torch.equal(found[found != 0], values[found != 0])
     assert squared(values - found) <= (1 - kept / length) * squared(values) * (1 + 1e-6)
-    assert float(found[found != 0].abs().min()) >= float(values[found == 0].abs().max() if kept < length else 0)
+    assert float(found[found != 0].abs().min()) >= float(
+        values[found == 0].abs().max() if kept < length else 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +129,9 @@ def test_randomk_without_error_feedback_is_right_on_average():
     compressor = RandomKCompressor(ratio=0.2, error_feedback=False)
     seen = torch.stack([round_trip(compressor, values, step=step) for step in range(rounds)])
     assert (seen.mean(0) - values).abs().max() < 5 * float(values.abs().max()) * 2 / rounds**0.5
-    assert float((seen - values).double().square().sum(1).mean()) == pytest.approx(4 * squared(values), rel=0.05)
+    assert float((seen - values).double().square().sum(1).mean()) == pytest.approx(
+        4 * squared(values), rel=0.05
+    )
 
 
 @settings(max_examples=40)
@@ -167,13 +179,20 @@ def test_a_server_decodes_with_numpy_what_torch_encoded(name, length):
 def test_torch_and_numpy_encode_to_the_same_bytes(name):
     compressor, values = compressor_class(name)(), drawn(70_000)
     kept = compressor.kept(70_000) if name == "topk" else 0
-    assert bytes(compressor.compress(values).numpy()) == bytes(codecs.encode(compressor.codec, values.numpy(), kept=kept))
+    assert bytes(compressor.compress(values).numpy()) == bytes(
+        codecs.encode(compressor.codec, values.numpy(), kept=kept)
+    )
 
 
 def test_torch_and_numpy_pack_the_same_signs():
     values = drawn(5000)
-    ours, theirs = bytes(SignCompressor().compress(values).numpy()), bytes(codecs.encode(pb.CODEC_SIGN, values.numpy()))
-    np.testing.assert_allclose(np.frombuffer(ours, np.float32, 5), np.frombuffer(theirs, np.float32, 5), rtol=1e-6)
+    ours, theirs = (
+        bytes(SignCompressor().compress(values).numpy()),
+        bytes(codecs.encode(pb.CODEC_SIGN, values.numpy())),
+    )
+    np.testing.assert_allclose(
+        np.frombuffer(ours, np.float32, 5), np.frombuffer(theirs, np.float32, 5), rtol=1e-6
+    )
     assert ours[20:] == theirs[20:]
 
 
@@ -185,7 +204,9 @@ def test_what_is_decompressed_can_be_added(name, alpha):
     out = before.clone()
     compressor.decompress_into(payload, out, alpha=alpha)
     expected = compressor.decompress(payload, values.shape)
-    torch.testing.assert_close(out, expected if alpha is None else before + alpha * expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        out, expected if alpha is None else before + alpha * expected, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", compressor_names())
@@ -197,8 +218,12 @@ def test_equal_keys_give_equal_bits_and_the_tensor_is_left_alone(name):
     if name in ("int8", "randomk", "powersgd"):
         others = [{"step": 8}, {"rank": 3}, {"bucket": 2}]
         for changed in others:
-            assert not torch.equal(once, compressor.compress(values, **{"step": 7, "rank": 2, "bucket": 1, **changed}))
-        assert not torch.equal(once, compressor_class(name)(seed=6).compress(values, step=7, rank=2, bucket=1))
+            assert not torch.equal(
+                once, compressor.compress(values, **{"step": 7, "rank": 2, "bucket": 1, **changed})
+            )
+        assert not torch.equal(
+            once, compressor_class(name)(seed=6).compress(values, step=7, rank=2, bucket=1)
+        )
 
 
 def test_noise_is_uniform_and_takes_nothing_from_torchs_own_generator():
@@ -218,7 +243,9 @@ def test_the_general_operations_that_devices_take_give_the_same(monkeypatch, nam
     payload = compressor.compress(values)
     expected = compressor.decompress(payload, values.shape)
     monkeypatch.setattr(scratch, "in_host_memory", lambda device: False)
-    torch.testing.assert_close(compressor.decompress(payload, values.shape), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        compressor.decompress(payload, values.shape), expected, rtol=1e-6, atol=0
+    )
     again = compressor.compress(values)
     found = compressor.decompress(again, values.shape)
     if name == "int8":  # other random numbers
@@ -243,8 +270,12 @@ def test_what_is_not_finite_is_never_hidden(name, bad, size):
 
 def test_halves_overflow_visibly_and_bfloat16_does_not():
     values = torch.tensor([1e30, -1e5, 1.0])
-    assert torch.equal(round_trip(compressor_class("fp16")(), values), torch.tensor([torch.inf, -torch.inf, 1.0]))
-    torch.testing.assert_close(round_trip(compressor_class("bf16")(), values), values, rtol=2**-8, atol=0)
+    assert torch.equal(
+        round_trip(compressor_class("fp16")(), values), torch.tensor([torch.inf, -torch.inf, 1.0])
+    )
+    torch.testing.assert_close(
+        round_trip(compressor_class("bf16")(), values), values, rtol=2**-8, atol=0
+    )
 
 
 # --- settings
@@ -253,7 +284,9 @@ def test_halves_overflow_visibly_and_bfloat16_does_not():
 def test_compression_is_a_name_a_mapping_or_a_compressor():
     assert parse_compression(None) is None
     assert parse_compression("int8") == Int8Compressor()
-    assert parse_compression({"name": "topk", "ratio": 0.5, "seed": 3}) == TopKCompressor(ratio=0.5, seed=3)
+    assert parse_compression({"name": "topk", "ratio": 0.5, "seed": 3}) == TopKCompressor(
+        ratio=0.5, seed=3
+    )
     own = SignCompressor(error_feedback=False)
     assert parse_compression(own) is own
     assert [compressor_class(name).name for name in compressor_names()] == list(compressor_names())
@@ -267,7 +300,10 @@ def test_error_feedback_is_on_where_the_mean_is_wrong():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: parse_compression("gzip"), "gradient_compression='gzip': expected one of fp16, bf16"),
+        (
+            lambda: parse_compression("gzip"),
+            "gradient_compression='gzip': expected one of fp16, bf16",
+        ),
         (lambda: parse_compression({"ratio": 0.1}), "gradient_compression=None: expected one of"),
         (
             lambda: parse_compression({"name": "int8", "ratio": 0.1}),
@@ -278,8 +314,14 @@ def test_error_feedback_is_on_where_the_mean_is_wrong():
         (lambda: TopKCompressor(ratio=float("nan")), "ratio=nan"),
         (lambda: PowerSGDCompressor(rank=0), "powersgd: rank=0"),
         (lambda: PowerSGDCompressor(minimum_saving=0.5), "minimum_saving=0.5"),
-        (lambda: Int8Compressor().compress(torch.zeros(3, dtype=torch.float64)), "torch.float64 tensor of shape"),
-        (lambda: Int8Compressor().compress(torch.zeros(3, 4).t()), "expected float32 and contiguous"),
+        (
+            lambda: Int8Compressor().compress(torch.zeros(3, dtype=torch.float64)),
+            "torch.float64 tensor of shape",
+        ),
+        (
+            lambda: Int8Compressor().compress(torch.zeros(3, 4).t()),
+            "expected float32 and contiguous",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(make, message):

@@ -1,4 +1,5 @@
-"""The clock of leases and deadlines: time that the coordinator was stopped for does not count, Redis' time does."""
+"""The clock of leases and deadlines: time that the coordinator was stopped for does not count,
+Redis' time does."""
 
 from __future__ import annotations
 

@@ -41,7 +41,9 @@ def test_every_setting_has_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     add = argparse.ArgumentParser.add_argument
 
     def noting(self: argparse.ArgumentParser, *names: str, **more: object) -> object:
-        flags.update(name.removeprefix("--").replace("-", "_") for name in names if name.startswith("--"))
+        flags.update(
+            name.removeprefix("--").replace("-", "_") for name in names if name.startswith("--")
+        )
         return add(self, *names, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(argparse.ArgumentParser, "add_argument", noting)
@@ -62,7 +64,9 @@ def test_a_wrong_value_is_named_with_its_remedy(arguments: Sequence[str], named:
         parse_command_line(arguments)
 
 
-def test_the_redis_url_with_its_password_is_in_no_representation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_redis_url_with_its_password_is_in_no_representation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SHOAL_COORDINATOR_REDIS", "redis://user:hunter2@h:6379")
     settings = parse_command_line([])
     assert settings.redis_url == "redis://user:hunter2@h:6379"

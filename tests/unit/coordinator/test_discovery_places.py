@@ -6,24 +6,54 @@ from dataclasses import replace
 from typing import Any
 
 from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import Cause, Generation, Identity, JobState, Member, MemberPhase, Rank
+from shoal_coordinator.membership.state import (
+    Cause,
+    Generation,
+    Identity,
+    JobState,
+    Member,
+    MemberPhase,
+    Rank,
+)
 from shoal_coordinator.service.discovery import targets
 
 SPEC = JobSpec(job_id="j", min_workers=1, max_workers=9)
 
 
-def member(name: str, *, host: str = "h", launcher: str = "l", index: int = 0, joined: int = 1) -> Member:
+def member(
+    name: str, *, host: str = "h", launcher: str = "l", index: int = 0, joined: int = 1
+) -> Member:
     identity = Identity(
-        member_id=name, host=host, pid=1, launcher_id=launcher, local_index=index, donor_address="", metrics_address=f"{name}:9"
+        member_id=name,
+        host=host,
+        pid=1,
+        launcher_id=launcher,
+        local_index=index,
+        donor_address="",
+        metrics_address=f"{name}:9",
     )
     return Member(identity=identity, phase=MemberPhase.RANKED, joined_unix_ms=joined, replays=False)
 
 
 def listed(*members: Member, ranks: str = "") -> dict[str, dict[str, Any]]:
     """Address -> labels."""
-    placed = tuple(Rank(member_id=name, host="h", local_rank=0, local_world_size=1, donor_address="", joining=False) for name in ranks)
-    generation = Generation(number=1, nonce="", cause=Cause.START, ranks=placed, interrupts_below=1, created_unix_ms=0)
-    state = JobState(spec=SPEC, members={each.member_id: each for each in members}, generation=generation)
+    placed = tuple(
+        Rank(
+            member_id=name,
+            host="h",
+            local_rank=0,
+            local_world_size=1,
+            donor_address="",
+            joining=False,
+        )
+        for name in ranks
+    )
+    generation = Generation(
+        number=1, nonce="", cause=Cause.START, ranks=placed, interrupts_below=1, created_unix_ms=0
+    )
+    state = JobState(
+        spec=SPEC, members={each.member_id: each for each in members}, generation=generation
+    )
     return {each["targets"][0]: each["labels"] for each in targets([state])}
 
 
@@ -31,17 +61,28 @@ def test_labels_stay_when_ranks_are_dealt_anew() -> None:
     a, b = member("a", index=0), member("b", index=1)
     before = listed(a, b, ranks="ab")
     assert before == listed(a, b, ranks="ba")
-    assert before["a:9"] == {"job_id": "j", "role": "worker", "host": "h", "slot": "0", "instance": "h/0"}
+    assert before["a:9"] == {
+        "job_id": "j",
+        "role": "worker",
+        "host": "h",
+        "slot": "0",
+        "instance": "h/0",
+    }
 
 
 def test_a_process_that_was_started_again_has_the_labels_of_the_one_before() -> None:
     first, again = member("a"), member("b", joined=2)
     assert listed(first)["a:9"] == listed(again)["b:9"]
-    assert listed(first, again) == listed(again), "the one before is not given up yet, and one place is one target"
+    assert listed(first, again) == listed(again), (
+        "the one before is not given up yet, and one place is one target"
+    )
 
 
 def test_two_launchers_of_one_host_have_places_of_their_own() -> None:
-    instances = [labels["instance"] for labels in listed(member("a", launcher="x"), member("b", launcher="y")).values()]
+    instances = [
+        labels["instance"]
+        for labels in listed(member("a", launcher="x"), member("b", launcher="y")).values()
+    ]
     assert instances == ["h/x/0", "h/y/0"]
 
 

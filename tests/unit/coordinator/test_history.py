@@ -38,23 +38,38 @@ def test_what_was_read_does_not_change() -> None:
     assert len(read) == 1
 
 
-def test_a_job_is_looked_at_with_the_mean_loss_and_the_speed_of_its_ranks_and_a_new_run_begins_anew() -> None:
+def test_a_job_shows_the_mean_loss_and_speed_of_its_ranks_and_a_new_run_begins_anew() -> None:
     story = Story()
     story.unfold("job min=1 max=3\ntogether\nstart a b c\nend\n")
-    told = {"a": Progress(step=7, loss=1.0, samples_per_s=10), "b": Progress(step=8, loss=3.0, samples_per_s=20), "c": Progress(step=8)}
-    pulses = {member: replace(story.pulses[member], progress=progress) for member, progress in told.items()}
+    told = {
+        "a": Progress(step=7, loss=1.0, samples_per_s=10),
+        "b": Progress(step=8, loss=3.0, samples_per_s=20),
+        "c": Progress(step=8),
+    }
+    pulses = {
+        member: replace(story.pulses[member], progress=progress)
+        for member, progress in told.items()
+    }
     jobs: list[ObservedJob] = []
     histories = Histories(lambda: jobs)
 
     def look(unix_ms: int) -> None:
-        jobs[:] = [ObservedJob(state=story.state, pulses=Pulses(members=pulses), now=Now(ms=0, unix_ms=unix_ms))]
+        jobs[:] = [
+            ObservedJob(
+                state=story.state, pulses=Pulses(members=pulses), now=Now(ms=0, unix_ms=unix_ms)
+            )
+        ]
         histories.look()
 
     look(5_000)
-    assert histories.of("digits", story.state.run) == [Point(unix_ms=5_000, step=8, loss=2.0, samples_per_s=30, ranks=3)]
+    assert histories.of("digits", story.state.run) == [
+        Point(unix_ms=5_000, step=8, loss=2.0, samples_per_s=30, ranks=3)
+    ]
     story.unfold("stop\nleft a drained\nleft b drained\nleft c drained\n")
     look(6_000)
-    assert len(histories.of("digits", story.state.run)) == 1, "a run that has ended has no further points"
+    assert len(histories.of("digits", story.state.run)) == 1, (
+        "a run that has ended has no further points"
+    )
     first = story.state.run
     story.unfold("create\nstart d\n")
     pulses = dict(story.pulses)

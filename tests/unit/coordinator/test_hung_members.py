@@ -1,4 +1,5 @@
-"""A member that hangs while its heartbeats go on: put out, whatever the others' counts of progress say, and nobody else with it."""
+"""A member that hangs while its heartbeats go on: put out, whatever the others' counts of progress
+say, and nobody else with it."""
 
 from __future__ import annotations
 
@@ -20,31 +21,63 @@ class Run:
 
     def __init__(self, world: int, random_: random.Random) -> None:
         self.ms = 0
-        self.state = JobState(spec=JobSpec(job_id="j", min_workers=1, max_workers=world, lease_ms=10 * BEAT_MS, stall_timeout_ms=STALL_MS))
+        self.state = JobState(
+            spec=JobSpec(
+                job_id="j",
+                min_workers=1,
+                max_workers=world,
+                lease_ms=10 * BEAT_MS,
+                stall_timeout_ms=STALL_MS,
+            )
+        )
         self.names = [f"m{index}" for index in range(world)]
         self.pulses: dict[str, Pulse] = {}
         # Each process counts from its own start: a replacement is far behind a veteran.
-        self.sequences = {name: random_.choice([1, 30, 100_000]) + random_.randrange(20) for name in self.names}
+        self.sequences = {
+            name: random_.choice([1, 30, 100_000]) + random_.randrange(20) for name in self.names
+        }
         joins = [MemberJoined(identity=identity(name), last_generation=0) for name in self.names]
         self.happen(*joins, *(MemberReady(member_id=name) for name in self.names))
         self.pulses = {name: attached(None, 0) for name in self.names}
 
     def happen(self, *events: Event) -> None:
-        decided = transition(self.state, Now(ms=self.ms, unix_ms=0), events, pulses=Pulses(members=self.pulses), nonce="0" * 32)
+        decided = transition(
+            self.state,
+            Now(ms=self.ms, unix_ms=0),
+            events,
+            pulses=Pulses(members=self.pulses),
+            nonce="0" * 32,
+        )
         self.state = decided.state
-        self.pulses = {name: pulse for name, pulse in self.pulses.items() if name in self.state.members}
+        self.pulses = {
+            name: pulse for name, pulse in self.pulses.items() if name in self.state.members
+        }
 
     def beat(self, name: str, *, moved: bool) -> None:
         if name in self.pulses:
             self.sequences[name] += moved
-            self.pulses[name] = beaten(self.pulses[name], self.ms, 1, Progress(sequence=self.sequences[name]))
+            self.pulses[name] = beaten(
+                self.pulses[name], self.ms, 1, Progress(sequence=self.sequences[name])
+            )
 
     def fail(self, name: str, *, timed_out: bool) -> None:
-        self.happen(CollectiveFailed(member_id=name, generation=1, suspects=(), timed_out=timed_out, detail=""))
+        self.happen(
+            CollectiveFailed(
+                member_id=name, generation=1, suspects=(), timed_out=timed_out, detail=""
+            )
+        )
 
 
 def identity(name: str) -> Identity:
-    return Identity(member_id=name, host="h", pid=1, launcher_id="l", local_index=0, donor_address="", metrics_address="")
+    return Identity(
+        member_id=name,
+        host="h",
+        pid=1,
+        launcher_id="l",
+        local_index=0,
+        donor_address="",
+        metrics_address="",
+    )
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -53,7 +86,8 @@ def test_the_member_that_hangs_is_put_out_and_those_that_wait_for_it_are_not(see
     run = Run(random_.randint(2, 6), random_)
     hung, *waiting = random_.sample(run.names, len(run.names))
     hangs_at = random_.randrange(2_000, 6_000)
-    # The others' collective runs into its deadline at the first of them, which ends its group and with that theirs.
+    # The others' collective runs into its deadline at the first of them, which ends its group and
+    # with that theirs.
     times_out_at = hangs_at + random_.choice([500, STALL_MS, 5 * STALL_MS])
     reports_at = {name: times_out_at + random_.randrange(400) for name in waiting}
     first = min(reports_at, key=reports_at.__getitem__)
@@ -73,8 +107,13 @@ def test_the_member_that_hangs_is_put_out_and_those_that_wait_for_it_are_not(see
             put_out_at = run.ms
     assert put_out_at is not None
     assert put_out_at >= times_out_at
-    # Its last movement is known by a heartbeat, which is one interval late at most; so is the look at it.
-    assert put_out_at <= max(times_out_at + Policy().timeout_settle_ms, hangs_at + STALL_MS + BEAT_MS) + 2 * BEAT_MS
+    # Its last movement is known by a heartbeat, which is one interval late at most; so is the look
+    # at it.
+    assert (
+        put_out_at
+        <= max(times_out_at + Policy().timeout_settle_ms, hangs_at + STALL_MS + BEAT_MS)
+        + 2 * BEAT_MS
+    )
     assert set(run.state.members) == set(waiting)
     assert run.state.number == 2
 

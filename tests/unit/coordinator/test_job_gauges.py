@@ -1,4 +1,5 @@
-"""What Prometheus is told of a job that does not go on as it should: gauges read from the state that the membership core is in."""
+"""What Prometheus is told of a job that does not go on as it should: gauges read from the state
+that the membership core is in."""
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -27,13 +28,18 @@ def gauge(text: str, name: str, **labels: str) -> float | None:
     story, registry = Story(), CollectorRegistry()
     story.unfold(text)
     now = Now(ms=story.ms, unix_ms=story.ms)
-    registry.register(JobsCollector(lambda: [ObservedJob(state=story.state, pulses=Pulses(members=story.pulses), now=now)]))
+    registry.register(
+        JobsCollector(
+            lambda: [ObservedJob(state=story.state, pulses=Pulses(members=story.pulses), now=now)]
+        )
+    )
     return registry.get_sample_value(f"shoal_coordinator_{name}", {"job_id": "digits", **labels})
 
 
 def test_ranks_that_hold_the_others_back_are_counted_until_they_keep_up() -> None:
     assert gauge(THREE_RANKS, "stragglers") == 0
-    assert gauge(THREE_RANKS + ONE_IS_SLOW.replace("9000", "4000"), "stragglers") == 0  # it may be a moment's
+    # it may be a moment's
+    assert gauge(THREE_RANKS + ONE_IS_SLOW.replace("9000", "4000"), "stragglers") == 0
     assert gauge(THREE_RANKS + ONE_IS_SLOW, "stragglers") == 1
     assert gauge(THREE_RANKS + ONE_IS_SLOW + ALL_ARE_QUICK, "stragglers") == 0
 
@@ -49,21 +55,34 @@ def test_the_time_without_progress_grows_while_no_rank_comes_to_another_step() -
     all_stand = THREE_RANKS + "does work a b c\nlive 9000\n"
     assert gauge(all_stand, "seconds_without_progress") == 9
     assert gauge(all_stand + "does train b\nlive 10000\n", "seconds_without_progress") == 0
-    assert gauge("job min=2 max=2\nstart a\nat 90000\n", "seconds_without_progress") == 0, "a job that waits does not train"
+    assert gauge("job min=2 max=2\nstart a\nat 90000\n", "seconds_without_progress") == 0, (
+        "a job that waits does not train"
+    )
 
 
 def test_a_job_below_its_fewest_workers_has_a_generation_and_no_ranks() -> None:
     text = "job min=2 max=2\ntogether\nstart a b\nend\n"
     assert (gauge(text, "world_size"), gauge(text, "job_phase", phase="running")) == (2, 1)
     text += "lost b\n"
-    assert (gauge(text, "world_size"), gauge(text, "min_workers"), gauge(text, "job_phase", phase="waiting")) == (0, 2, 1)
+    assert (
+        gauge(text, "world_size"),
+        gauge(text, "min_workers"),
+        gauge(text, "job_phase", phase="waiting"),
+    ) == (0, 2, 1)
     assert (gauge(text, "generation"), gauge(text, "run_generations")) == (1, 1)
     assert gauge(text, "job_phase", phase="running") == 0
     next_run = text + "left a drained\nstop\ncreate\nstart c\n"
-    assert (gauge(next_run, "run"), gauge(next_run, "generation"), gauge(next_run, "run_generations")) == (2, 1, 0)
+    assert (
+        gauge(next_run, "run"),
+        gauge(next_run, "generation"),
+        gauge(next_run, "run_generations"),
+    ) == (2, 1, 0)
 
 
-WITH_BACKUP = "job min=1 max=2 servers=1 backups=1\nserver s0\nserver s1 serves=no\ndeclare w=10\nbackup-report s0 2 in-sync\n"
+WITH_BACKUP = (
+    "job min=1 max=2 servers=1 backups=1\nserver s0\nserver s1 serves=no\ndeclare "
+    "w=10\nbackup-report s0 2 in-sync\n"
+)
 
 
 @pytest.mark.parametrize(
@@ -71,15 +90,32 @@ WITH_BACKUP = "job min=1 max=2 servers=1 backups=1\nserver s0\nserver s1 serves=
     [
         pytest.param("job min=1 max=2\n", 0, 0, id="a job without servers"),
         pytest.param("job min=1 max=2 servers=2\nserver s0\n", 1, 0, id="one has not come yet"),
-        pytest.param("job min=1 max=2 servers=2\nserver s0\nserver s1\ndeclare w=10\nserver-lost s1\n", 1, 0, id="one is lost"),
+        pytest.param(
+            "job min=1 max=2 servers=2\nserver s0\nserver s1\ndeclare w=10\nserver-lost s1\n",
+            1,
+            0,
+            id="one is lost",
+        ),
         pytest.param(WITH_BACKUP, 0, 0, id="with a backup in sync"),
-        pytest.param(WITH_BACKUP.replace("backup-report s0 2 in-sync\n", ""), 0, 1, id="a backup that follows is not in sync yet"),
+        pytest.param(
+            WITH_BACKUP.replace("backup-report s0 2 in-sync\n", ""),
+            0,
+            1,
+            id="a backup that follows is not in sync yet",
+        ),
         pytest.param(WITH_BACKUP + "server-lost s1\n", 0, 1, id="the backup is lost"),
-        pytest.param(WITH_BACKUP + "server-lost s0\nserver s1\n", 0, 1, id="the backup has taken the primary's place"),
+        pytest.param(
+            WITH_BACKUP + "server-lost s0\nserver s1\n",
+            0,
+            1,
+            id="the backup has taken the primary's place",
+        ),
         pytest.param(WITH_BACKUP + "server-lost s1\nserver-lost s0\n", 1, 0, id="both are lost"),
     ],
 )
-def test_places_of_servers_that_nobody_serves_or_that_no_backup_protects_are_counted(text: str, unserved: int, unprotected: int) -> None:
+def test_places_of_servers_that_nobody_serves_or_that_no_backup_protects_are_counted(
+    text: str, unserved: int, unprotected: int
+) -> None:
     assert gauge(text, "server_places_unserved") == unserved
     assert gauge(text, "server_places_unprotected") == unprotected
 
@@ -89,4 +125,9 @@ def test_a_failed_run_is_told_until_the_next_one_begins() -> None:
     assert gauge("job min=1 max=1\nstart a\n", "run_failed_timestamp_seconds") is None
     assert gauge(failed, "run_failed_timestamp_seconds") == 5
     assert gauge(failed + "create\nstart b\n", "run_failed_timestamp_seconds") is None
-    assert gauge("job min=1 max=1\nstart a\nat 5000\nleft a finished\n", "run_failed_timestamp_seconds") is None
+    assert (
+        gauge(
+            "job min=1 max=1\nstart a\nat 5000\nleft a finished\n", "run_failed_timestamp_seconds"
+        )
+        is None
+    )

@@ -1,4 +1,5 @@
-"""What waits for a job's loop while Redis takes no changes: bounded, and gone when nobody waits for it any more."""
+"""What waits for a job's loop while Redis takes no changes: bounded, and gone when nobody waits for
+it any more."""
 
 from __future__ import annotations
 
@@ -25,7 +26,10 @@ DRAIN = DrainRequested(member_id=None, rank=0, reason="drained")
 def stuck_loop() -> JobLoop:
     """A loop that does not run, as one that waits for Redis does not."""
     return JobLoop(
-        Stored(state=job_created(JobSpec(job_id="j", min_workers=1, max_workers=2), RunId()), revision=1),
+        Stored(
+            state=job_created(JobSpec(job_id="j", min_workers=1, max_workers=2), RunId()),
+            revision=1,
+        ),
         store=cast(JobStore, None),
         clock=Clock(0),
         policy=Policy(),
@@ -40,7 +44,9 @@ def test_requests_are_refused_when_too_many_wait(monkeypatch: pytest.MonkeyPatch
         loop = stuck_loop()
         outcomes: list[Outcome] = []
         waiting = [loop.request(DRAIN, outcomes.append) for _ in range(3)]
-        with pytest.raises(UnavailableError, match="job j has 3 requests that Redis has not taken yet") as refusal:
+        with pytest.raises(
+            UnavailableError, match="job j has 3 requests that Redis has not taken yet"
+        ) as refusal:
             await loop.ask(DRAIN, timeout_s=60)
         assert refusal.value.reason == "QUEUE_LIMIT"
         assert refusal.value.retry_after == timedelta(seconds=1)

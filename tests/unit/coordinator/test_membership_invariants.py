@@ -1,4 +1,5 @@
-"""What holds after any sequence of events: the membership core under random stories, checked after each transition."""
+"""What holds after any sequence of events: the membership core under random stories, checked after
+each transition."""
 
 from __future__ import annotations
 
@@ -31,10 +32,26 @@ from shoal_coordinator.membership.events import (
     TensorsDeclared,
 )
 from shoal_coordinator.membership.joining import Joined
-from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses, attached, beaten, detached, expired
+from shoal_coordinator.membership.pulse import (
+    Progress,
+    Pulse,
+    Pulses,
+    attached,
+    beaten,
+    detached,
+    expired,
+)
 from shoal_coordinator.membership.shards import TensorSpec
 from shoal_coordinator.membership.spec import JobSpec, Policy
-from shoal_coordinator.membership.state import Cause, Identity, JobPhase, JobState, MemberPhase, Now, populate
+from shoal_coordinator.membership.state import (
+    Cause,
+    Identity,
+    JobPhase,
+    JobState,
+    MemberPhase,
+    Now,
+    populate,
+)
 from shoal_coordinator.membership.transition import next_wake_ms, transition
 from shoal_coordinator.state.codec import decode_state, encode_changes, everything
 
@@ -50,7 +67,8 @@ def _fewest(state: JobState) -> int:
 
 
 class Membership(RuleBasedStateMachine):
-    """Random events, one or several in a transition; a disk that only sees what each transition says it changed."""
+    """Random events, one or several in a transition; a disk that only sees what each transition
+    says it changed."""
 
     @initialize(
         smallest=st.integers(min_value=1, max_value=3),
@@ -79,16 +97,31 @@ class Membership(RuleBasedStateMachine):
         self.start_several(smallest + more, 0, "h1")
         self.all_beat()
 
-    # ------------------------------------------------------------------------------------------------------------- events
+    # --------------------------------------------------------------------------------------- events
 
-    @rule(name=names, host=st.sampled_from(["h1", "h2", "h10"]), last=st.sampled_from([0, 0, 0, 1, 9]), of=st.sampled_from([0, 1, 2]))
+    @rule(
+        name=names,
+        host=st.sampled_from(["h1", "h2", "h10"]),
+        last=st.sampled_from([0, 0, 0, 1, 9]),
+        of=st.sampled_from([0, 1, 2]),
+    )
     def join(self, name: str, host: str, last: int, of: int = 0) -> None:
         identity = Identity(
-            member_id=name, host=host, pid=1, launcher_id="l", local_index=NAMES.index(name) % 3, donor_address="", metrics_address=""
+            member_id=name,
+            host=host,
+            pid=1,
+            launcher_id="l",
+            local_index=NAMES.index(name) % 3,
+            donor_address="",
+            metrics_address="",
         )
         self.happen(MemberJoined(identity=identity, last_generation=last, last_world_size=of))
 
-    @rule(count=st.integers(min_value=1, max_value=5), first=st.integers(min_value=0, max_value=5), host=st.sampled_from(["h1", "h2"]))
+    @rule(
+        count=st.integers(min_value=1, max_value=5),
+        first=st.integers(min_value=0, max_value=5),
+        host=st.sampled_from(["h1", "h2"]),
+    )
     def start_several(self, count: int, first: int, host: str) -> None:
         for name in NAMES[first : first + count]:
             self.join(name, host, 0)
@@ -117,7 +150,9 @@ class Membership(RuleBasedStateMachine):
         timed_out=st.booleans(),
         newest=st.booleans(),
     )
-    def fail(self, name: str, generation: int, suspects: list[int], timed_out: bool, newest: bool) -> None:
+    def fail(
+        self, name: str, generation: int, suspects: list[int], timed_out: bool, newest: bool
+    ) -> None:
         self.happen(
             CollectiveFailed(
                 member_id=name,
@@ -143,7 +178,9 @@ class Membership(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(["s0", "s1", "s2"]), pid=st.sampled_from([1, 2]))
     def register(self, name: str, pid: int) -> None:
-        self.happen(ServerRegistered(server_id=name, address="a:1", metrics_address="", host="h", pid=pid))
+        self.happen(
+            ServerRegistered(server_id=name, address="a:1", metrics_address="", host="h", pid=pid)
+        )
 
     @rule(name=st.sampled_from(["s0", "s1", "s2"]))
     def lose_server(self, name: str) -> None:
@@ -151,7 +188,9 @@ class Membership(RuleBasedStateMachine):
 
     @rule(size=st.sampled_from([0, 10, 5_000_000]))
     def declare(self, size: int) -> None:
-        self.happen(TensorsDeclared(tensors=(TensorSpec(name="w", shape=(size,), dtype="float32"),)))
+        self.happen(
+            TensorsDeclared(tensors=(TensorSpec(name="w", shape=(size,), dtype="float32"),))
+        )
 
     @rule(
         name=names,
@@ -162,7 +201,16 @@ class Membership(RuleBasedStateMachine):
         sequence=st.integers(min_value=0, max_value=3),
         batch_ms=st.sampled_from([0, 1, 50, 86_400_000]),
     )
-    def lease(self, name: str, loader: str, epoch: int, want: int, finished: list[int], sequence: int, batch_ms: int) -> None:
+    def lease(
+        self,
+        name: str,
+        loader: str,
+        epoch: int,
+        want: int,
+        finished: list[int],
+        sequence: int,
+        batch_ms: int,
+    ) -> None:
         self.happen(
             BatchesLeased(
                 member_id=name,
@@ -176,7 +224,7 @@ class Membership(RuleBasedStateMachine):
             )
         )
 
-    # -------------------------------------------------------------------------------------------------------- transitions
+    # ---------------------------------------------------------------------------------- transitions
 
     def happen(self, event: Event) -> None:
         self.together.append(event)
@@ -196,7 +244,9 @@ class Membership(RuleBasedStateMachine):
     def all_beat(self) -> None:
         self.flush()
         for name, pulse in self.pulses.items():
-            self.pulses[name] = beaten(pulse, self.ms, self.state.number, Progress(sequence=pulse.progress.sequence + 1))
+            self.pulses[name] = beaten(
+                pulse, self.ms, self.state.number, Progress(sequence=pulse.progress.sequence + 1)
+            )
         self.transit()
 
     @rule(ms=st.sampled_from([1, 80, 1100, 20_000]))
@@ -208,11 +258,17 @@ class Membership(RuleBasedStateMachine):
             self.transit()
         self.ms = until
 
-    @rule(name=names, sequence=st.integers(min_value=0, max_value=9), behind=st.sampled_from([0, 0, 1]))
+    @rule(
+        name=names,
+        sequence=st.integers(min_value=0, max_value=9),
+        behind=st.sampled_from([0, 0, 1]),
+    )
     def beat(self, name: str, sequence: int, behind: int) -> None:
         if name in self.pulses:
             generation = max(0, self.state.number - behind)
-            self.pulses[name] = beaten(self.pulses[name], self.ms, generation, Progress(sequence=sequence))
+            self.pulses[name] = beaten(
+                self.pulses[name], self.ms, generation, Progress(sequence=sequence)
+            )
             self.transit()
 
     @rule(name=names)
@@ -226,11 +282,21 @@ class Membership(RuleBasedStateMachine):
             self.detach(name)
             self.happen(StreamBroken(member_id=name))
 
-    @rule(name=names, waited=st.sampled_from([0.0, 2.0, 70.0]), out_of_reach=st.sampled_from([(), (0,), (1, 9)]))
+    @rule(
+        name=names,
+        waited=st.sampled_from([0.0, 2.0, 70.0]),
+        out_of_reach=st.sampled_from([(), (0,), (1, 9)]),
+    )
     def wait_for_peers(self, name: str, waited: float, out_of_reach: tuple[int, ...]) -> None:
         if name in self.pulses:
             pulse = self.pulses[name]
-            progress = replace(pulse.progress, waiting_s=waited, waiting_in="all_reduce", cpu_s=1.0, step_time_s=1.0)
+            progress = replace(
+                pulse.progress,
+                waiting_s=waited,
+                waiting_in="all_reduce",
+                cpu_s=1.0,
+                step_time_s=1.0,
+            )
             progress = replace(progress, out_of_reach=out_of_reach, busy_link=(1, 1e6))
             self.pulses[name] = beaten(pulse, self.ms, self.state.number, progress)
             self.transit()
@@ -243,13 +309,23 @@ class Membership(RuleBasedStateMachine):
     @rule()
     def restart_coordinator(self) -> None:
         self.state = decode_state(self.disk)
-        self.pulses = {member_id: detached(attached(None, self.ms), self.ms) for member_id in self.state.members}
+        self.pulses = {
+            member_id: detached(attached(None, self.ms), self.ms)
+            for member_id in self.state.members
+        }
         self.transit()
 
     def transit(self, *events: Event) -> None:
         before = self.state
         now = Now(ms=self.ms, unix_ms=1_000_000 + self.ms)
-        decided = transition(before, now, events, pulses=Pulses(members=self.pulses), nonce=f"{before.number + 1:032x}", policy=POLICY)
+        decided = transition(
+            before,
+            now,
+            events,
+            pulses=Pulses(members=self.pulses),
+            nonce=f"{before.number + 1:032x}",
+            policy=POLICY,
+        )
         self.state = decided.state
         written = encode_changes(decided.state, decided.changes)
         self.disk.update(written.put)
@@ -261,9 +337,17 @@ class Membership(RuleBasedStateMachine):
             if isinstance(event, MemberJoined) and isinstance(outcome, Joined):
                 member_id = event.identity.member_id
                 self.pulses[member_id] = attached(self.pulses.get(member_id), self.ms)
-        self.pulses = {name: pulse for name, pulse in self.pulses.items() if name in self.state.members}
-        self.check_generation(before, [e.generation for e in decided.effects if isinstance(e, AnnounceGeneration)])
-        if all(isinstance(outcome, ShoalError) for outcome in decided.outcomes) and events and not decided.effects:
+        self.pulses = {
+            name: pulse for name, pulse in self.pulses.items() if name in self.state.members
+        }
+        self.check_generation(
+            before, [e.generation for e in decided.effects if isinstance(e, AnnounceGeneration)]
+        )
+        if (
+            all(isinstance(outcome, ShoalError) for outcome in decided.outcomes)
+            and events
+            and not decided.effects
+        ):
             assert not decided.changes
 
     def check_generation(self, before: JobState, formed: list[object]) -> None:
@@ -281,31 +365,50 @@ class Membership(RuleBasedStateMachine):
         assert _fewest(before) <= len(ids) <= state.spec.max_workers
         assert len(set(ids)) == len(ids)
         assert not set(ids) & state.departed.keys()
-        assert all(state.members[member_id].phase in (MemberPhase.RANKED, MemberPhase.DRAINING) for member_id in ids)
+        assert all(
+            state.members[member_id].phase in (MemberPhase.RANKED, MemberPhase.DRAINING)
+            for member_id in ids
+        )
         hosts = [host for host, _ in groupby(rank.host for rank in generation.ranks)]
         assert len(hosts) == len(set(hosts)), "ranks of one host are adjacent"
         for host, block in groupby(generation.ranks, key=lambda rank: rank.host):
             ranks = list(block)
             assert [rank.local_rank for rank in ranks] == list(range(len(ranks)))
-            assert all(rank.local_world_size == len(ranks) and state.members[rank.member_id].identity.host == host for rank in ranks)
-            is_new = [before.generation is None or rank.member_id not in before.generation.rank_of for rank in ranks]
+            assert all(
+                rank.local_world_size == len(ranks)
+                and state.members[rank.member_id].identity.host == host
+                for rank in ranks
+            )
+            is_new = [
+                before.generation is None or rank.member_id not in before.generation.rank_of
+                for rank in ranks
+            ]
             assert is_new == sorted(is_new), "joiners follow the survivors of their host"
         if before.generation is not None:
             assert generation.interrupts_below >= before.generation.interrupts_below
             old = [rank.member_id for rank in before.generation.ranks if rank.member_id in ids]
-            assert [member_id for member_id in ids if member_id in old] == old, "survivors keep their order"
+            assert [member_id for member_id in ids if member_id in old] == old, (
+                "survivors keep their order"
+            )
         assert generation.interrupts_below <= generation.number
         assert generation.cause is not Cause.START or generation.number == 1
         if generation.cause is Cause.BORDER and before.generation is not None:
             left_out = {rank.member_id for rank in before.generation.ranks} - set(ids)
-            assert all(state.members[m].phase is MemberPhase.DRAINING for m in left_out if m in state.members)
-            assert all(m in state.members for m in left_out), "nobody who died is left out without an interruption"
+            assert all(
+                state.members[m].phase is MemberPhase.DRAINING
+                for m in left_out
+                if m in state.members
+            )
+            assert all(m in state.members for m in left_out), (
+                "nobody who died is left out without an interruption"
+            )
 
-    # --------------------------------------------------------------------------------------------------------- invariants
+    # ----------------------------------------------------------------------------------- invariants
 
     @property
     def recovering(self) -> bool:
-        """A generation is due for those that know of a lost one, and is written when they are back."""
+        """A generation is due for those that know of a lost one, and is written when they are
+        back."""
         return self.state.recovery is not None and self.state.recovery.until_ms is not None
 
     @invariant()
@@ -333,7 +436,11 @@ class Membership(RuleBasedStateMachine):
     @invariant()
     def enough_ready_members_do_not_wait_longer_than_the_grace(self) -> None:
         state = self.state
-        if state.phase is JobPhase.WAITING and state.in_phase(MemberPhase.READY) >= _fewest(state) and not self.recovering:
+        if (
+            state.phase is JobPhase.WAITING
+            and state.in_phase(MemberPhase.READY) >= _fewest(state)
+            and not self.recovering
+        ):
             assert state.grace_until_ms is not None
             assert state.grace_until_ms > self.ms
             assert next_wake_ms(state, self.ms, POLICY) is not None
@@ -343,7 +450,10 @@ class Membership(RuleBasedStateMachine):
         for loader in self.state.loaders.values():
             assert len(loader.epochs) <= POLICY.epochs_kept
             for epoch in loader.epochs.values():
-                held = [*epoch.returned, *(batch for batches in epoch.leased.values() for batch in batches)]
+                held = [
+                    *epoch.returned,
+                    *(batch for batches in epoch.leased.values() for batch in batches),
+                ]
                 assert len(set(held)) == len(held)
                 assert all(0 <= batch < epoch.dealt for batch in held)
                 assert epoch.leased.keys() <= self.state.members.keys()
@@ -357,7 +467,11 @@ class Membership(RuleBasedStateMachine):
     @invariant()
     def the_disk_holds_the_state(self) -> None:
         read = decode_state(self.disk)
-        forgotten = {item.name: getattr(read, item.name) for item in fields(JobState) if item.name in IN_MEMORY}
+        forgotten = {
+            item.name: getattr(read, item.name)
+            for item in fields(JobState)
+            if item.name in IN_MEMORY
+        }
         population = {phase: count for phase, count in self.state.population.items() if count}
         assert read == replace(self.state, **forgotten, population=population)
 

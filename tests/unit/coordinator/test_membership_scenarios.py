@@ -1,8 +1,10 @@
-"""Golden scenarios of the membership core: each file in scenarios/ tells a story a person can read, events in, decisions out.
+"""Golden scenarios of the membership core: each file in scenarios/ tells a story a person can read,
+events in, decisions out.
 
-A line that starts with `> ` is a decision; every other line is a command, a comment (#) or blank. The commands are the methods of Story.
-Times are milliseconds since the story's start; `at` runs every deadline that passes on the way, as the service does.
-To write the decisions anew after a change of rules, run with SHOAL_REWRITE_SCENARIOS=1 and read the diff.
+A line that starts with `> ` is a decision; every other line is a command, a comment (#) or blank.
+The commands are the methods of Story. Times are milliseconds since the story's start; `at` runs
+every deadline that passes on the way, as the service does. To write the decisions anew after a
+change of rules, run with SHOAL_REWRITE_SCENARIOS=1 and read the diff.
 """
 
 from __future__ import annotations
@@ -43,14 +45,28 @@ from shoal_coordinator.membership.events import (
 from shoal_coordinator.membership.joining import Joined
 from shoal_coordinator.membership.leases import Leased
 from shoal_coordinator.membership.leaving import ExitNoted
-from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses, attached, beaten, detached, expired
+from shoal_coordinator.membership.pulse import (
+    Progress,
+    Pulse,
+    Pulses,
+    attached,
+    beaten,
+    detached,
+    expired,
+)
 from shoal_coordinator.membership.replicas import Replicas
 from shoal_coordinator.membership.runs import RunEnding, RunGranted
 from shoal_coordinator.membership.servers import Registered, ServersAwaited
 from shoal_coordinator.membership.shards import Piece, ShardLayout, TensorSpec
 from shoal_coordinator.membership.spec import JobSpec
 from shoal_coordinator.membership.state import Identity, JobEnding, JobState, Now, RunId, ServerRole
-from shoal_coordinator.membership.transition import Outcome, Transition, job_created, next_wake_ms, transition
+from shoal_coordinator.membership.transition import (
+    Outcome,
+    Transition,
+    job_created,
+    next_wake_ms,
+    transition,
+)
 from shoal_coordinator.state.codec import decode_state, encode_changes, everything
 
 LOOK_MS = 1000
@@ -113,22 +129,39 @@ class Story:
                 lines.extend(f"> {decision}" for decision in self.out)
         return "\n".join(lines) + "\n"
 
-    # ----------------------------------------------------------------------------------------------------------- commands
+    # ------------------------------------------------------------------------------------- commands
 
     def job(self, **options: str) -> None:
         self.ms = 0
         self.pulses = {}
         self.acting = {}
-        self.state = JobState(spec=JobSpec(job_id="digits", **{_SPEC[key]: int(value) for key, value in options.items()}))  # type: ignore[arg-type]
+        self.state = JobState(
+            spec=JobSpec(
+                job_id="digits", **{_SPEC[key]: int(value) for key, value in options.items()}
+            )
+        )  # type: ignore[arg-type]
 
     def create(self, run: str = "", resume: str = "", follow: str = "", **options: str) -> None:
-        """Someone creates the job that is there; `run`=number, or number@milliseconds when it began. Options as in `job`, if others."""
-        spec = replace(self.state.spec, **{_SPEC[key]: int(value) for key, value in options.items()})  # type: ignore[arg-type]
-        self.happen(RunWanted(spec=spec, run=run_id(run) if run else None, resume=bool(resume), follow=bool(follow)))
+        """Someone creates the job that is there; `run`=number, or number@milliseconds when it
+        began. Options as in `job`, if others."""
+        spec = replace(
+            self.state.spec, **{_SPEC[key]: int(value) for key, value in options.items()}
+        )  # type: ignore[arg-type]
+        self.happen(
+            RunWanted(
+                spec=spec,
+                run=run_id(run) if run else None,
+                resume=bool(resume),
+                follow=bool(follow),
+            )
+        )
 
     def runs(self) -> None:
         newest = f"{self.state.run}@{self.state.run.began_unix_ms} is the newest"
-        past = [f"{past.run}@{past.run.began_unix_ms} {past.ending} at {past.ended_unix_ms}" for past in self.state.past_runs]
+        past = [
+            f"{past.run}@{past.run.began_unix_ms} {past.ending} at {past.ended_unix_ms}"
+            for past in self.state.past_runs
+        ]
         self.out.append(", ".join([*past, newest]))
 
     def lost_by_redis(self) -> None:
@@ -139,14 +172,24 @@ class Story:
     def at(self, ms: str) -> None:
         while (due := self.next_deadline()) is not None and due <= int(ms):
             self.ms = due
-            self.happen(*[LeaseEnded(member_id=m) for m in expired(self.pulses, self.ms, self.state.spec.lease_ms)])
+            self.happen(
+                *[
+                    LeaseEnded(member_id=m)
+                    for m in expired(self.pulses, self.ms, self.state.spec.lease_ms)
+                ]
+            )
         self.ms = int(ms)
 
     def next_deadline(self) -> int | None:
-        """The service looks at leases, and for steps that stand, twice a second; here it does when that can change something."""
+        """The service looks at leases, and for steps that stand, twice a second; here it does when
+        that can change something."""
         ended = [pulse.heard_ms + self.state.spec.lease_ms + 1 for pulse in self.pulses.values()]
         dues = [due if due > self.ms else self.ms + LOOK_MS for due in ended]
-        if any(pulse.waited_ms for pulse in self.pulses.values()) or self.state.stall is not None or self.state.incident is not None:
+        if (
+            any(pulse.waited_ms for pulse in self.pulses.values())
+            or self.state.stall is not None
+            or self.state.incident is not None
+        ):
             dues.append(self.ms + LOOK_MS)
         wake = next_wake_ms(self.state, self.ms)
         return min([*dues, *([] if wake is None else [wake])], default=None)
@@ -160,13 +203,27 @@ class Story:
         self.happen(*events)
 
     def restart(self) -> None:
-        """The coordinator is killed and started again: what is not in Redis is forgotten, and all leases begin anew."""
+        """The coordinator is killed and started again: what is not in Redis is forgotten, and all
+        leases begin anew."""
         self.state = decode_state(encode_changes(self.state, everything(self.state)).put)
-        self.pulses = {member_id: detached(attached(None, self.ms), self.ms) for member_id in self.state.members}
+        self.pulses = {
+            member_id: detached(attached(None, self.ms), self.ms)
+            for member_id in self.state.members
+        }
         self.happen()
 
-    def join(self, member: str, host: str = "h1", index: str = "0", pid: str = "1", last: str = "0", of: str = "0", run: str = "") -> None:
-        """`last`: the newest generation it knows; `of`: ranks of that; `run`: the run it belongs to, as in `create`."""
+    def join(
+        self,
+        member: str,
+        host: str = "h1",
+        index: str = "0",
+        pid: str = "1",
+        last: str = "0",
+        of: str = "0",
+        run: str = "",
+    ) -> None:
+        """`last`: the newest generation it knows; `of`: ranks of that; `run`: the run it belongs
+        to, as in `create`."""
         identity = Identity(
             member_id=member,
             host=host,
@@ -176,7 +233,12 @@ class Story:
             donor_address=f"{host}:1",
             metrics_address="",
         )
-        joined = MemberJoined(identity=identity, last_generation=int(last), last_world_size=int(of), works_in=int(last))
+        joined = MemberJoined(
+            identity=identity,
+            last_generation=int(last),
+            last_world_size=int(of),
+            works_in=int(last),
+        )
         self.happen(OfRun(run=run_id(run), event=joined) if run else joined)
 
     def ready(self, member: str) -> None:
@@ -197,12 +259,23 @@ class Story:
             self.detach(member)
             self.happen(StreamBroken(member_id=member))
 
-    def left(self, member: str, reason: str, alone: str = "", steps: str = "0", agreed: str = "0", **held: str) -> None:
-        """`held`: digests of what it held after its last step, by the names of groups of tensors."""
+    def left(
+        self,
+        member: str,
+        reason: str,
+        alone: str = "",
+        steps: str = "0",
+        agreed: str = "0",
+        **held: str,
+    ) -> None:
+        """`held`: digests of what it held after its last step, by the names of groups of
+        tensors."""
         replicas = None
         if held:
             digests = {group.replace("_", " "): int(digest) for group, digest in held.items()}
-            replicas = Replicas(generation=self.state.number, step=int(steps), agreed=int(agreed), digests=digests)
+            replicas = Replicas(
+                generation=self.state.number, step=int(steps), agreed=int(agreed), digests=digests
+            )
         left = MemberLeft(
             member_id=member,
             reason=LeaveReason(reason),
@@ -213,8 +286,18 @@ class Story:
         )
         self.happen(left)
 
-    def exit(self, member: str, code: str = "0", signal: str = "0", failure: str = "", finished: str = "") -> None:
-        self.happen(ExitReported(member_id=member, exit_code=int(code), signal=int(signal), failure=failure, finished=bool(finished)))
+    def exit(
+        self, member: str, code: str = "0", signal: str = "0", failure: str = "", finished: str = ""
+    ) -> None:
+        self.happen(
+            ExitReported(
+                member_id=member,
+                exit_code=int(code),
+                signal=int(signal),
+                failure=failure,
+                finished=bool(finished),
+            )
+        )
 
     def detach(self, member: str) -> None:
         """The stream ends; within reconnect_grace that decides nothing."""
@@ -226,7 +309,11 @@ class Story:
         for member in (word for word in words if word != "timeout"):
             self.happen(
                 CollectiveFailed(
-                    member_id=member, generation=int(generation), suspects=ranks, timed_out="timeout" in words, detail="connection closed"
+                    member_id=member,
+                    generation=int(generation),
+                    suspects=ranks,
+                    timed_out="timeout" in words,
+                    detail="connection closed",
                 )
             )
 
@@ -245,8 +332,8 @@ class Story:
         spare: str = "",
         server: str = "0",
     ) -> None:
-        """Heartbeats; `waited`, `step` (the time of one), `busy` and `server` (the wait for one) in seconds,
-        `link`=rank:bytes-per-second, `unreached`=ranks."""
+        """Heartbeats; `waited`, `step` (the time of one), `busy` and `server` (the wait for one) in
+        seconds, `link`=rank:bytes-per-second, `unreached`=ranks."""
         progress = Progress(
             sequence=int(sequence),
             waiting_s=float(waited),
@@ -266,8 +353,9 @@ class Story:
         self.happen()
 
     def does(self, what: str, *members: str, **said: str) -> None:
-        """From now on, while they `live`, members train (steps go on), work (none of their own ends), hang (no processor time either), wait
-        for peers, or are cut off; `said` goes into their heartbeats."""
+        """From now on, while they `live`, members train (steps go on), work (none of their own
+        ends), hang (no processor time either), wait for peers, or are cut off; `said` goes into
+        their heartbeats."""
         for member in members:
             self.acting[member] = Acting(what=what, since_ms=self.ms, said=said)
 
@@ -275,24 +363,48 @@ class Story:
         """Up to `ms`, with a heartbeat a second from all that do something."""
         while self.ms < int(ms):
             self.at(str(min(self.ms + 1000, int(ms))))
-            for member in [m for m in self.acting if m in self.pulses and self.acting[m].what != "cut"]:
+            for member in [
+                m for m in self.acting if m in self.pulses and self.acting[m].what != "cut"
+            ]:
                 acting, before = self.acting[member], self.pulses[member].progress
-                waited = (self.ms - max(acting.since_ms, self.state.formed_ms or 0)) / 1000 if acting.what == "wait" else 0
+                waited = (
+                    (self.ms - max(acting.since_ms, self.state.formed_ms or 0)) / 1000
+                    if acting.what == "wait"
+                    else 0
+                )
                 sequence = before.sequence + (acting.what == "train")
                 cpu = before.cpu_s + (acting.what in ("train", "work"))
-                ranked = self.state.generation is not None and member in self.state.generation.rank_of
+                ranked = (
+                    self.state.generation is not None and member in self.state.generation.rank_of
+                )
                 generation = self.state.number if ranked else 0
-                told = {"generation": str(generation), "sequence": str(sequence), "waited": str(waited), "cpu": str(cpu)}
+                told = {
+                    "generation": str(generation),
+                    "sequence": str(sequence),
+                    "waited": str(waited),
+                    "cpu": str(cpu),
+                }
                 self.beat(member, **told | acting.said)
 
     def drain(self, member: str | None = None, rank: str | None = None) -> None:
-        self.happen(DrainRequested(member_id=member, rank=None if rank is None else int(rank), reason="asked to"))
+        self.happen(
+            DrainRequested(
+                member_id=member, rank=None if rank is None else int(rank), reason="asked to"
+            )
+        )
 
     def stop(self, ending: str = "stopped") -> None:
         self.happen(StopRequested(reason="asked to", ending=JobEnding(ending)))
 
     def server(
-        self, server: str, pid: str = "1", serves: str = "yes", life: str = "1", run: str = "", last: str = "0", holds: str = ""
+        self,
+        server: str,
+        pid: str = "1",
+        serves: str = "yes",
+        life: str = "1",
+        run: str = "",
+        last: str = "0",
+        holds: str = "",
     ) -> None:
         """`last`: the newest generation it knows; `holds`: the place whose partitions it holds."""
         address = f"{server}:{pid}" if serves == "yes" else ""
@@ -315,9 +427,14 @@ class Story:
         self.happen(ServerLost(server_id=server, ending=Ending.STREAM_BROKEN))
 
     def report(self, giver: str, move: str, what: str, life: str = "1") -> None:
-        """A giver's word on a move: `taken` by the receiver's process `life`, `kept` by the receiver's fault, or by its own (`failed`)."""
+        """A giver's word on a move: `taken` by the receiver's process `life`, `kept` by the
+        receiver's fault, or by its own (`failed`)."""
         taken = what == "taken"
-        reasons = {"taken": "", "kept": "the receiver is too slow", "failed": "the giver's disk is full"}
+        reasons = {
+            "taken": "",
+            "kept": "the receiver is too slow",
+            "failed": "the giver's disk is full",
+        }
         self.happen(
             MoveReported(
                 server_id=giver,
@@ -338,16 +455,29 @@ class Story:
         owned: dict[int, list[int]] = {}
         for number, partition in enumerate(self.state.layout.partitions):
             owned.setdefault(partition.primary, []).append(number)
-        told = " ".join(f"{index}:{','.join(map(str, ids))}" for index, ids in sorted(owned.items()))
+        told = " ".join(
+            f"{index}:{','.join(map(str, ids))}" for index, ids in sorted(owned.items())
+        )
         self.out.append(f"epoch {self.state.layout.epoch}: {told}")
 
     def declare(self, **tensors: str) -> None:
         """name=elements, all float32; those with a name in capitals are never trained."""
-        specs = tuple(TensorSpec(name=name, shape=(int(size),), dtype="float32", frozen=name.isupper()) for name, size in tensors.items())
+        specs = tuple(
+            TensorSpec(name=name, shape=(int(size),), dtype="float32", frozen=name.isupper())
+            for name, size in tensors.items()
+        )
         self.happen(TensorsDeclared(tensors=specs))
 
     def lease(
-        self, member: str, *, want: str, of: str, epoch: str = "0", finished: str = "", sequence: str = "0", takes_ms: str = "0"
+        self,
+        member: str,
+        *,
+        want: str,
+        of: str,
+        epoch: str = "0",
+        finished: str = "",
+        sequence: str = "0",
+        takes_ms: str = "0",
     ) -> None:
         self.happen(
             BatchesLeased(
@@ -365,9 +495,11 @@ class Story:
     def status(self) -> None:
         phases = " ".join(f"{m.member_id}={m.phase}" for m in self.state.members.values())
         ending = ", failed" if self.state.ending is JobEnding.FAILED else ""
-        self.out.append(f"{self.state.phase}{ending}, generation {self.state.number}: {phases}".rstrip(": "))
+        self.out.append(
+            f"{self.state.phase}{ending}, generation {self.state.number}: {phases}".rstrip(": ")
+        )
 
-    # ---------------------------------------------------------------------------------------------------------- decisions
+    # ------------------------------------------------------------------------------------ decisions
 
     def happen(self, *happened: Event) -> None:
         if self.collected is not None:
@@ -375,7 +507,9 @@ class Story:
             return
         now = Now(ms=self.ms, unix_ms=self.ms)
         pulses = Pulses(members=self.pulses)
-        decided = transition(self.state, now, happened, pulses=pulses, nonce=f"{self.state.number + 1:032x}")
+        decided = transition(
+            self.state, now, happened, pulses=pulses, nonce=f"{self.state.number + 1:032x}"
+        )
         self.state = decided.state
         events = [event.event if isinstance(event, OfRun) else event for event in happened]
         for event, outcome in zip(events, decided.outcomes, strict=True):
@@ -389,8 +523,12 @@ class Story:
         for event, outcome in zip(events, decided.outcomes, strict=True):
             if (line := told_outcome(event, outcome)) is not None:
                 self.out.append(line)
-        self.out.extend(line for record in decided.records if (line := told_record(record)) is not None)
-        self.out.extend(line for effect in decided.effects if (line := told_effect(effect)) is not None)
+        self.out.extend(
+            line for record in decided.records if (line := told_record(record)) is not None
+        )
+        self.out.extend(
+            line for effect in decided.effects if (line := told_effect(effect)) is not None
+        )
 
 
 def run_id(text: str) -> RunId:
@@ -400,7 +538,9 @@ def run_id(text: str) -> RunId:
 
 
 def told_outcome(event: Event, outcome: Outcome) -> str | None:
-    who = getattr(event, "member_id", "") or (event.identity.member_id if isinstance(event, MemberJoined) else "")
+    who = getattr(event, "member_id", "") or (
+        event.identity.member_id if isinstance(event, MemberJoined) else ""
+    )
     prefix = f"{who}: " if who else ""
     match outcome:
         case RunGranted():
@@ -423,17 +563,25 @@ def told_outcome(event: Event, outcome: Outcome) -> str | None:
         case ServersAwaited():
             return f"waits for servers: {outcome.registered} of {outcome.wanted} are registered"
         case ShardLayout():
-            owners = [f"{'+'.join(told_piece(outcome, piece) for piece in p.pieces)}@{p.primary}" for p in outcome.partitions]
+            owners = [
+                f"{'+'.join(told_piece(outcome, piece) for piece in p.pieces)}@{p.primary}"
+                for p in outcome.partitions
+            ]
             return f"epoch {outcome.epoch}: {' '.join(owners)}"
         case Leased():
             wait = f", ask again in {outcome.retry_after_ms} ms" if outcome.retry_after_ms else ""
-            return f"{prefix}batches {list(outcome.batches)}{', epoch done' if outcome.epoch_done else ''}{wait}"
+            return (
+                f"{prefix}batches "
+                f"{list(outcome.batches)}{', epoch done' if outcome.epoch_done else ''}{wait}"
+            )
         case _:
             return None
 
 
 def told_piece(layout: ShardLayout, piece: Piece) -> str:
-    return f"{layout.tensors[piece.tensor_index].name}[{piece.offset}:{piece.offset + piece.length}]"
+    return (
+        f"{layout.tensors[piece.tensor_index].name}[{piece.offset}:{piece.offset + piece.length}]"
+    )
 
 
 def told_record(record: fx.Record) -> str | None:
@@ -445,7 +593,10 @@ def told_record(record: fx.Record) -> str | None:
         case "server_draining" | "server_drained":
             return f"{record.kind}: {said['server_id']}"
         case "partitions_moved":
-            return f"partitions_moved: {said['partitions']} of {said['bytes']} bytes from {said['from']} to {said['to']}"
+            return (
+                f"partitions_moved: {said['partitions']} of {said['bytes']} bytes from "
+                f"{said['from']} to {said['to']}"
+            )
         case "move_failed":
             return f"move_failed: {said['reason']}"
         case _:
@@ -455,8 +606,13 @@ def told_record(record: fx.Record) -> str | None:
 def told_effect(effect: fx.Effect) -> str | None:
     match effect:
         case fx.AnnounceGeneration(generation=g):
-            ranks = " ".join(f"{i}:{r.member_id}@{r.host}{'*' if r.joining else ''}" for i, r in enumerate(g.ranks))
-            return f"generation {g.number} {g.cause}, interrupts below {g.interrupts_below}: {ranks}"
+            ranks = " ".join(
+                f"{i}:{r.member_id}@{r.host}{'*' if r.joining else ''}"
+                for i, r in enumerate(g.ranks)
+            )
+            return (
+                f"generation {g.number} {g.cause}, interrupts below {g.interrupts_below}: {ranks}"
+            )
         case fx.SendGeneration(generation=g):
             return f"{effect.member_id}: generation {g.number} again"
         case fx.SendStandby():
@@ -470,23 +626,42 @@ def told_effect(effect: fx.Effect) -> str | None:
             after = f" after {effect.finished_steps} steps" if effect.finished_steps else ""
             return f"{effect.member_id}: stop{how}, {effect.reason}{after}"
         case fx.EndSession():
-            return f"{effect.member_id}: session ends" + ("" if effect.error is None else f", {effect.error.reason}")
+            return f"{effect.member_id}: session ends" + (
+                "" if effect.error is None else f", {effect.error.reason}"
+            )
         case fx.EndServerSession():
             return f"server {effect.server_id}: session ends, {effect.error.reason}"
         case fx.SendMembers(member_ids=members):
             to = "servers" if effect.server_id is None else f"server {effect.server_id}"
-            return f"{to}: generation {effect.generation}, {' '.join(members) or 'nobody'}" if effect.server_id else None
+            return (
+                f"{to}: generation {effect.generation}, {' '.join(members) or 'nobody'}"
+                if effect.server_id
+                else None
+            )
         case fx.SendPlace():
             if effect.role is ServerRole.BACKUP:
                 follows = f"follows {effect.primary_address or 'nobody yet'}"
-                return f"server {effect.server_id}: epoch {effect.epoch}, {follows}{', in sync' if effect.in_sync else ''}"
-            backup = f", backup {effect.backup_id}{' in sync' if effect.in_sync else ''}" if effect.backup_id else ""
+                return (
+                    f"server {effect.server_id}: epoch {effect.epoch}, "
+                    f"{follows}{', in sync' if effect.in_sync else ''}"
+                )
+            backup = (
+                f", backup {effect.backup_id}{' in sync' if effect.in_sync else ''}"
+                if effect.backup_id
+                else ""
+            )
             return f"server {effect.server_id}: epoch {effect.epoch}, primary{backup}"
         case fx.SendSettled():
             return f"server {effect.server_id}: settled {effect.move}, epoch {effect.epoch}"
         case fx.SendMove(move=move):
-            moving = f"{','.join(map(str, move.partitions))} to {move.receiver} at {effect.receiver_address or 'nowhere'}"
-            return f"server {effect.server_id}: move {move.number}, {moving}, by life {move.giver_incarnation}"
+            moving = (
+                f"{','.join(map(str, move.partitions))} to {move.receiver} at "
+                f"{effect.receiver_address or 'nowhere'}"
+            )
+            return (
+                f"server {effect.server_id}: move {move.number}, {moving}, by life "
+                f"{move.giver_incarnation}"
+            )
         case fx.StopServer():
             return f"server {effect.server_id}: stop, {effect.reason}"
         case fx.StopServers():

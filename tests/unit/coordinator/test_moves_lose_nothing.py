@@ -1,8 +1,10 @@
-"""Moves of partitions under random deaths: the coordinator's core as it is, and servers that keep to decision 0200, as a model of them.
+"""Moves of partitions under random deaths: the coordinator's core as it is, and servers that keep
+to decision 0200, as a model of them.
 
-A server here is what its disk holds: of each partition how many pushes were applied, what it has taken and not come to own, and what it
-has noted as leaving. What must hold is that of all servers one at most would answer for a partition, that it has each push that was
-acknowledged, once, and that moves come to an end when deaths do.
+A server here is what its disk holds: of each partition how many pushes were applied, what it has
+taken and not come to own, and what it has noted as leaving. What must hold is that of all servers
+one at most would answer for a partition, that it has each push that was acknowledged, once, and
+that moves come to an end when deaths do.
 """
 
 from __future__ import annotations
@@ -88,7 +90,11 @@ class Process:
 
     def serves(self, partition: int) -> bool:
         leaving = self.disk.leaving is not None and partition in self.disk.leaving.move.partitions
-        return partition in self.disk.applied and not leaving and (self.asked is None or partition not in self.asked.partitions)
+        return (
+            partition in self.disk.applied
+            and not leaving
+            and (self.asked is None or partition not in self.asked.partitions)
+        )
 
 
 class Moving(RuleBasedStateMachine):
@@ -98,7 +104,15 @@ class Moving(RuleBasedStateMachine):
     def begin(self, first: int) -> None:
         self.lives = itertools.count()
         self.ms = 0
-        self.state = JobState(spec=JobSpec(job_id="j", min_workers=1, max_workers=1, parameter_servers=first, max_parameter_servers=3))
+        self.state = JobState(
+            spec=JobSpec(
+                job_id="j",
+                min_workers=1,
+                max_workers=1,
+                parameter_servers=first,
+                max_parameter_servers=3,
+            )
+        )
         self.redis = dict(encode_changes(self.state, everything(self.state)).put)
         self.disks = {name: Disk() for name in NAMES}
         self.processes: dict[str, Process] = {}
@@ -112,13 +126,19 @@ class Moving(RuleBasedStateMachine):
         for partition, owner in enumerate(self.owners()):
             self.at(owner).applied[partition] = 0
 
-    # --------------------------------------------------------------------------------------------------------- coordinator
+    # ---------------------------------------------------------------------------------- coordinator
 
     def happen(self, event: Event | None = None) -> Transition:
         now = Now(ms=self.ms, unix_ms=self.ms)
         before = self.state.servers
-        decided = transition(self.state, now, [] if event is None else [event], pulses=Pulses(), nonce="0" * 32)
-        left = [record.attributes["server_id"] for record in decided.records if record.kind == "server_drained"]
+        decided = transition(
+            self.state, now, [] if event is None else [event], pulses=Pulses(), nonce="0" * 32
+        )
+        left = [
+            record.attributes["server_id"]
+            for record in decided.records
+            if record.kind == "server_drained"
+        ]
         self.drained.update(before[name].incarnation for name in left)
         self.state = decided.state
         written = encode_changes(decided.state, decided.changes)
@@ -127,7 +147,11 @@ class Moving(RuleBasedStateMachine):
             del self.redis[name]
         for effect in decided.effects:
             if isinstance(effect, SendSettled | SendMove | StopServer):
-                inbox = self.processes[effect.server_id].inbox if effect.server_id in self.processes else None
+                inbox = (
+                    self.processes[effect.server_id].inbox
+                    if effect.server_id in self.processes
+                    else None
+                )
                 if inbox is not None:
                     inbox.pop(type(effect), None)
                     inbox[type(effect)] = effect
@@ -136,7 +160,11 @@ class Moving(RuleBasedStateMachine):
     def owners(self) -> list[str]:
         """The server of each partition, by the shard map."""
         assert self.state.layout is not None
-        primaries = {server.index: server.server_id for server in self.state.servers.values() if server.role is ServerRole.PRIMARY}
+        primaries = {
+            server.index: server.server_id
+            for server in self.state.servers.values()
+            if server.role is ServerRole.PRIMARY
+        }
         return [primaries[partition.primary] for partition in self.state.layout.partitions]
 
     def at(self, name: str) -> Disk:
@@ -157,12 +185,14 @@ class Moving(RuleBasedStateMachine):
     def drain(self, name: str) -> None:
         self.happen(ServerDrainRequested(server_id=name, reason="r"))
 
-    # ------------------------------------------------------------------------------------------------------------- servers
+    # -------------------------------------------------------------------------------------- servers
 
     @rule(name=st.sampled_from(NAMES))
     def start(self, name: str) -> None:
         if name not in self.processes:
-            self.processes[name] = Process(name=name, incarnation=str(next(self.lives)), disk=self.disks[name])
+            self.processes[name] = Process(
+                name=name, incarnation=str(next(self.lives)), disk=self.disks[name]
+            )
             self.connect(name)
 
     @rule(name=st.sampled_from(NAMES))
@@ -172,7 +202,14 @@ class Moving(RuleBasedStateMachine):
         if process is None:
             return
         process.inbox = {}
-        event = ServerRegistered(server_id=name, address=f"{name}:1", metrics_address="", host="h", pid=1, incarnation=process.incarnation)
+        event = ServerRegistered(
+            server_id=name,
+            address=f"{name}:1",
+            metrics_address="",
+            host="h",
+            pid=1,
+            incarnation=process.incarnation,
+        )
         (outcome,) = self.happen(event).outcomes
         if isinstance(outcome, ShoalError):
             assert outcome.reason == "SERVERS_COMPLETE"
@@ -203,7 +240,11 @@ class Moving(RuleBasedStateMachine):
             able: list[tuple[Callable[[str], None], str]] = []
             for name, process in sorted(self.processes.items()):
                 able += [(self.read, name)] if process.inbox else []
-                able += [(self.hand_over, name), (self.arrive_first, name)] if process.asked is not None else []
+                able += (
+                    [(self.hand_over, name), (self.arrive_first, name)]
+                    if process.asked is not None
+                    else []
+                )
                 able += [(self.note, name)] if process.handed_to else []
                 able += [(self.report, name)] if process.disk.leaving is not None else []
             if able:
@@ -221,16 +262,27 @@ class Moving(RuleBasedStateMachine):
             case SendMove(move=move):
                 self.hear_move(process, move)
             case StopServer():
-                assert not any(process.serves(partition) for partition in range(PARTITIONS)), "it was to give away all first"
+                assert not any(process.serves(partition) for partition in range(PARTITIONS)), (
+                    "it was to give away all first"
+                )
                 self.kill(name, noticed=True)
 
     def hear_settled(self, process: Process, settled: int) -> None:
         disk = process.disk
         process.heard = max(process.heard, settled)
-        owned = {partition for partition, owner in enumerate(self.owners()) if owner == process.name}
-        for number in sorted((number for number in disk.taken if number <= settled), reverse=True):  # older copies may come late
+        owned = {
+            partition for partition, owner in enumerate(self.owners()) if owner == process.name
+        }
+        for number in sorted((number for number in disk.taken if number <= settled), reverse=True):
+            # older copies may come late
             came = disk.taken.pop(number)
-            disk.applied.update({partition: pushes for partition, pushes in came.items() if partition in owned - disk.applied.keys()})
+            disk.applied.update(
+                {
+                    partition: pushes
+                    for partition, pushes in came.items()
+                    if partition in owned - disk.applied.keys()
+                }
+            )
         if disk.leaving is not None and disk.leaving.move.number <= settled:
             disk.leaving = None
         if process.asked is not None and process.asked.number <= settled:
@@ -256,8 +308,16 @@ class Moving(RuleBasedStateMachine):
         for server in self.state.servers.values():
             receiver = self.processes.get(server.server_id)
             if server.index == process.asked.receiver and receiver is not None:
-                values = {partition: process.disk.applied[partition] for partition in process.asked.partitions}
-                copy = Copy(move=process.asked.number, giver=process.incarnation, receiver=receiver.incarnation, values=values)
+                values = {
+                    partition: process.disk.applied[partition]
+                    for partition in process.asked.partitions
+                }
+                copy = Copy(
+                    move=process.asked.number,
+                    giver=process.incarnation,
+                    receiver=receiver.incarnation,
+                    values=values,
+                )
                 self.on_their_way.append(copy)
 
     def arrive_first(self, giver: str) -> None:
@@ -267,13 +327,18 @@ class Moving(RuleBasedStateMachine):
                 return
 
     def arrive(self, position: int) -> None:
-        """A copy is on the receiver's disk, and the giver hears of it, as far as both are still there."""
+        """A copy is on the receiver's disk, and the giver hears of it, as far as both are still
+        there."""
         copy = self.on_their_way.pop(position)
         for receiver in self.processes.values():
             if receiver.incarnation == copy.receiver and copy.move > receiver.heard:
                 receiver.disk.taken[copy.move] = copy.values
                 for giver in self.processes.values():
-                    if giver.incarnation == copy.giver and giver.asked is not None and giver.asked.number == copy.move:
+                    if (
+                        giver.incarnation == copy.giver
+                        and giver.asked is not None
+                        and giver.asked.number == copy.move
+                    ):
                         giver.handed_to = copy.receiver
 
     def note(self, name: str) -> None:
@@ -299,13 +364,24 @@ class Moving(RuleBasedStateMachine):
 
     def refuse(self, process: Process, move: Move) -> None:
         if process.inbox is not None:
-            self.happen(MoveReported(server_id=process.name, move=move.number, taken=False, reason="r"))
+            self.happen(
+                MoveReported(server_id=process.name, move=move.number, taken=False, reason="r")
+            )
 
     def report(self, name: str) -> None:
         """The giver says that they were taken; it may say so again."""
         process = self.processes.get(name)
-        if process is not None and process.inbox is not None and (leaving := process.disk.leaving) is not None:
-            event = MoveReported(server_id=name, move=leaving.move.number, taken=True, receiver_incarnation=leaving.taken_by)
+        if (
+            process is not None
+            and process.inbox is not None
+            and (leaving := process.disk.leaving) is not None
+        ):
+            event = MoveReported(
+                server_id=name,
+                move=leaving.move.number,
+                taken=True,
+                receiver_incarnation=leaving.taken_by,
+            )
             self.happen(event)
 
     @rule(partition=st.integers(min_value=0, max_value=PARTITIONS - 1))
@@ -317,7 +393,7 @@ class Moving(RuleBasedStateMachine):
                 self.acknowledged[partition] += 1
                 return
 
-    # ---------------------------------------------------------------------------------------------------------- invariants
+    # ----------------------------------------------------------------------------------- invariants
 
     @invariant()
     def one_server_at_most_answers_for_a_partition_and_has_all_that_was_acknowledged(self) -> None:
@@ -333,7 +409,11 @@ class Moving(RuleBasedStateMachine):
     @invariant()
     def what_is_decided_is_written(self) -> None:
         read = decode_state(self.redis)
-        assert (read.moves, read.layout, read.servers) == (self.state.moves, self.state.layout, self.state.servers)
+        assert (read.moves, read.layout, read.servers) == (
+            self.state.moves,
+            self.state.layout,
+            self.state.servers,
+        )
 
     @invariant()
     def what_the_map_names_has_all_that_was_acknowledged_on_its_disk(self) -> None:
@@ -341,13 +421,21 @@ class Moving(RuleBasedStateMachine):
             return
         for partition, owner in enumerate(self.owners()):
             disk = self.at(owner)
-            came = [number for number, taken in disk.taken.items() if partition in taken and number <= self.state.moves.settled]
-            assert disk.applied.get(partition, disk.taken[max(came)][partition] if came else None) == self.acknowledged[partition]
+            came = [
+                number
+                for number, taken in disk.taken.items()
+                if partition in taken and number <= self.state.moves.settled
+            ]
+            assert (
+                disk.applied.get(partition, disk.taken[max(came)][partition] if came else None)
+                == self.acknowledged[partition]
+            )
 
     @precondition(lambda self: self.state.layout is not None)
     @rule()
     def calm(self) -> None:
-        """Nobody dies for a while: moves end, and all partitions are served by servers with equal shares."""
+        """Nobody dies for a while: moves end, and all partitions are served by servers with equal
+        shares."""
         owning = {server.server_id for server in self.state.servers.values()}
         for name in sorted(owning):
             self.lose(name)
@@ -410,7 +498,10 @@ def test_a_copy_that_a_dead_giver_had_sent_is_not_taken_for_that_of_the_next_pro
 def test_of_the_processes_that_were_drained_the_last_hundred_are_remembered() -> None:
     job = Moving()
     job.begin(first=1)
-    drained = {f"d{number}": Drained(incarnation=f"i{number}", index=1, reason="r") for number in range(100)}
+    drained = {
+        f"d{number}": Drained(incarnation=f"i{number}", index=1, reason="r")
+        for number in range(100)
+    }
     job.state = replace(job.state, moves=replace(job.state.moves, drained=drained))
     job.start("s1")
     for _ in ("settled", "move"):

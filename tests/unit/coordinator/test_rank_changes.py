@@ -10,11 +10,28 @@ import pytest
 from shoal_common import rank_table
 from shoal_common.errors import CorruptDataError
 from shoal_coordinator.membership.effects import SendStandby
-from shoal_coordinator.membership.events import Ending, LeaveReason, MemberJoined, MemberLeft, MemberLost, MemberReady, RunWanted
+from shoal_coordinator.membership.events import (
+    Ending,
+    LeaveReason,
+    MemberJoined,
+    MemberLeft,
+    MemberLost,
+    MemberReady,
+    RunWanted,
+)
 from shoal_coordinator.membership.pulse import Pulses, attached
 from shoal_coordinator.membership.rank_changes import MOST_ADDED, change_between
 from shoal_coordinator.membership.spec import JobSpec, Policy
-from shoal_coordinator.membership.state import Cause, Generation, Identity, JobPhase, JobState, Now, Rank, RunId
+from shoal_coordinator.membership.state import (
+    Cause,
+    Generation,
+    Identity,
+    JobPhase,
+    JobState,
+    Now,
+    Rank,
+    RunId,
+)
 from shoal_coordinator.membership.transition import Transition, job_created, transition
 from shoal_coordinator.service.responses import announcement
 from shoal_coordinator.state.codec import decode_state, encode_changes, everything
@@ -36,19 +53,31 @@ def identity(number: int) -> Identity:
 
 
 def rank(name: str, host: str = "h") -> Rank:
-    return Rank(member_id=name, host=host, local_rank=0, local_world_size=1, donor_address="", joining=False)
+    return Rank(
+        member_id=name, host=host, local_rank=0, local_world_size=1, donor_address="", joining=False
+    )
 
 
 def generation(names: str, number: int = 1) -> Generation:
     ranks = tuple(map(rank, names))
-    return Generation(number=number, nonce="0" * 32, cause=Cause.START, ranks=ranks, interrupts_below=1, created_unix_ms=0)
+    return Generation(
+        number=number,
+        nonce="0" * 32,
+        cause=Cause.START,
+        ranks=ranks,
+        interrupts_below=1,
+        created_unix_ms=0,
+    )
 
 
 class Job:
     """A job and its fields in Redis."""
 
     def __init__(self) -> None:
-        self.state = job_created(JobSpec(job_id="j", min_workers=MEMBERS // 2, max_workers=MEMBERS, join_grace_ms=0), RunId())
+        self.state = job_created(
+            JobSpec(job_id="j", min_workers=MEMBERS // 2, max_workers=MEMBERS, join_grace_ms=0),
+            RunId(),
+        )
         self.disk = dict(encode_changes(self.state, everything(self.state)).put)
         self.written: dict[str, str] = {}
         self.work_in = 0
@@ -60,7 +89,9 @@ class Job:
         pulse = replace(attached(None, self._ms), generation=self.work_in)
         pulses = Pulses(members=dict.fromkeys(self.state.members, pulse))
         now = Now(ms=self._ms, unix_ms=self._ms)
-        decided = transition(self.state, now, events, pulses=pulses, nonce=f"{self._ms:032x}", policy=Policy())  # type: ignore[arg-type]
+        decided = transition(
+            self.state, now, events, pulses=pulses, nonce=f"{self._ms:032x}", policy=Policy()
+        )  # type: ignore[arg-type]
         written = encode_changes(decided.state, decided.changes)
         self.written = dict(written.put)
         self.disk |= written.put
@@ -70,11 +101,18 @@ class Job:
         return decided
 
     def begin(self) -> None:
-        self.happen(*(MemberJoined(identity=identity(number), last_generation=0) for number in range(MEMBERS)))
+        self.happen(
+            *(
+                MemberJoined(identity=identity(number), last_generation=0)
+                for number in range(MEMBERS)
+            )
+        )
         self.happen(*(MemberReady(member_id=f"m{number}") for number in range(MEMBERS)))
 
     def lose(self, *names: str) -> Transition:
-        return self.happen(*(MemberLost(member_id=name, ending=Ending.PROCESS_EXITED, detail="") for name in names))
+        return self.happen(
+            *(MemberLost(member_id=name, ending=Ending.PROCESS_EXITED, detail="") for name in names)
+        )
 
     def read(self) -> JobState:
         return decode_state(self.disk)
@@ -92,7 +130,9 @@ class Job:
         ("abc", "abc", (), ()),
     ],
 )
-def test_a_change_is_who_has_gone_and_who_has_come(before: str, after: str, removed: tuple[int, ...], added: tuple[int, ...]) -> None:
+def test_a_change_is_who_has_gone_and_who_has_come(
+    before: str, after: str, removed: tuple[int, ...], added: tuple[int, ...]
+) -> None:
     old, ranks = generation(before), tuple(map(rank, after))
     change = change_between(old, ranks)
     assert change is not None
@@ -107,7 +147,12 @@ def test_what_follows_from_any_change_is_the_new_table() -> None:
         after = "".join(shuffled.sample("abcdefghijklmnop", shuffled.randint(1, 12)))
         change = change_between(generation(before), tuple(map(rank, after)))
         assert change is not None
-        assert "".join(rank_table.follow(before, change.removed, [(at, after[at]) for at in change.added])) == after
+        assert (
+            "".join(
+                rank_table.follow(before, change.removed, [(at, after[at]) for at in change.added])
+            )
+            == after
+        )
 
 
 def test_a_member_that_serves_its_state_elsewhere_is_told_anew() -> None:
@@ -123,9 +168,19 @@ def test_more_than_is_worth_telling_is_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("removed", "added"), [((5,), ()), ((-1,), ()), ((1, 1), ()), ((), ((5, "x"),)), ((), ((1, "x"), (1, "y"))), ((), ((-1, "x"),))]
+    ("removed", "added"),
+    [
+        ((5,), ()),
+        ((-1,), ()),
+        ((1, 1), ()),
+        ((), ((5, "x"),)),
+        ((), ((1, "x"), (1, "y"))),
+        ((), ((-1, "x"),)),
+    ],
 )
-def test_a_change_that_does_not_fit_its_table_is_refused(removed: tuple[int, ...], added: tuple[tuple[int, str], ...]) -> None:
+def test_a_change_that_does_not_fit_its_table_is_refused(
+    removed: tuple[int, ...], added: tuple[tuple[int, str], ...]
+) -> None:
     with pytest.raises(CorruptDataError):
         rank_table.follow("abc", removed, added)
 
@@ -166,12 +221,19 @@ def test_the_next_run_begins_without_the_table_of_the_one_before_and_its_changes
     job.lose("m1")
     job.lose("m2")
     assert {"ranks", "generation", "change:2", "change:3"} <= job.disk.keys()
-    job.happen(*(MemberLeft(member_id=name, reason=LeaveReason.FINISHED, detail="") for name in job.state.members))
+    job.happen(
+        *(
+            MemberLeft(member_id=name, reason=LeaveReason.FINISHED, detail="")
+            for name in job.state.members
+        )
+    )
     assert job.state.phase is JobPhase.FINISHED
     job.happen(RunWanted(spec=job.state.spec))
     assert job.state.run.number == 2
     assert job.state.generation is None
-    assert not [name for name in job.disk if name in ("ranks", "generation") or name.startswith("change:")]
+    assert not [
+        name for name in job.disk if name in ("ranks", "generation") or name.startswith("change:")
+    ]
     assert job.read().run == job.state.run
     job.begin()
     assert job.read().generation == job.state.generation
@@ -182,7 +244,10 @@ def test_a_change_that_is_missing_or_of_another_table_is_no_state() -> None:
     job.begin()
     for name in ("m1", "m2"):
         job.lose(name)
-    for disk in ({name: value for name, value in job.disk.items() if name != "change:2"}, job.disk | {"change:3": job.disk["change:2"]}):
+    for disk in (
+        {name: value for name, value in job.disk.items() if name != "change:2"},
+        job.disk | {"change:3": job.disk["change:2"]},
+    ):
         with pytest.raises(CorruptDataError, match=r"change:[23]"):
             decode_state(disk)
 
@@ -192,9 +257,22 @@ def test_a_table_that_an_older_release_wrote_is_read_and_the_next_one_is_written
     job.begin()
     assert job.state.generation is not None
     head = json.loads(job.disk["generation"])
-    names = ("member_id", "host", "local_rank", "local_world_size", "donor_address", "joining", "donor_key")
-    older = {name: head[name] for name in ("number", "nonce", "cause", "interrupts_below", "created_unix_ms")}
-    older["ranks"] = [{name: getattr(each, name) for name in names} for each in job.state.generation.ranks]
+    names = (
+        "member_id",
+        "host",
+        "local_rank",
+        "local_world_size",
+        "donor_address",
+        "joining",
+        "donor_key",
+    )
+    older = {
+        name: head[name]
+        for name in ("number", "nonce", "cause", "interrupts_below", "created_unix_ms")
+    }
+    older["ranks"] = [
+        {name: getattr(each, name) for name in names} for each in job.state.generation.ranks
+    ]
     job.disk["generation"] = json.dumps(older)
     job.disk["header"] = job.disk["header"].replace('"format":4', '"format":3')
     del job.disk["ranks"]
@@ -219,7 +297,9 @@ def test_a_death_is_announced_to_a_large_world_in_less_than_two_hundred_bytes() 
     assert [each.rank for each in read] == list(range(MEMBERS - 1))
     assert {each.generation.number for each in read} == {2}
     assert list(read[0].generation.change.removed) == [17]
-    assert read[0].generation.table_digest == rank_table.digest(each.line for each in job.state.generation.ranks)
+    assert read[0].generation.table_digest == rank_table.digest(
+        each.line for each in job.state.generation.ranks
+    )
     assert read[0].generation.most_local_ranks == 8
 
 
@@ -229,12 +309,14 @@ def test_a_small_world_is_told_whole() -> None:
     assert told.rank == 2
 
 
-def test_who_has_worked_in_a_generation_holds_state_also_for_a_coordinator_that_was_restarted_since() -> None:
+def test_a_member_of_a_generation_holds_state_also_for_a_restarted_coordinator() -> None:
     job = Job()
     job.begin()
     job.work_in = 1
     job.lose("m0")
-    assert sum(map(len, job.written.values())) < 1500, "that they have worked is not written for each of them"
+    assert sum(map(len, job.written.values())) < 1500, (
+        "that they have worked is not written for each of them"
+    )
     job.state, job.work_in = job.read(), 0
     job.lose("m1")
     assert job.state.generation is not None
@@ -254,11 +336,17 @@ def test_who_has_worked_holds_state_also_after_its_place_is_gone() -> None:
 
 def test_while_thousands_come_those_that_wait_are_not_told_again_with_each_of_them() -> None:
     job = Job()
-    job.state = job_created(JobSpec(job_id="j", min_workers=5000, max_workers=5000, join_grace_ms=0), RunId())
+    job.state = job_created(
+        JobSpec(job_id="j", min_workers=5000, max_workers=5000, join_grace_ms=0), RunId()
+    )
     told = 0
     for first in range(0, 4000, 400):
         numbers = range(first, first + 400)
-        job.happen(*(MemberJoined(identity=identity(number), last_generation=0) for number in numbers))
-        decided = job.happen(*(MemberReady(member_id=f"m{number}") for number in numbers), after_ms=1000)
+        job.happen(
+            *(MemberJoined(identity=identity(number), last_generation=0) for number in numbers)
+        )
+        decided = job.happen(
+            *(MemberReady(member_id=f"m{number}") for number in numbers), after_ms=1000
+        )
         told += sum(isinstance(effect, SendStandby) for effect in decided.effects)
     assert 0 < told < 4000

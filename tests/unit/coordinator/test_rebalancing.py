@@ -7,12 +7,21 @@ from collections.abc import Collection
 import hypothesis.strategies as st
 from hypothesis import given
 from shoal_coordinator.membership.rebalancing import MOST_BYTES, next_move
-from shoal_coordinator.membership.shards import SMALLEST_FULL_BYTES, Partition, Piece, ShardLayout, TensorSpec, lay_out
+from shoal_coordinator.membership.shards import (
+    SMALLEST_FULL_BYTES,
+    Partition,
+    Piece,
+    ShardLayout,
+    TensorSpec,
+    lay_out,
+)
 
 KIB = 1 << 10
 MIB = 1 << 20
 
-sizes = st.one_of(st.integers(min_value=1, max_value=8 * MIB), st.sampled_from([40, 64 * KIB, MIB, 8 * MIB]))
+sizes = st.one_of(
+    st.integers(min_value=1, max_value=8 * MIB), st.sampled_from([40, 64 * KIB, MIB, 8 * MIB])
+)
 servers = st.integers(min_value=0, max_value=6)
 
 
@@ -20,9 +29,15 @@ def layout_of(partitions: Collection[tuple[int, int, bool]]) -> ShardLayout:
     """One tensor for each partition, given as its bytes, its owner and whether it is frozen."""
     return ShardLayout(
         epoch=1,
-        tensors=tuple(TensorSpec(name=f"t{i}", shape=(size, 1), dtype="float32", frozen=f) for i, (size, _, f) in enumerate(partitions)),
+        tensors=tuple(
+            TensorSpec(name=f"t{i}", shape=(size, 1), dtype="float32", frozen=f)
+            for i, (size, _, f) in enumerate(partitions)
+        ),
         partitions=tuple(
-            Partition(pieces=(Piece(tensor_index=index, offset=0, length=max(1, size // 4)),), primary=owner)
+            Partition(
+                pieces=(Piece(tensor_index=index, offset=0, length=max(1, size // 4)),),
+                primary=owner,
+            )
             for index, (size, owner, _) in enumerate(partitions)
         ),
     )
@@ -37,24 +52,39 @@ def loads(layout: ShardLayout, indices: Collection[int], *, frozen: bool) -> dic
 
 
 def largest(layout: ShardLayout, *, frozen: bool) -> int:
-    kind = (size for partition, size in zip(layout.partitions, layout.sizes, strict=True) if layout.is_frozen(partition) is frozen)
+    kind = (
+        size
+        for partition, size in zip(layout.partitions, layout.sizes, strict=True)
+        if layout.is_frozen(partition) is frozen
+    )
     return max(kind, default=0)
 
 
 def rebalanced(
-    layout: ShardLayout, *, givers: Collection[int], receivers: Collection[int], draining: Collection[int] = ()
+    layout: ShardLayout,
+    *,
+    givers: Collection[int],
+    receivers: Collection[int],
+    draining: Collection[int] = (),
 ) -> tuple[ShardLayout, int]:
     """The layout after all moves, and how many there were. Each move is checked."""
     moves = 0
-    while (plan := next_move(layout, givers=givers, receivers=receivers, draining=draining)) is not None:
+    while (
+        plan := next_move(layout, givers=givers, receivers=receivers, draining=draining)
+    ) is not None:
         assert plan.giver != plan.receiver
         assert plan.giver in givers
         assert plan.receiver in receivers
         assert plan.receiver not in draining
         assert plan.partitions
         assert list(plan.partitions) == sorted(set(plan.partitions))
-        assert all(layout.partitions[partition].primary == plan.giver for partition in plan.partitions)
-        assert sum(max(layout.sizes[partition], SMALLEST_FULL_BYTES) for partition in plan.partitions) <= MOST_BYTES
+        assert all(
+            layout.partitions[partition].primary == plan.giver for partition in plan.partitions
+        )
+        assert (
+            sum(max(layout.sizes[partition], SMALLEST_FULL_BYTES) for partition in plan.partitions)
+            <= MOST_BYTES
+        )
         layout = layout.moved(plan.partitions, plan.receiver)
         moves += 1
         assert moves <= 2 * len(layout.partitions), "partitions go to and fro"
@@ -77,7 +107,9 @@ def test_moves_end_with_equal_shares_and_nothing_left_with_those_that_drain(
         assert after == layout
         return
     assert not after.shares.keys() & draining
-    assert [partition.pieces for partition in after.partitions] == [partition.pieces for partition in layout.partitions]
+    assert [partition.pieces for partition in after.partitions] == [
+        partition.pieces for partition in layout.partitions
+    ]
     for frozen in (False, True):
         shares = loads(after, staying, frozen=frozen).values()
         assert max(shares) - min(shares) <= largest(layout, frozen=frozen)
@@ -90,15 +122,31 @@ def test_moves_end_with_equal_shares_and_nothing_left_with_those_that_drain(
     draining=st.sets(servers, max_size=3),
 )
 def test_moves_end_whoever_can_give_and_take(
-    partitions: list[tuple[int, int, bool]], givers: set[int], receivers: set[int], draining: set[int]
+    partitions: list[tuple[int, int, bool]],
+    givers: set[int],
+    receivers: set[int],
+    draining: set[int],
 ) -> None:
     rebalanced(layout_of(partitions), givers=givers, receivers=receivers, draining=draining)
 
 
-@given(tensors=st.lists(st.tuples(st.integers(min_value=1, max_value=1 << 22), st.booleans()), max_size=30), count=st.integers(1, 9))
+@given(
+    tensors=st.lists(
+        st.tuples(st.integers(min_value=1, max_value=1 << 22), st.booleans()), max_size=30
+    ),
+    count=st.integers(1, 9),
+)
 def test_what_was_just_laid_out_stays_as_it_is(tensors: list[tuple[int, bool]], count: int) -> None:
-    specs = [TensorSpec(name=f"t{i}", shape=(length,), dtype="float32", frozen=frozen) for i, (length, frozen) in enumerate(tensors)]
-    assert next_move(lay_out(specs, range(count)), givers=range(count), receivers=range(count), draining=()) is None
+    specs = [
+        TensorSpec(name=f"t{i}", shape=(length,), dtype="float32", frozen=frozen)
+        for i, (length, frozen) in enumerate(tensors)
+    ]
+    assert (
+        next_move(
+            lay_out(specs, range(count)), givers=range(count), receivers=range(count), draining=()
+        )
+        is None
+    )
 
 
 def test_a_server_that_comes_gets_an_equal_share_and_no_byte_moves_twice() -> None:
@@ -106,7 +154,11 @@ def test_a_server_that_comes_gets_an_equal_share_and_no_byte_moves_twice() -> No
     after, moves = rebalanced(layout, givers=range(4), receivers=range(4))
     shares = loads(after, range(4), frozen=False)
     assert all(abs(share - 320 * MIB) <= 8 * MIB for share in shares.values())
-    before = {index for index, partition in enumerate(layout.partitions) if partition.primary != after.partitions[index].primary}
+    before = {
+        index
+        for index, partition in enumerate(layout.partitions)
+        if partition.primary != after.partitions[index].primary
+    }
     assert all(after.partitions[index].primary == 3 for index in before)
     assert moves <= 320 // 32 + 3, "as few as their size lets them be"
 
@@ -116,7 +168,11 @@ def test_a_server_that_leaves_gives_to_whom_has_least() -> None:
     after, moves = rebalanced(layout, givers=range(4), receivers=range(4), draining={1})
     shares = loads(after, (0, 2, 3), frozen=False)
     assert all(abs(share - 320 * MIB) <= 8 * MIB for share in shares.values())
-    assert all(after.partitions[index].primary == p.primary for index, p in enumerate(layout.partitions) if p.primary != 1)
+    assert all(
+        after.partitions[index].primary == p.primary
+        for index, p in enumerate(layout.partitions)
+        if p.primary != 1
+    )
     assert moves <= 240 // 32 + 3
 
 
@@ -128,10 +184,17 @@ def test_thousands_of_tiny_partitions_do_not_all_go_at_once() -> None:
 
 
 def test_where_each_partition_is_more_than_its_share_the_smallest_goes() -> None:
-    layout = layout_of([(size * MIB, owner, False) for owner in range(3) for size in (8, 6, 6)] + [(8 * MIB, 3, False)])
+    layout = layout_of(
+        [(size * MIB, owner, False) for owner in range(3) for size in (8, 6, 6)]
+        + [(8 * MIB, 3, False)]
+    )
     plan = next_move(layout, givers=range(4), receivers=range(4), draining=())
     assert plan is not None
-    assert (plan.giver, plan.receiver, [layout.sizes[partition] for partition in plan.partitions]) == (0, 3, [6 * MIB])
+    assert (
+        plan.giver,
+        plan.receiver,
+        [layout.sizes[partition] for partition in plan.partitions],
+    ) == (0, 3, [6 * MIB])
 
 
 def test_nobody_gives_or_takes_that_cannot() -> None:

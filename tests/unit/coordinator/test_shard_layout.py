@@ -1,4 +1,5 @@
-"""The shard map: every element once, small enough partitions, even loads, the same answer every time."""
+"""The shard map: every element once, small enough partitions, even loads, the same answer every
+time."""
 
 from __future__ import annotations
 
@@ -31,15 +32,22 @@ tensors = st.lists(
     max_size=30,
 )
 
-TABLE = TableSpec.with_defaults(buckets=16, seed=1, initializer="zeros", scale=0.0, optimizer="sgd", hyperparameters={})
+TABLE = TableSpec.with_defaults(
+    buckets=16, seed=1, initializer="zeros", scale=0.0, optimizer="sgd", hyperparameters={}
+)
 
 
 def size_of(layout: ShardLayout, partition: Partition) -> int:
-    return sum(piece.length * ITEM_BYTES[layout.tensors[piece.tensor_index].dtype] for piece in partition.pieces)
+    return sum(
+        piece.length * ITEM_BYTES[layout.tensors[piece.tensor_index].dtype]
+        for piece in partition.pieces
+    )
 
 
 @given(tensors=tensors, servers=st.integers(min_value=1, max_value=9))
-def test_each_element_lies_in_exactly_one_partition_of_at_most_eight_mebibytes(tensors: list[TensorSpec], servers: int) -> None:
+def test_each_element_lies_in_exactly_one_partition_of_at_most_eight_mebibytes(
+    tensors: list[TensorSpec], servers: int
+) -> None:
     layout = lay_out(tensors, range(servers))
     pieces = [piece for partition in layout.partitions for piece in partition.pieces]
     assert len(pieces) == count_pieces(tensors)
@@ -48,7 +56,9 @@ def test_each_element_lies_in_exactly_one_partition_of_at_most_eight_mebibytes(t
         assert piece.offset == covered[piece.tensor_index], "without holes"
         covered[piece.tensor_index] += piece.length
     assert covered == [tensor.elements for tensor in tensors]
-    assert all(0 < size_of(layout, partition) <= LARGEST_PIECE_BYTES for partition in layout.partitions)
+    assert all(
+        0 < size_of(layout, partition) <= LARGEST_PIECE_BYTES for partition in layout.partitions
+    )
 
 
 @given(tensors=tensors, servers=st.integers(min_value=1, max_value=9))
@@ -56,22 +66,47 @@ def test_what_is_packed_together_is_of_one_dtype_and_trained_alike_in_the_order_
     tensors: list[TensorSpec], servers: int
 ) -> None:
     for partition in lay_out(tensors, range(servers)).partitions:
-        assert len({(tensors[piece.tensor_index].dtype, tensors[piece.tensor_index].frozen) for piece in partition.pieces}) == 1
-        assert len({piece.tensor_index for piece in partition.pieces if tensors[piece.tensor_index].apart}) <= 1
+        assert (
+            len(
+                {
+                    (tensors[piece.tensor_index].dtype, tensors[piece.tensor_index].frozen)
+                    for piece in partition.pieces
+                }
+            )
+            == 1
+        )
+        assert (
+            len(
+                {
+                    piece.tensor_index
+                    for piece in partition.pieces
+                    if tensors[piece.tensor_index].apart
+                }
+            )
+            <= 1
+        )
         assert len({tensors[piece.tensor_index].apart for piece in partition.pieces}) == 1
         places = [(piece.tensor_index, piece.offset) for piece in partition.pieces]
         assert places == sorted(places)
 
 
 @given(tensors=tensors, servers=st.integers(min_value=1, max_value=9))
-def test_no_server_holds_more_than_one_partition_above_another_of_either_kind(tensors: list[TensorSpec], servers: int) -> None:
+def test_no_server_holds_more_than_one_partition_above_another_of_either_kind(
+    tensors: list[TensorSpec], servers: int
+) -> None:
     layout = lay_out(tensors, range(servers))
     for frozen in (False, True):
         loads = [0] * servers
-        kind = [partition for partition in layout.partitions if tensors[partition.pieces[0].tensor_index].frozen is frozen]
+        kind = [
+            partition
+            for partition in layout.partitions
+            if tensors[partition.pieces[0].tensor_index].frozen is frozen
+        ]
         for partition in kind:
             loads[partition.primary] += size_of(layout, partition)
-        assert max(loads) - min(loads) <= max((size_of(layout, partition) for partition in kind), default=0)
+        assert max(loads) - min(loads) <= max(
+            (size_of(layout, partition) for partition in kind), default=0
+        )
 
 
 @given(tensors=tensors, servers=st.integers(min_value=1, max_value=9))
@@ -80,7 +115,10 @@ def test_equal_declarations_are_laid_out_equally(tensors: list[TensorSpec], serv
 
 
 def test_a_large_model_is_spread_within_ten_percent() -> None:
-    model = [TensorSpec(name=f"layer{i}", shape=(4096, 4096 + 64 * i), dtype="float32") for i in range(32)]
+    model = [
+        TensorSpec(name=f"layer{i}", shape=(4096, 4096 + 64 * i), dtype="float32")
+        for i in range(32)
+    ]
     loads = [0] * 7
     for partition in lay_out(model, range(7)).partitions:
         loads[partition.primary] += sum(piece.length for piece in partition.pieces)
@@ -104,13 +142,24 @@ def test_a_large_tensor_is_cut_between_rows() -> None:
         for piece in partition.pieces:
             assert piece.offset % 300 == piece.length % 300 == 0
     (wide,) = [TensorSpec(name="wide", shape=(2, 5 << 20), dtype="float32")]
-    assert [piece.length for partition in lay_out([wide], range(1)).partitions for piece in partition.pieces] == [2 << 20] * 5
+    assert [
+        piece.length
+        for partition in lay_out([wide], range(1)).partitions
+        for piece in partition.pieces
+    ] == [2 << 20] * 5
 
 
 def test_what_is_trained_beside_a_large_frozen_model_is_spread_over_all_servers() -> None:
-    frozen = [TensorSpec(name=f"layer{i}", shape=(4096, 4096), dtype="float32", frozen=True) for i in range(16)]
+    frozen = [
+        TensorSpec(name=f"layer{i}", shape=(4096, 4096), dtype="float32", frozen=True)
+        for i in range(16)
+    ]
     trained = [TensorSpec(name=f"lora{i}", shape=(4096, 8), dtype="float32") for i in range(32)]
-    layout = lay_out([tensor for pair in zip(frozen, trained[:16], strict=True) for tensor in pair] + trained[16:], range(8))
+    layout = lay_out(
+        [tensor for pair in zip(frozen, trained[:16], strict=True) for tensor in pair]
+        + trained[16:],
+        range(8),
+    )
     loads = [0] * 8
     for partition in layout.partitions:
         if not layout.tensors[partition.pieces[0].tensor_index].frozen:
@@ -119,7 +168,9 @@ def test_what_is_trained_beside_a_large_frozen_model_is_spread_over_all_servers(
 
 
 def test_tensors_that_are_to_be_apart_share_no_partition() -> None:
-    model = [TensorSpec(name=f"layer{i}", shape=(8,), dtype="float32", apart=True) for i in range(5)]
+    model = [
+        TensorSpec(name=f"layer{i}", shape=(8,), dtype="float32", apart=True) for i in range(5)
+    ]
     assert [len(partition.pieces) for partition in lay_out(model, range(2)).partitions] == [1] * 5
 
 
@@ -133,10 +184,14 @@ def test_tables_are_spread_in_buckets_behind_the_dense_tensors() -> None:
     assert count_pieces(tensors) == 33
     assert [partition.bucket for partition in layout.partitions[:1]] == [None]
     buckets = [partition.bucket for partition in layout.partitions[1:]]
-    assert [(each.tensor_index, each.number) for each in buckets if each is not None] == [(0, n) for n in range(16)] + [
-        (2, n) for n in range(16)
+    assert [(each.tensor_index, each.number) for each in buckets if each is not None] == [
+        (0, n) for n in range(16)
+    ] + [(2, n) for n in range(16)]
+    assert sorted(Counter(partition.primary for partition in layout.partitions[1:]).values()) == [
+        10,
+        11,
+        11,
     ]
-    assert sorted(Counter(partition.primary for partition in layout.partitions[1:]).values()) == [10, 11, 11]
     assert not any(partition.pieces for partition in layout.partitions[1:])
     assert not any(layout.is_frozen(partition) for partition in layout.partitions)
     assert set(layout.sizes[1:]) == {LARGEST_PIECE_BYTES}

@@ -13,7 +13,10 @@ SPEC = JobSpec(job_id="j", min_workers=1, max_workers=2, parameter_servers=2)
 
 def test_moves_and_places_that_drain_are_read_as_they_were_written() -> None:
     move = Move(number=4, partitions=(0, 3, 7), giver=0, giver_incarnation="first", receiver=2)
-    state = JobState(spec=SPEC, moves=Moves(settled=3, under_way=move, draining={0: "its machine is wanted", 12: "r"}))
+    state = JobState(
+        spec=SPEC,
+        moves=Moves(settled=3, under_way=move, draining={0: "its machine is wanted", 12: "r"}),
+    )
     assert decode_state(encode_changes(state, everything(state)).put) == state
 
 

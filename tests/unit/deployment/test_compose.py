@@ -1,4 +1,5 @@
-"""What compose's own tools accept although it cannot work: names that lead nowhere, waiting for the health of what has no health check."""
+"""What compose's own tools accept although it cannot work: names that lead nowhere, waiting for the
+health of what has no health check."""
 
 from __future__ import annotations
 
@@ -32,23 +33,33 @@ STAGES = stages()
 
 
 def has_healthcheck(service: dict[str, Any]) -> bool:
-    return "healthcheck" in service or ("build" in service and "HEALTHCHECK" in STAGES[service["build"]["target"]])
+    return "healthcheck" in service or (
+        "build" in service and "HEALTHCHECK" in STAGES[service["build"]["target"]]
+    )
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_service_waits_only_for_services_that_exist_and_for_health_only_where_it_is_checked(name: str) -> None:
+def test_a_service_waits_only_for_services_that_exist_and_for_health_only_where_it_is_checked(
+    name: str,
+) -> None:
     for dependency, how in SERVICES[name].get("depends_on", {}).items():
         assert dependency in SERVICES, f"{name} waits for {dependency}, which is no service"
         if how["condition"] == "service_healthy":
-            assert has_healthcheck(SERVICES[dependency]), f"{name} waits for the health of {dependency}, which has no health check"
+            assert has_healthcheck(SERVICES[dependency]), (
+                f"{name} waits for the health of {dependency}, which has no health check"
+            )
 
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_required_dependency_runs_in_every_profile_that_its_dependent_runs_in(name: str) -> None:
     for dependency, how in SERVICES[name].get("depends_on", {}).items():
         profiles = set(SERVICES[dependency].get("profiles", []))
-        runs_too = not profiles or (set(SERVICES[name].get("profiles", [])) and set(SERVICES[name]["profiles"]) <= profiles)
-        assert runs_too or how.get("required") is False, f"{name} needs {dependency}, which only runs with the profiles {sorted(profiles)}"
+        runs_too = not profiles or (
+            set(SERVICES[name].get("profiles", [])) and set(SERVICES[name]["profiles"]) <= profiles
+        )
+        assert runs_too or how.get("required") is False, (
+            f"{name} needs {dependency}, which only runs with the profiles {sorted(profiles)}"
+        )
 
 
 @pytest.mark.parametrize("name", SERVICES)
@@ -56,27 +67,43 @@ def test_a_service_uses_only_declared_networks_secrets_and_volumes(name: str) ->
     service = SERVICES[name]
     assert set(service["networks"]) <= set(COMPOSE["networks"])
     assert set(service.get("secrets", [])) <= set(COMPOSE["secrets"])
-    named = {volume.split(":")[0] for volume in service.get("volumes", []) if not volume.startswith(".")}
+    named = {
+        volume.split(":")[0] for volume in service.get("volumes", []) if not volume.startswith(".")
+    }
     assert named <= set(COMPOSE["volumes"])
 
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_a_service_gets_the_secrets_that_its_settings_name_and_no_others(name: str) -> None:
     service = SERVICES[name]
-    text = yaml.safe_dump([service.get("command"), service.get("environment"), *configuration_mounted(service)])
+    text = yaml.safe_dump(
+        [service.get("command"), service.get("environment"), *configuration_mounted(service)]
+    )
     assert set(re.findall(r"/run/secrets/(\w+)", text)) == set(service.get("secrets", []))
 
 
 def configuration_mounted(service: dict[str, Any]) -> list[str]:
-    mounted = [ROOT / volume.split(":")[0] for volume in service.get("volumes", []) if volume.startswith("./docker/")]
-    return [path.read_text() for root in mounted for path in ([root] if root.is_file() else sorted(root.rglob("*.yml")))]
+    mounted = [
+        ROOT / volume.split(":")[0]
+        for volume in service.get("volumes", [])
+        if volume.startswith("./docker/")
+    ]
+    return [
+        path.read_text()
+        for root in mounted
+        for path in ([root] if root.is_file() else sorted(root.rglob("*.yml")))
+    ]
 
 
 def test_whatever_compose_declares_is_used() -> None:
     for kind in ("networks", "secrets"):
         used = {name for service in SERVICES.values() for name in service.get(kind, [])}
         assert used == set(COMPOSE[kind])
-    volumes = {volume.split(":")[0] for service in SERVICES.values() for volume in service.get("volumes", [])}
+    volumes = {
+        volume.split(":")[0]
+        for service in SERVICES.values()
+        for volume in service.get("volumes", [])
+    }
     assert set(COMPOSE["volumes"]) <= volumes
 
 
@@ -114,12 +141,15 @@ def test_servers_keep_the_data_of_a_run_through_all_restarts_of_failing_ones() -
 
 @pytest.mark.parametrize("name", [name for name, service in SERVICES.items() if "build" in service])
 def test_volumes_are_writable_for_the_user_that_the_image_runs_as(name: str) -> None:
-    """A named volume is made by root, unless the image has its folder: then it takes over that one's owner."""
+    """A named volume is made by root, unless the image has its folder: then it takes over that
+    one's owner."""
     stage = STAGES[SERVICES[name]["build"]["target"]]
     for volume in SERVICES[name].get("volumes", []):
         source, folder, *mode = volume.split(":")
         if not source.startswith(".") and mode != ["ro"]:
-            assert re.search(rf"install --directory --owner shoal --group shoal {folder}\s", stage), f"{name} cannot write to {folder}"
+            assert re.search(
+                rf"install --directory --owner shoal --group shoal {folder}\s", stage
+            ), f"{name} cannot write to {folder}"
             assert f"VOLUME {folder}\n" in stage
 
 
@@ -130,7 +160,9 @@ def test_every_service_comes_back_after_a_crash_and_publishes_only_on_loopback(n
         assert port.startswith("127.0.0.1:")
 
 
-@pytest.mark.parametrize("name", [name for name, service in SERVICES.items() if "build" not in service])
+@pytest.mark.parametrize(
+    "name", [name for name, service in SERVICES.items() if "build" not in service]
+)
 def test_images_of_others_are_pinned_to_a_release(name: str) -> None:
     assert re.search(r":v?\d+\.\d+\.\d+$", SERVICES[name]["image"])
 
@@ -139,11 +171,15 @@ def test_redis_writes_to_disk_before_it_answers_and_answers_other_containers() -
     command = shlex.join(SERVICES["redis"]["command"])
     assert "--appendonly yes" in command
     assert "--appendfsync always" in command
-    assert "--protected-mode no" in command, "with a default user that has no password, protected mode answers loopback only"
+    assert "--protected-mode no" in command, (
+        "with a default user that has no password, protected mode answers loopback only"
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in SERVICES if name.startswith("ps-server-")])
-def test_a_parameter_server_is_started_as_its_image_starts_it_with_a_folder_for_each_job(name: str) -> None:
+def test_a_parameter_server_is_started_as_its_image_starts_it_with_a_folder_for_each_job(
+    name: str,
+) -> None:
     (image,) = re.findall(r"(?m)^CMD (\[.*\])", STAGES[SERVICES[name]["build"]["target"]])
     *same, folder = json.loads(image)
     job = SERVICES[name]["environment"]["SHOAL_PS_SERVER_JOB"]
@@ -165,10 +201,16 @@ def test_the_gpu_image_has_a_compiler_for_inductor_and_runs_without_root_privile
 
 
 def test_the_build_context_holds_what_the_dockerfile_copies_and_no_secrets() -> None:
-    allowed = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    allowed = {
+        line[1:]
+        for line in (ROOT / ".dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    }
     for stage in STAGES.values():
         for copy in re.findall(r"(?m)^COPY (?!--from)(?:--\S+ )?(.+) \S+$", stage):
             for source in copy.split():
                 assert (ROOT / source).exists(), source
-                assert any(source == path or source.startswith(f"{path}/") for path in allowed), f".dockerignore leaves out {source}"
+                assert any(source == path or source.startswith(f"{path}/") for path in allowed), (
+                    f".dockerignore leaves out {source}"
+                )
     assert not any(path.startswith("docker/secrets") or path == "docker" for path in allowed)

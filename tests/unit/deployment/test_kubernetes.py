@@ -1,7 +1,8 @@
-"""The manifests of docker/kubernetes: fields that exist, names that lead somewhere, pods that may do little.
+"""The manifests of docker/kubernetes: fields that exist, names that lead somewhere, pods that may
+do little.
 
-Schemas are Kubernetes' own. Those of JobSet and of Kubeflow's Trainer are not at hand here: SCHEMAS is ours, of the fields that the
-manifests use, and the Jobs within are checked against Kubernetes'.
+Schemas are Kubernetes' own. Those of JobSet and of Kubeflow's Trainer are not at hand here: SCHEMAS
+is ours, of the fields that the manifests use, and the Jobs within are checked against Kubernetes'.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from tests.pods import FOLDER, ROOT, Manifest, Pod, all_documents, jobs, workloa
 
 VERSION: Final = "1.33"
 DOCUMENTS = all_documents()
-PODS = [Pod(workload["metadata"]["name"], workload) for _, document in DOCUMENTS for workload in workloads(document)]
+PODS = [
+    Pod(workload["metadata"]["name"], workload)
+    for _, document in DOCUMENTS
+    for workload in workloads(document)
+]
 OVERLAYS = ("jobset", "kubeflow")
 
 _ANY: Final = {"type": "object"}
@@ -62,8 +67,17 @@ SCHEMAS: Final[dict[str, dict[str, Any]]] = {
         "additionalProperties": False,
         "required": ["template"],
         "properties": {
-            "mlPolicy": {"type": "object", "additionalProperties": False, "properties": {"numNodes": {"type": "integer", "minimum": 1}}},
-            "template": {"type": "object", "additionalProperties": False, "required": ["spec"], "properties": {"spec": _JOBS}},
+            "mlPolicy": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {"numNodes": {"type": "integer", "minimum": 1}},
+            },
+            "template": {
+                "type": "object",
+                "additionalProperties": False,
+                "required": ["spec"],
+                "properties": {"spec": _JOBS},
+            },
         },
     },
     "trainer.kubeflow.org/v1alpha1/TrainJob": {
@@ -77,7 +91,11 @@ SCHEMAS: Final[dict[str, dict[str, Any]]] = {
                 "required": ["name"],
                 "properties": {name: {"type": "string"} for name in ("apiGroup", "kind", "name")},
             },
-            "trainer": {"type": "object", "additionalProperties": False, "properties": {"numNodes": {"type": "integer", "minimum": 1}}},
+            "trainer": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {"numNodes": {"type": "integer", "minimum": 1}},
+            },
         },
     },
 }
@@ -95,7 +113,11 @@ def check(document: Manifest) -> None:
 
 
 def names(value: object) -> str:
-    return f"{value['kind']}-{value['metadata']['name']}" if isinstance(value, dict) and "kind" in value else ""
+    return (
+        f"{value['kind']}-{value['metadata']['name']}"
+        if isinstance(value, dict) and "kind" in value
+        else ""
+    )
 
 
 @pytest.mark.parametrize("document", [document for _, document in DOCUMENTS], ids=names)
@@ -103,7 +125,9 @@ def test_every_field_exists_and_has_a_value_of_its_kind(document: Manifest) -> N
     check(document)
 
 
-@pytest.mark.parametrize("document", [document for _, document in DOCUMENTS if "spec" in document], ids=names)
+@pytest.mark.parametrize(
+    "document", [document for _, document in DOCUMENTS if "spec" in document], ids=names
+)
 def test_a_field_that_does_not_exist_is_found(document: Manifest) -> None:
     wrong = copy.deepcopy(document)
     wrong["spec"]["replicaz"] = 1
@@ -129,7 +153,9 @@ def test_a_pod_runs_as_nobody_in_particular_and_writes_to_its_volumes_alone(pod:
 def test_a_pod_gets_the_secrets_that_it_names_and_no_others(pod: Pod) -> None:
     text = yaml.safe_dump([pod.container.get("env"), pod.container["args"]])
     (secret,) = (mount["secret"] for mount in pod.mounts.values() if "secret" in mount)
-    assert {item["path"] for item in secret["items"]} == set(re.findall(r"/run/secrets/(\w+)", text))
+    assert {item["path"] for item in secret["items"]} == set(
+        re.findall(r"/run/secrets/(\w+)", text)
+    )
     assert all(item["key"] == item["path"] for item in secret["items"])
     made = (ROOT / "docker/make_secrets.py").read_text()
     assert all(f'"{item["key"]}"' in made or "_token" in item["key"] for item in secret["items"])
@@ -141,7 +167,10 @@ def test_what_a_pod_mounts_is_declared(pod: Pod) -> None:
     generated = {generator["name"] for generator in kustomization("base")["configMapGenerator"]}
     for volume in pod.mounts.values():
         if "persistentVolumeClaim" in volume:
-            assert ("PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"]) in declared
+            assert (
+                "PersistentVolumeClaim",
+                volume["persistentVolumeClaim"]["claimName"],
+            ) in declared
         if "configMap" in volume:
             assert volume["configMap"]["name"] in generated
 
@@ -153,7 +182,10 @@ def test_each_host_that_a_pod_talks_to_is_a_service_with_that_port() -> None:
         if document["kind"] == "Service"
     }
     secrets = (ROOT / "docker/make_secrets.py").read_text()
-    text = yaml.safe_dump([[pod.container.get("env"), pod.container["args"]] for pod in PODS]) + secrets
+    text = (
+        yaml.safe_dump([[pod.container.get("env"), pod.container["args"]] for pod in PODS])
+        + secrets
+    )
     used = re.findall(r"(?<![\w.])(coordinator|redis):(\d+)", text)
     assert {host for host, _ in used} == {"coordinator", "redis"}
     for host, port in used:
@@ -161,7 +193,10 @@ def test_each_host_that_a_pod_talks_to_is_a_service_with_that_port() -> None:
 
 
 def test_each_service_leads_to_ports_of_a_pod() -> None:
-    by_label = {pod.workload["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/name"]: pod for pod in PODS}
+    by_label = {
+        pod.workload["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/name"]: pod
+        for pod in PODS
+    }
     for _, document in DOCUMENTS:
         if document["kind"] == "Service":
             pod = by_label[document["spec"]["selector"]["app.kubernetes.io/name"]]
@@ -169,19 +204,29 @@ def test_each_service_leads_to_ports_of_a_pod() -> None:
             assert {port["port"] for port in document["spec"]["ports"]} <= ports
 
 
-def test_the_services_are_started_as_their_images_start_them_and_servers_keep_each_jobs_data_apart() -> None:
+def test_services_start_as_their_images_start_them_and_servers_keep_each_jobs_data_apart() -> None:
     dockerfile = (ROOT / "docker/Dockerfile").read_text()
-    commands = [yaml.safe_load(command) for command in re.findall(r"^CMD (\[.*\])$", dockerfile, re.MULTILINE)]
+    commands = [
+        yaml.safe_load(command)
+        for command in re.findall(r"^CMD (\[.*\])$", dockerfile, re.MULTILINE)
+    ]
     by_name = {pod.name: pod for pod in PODS}
     for name, added in (("coordinator", ""), ("ps-server", "/$(SHOAL_PS_SERVER_JOB)")):
         *arguments, last = by_name[name].container["args"]
         assert [*arguments, last.removesuffix(added)] in commands
         assert last.endswith(added)
-        assert "command" not in by_name[name].container, "the image's entry point puts secrets into the environment"
+        assert "command" not in by_name[name].container, (
+            "the image's entry point puts secrets into the environment"
+        )
 
 
 def test_workers_of_jobset_and_of_kubeflow_are_the_same() -> None:
-    worker, node = (Pod(job["metadata"]["name"], job) for _, document in DOCUMENTS for job in workloads(document) if job["kind"] == "Job")
+    worker, node = (
+        Pod(job["metadata"]["name"], job)
+        for _, document in DOCUMENTS
+        for job in workloads(document)
+        if job["kind"] == "Job"
+    )
     assert {**worker.container, "name": ""} == {**node.container, "name": ""}
     assert worker.spec["volumes"] == node.spec["volumes"]
 
@@ -194,12 +239,16 @@ def kustomization(folder: str) -> Manifest:
 @pytest.mark.parametrize("folder", ["base", "servers", *OVERLAYS])
 def test_a_kustomization_lists_what_lies_beside_it(folder: str) -> None:
     listed = {name for name in kustomization(folder)["resources"] if name != "../base"}
-    assert listed == {path.name for path in (FOLDER / folder).glob("*.yaml")} - {"kustomization.yaml"}
+    assert listed == {path.name for path in (FOLDER / folder).glob("*.yaml")} - {
+        "kustomization.yaml"
+    }
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 @pytest.mark.parametrize("servers", [False, True])
-def test_kustomize_makes_of_an_overlay_what_its_files_say(overlay: str, servers: bool, tmp_path: Path) -> None:
+def test_kustomize_makes_of_an_overlay_what_its_files_say(
+    overlay: str, servers: bool, tmp_path: Path
+) -> None:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl, which has kustomize, is not on PATH")
     shutil.copytree(FOLDER, tmp_path / "kubernetes")
@@ -207,10 +256,18 @@ def test_kustomize_makes_of_an_overlay_what_its_files_say(overlay: str, servers:
     if servers:
         content = {**kustomization(overlay), "components": ["../servers"]}
         (path / "kustomization.yaml").write_text(yaml.safe_dump(content))
-    answer = subprocess.run(["kubectl", "kustomize", str(path)], capture_output=True, text=True, timeout=60, check=True)
+    answer = subprocess.run(
+        ["kubectl", "kustomize", str(path)], capture_output=True, text=True, timeout=60, check=True
+    )
     made = [document for document in yaml.safe_load_all(answer.stdout) if document]
     for document in made:
         check(document)
     folders = {"base", overlay, *(["servers"] if servers else [])}
-    expected = {(document["kind"], document["metadata"]["name"]) for path, document in DOCUMENTS if path.parent.name in folders}
-    assert {(document["kind"], document["metadata"]["name"]) for document in made} == expected | {("ConfigMap", "train")}
+    expected = {
+        (document["kind"], document["metadata"]["name"])
+        for path, document in DOCUMENTS
+        if path.parent.name in folders
+    }
+    assert {(document["kind"], document["metadata"]["name"]) for document in made} == expected | {
+        ("ConfigMap", "train")
+    }

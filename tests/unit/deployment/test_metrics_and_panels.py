@@ -1,4 +1,5 @@
-"""Every metric that a service exports has a panel, or a reason to have none; panels and alerts read only metrics that exist."""
+"""Every metric that a service exports has a panel, or a reason to have none; panels and alerts read
+only metrics that exist."""
 
 from __future__ import annotations
 
@@ -17,7 +18,11 @@ from shoal_dashboards.panels import Listing
 
 ROOT = Path(__file__).resolve().parents[3]
 GRAPHS = [(board, graph) for board in BOARDS for _, graphs in board.rows for graph in graphs]
-RULES = [rule for group in yaml.safe_load((ROOT / "docker/prometheus/alerts.yml").read_text())["groups"] for rule in group["rules"]]
+RULES = [
+    rule
+    for group in yaml.safe_load((ROOT / "docker/prometheus/alerts.yml").read_text())["groups"]
+    for rule in group["rules"]
+]
 MODULES = sorted(f"{path.parent.name}.metrics" for path in ROOT.glob("*/shoal*/metrics.py"))
 
 
@@ -26,7 +31,11 @@ def registries() -> Iterator[CollectorRegistry]:
     declaring = [ServerMetrics, ClientMetricsInterceptor]
     for name in MODULES:
         module = importlib.import_module(name)
-        declaring += [each for _, each in inspect.getmembers(module, inspect.isclass) if each.__module__ == name]
+        declaring += [
+            each
+            for _, each in inspect.getmembers(module, inspect.isclass)
+            if each.__module__ == name
+        ]
     for each in declaring:
         registry = CollectorRegistry()
         if hasattr(each, "collect"):
@@ -40,7 +49,9 @@ def registries() -> Iterator[CollectorRegistry]:
 
 FAMILIES = {family.name: family for registry in registries() for family in registry.collect()}
 SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
-SERIES = {f"{name}{suffix}": name for name, family in FAMILIES.items() for suffix in SUFFIXES[family.type]}
+SERIES = {
+    f"{name}{suffix}": name for name, family in FAMILIES.items() for suffix in SUFFIXES[family.type]
+}
 
 
 def shown(expression: str) -> set[str]:
@@ -50,11 +61,18 @@ def shown(expression: str) -> set[str]:
 
 
 def test_every_service_declares_its_metrics_in_one_module() -> None:
-    assert {"shoal_coordinator.metrics", "shoal_ps_server.metrics", "shoal_worker.metrics"} <= set(MODULES)
+    assert {"shoal_coordinator.metrics", "shoal_ps_server.metrics", "shoal_worker.metrics"} <= set(
+        MODULES
+    )
 
 
 def test_each_metric_has_a_panel_or_a_reason() -> None:
-    panels = {SERIES.get(series) for _, graph in GRAPHS for expression, _ in graph.queries for series in shown(expression)}
+    panels = {
+        SERIES.get(series)
+        for _, graph in GRAPHS
+        for expression, _ in graph.queries
+        for series in shown(expression)
+    }
     wrong = [name for name in sorted(FAMILIES) if (name in panels) == (name in WITHOUT_PANEL)]
     assert wrong == [], "a panel in docker/grafana/shoal_dashboards, or a line in WITHOUT_PANEL"
 
@@ -71,7 +89,9 @@ def test_panels_show_only_series_that_exist() -> None:
 
 def test_alerts_read_only_series_that_exist() -> None:
     read = {rule["alert"]: shown(rule["expr"]) for rule in RULES}
-    assert {name: series - set(SERIES) for name, series in read.items() if series - set(SERIES)} == {}
+    assert {
+        name: series - set(SERIES) for name, series in read.items() if series - set(SERIES)
+    } == {}
     others = [rule for rule in RULES if not rule["expr"].startswith("up{")]
     assert [rule["alert"] for rule in others if not read[rule["alert"]]] == []
 
@@ -86,10 +106,19 @@ def test_reasons_are_given_for_metrics_that_exist() -> None:
 
 @pytest.mark.parametrize("service", ["coordinator", "worker", "ps"])
 def test_a_service_has_a_dashboard_of_its_own(service: str) -> None:
-    """All its metrics are on it, but for those that the overview has, which shows only what concerns all."""
-    uid = {"coordinator": "shoal-coordinator", "worker": "shoal-workers", "ps": "shoal-servers"}[service]
+    """All its metrics are on it, but for those that the overview has, which shows only what
+    concerns all."""
+    uid = {"coordinator": "shoal-coordinator", "worker": "shoal-workers", "ps": "shoal-servers"}[
+        service
+    ]
     on = {
-        board.uid: {SERIES[series] for _, graphs in board.rows for graph in graphs for each, _ in graph.queries for series in shown(each)}
+        board.uid: {
+            SERIES[series]
+            for _, graphs in board.rows
+            for graph in graphs
+            for each, _ in graph.queries
+            for series in shown(each)
+        }
         for board in BOARDS
     }
     own = {metric for metric in FAMILIES if metric.startswith(f"shoal_{service}_")}

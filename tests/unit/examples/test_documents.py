@@ -26,24 +26,42 @@ _PAGES = [
 
 
 @pytest.mark.parametrize("page", _PAGES)
-def test_the_examples_of_a_page_run_one_after_the_other(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    examples = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE)
+def test_the_examples_of_a_page_run_one_after_the_other(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examples = re.findall(
+        r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.DOTALL | re.MULTILINE
+    )
     assert examples
     monkeypatch.chdir(tmp_path)
-    shoal.launch(lambda: exec(compile("\n".join(examples), page, "exec"), {"__name__": "example"}), world_size=2)
+    shoal.launch(
+        lambda: exec(compile("\n".join(examples), page, "exec"), {"__name__": "example"}),
+        world_size=2,
+    )
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp", "tensor"])
 def test_an_average_of_a_model_that_is_cut_is_that_of_one_process(strategy: str) -> None:
-    """The update of docs/guides/averages.md where parameters are cut, beside the same script on one rank that holds all."""
-    _, cut = re.findall(r"^```python\n(.*?)^```$", (DOCS / "guides/averages.md").read_text(), re.DOTALL | re.MULTILINE)
+    """The update of docs/guides/averages.md where parameters are cut, beside the same script on one
+    rank that holds all."""
+    _, cut = re.findall(
+        r"^```python\n(.*?)^```$",
+        (DOCS / "guides/averages.md").read_text(),
+        re.DOTALL | re.MULTILINE,
+    )
     torch.manual_seed(0)
     x = torch.randn(512, 8)
     dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
 
     def rank(strategy: str) -> list[torch.Tensor]:
         torch.manual_seed(1)
-        found: dict[str, Any] = {"shoal": shoal, "torch": torch, "nn": torch.nn, "AveragedModel": AveragedModel, "dataset": dataset}
+        found: dict[str, Any] = {
+            "shoal": shoal,
+            "torch": torch,
+            "nn": torch.nn,
+            "AveragedModel": AveragedModel,
+            "dataset": dataset,
+        }
         exec(compile(cut, "guides/averages.md", "exec"), found)
         return [value.detach().clone() for value in found["train"](strategy).parameters()]
 

@@ -36,9 +36,14 @@ def test_it_learns_from_the_standard_library() -> None:
     assert after < 7.0
 
 
-@pytest.mark.parametrize("strategy", [pytest.param(s, marks=pytest.mark.matrix) if s in RUN_BELOW else s for s in IN_LAUNCHES])
+@pytest.mark.parametrize(
+    "strategy",
+    [pytest.param(s, marks=pytest.mark.matrix) if s in RUN_BELOW else s for s in IN_LAUNCHES],
+)
 def test_it_runs_under_every_strategy(strategy: str) -> None:
-    first, second = run("--strategy", strategy, "--steps", "3", *OPTIONS.get(strategy, []), world_size=2)
+    first, second = run(
+        "--strategy", strategy, "--steps", "3", *OPTIONS.get(strategy, []), world_size=2
+    )
     assert first == second
     assert 4.0 < first < 8.5
 
@@ -46,10 +51,14 @@ def test_it_runs_under_every_strategy(strategy: str) -> None:
 def test_strategies_that_compute_the_same_end_with_the_same(tmp_path: Path) -> None:
     (alone,) = run("--steps", "3")
     for strategy in ("ddp", "zero3", "pipeline", "tensor"):
-        assert run("--strategy", strategy, "--steps", "3", world_size=2) == pytest.approx([alone, alone], rel=1e-4)
+        assert run("--strategy", strategy, "--steps", "3", world_size=2) == pytest.approx(
+            [alone, alone], rel=1e-4
+        )
 
 
-def test_it_goes_on_from_a_checkpoint_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_goes_on_from_a_checkpoint_and_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     saved = ["--checkpoints", str(tmp_path), "--strategy", "fsdp"]
     run("--steps", "2", *saved, world_size=2)
     run("--steps", "2", "--write", "8", *saved, world_size=2)

@@ -48,7 +48,9 @@ def test_a_line_without_an_end_comes_in_pieces() -> None:
 @given(st.lists(st.binary(max_size=20), max_size=10))
 def test_no_byte_but_lone_carriage_returns_is_lost_whatever_the_cuts(pieces: list[bytes]) -> None:
     data = b"".join(pieces)
-    assert b"".join(split(*pieces)).replace(b"\r", b"").rstrip(b"\n") == data.replace(b"\r", b"").rstrip(b"\n")
+    assert b"".join(split(*pieces)).replace(b"\r", b"").rstrip(b"\n") == data.replace(
+        b"\r", b""
+    ).rstrip(b"\n")
 
 
 class Collector:
@@ -65,12 +67,22 @@ class Collector:
 
     def wait_for(self, text: bytes) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: text in self.lines[Stream.OUT], timeout=60), f"no {text!r} in {self.lines}"
+            assert self._changed.wait_for(lambda: text in self.lines[Stream.OUT], timeout=60), (
+                f"no {text!r} in {self.lines}"
+            )
 
 
-def source(prefix: bytes = b"", *, console: bool = True, file: Path | None = None) -> tuple[Source, int]:
+def source(
+    prefix: bytes = b"", *, console: bool = True, file: Path | None = None
+) -> tuple[Source, int]:
     reading, writing = os.pipe()
-    return Source(pipe=os.fdopen(reading, "rb", buffering=0), stream=Stream.OUT, prefix=prefix, console=console, file=file), writing
+    return Source(
+        pipe=os.fdopen(reading, "rb", buffering=0),
+        stream=Stream.OUT,
+        prefix=prefix,
+        console=console,
+        file=file,
+    ), writing
 
 
 def test_each_line_carries_its_rank_and_no_line_is_torn() -> None:
@@ -87,7 +99,9 @@ def test_each_line_carries_its_rank_and_no_line_is_torn() -> None:
         writer.join(60)
     pump.close(timedelta(seconds=60))
     lines = seen.lines[Stream.OUT].splitlines()
-    assert sorted(lines) == sorted(b"[%d]: line %d of %d" % (rank, number, rank) for rank in range(4) for number in range(500))
+    assert sorted(lines) == sorted(
+        b"[%d]: line %d of %d" % (rank, number, rank) for rank in range(4) for number in range(500)
+    )
 
 
 def write_lines(descriptor: int, rank: int) -> None:
@@ -97,7 +111,9 @@ def write_lines(descriptor: int, rank: int) -> None:
             file.write(b"%d\n" % rank)
 
 
-def test_finish_takes_what_is_there_and_does_not_wait_for_a_pipe_that_another_process_holds() -> None:
+def test_finish_takes_what_is_there_and_does_not_wait_for_a_pipe_that_another_process_holds() -> (
+    None
+):
     seen = Collector()
     pump = OutputPump(seen)
     one, descriptor = source()

@@ -17,7 +17,14 @@ OUT = ExitStatus(PUT_OUT)
 
 def ended(index: int, status: ExitStatus, *, unix_s: float = 0.0, message: str = "") -> WorkerExit:
     return WorkerExit(
-        index=index, rank=index, started_as=index, pid=1000 + index, status=status, host="here", unix_s=unix_s, message=message
+        index=index,
+        rank=index,
+        started_as=index,
+        pid=1000 + index,
+        status=status,
+        host="here",
+        unix_s=unix_s,
+        message=message,
     )
 
 
@@ -29,13 +36,18 @@ class TestPlainScript:
     def test_a_failure_stops_the_others_and_its_code_is_the_runs(self) -> None:
         story = policy()
         assert story.exited(ended(1, ExitStatus(3)), elastic=False) is Action.STOP
-        assert story.exited(ended(0, ExitStatus.from_returncode(-signal.SIGTERM)), elastic=False) is Action.NONE
+        assert (
+            story.exited(ended(0, ExitStatus.from_returncode(-signal.SIGTERM)), elastic=False)
+            is Action.NONE
+        )
         assert story.exited(ended(2, DONE), elastic=False) is Action.NONE
         assert story.exit_code() == 3
 
     def test_success_of_all_is_zero(self) -> None:
         story = policy()
-        assert [story.exited(ended(index, DONE), elastic=False) for index in range(3)] == [Action.NONE] * 3
+        assert [story.exited(ended(index, DONE), elastic=False) for index in range(3)] == [
+            Action.NONE
+        ] * 3
         assert story.exit_code() == 0
 
     def test_a_failure_after_others_have_succeeded_still_fails_the_run(self) -> None:
@@ -111,7 +123,9 @@ class TestElasticScript:
         assert story.exit_code() == 0
         assert [failure.index for failure in story.survived] == [1]
 
-    def test_one_that_is_killed_after_the_others_came_to_the_end_is_no_failure_of_the_run(self) -> None:
+    def test_one_that_is_killed_after_the_others_came_to_the_end_is_no_failure_of_the_run(
+        self,
+    ) -> None:
         story = policy()
         story.heard(JobEnd.COMPLETED)
         story.exited(ended(0, DONE), elastic=True)
@@ -139,7 +153,11 @@ class TestAnElasticWorkerThatRaised:
 
     def test_is_replaced_as_often_as_max_restarts_says_and_then_ends_the_job(self) -> None:
         story = policy(max_restarts=2)
-        assert [story.exited(ended(1, RAISED), elastic=True) for _ in range(3)] == [Action.REPLACE, Action.REPLACE, Action.STOP]
+        assert [story.exited(ended(1, RAISED), elastic=True) for _ in range(3)] == [
+            Action.REPLACE,
+            Action.REPLACE,
+            Action.STOP,
+        ]
 
     def test_is_made_up_for_by_a_replacement_that_comes_to_the_end(self) -> None:
         story = policy(max_restarts=1)
@@ -164,7 +182,9 @@ class TestAnElasticWorkerThatRaised:
         story = policy()
         story.heard(JobEnd.COMPLETED)
         story.exited(ended(0, DONE), elastic=True)
-        assert story.exited(ended(1, RAISED), elastic=True) is Action.NONE, "the others are about to end by themselves"
+        assert story.exited(ended(1, RAISED), elastic=True) is Action.NONE, (
+            "the others are about to end by themselves"
+        )
         assert story.fails_job
         story.exited(ended(2, DONE), elastic=True)
         assert story.exit_code() == 1
@@ -175,10 +195,15 @@ class TestAnElasticWorkerThatRaised:
         assert story.exited(aborted, elastic=True) is Action.STOP
         assert story.exit_code() == 134
 
-    def test_comes_before_what_follows_from_it_and_what_was_made_up_for_is_not_the_cause(self) -> None:
+    def test_comes_before_what_follows_from_it_and_what_was_made_up_for_is_not_the_cause(
+        self,
+    ) -> None:
         story = policy()
         story.exited(ended(0, KILLED, unix_s=1.0), elastic=True)
-        story.exited(ended(1, RAISED, unix_s=8.0, message="RuntimeError: Connection closed by peer"), elastic=True)
+        story.exited(
+            ended(1, RAISED, unix_s=8.0, message="RuntimeError: Connection closed by peer"),
+            elastic=True,
+        )
         story.exited(ended(0, OUT, unix_s=6.0), elastic=True)
         story.exited(ended(2, ExitStatus(7), unix_s=7.0, message="ValueError: a bug"), elastic=True)
         assert [failure.index for failure in story.failures] == [2, 1, 0]
@@ -228,7 +253,9 @@ class TestWhatIsKnownOfTheJob:
         assert story.exit_code() == 1
 
     @pytest.mark.parametrize("end", [JobEnd.NONE, JobEnd.UNKNOWN, JobEnd.STOPPED])
-    def test_a_run_that_was_asked_to_end_and_is_not_finished_says_by_which_signal(self, end: JobEnd) -> None:
+    def test_a_run_that_was_asked_to_end_and_is_not_finished_says_by_which_signal(
+        self, end: JobEnd
+    ) -> None:
         story = policy()
         story.joined()
         story.heard(end)

@@ -15,7 +15,13 @@ TRAIN = ("train.py", "--epochs", "3")
 
 
 def plan(**changes: Any) -> Plan:
-    settings: dict[str, Any] = {"workers": 4, "resources": {"CPU": 1}, "server_resources": {"CPU": 1}, "environment": {}, "files": {}}
+    settings: dict[str, Any] = {
+        "workers": 4,
+        "resources": {"CPU": 1},
+        "server_resources": {"CPU": 1},
+        "environment": {},
+        "files": {},
+    }
     return Plan(**{"job_id": "train-1", "script": TRAIN, **settings, **changes})
 
 
@@ -53,7 +59,10 @@ def test_launchers_take_part_in_the_first_run_of_their_job_alone() -> None:
 
 def test_secrets_are_in_no_argument_and_in_no_repr() -> None:
     made = plan(environment={"API_KEY": "secret"}, servers=1)
-    for command in (made.launcher("a:1", secrets={"SHOAL_TOKEN": "secret"}), made.server(0, "a:1", token="secret", tokens=b"secret")):
+    for command in (
+        made.launcher("a:1", secrets={"SHOAL_TOKEN": "secret"}),
+        made.server(0, "a:1", token="secret", tokens=b"secret"),
+    ):
         assert "secret" not in repr(command)
         assert "secret" in command.environment.values()
     assert "secret" not in repr(made)
@@ -91,5 +100,8 @@ def test_without_ray_the_error_names_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 def test_ray_is_not_imported_before_it_is_needed() -> None:
-    code = "import sys, shoal, shoal.ray, shoal.ray.command; shoal.ray.run; sys.exit('ray' in sys.modules or 'torch' in sys.modules)"
+    code = (
+        "import sys, shoal, shoal.ray, shoal.ray.command; shoal.ray.run; sys.exit('ray' in "
+        "sys.modules or 'torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import pytest
 from shoal.launcher.process import start_ticks
-from shoal.launcher.registry import Registration, newest_cluster, registry_directory, running_clusters
+from shoal.launcher.registry import (
+    Registration,
+    newest_cluster,
+    registry_directory,
+    running_clusters,
+)
 from shoal_common.errors import UnknownResourceError
 
 
@@ -38,14 +43,19 @@ def test_the_newest_cluster_is_found_while_it_runs(tmp_path: Path) -> None:
 def test_of_several_clusters_the_one_that_runs_a_job_is_found_by_it(tmp_path: Path) -> None:
     first, second = register(tmp_path, 1), register(tmp_path, 2)
     assert newest_cluster(tmp_path, job="job-1").coordinator == "127.0.0.1:1"
-    with pytest.raises(UnknownResourceError, match=r"job 'other' \(there are: job-2, job-1\).*--coordinator HOST:PORT"):
+    with pytest.raises(
+        UnknownResourceError,
+        match=r"job 'other' \(there are: job-2, job-1\).*--coordinator HOST:PORT",
+    ):
         newest_cluster(tmp_path, job="other")
     first.close()
     second.close()
 
 
 def test_no_cluster_names_the_remedy(tmp_path: Path) -> None:
-    with pytest.raises(UnknownResourceError, match=r"shoal run --standalone.*--coordinator HOST:PORT"):
+    with pytest.raises(
+        UnknownResourceError, match=r"shoal run --standalone.*--coordinator HOST:PORT"
+    ):
         newest_cluster(tmp_path / "missing")
 
 

@@ -1,4 +1,5 @@
-"""What a launcher makes of its workers' commits and the coordinator's events: pauses, figures, lines."""
+"""What a launcher makes of its workers' commits and the coordinator's events: pauses, figures,
+lines."""
 
 from __future__ import annotations
 
@@ -67,7 +68,11 @@ class Run:
                 self.writers[name].committed(counts, generation=generation, steps=step)
 
     def look(self, *, settle: bool = False) -> None:
-        tallies = {name: tally for name in self.writers if (tally := read_tally(self.directory / name)) is not None}
+        tallies = {
+            name: tally
+            for name in self.writers
+            if (tally := read_tally(self.directory / name)) is not None
+        }
         self.account.take(tallies, self.clock.ns, settle=settle)
 
 
@@ -81,11 +86,17 @@ LOST = Event(
     kind="member_lost",
     generation=1,
     member_id="b",
-    attributes={"rank": "1", "who": "rank 1 (pid 7 on vm)", "detail": "its process ended with signal 9"},
+    attributes={
+        "rank": "1",
+        "who": "rank 1 (pid 7 on vm)",
+        "detail": "its process ended with signal 9",
+    },
 )
 
 
-def test_a_loss_and_a_join_are_told_with_their_pauses_and_the_step_from_which_it_went_on(run: Run) -> None:
+def test_a_loss_and_a_join_are_told_with_their_pauses_and_the_step_from_which_it_went_on(
+    run: Run,
+) -> None:
     for name in "ab":
         run.join(name)
     run.steps(1, 20, "a", "b", generation=1)
@@ -98,15 +109,27 @@ def test_a_loss_and_a_join_are_told_with_their_pauses_and_the_step_from_which_it
     run.clock.ns += 500 * MS
     run.look()
     formed = Event(kind="generation_formed", generation=2, attributes={"world_size": "1"})
-    joined = Event(kind="generation_formed", generation=3, attributes={"world_size": "2", "joined": "rank 1 (pid 9 on vm)"})
+    joined = Event(
+        kind="generation_formed",
+        generation=3,
+        attributes={"world_size": "2", "joined": "rank 1 (pid 9 on vm)"},
+    )
     assert run.account.wants_events(run.clock.ns)
     lines = run.account.explain([FORMED, LOST, formed, joined], {}, run.clock.ns)
     assert lines == [
-        "rank 1 (pid 7 on vm) ended with SIGKILL: training stood still for 0.090 s and went on from step 20 with 1 rank",
-        "rank 1 (pid 9 on vm) joined: training stood still for 0.050 s and went on from step 30 with 2 ranks",
+        "rank 1 (pid 7 on vm) ended with SIGKILL: training stood still for 0.090 s and went on "
+        "from step 20 with 1 rank",
+        "rank 1 (pid 9 on vm) joined: training stood still for 0.050 s and went on from step 30 "
+        "with 2 ranks",
     ]
     figures = run.account.figures
-    assert (figures.steps, figures.samples, figures.faults, figures.joins, figures.leaves) == (50, 50 * BATCH, 1, 1, 0)
+    assert (figures.steps, figures.samples, figures.faults, figures.joins, figures.leaves) == (
+        50,
+        50 * BATCH,
+        1,
+        1,
+        0,
+    )
     assert figures.paused_s == pytest.approx(0.14)
     assert figures.longest_pause_s == pytest.approx(0.09)
     assert figures.lost_s == pytest.approx(0.12)  # but for the steps of 10 ms
@@ -116,7 +139,9 @@ def test_a_loss_and_a_join_are_told_with_their_pauses_and_the_step_from_which_it
     ]
 
 
-def test_steps_taken_again_after_a_return_to_a_checkpoint_count_once_and_as_time_lost(run: Run) -> None:
+def test_steps_taken_again_after_a_return_to_a_checkpoint_count_once_and_as_time_lost(
+    run: Run,
+) -> None:
     for name in "ab":
         run.join(name)
     run.steps(1, 20, "a", "b", generation=1)
@@ -124,10 +149,12 @@ def test_steps_taken_again_after_a_return_to_a_checkpoint_count_once_and_as_time
     run.steps(11, 40, "a", generation=2)
     run.look(settle=True)
     formed = Event(kind="generation_formed", generation=2, attributes={"world_size": "1"})
-    (line,) = run.account.explain([FORMED, LOST, formed], {"b": "ended with exit code 3"}, run.clock.ns)
+    (line,) = run.account.explain(
+        [FORMED, LOST, formed], {"b": "ended with exit code 3"}, run.clock.ns
+    )
     assert line == (
-        "rank 1 (pid 7 on vm) ended with exit code 3: training stood still for 0.100 s and went on from step 10 with 1 rank; "
-        "10 steps from there on had been taken before"
+        "rank 1 (pid 7 on vm) ended with exit code 3: training stood still for 0.100 s and went "
+        "on from step 10 with 1 rank; 10 steps from there on had been taken before"
     )
     figures = run.account.figures
     assert (figures.steps, figures.samples) == (40, 40 * BATCH)
@@ -161,21 +188,33 @@ def test_an_evaluation_is_no_pause(run: Run) -> None:
     assert run.account.status.left.total_seconds() == pytest.approx(0.7)  # 70 steps of 10 ms
 
 
-def test_a_standstill_that_the_coordinator_explains_is_a_pause_although_nobody_came_or_went(run: Run) -> None:
+def test_a_standstill_that_the_coordinator_explains_is_a_pause_although_nobody_came_or_went(
+    run: Run,
+) -> None:
     run.join("a")
     run.steps(1, 4, "a", generation=1)
     run.look()
     run.clock.ns += 12_000 * MS
-    stands = Event(kind="step_stands", generation=1, attributes={"reason": "rank 0 (vm) has waited 10 s in all_reduce for rank 1 (vm)"})
+    stands = Event(
+        kind="step_stands",
+        generation=1,
+        attributes={"reason": "rank 0 (vm) has waited 10 s in all_reduce for rank 1 (vm)"},
+    )
     assert run.account.explain([FORMED, stands], {}, run.clock.ns) == []
     run.clock.ns += 8_000 * MS
     run.steps(5, 8, "a", generation=1)
     run.look(settle=True)
     (line,) = run.account.explain([], {}, run.clock.ns)
-    assert line == "rank 0 (vm) has waited 10 s in all_reduce for rank 1 (vm): training stood still for 20.010 s"
+    assert (
+        line
+        == "rank 0 (vm) has waited 10 s in all_reduce for rank 1 (vm): training stood still for "
+        "20.010 s"
+    )
     figures = run.account.figures
     assert (figures.faults, figures.longest_pause_s) == (0, pytest.approx(20.01))
-    assert figures_lines(figures)[1].startswith("0 faults, 0 joins, 0 leaves: 1 pause, 20.010 s in all")
+    assert figures_lines(figures)[1].startswith(
+        "0 faults, 0 joins, 0 leaves: 1 pause, 20.010 s in all"
+    )
 
 
 def test_a_lost_server_is_told_with_its_pause_soon_after_the_beginning(run: Run) -> None:
@@ -188,7 +227,9 @@ def test_a_lost_server_is_told_with_its_pause_soon_after_the_beginning(run: Run)
     run.clock.ns += 9_000 * MS
     run.steps(3, 4, "a", generation=1)
     run.look(settle=True)
-    assert run.account.explain([], {}, run.clock.ns) == ["parameter server server-0 was lost: training stood still for 20.010 s"]
+    assert run.account.explain([], {}, run.clock.ns) == [
+        "parameter server server-0 was lost: training stood still for 20.010 s"
+    ]
 
 
 def test_a_rank_that_is_kept_out_counts_as_a_fault(run: Run) -> None:
@@ -197,11 +238,18 @@ def test_a_rank_that_is_kept_out_counts_as_a_fault(run: Run) -> None:
     run.clock.ns += 30_000 * MS
     run.steps(21, 40, "a", generation=2)
     run.look(settle=True)
-    told = {"rank": "1", "who": "rank 1 (pid 7 on vm)", "reason": "it and a accused each other 2 times"}
+    told = {
+        "rank": "1",
+        "who": "rank 1 (pid 7 on vm)",
+        "reason": "it and a accused each other 2 times",
+    }
     kept_out = Event(kind="member_quarantined", generation=1, member_id="b", attributes=told)
     formed = Event(kind="generation_formed", generation=2, attributes={"world_size": "1"})
     (line,) = run.account.explain([FORMED, kept_out, formed], {}, run.clock.ns)
-    assert line.startswith("rank 1 (pid 7 on vm) was kept out: it and a accused each other 2 times: training stood still for 30.")
+    assert line.startswith(
+        "rank 1 (pid 7 on vm) was kept out: it and a accused each other 2 times: training stood "
+        "still for 30."
+    )
     assert run.account.figures.faults == 1
 
 
@@ -227,14 +275,23 @@ def test_who_leaves_a_run_that_goes_on_has_left_it_and_all_together_have_not(run
     run.steps(1, 20, "a", generation=1)
     run.steps(21, 30, "a", generation=2)
     run.look(settle=True)
-    left = Event(kind="member_left", attributes={"rank": "1", "who": "rank 1 (pid 7 on vm)", "ending": "drained"})
+    left = Event(
+        kind="member_left",
+        attributes={"rank": "1", "who": "rank 1 (pid 7 on vm)", "ending": "drained"},
+    )
     formed = Event(kind="generation_formed", generation=2, attributes={"world_size": "1"})
     (line,) = run.account.explain([FORMED, left, formed, left], {}, run.clock.ns)
-    assert line == "rank 1 (pid 7 on vm) left: training stood still for 0.010 s and went on from step 20 with 1 rank"
+    assert (
+        line
+        == "rank 1 (pid 7 on vm) left: training stood still for 0.010 s and went on from step 20 "
+        "with 1 rank"
+    )
     assert run.account.figures.leaves == 1
 
 
-def test_a_batch_found_on_the_servers_counts_where_the_worker_that_pushed_it_did_not_live_to_count_it(tmp_path) -> None:
+def test_a_batch_on_the_servers_counts_where_its_worker_died_before_counting_it(
+    tmp_path,
+) -> None:
     account, clock = RunAccount(), Clock()
     writers = {name: TallyWriter(tmp_path / name, clock_ns=clock) for name in "ab"}
 
@@ -250,7 +307,9 @@ def test_a_batch_found_on_the_servers_counts_where_the_worker_that_pushed_it_did
     push("b", 1, fourth)
 
     def tallies() -> dict[str, Tally]:
-        return {name: tally for name in writers if (tally := read_tally(tmp_path / name)) is not None}
+        return {
+            name: tally for name in writers if (tally := read_tally(tmp_path / name)) is not None
+        }
 
     account.take(tallies(), clock.ns)
     assert (account.figures.steps, account.figures.samples) == (3, 12)
@@ -262,7 +321,8 @@ def test_a_batch_found_on_the_servers_counts_where_the_worker_that_pushed_it_did
 
 
 def test_inner_steps_count_once_their_round_is_on_the_servers(tmp_path) -> None:
-    """Rounds of three steps with four samples each, pushed by workers that progress meters follow."""
+    """Rounds of three steps with four samples each, pushed by workers that progress meters
+    follow."""
     account, clock = RunAccount(), Clock()
     meters: dict[str, ProgressMeter] = {}
     steps = dict.fromkeys("ab", 0)
@@ -278,7 +338,9 @@ def test_inner_steps_count_once_their_round_is_on_the_servers(tmp_path) -> None:
         meters[name].tally(steps[name], 4 * steps[name], 4, **counts)
 
     def figures() -> tuple[int, int]:
-        tallies = {name: tally for name in steps if (tally := read_tally(tmp_path / name)) is not None}
+        tallies = {
+            name: tally for name in steps if (tally := read_tally(tmp_path / name)) is not None
+        }
         account.take(tallies, clock.ns, settle=True)
         return account.figures.steps, account.figures.samples
 
@@ -329,7 +391,9 @@ def test_of_a_tally_that_is_torn_the_commit_before_is_read(tmp_path) -> None:
     assert read_tally(tmp_path / "none") is None
 
 
-def test_a_line_that_ends_with_a_carriage_return_is_shown_above_the_table(monkeypatch, capsys) -> None:
+def test_a_line_that_ends_with_a_carriage_return_is_shown_above_the_table(
+    monkeypatch, capsys
+) -> None:
     view = LiveView("127.0.0.1:1", "job", fallback=lambda stream, data: None, progress=True)
     monkeypatch.setattr(Stream, "is_terminal", property(lambda stream: True))
     view.write(Stream.OUT, b"[0]: first\r\n[0]: second\n[0]: third\r\n")

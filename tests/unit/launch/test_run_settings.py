@@ -9,16 +9,31 @@ from pathlib import Path
 import pytest
 from shoal.launcher import settings as launcher_settings
 from shoal.launcher.jobs import new_job_id
-from shoal.launcher.settings import LogSettings, NodeRange, RunSettings, Streams, parse_workers, worker_command
+from shoal.launcher.settings import (
+    LogSettings,
+    NodeRange,
+    RunSettings,
+    Streams,
+    parse_workers,
+    worker_command,
+)
 from shoal_common.errors import ConfigurationError
 
 
 def settings(**changes: object) -> RunSettings:
-    values: dict[str, object] = {"command": ("true",), "program": "true", "job_id": "job", "workers": 2, **changes}
+    values: dict[str, object] = {
+        "command": ("true",),
+        "program": "true",
+        "job_id": "job",
+        "workers": 2,
+        **changes,
+    }
     return RunSettings(**values)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("text", "least", "most"), [("1", 1, 1), ("4", 4, 4), ("1:4", 1, 4), ("2:2", 2, 2)])
+@pytest.mark.parametrize(
+    ("text", "least", "most"), [("1", 1, 1), ("4", 4, 4), ("1:4", 1, 4), ("2:2", 2, 2)]
+)
 def test_node_ranges(text: str, least: int, most: int) -> None:
     assert NodeRange.parse(text) == NodeRange(least, most)
 
@@ -42,20 +57,30 @@ def test_wrong_numbers_of_workers_are_refused_by_name(text: str) -> None:
 
 def torch_that_sees(devices: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher's machine has a driver, and a torch that counts so many devices."""
-    (directory / "torch.py").write_text(f"class cuda:\n    device_count = staticmethod(lambda: {devices})\n")
+    (directory / "torch.py").write_text(
+        f"class cuda:\n    device_count = staticmethod(lambda: {devices})\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(directory))
     monkeypatch.setattr(launcher_settings, "_DRIVERS", (directory,))
 
 
-def test_gpu_and_auto_are_as_many_workers_as_torch_sees_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_and_auto_are_as_many_workers_as_torch_sees_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch_that_sees("4", tmp_path, monkeypatch)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert parse_workers("gpu") == parse_workers("auto") == 4
 
 
-def test_a_torch_that_cannot_count_is_told_with_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_cannot_count_is_told_with_what_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch_that_sees("1 / 0", tmp_path, monkeypatch)
-    with pytest.raises(ConfigurationError, match=r"(?s)cannot count the CUDA devices.*ZeroDivisionError.*give --nproc-per-node a number"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"(?s)cannot count the CUDA devices.*ZeroDivisionError.*give --nproc-per-node a "
+        r"number",
+    ):
         parse_workers("gpu")
 
 
@@ -74,8 +99,20 @@ def test_gpu_without_a_gpu_names_the_remedy_and_auto_takes_the_cores() -> None:
 def test_commands_are_those_of_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
-    assert worker_command(str(script), ["-m", "x"], module=False, python=True) == (sys.executable, "-u", str(script), "-m", "x")
-    assert worker_command("pkg.train", ["1"], module=True, python=True) == (sys.executable, "-u", "-m", "pkg.train", "1")
+    assert worker_command(str(script), ["-m", "x"], module=False, python=True) == (
+        sys.executable,
+        "-u",
+        str(script),
+        "-m",
+        "x",
+    )
+    assert worker_command("pkg.train", ["1"], module=True, python=True) == (
+        sys.executable,
+        "-u",
+        "-m",
+        "pkg.train",
+        "1",
+    )
     assert worker_command("echo", ["1"], module=False, python=False) == ("echo", "1")
 
 
@@ -132,14 +169,22 @@ class TestLogs:
 
     @pytest.mark.parametrize(
         ("values", "flag"),
-        [({"redirects": "4"}, "--redirects"), ({"tee": "0:4"}, "--tee"), ({"console_ranks": "a"}, "--local-ranks-filter")],
+        [
+            ({"redirects": "4"}, "--redirects"),
+            ({"tee": "0:4"}, "--tee"),
+            ({"console_ranks": "a"}, "--local-ranks-filter"),
+        ],
     )
     def test_mistakes_name_the_flag(self, values: dict[str, str], flag: str) -> None:
         with pytest.raises(ConfigurationError, match=flag):
-            LogSettings.parse(**{"directory": None, "redirects": "0", "tee": "0", "console_ranks": "", **values})  # type: ignore[arg-type]
+            LogSettings.parse(
+                **{"directory": None, "redirects": "0", "tee": "0", "console_ranks": "", **values}
+            )  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("program", ["train.py", "examples/my train.py", "...", "ünïcode.py", "x" * 200])
+@pytest.mark.parametrize(
+    "program", ["train.py", "examples/my train.py", "...", "ünïcode.py", "x" * 200]
+)
 def test_job_ids_are_what_the_coordinator_takes(program: str) -> None:
     import re
 

@@ -19,12 +19,17 @@ ALLOCATION = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NUM_NODES": "3"}
         ({"SLURM_HET_JOB_ID": "1200"}, "slurm-1200"),
     ],
 )
-def test_each_start_of_an_allocation_has_an_id_of_its_own(more: dict[str, str], expected: str) -> None:
+def test_each_start_of_an_allocation_has_an_id_of_its_own(
+    more: dict[str, str], expected: str
+) -> None:
     assert run_id({**ALLOCATION, **more}) == expected
 
 
 def test_one_machine_of_an_allocation_is_enough_to_go_on() -> None:
-    assert run_variables(ALLOCATION) == {"PET_NNODES": "1:3", "PET_RDZV_CONF": "last_call_timeout=30"}
+    assert run_variables(ALLOCATION) == {
+        "PET_NNODES": "1:3",
+        "PET_RDZV_CONF": "last_call_timeout=30",
+    }
 
 
 @pytest.mark.parametrize("number", ["", "0", "three"])
@@ -34,11 +39,26 @@ def test_a_number_that_slurm_would_not_give_is_named(number: str) -> None:
 
 
 def test_what_is_set_already_wins_but_for_the_coordinator() -> None:
-    given = {**ALLOCATION, "PET_RDZV_ID": "mine", "PET_NNODES": "2:3", "PET_RDZV_ENDPOINT": "other:7000"}
+    given = {
+        **ALLOCATION,
+        "PET_RDZV_ID": "mine",
+        "PET_NNODES": "2:3",
+        "PET_RDZV_ENDPOINT": "other:7000",
+    }
     variables = _variables("n1:4000", "srun", given)
-    assert variables["PET_RDZV_ID"] == variables["SHOAL_JOB_ID"] == variables["SHOAL_PS_SERVER_JOB"] == "mine"
+    assert (
+        variables["PET_RDZV_ID"]
+        == variables["SHOAL_JOB_ID"]
+        == variables["SHOAL_PS_SERVER_JOB"]
+        == "mine"
+    )
     assert variables["PET_NNODES"] == "2:3"
-    assert variables["PET_RDZV_ENDPOINT"] == variables["SHOAL_COORDINATOR"] == variables["SHOAL_PS_SERVER_COORDINATOR"] == "n1:4000"
+    assert (
+        variables["PET_RDZV_ENDPOINT"]
+        == variables["SHOAL_COORDINATOR"]
+        == variables["SHOAL_PS_SERVER_COORDINATOR"]
+        == "n1:4000"
+    )
 
 
 def test_without_slurm_the_number_of_machines_is_the_launchers_to_say() -> None:

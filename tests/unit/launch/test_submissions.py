@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 from shoal.launcher import submissions
-from shoal.launcher.submissions import Outcome, Submissions, submissions_directory, write_outcome, write_record
+from shoal.launcher.submissions import (
+    Outcome,
+    Submissions,
+    submissions_directory,
+    write_outcome,
+    write_record,
+)
 from shoal_common.errors import ConfigurationError, UnknownResourceError
 
 _GONE = 2**22 + 1
@@ -17,7 +23,15 @@ _GONE = 2**22 + 1
 def record(directory: Path, job_id: str, run: int, *, pid: int = _GONE) -> Path:
     own = directory / job_id / str(run)
     own.mkdir(parents=True)
-    write_record(own, pid=pid, started_unix_s=1000.0 + run, job_id=job_id, run=run, coordinator=None, arguments=["train.py"])
+    write_record(
+        own,
+        pid=pid,
+        started_unix_s=1000.0 + run,
+        job_id=job_id,
+        run=run,
+        coordinator=None,
+        arguments=["train.py"],
+    )
     return own
 
 
@@ -45,7 +59,9 @@ def test_a_run_has_ended_when_it_says_so_or_its_process_is_gone(tmp_path: Path) 
 
 @pytest.mark.parametrize("job_id", ["", "../a", "a/b", "never"])
 def test_what_was_not_submitted_is_unknown(tmp_path: Path, job_id: str) -> None:
-    with pytest.raises(UnknownResourceError, match="was not submitted on this machine by this user"):
+    with pytest.raises(
+        UnknownResourceError, match="was not submitted on this machine by this user"
+    ):
         Submissions(tmp_path).newest(job_id)
 
 
@@ -63,14 +79,20 @@ def test_records_of_other_releases_and_half_made_ones_are_passed_over(tmp_path: 
     assert Submissions(tmp_path).newest("a").run == 1
 
 
-def test_the_oldest_runs_that_have_ended_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_runs_that_have_ended_are_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(submissions, "_KEPT", 2)
     for run in range(1, 5):
         record(tmp_path, "a", run)
     record(tmp_path, "old", 0)
     record(tmp_path, "runs", 0, pid=os.getpid())
     Submissions(tmp_path)._forget_oldest()
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")) == ["a/3", "a/4", "runs/0"]
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")) == [
+        "a/3",
+        "a/4",
+        "runs/0",
+    ]
     assert not (tmp_path / "old").exists()
 
 

@@ -22,7 +22,10 @@ def failure(rank: int, *, message: str = "", started_as: int | None = None) -> W
 
 
 def test_the_cause_comes_first_with_its_traceback_and_what_follows_from_it_in_a_line_each() -> None:
-    text = failure_summary("train.py", [failure(2, message="ValueError: a bug"), failure(0, message="OSError: closed\nmore")])
+    text = failure_summary(
+        "train.py",
+        [failure(2, message="ValueError: a bug"), failure(0, message="OSError: closed\nmore")],
+    )
     first, later = text.split("Later failures:")
     assert "  rank      : 2 " in first
     assert "    Traceback\n    ValueError: a bug" in first
@@ -32,8 +35,15 @@ def test_the_cause_comes_first_with_its_traceback_and_what_follows_from_it_in_a_
 
 def test_failures_that_were_made_up_for_are_told_apart_from_the_cause() -> None:
     text = failure_summary("train.py", [failure(1)], [failure(0, started_as=3)])
-    assert text.index("First failure") < text.index("made up for") < text.index("rank 0 (output [3]) on alpha")
+    assert (
+        text.index("First failure")
+        < text.index("made up for")
+        < text.index("rank 0 (output [3]) on alpha")
+    )
 
 
 def test_one_line_names_rank_host_and_exception() -> None:
-    assert failure_line(failure(1, message="ValueError: a bug")) == "rank 1 on alpha (pid 77) ended with exit code 1: ValueError: a bug"
+    assert (
+        failure_line(failure(1, message="ValueError: a bug"))
+        == "rank 1 on alpha (pid 77) ended with exit code 1: ValueError: a bug"
+    )

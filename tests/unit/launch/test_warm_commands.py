@@ -34,7 +34,9 @@ def script(tmp_path: Path) -> Path:
         ("import torch\nx = = 1", FRESH),
     ],
 )
-def test_a_script_is_forked_if_it_may_import_torch(script: Path, text: str, verdict: Verdict) -> None:
+def test_a_script_is_forked_if_it_may_import_torch(
+    script: Path, text: str, verdict: Verdict
+) -> None:
     assert judged(script, text) == verdict
 
 
@@ -50,15 +52,31 @@ def test_a_script_is_forked_if_it_may_import_torch(script: Path, text: str, verd
         "os.environ |= {'A': '1', 'OMP_NUM_THREADS': '3'}",
     ],
 )
-def test_a_script_that_sets_what_torch_reads_when_imported_starts_fresh(script: Path, line: str) -> None:
+def test_a_script_that_sets_what_torch_reads_when_imported_starts_fresh(
+    script: Path, line: str
+) -> None:
     verdict = judged(script, f"import os, torch\nfrom os import environ\nif True:\n    {line}")
     assert not verdict.warm
     assert "sets OMP_NUM_THREADS" in verdict.reason
 
 
-@pytest.mark.parametrize("name", ["TMPDIR", "PROMETHEUS_MULTIPROC_DIR", "ATEN_CPU_CAPABILITY", "NPY_PROMOTION_STATE", "SYMPY_DEBUG"])
-def test_variables_that_dependencies_of_torch_and_shoal_read_on_import_count(script: Path, name: str) -> None:
-    assert f"sets {name}" in judged(script, f"import os\nos.environ['{name}'] = 'x'\nimport torch").reason
+@pytest.mark.parametrize(
+    "name",
+    [
+        "TMPDIR",
+        "PROMETHEUS_MULTIPROC_DIR",
+        "ATEN_CPU_CAPABILITY",
+        "NPY_PROMOTION_STATE",
+        "SYMPY_DEBUG",
+    ],
+)
+def test_variables_that_dependencies_of_torch_and_shoal_read_on_import_count(
+    script: Path, name: str
+) -> None:
+    assert (
+        f"sets {name}"
+        in judged(script, f"import os\nos.environ['{name}'] = 'x'\nimport torch").reason
+    )
 
 
 @pytest.mark.filterwarnings("error")
@@ -76,23 +94,35 @@ def test_a_pipe_is_left_to_the_worker_to_read(script: Path) -> None:
 
 
 def test_a_script_may_set_what_is_read_later_and_read_anything(script: Path) -> None:
-    text = "import os, torch\nos.environ['CUDA_VISIBLE_DEVICES'] = '0'\nos.environ['OMP_NUM_THREADS']\nos.getenv('TORCH_LOGS')"
+    text = (
+        "import os, torch\nos.environ['CUDA_VISIBLE_DEVICES'] = "
+        "'0'\nos.environ['OMP_NUM_THREADS']\nos.getenv('TORCH_LOGS')"
+    )
     assert judged(script, text) == WARM
 
 
 def test_tools_that_follow_programs_have_fresh_ones(script: Path) -> None:
-    assert judged(script, "import torch", COVERAGE_PROCESS_START="rc") == Verdict(warm=False, reason="COVERAGE_PROCESS_START is set")
+    assert judged(script, "import torch", COVERAGE_PROCESS_START="rc") == Verdict(
+        warm=False, reason="COVERAGE_PROCESS_START is set"
+    )
 
 
 def test_other_programs_start_fresh_without_a_word(tmp_path: Path) -> None:
     archive = tmp_path / "train.pyz"
     with zipfile.ZipFile(archive, "w") as file:
         file.writestr("__main__.py", "import torch")
-    for command in (("/bin/true",), (sys.executable, "-c", "import torch"), (sys.executable, "-u", str(archive)), (sys.executable,)):
+    for command in (
+        ("/bin/true",),
+        (sys.executable, "-c", "import torch"),
+        (sys.executable, "-u", str(archive)),
+        (sys.executable,),
+    ):
         assert judge(command, {}) == FRESH
 
 
-def test_modules_are_read_without_being_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_are_read_without_being_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     package = tmp_path / "unknown_package"
     package.mkdir()

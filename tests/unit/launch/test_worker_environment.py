@@ -18,7 +18,12 @@ from shoal.launcher.environment import (
 def test_ranks_follow_the_node_and_the_index() -> None:
     node = NodePlacement(node_rank=1, node_count=3, master_address="10.0.0.1", master_port=1234)
     variables = torchrun_variables(
-        WorkerPlacement(index=1, workers=4, node=node), run_id="job", role="trainer", restarts=2, max_restarts=5, error_file=Path("/e.json")
+        WorkerPlacement(index=1, workers=4, node=node),
+        run_id="job",
+        role="trainer",
+        restarts=2,
+        max_restarts=5,
+        error_file=Path("/e.json"),
     )
     assert variables == {
         "RANK": "5",
@@ -59,20 +64,37 @@ def test_a_cluster_of_the_launchers_own_is_not_shown_addresses_that_other_machin
 
 
 def test_torch_is_told_the_interface_where_nobody_has_said_another() -> None:
-    assert interface_variables({}, "eth1") == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
-    assert interface_variables({"GLOO_SOCKET_IFNAME": "eth0"}, "eth1") == {"NCCL_SOCKET_IFNAME": "=eth1"}
+    assert interface_variables({}, "eth1") == {
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "NCCL_SOCKET_IFNAME": "=eth1",
+    }
+    assert interface_variables({"GLOO_SOCKET_IFNAME": "eth0"}, "eth1") == {
+        "NCCL_SOCKET_IFNAME": "=eth1"
+    }
     assert interface_variables({}, None) == {}
 
 
 def test_each_worker_sees_one_slice_where_the_launcher_sees_several() -> None:
     slices = {"CUDA_VISIBLE_DEVICES": "MIG-aa, MIG-bb"}
-    assert [slice_variables(slices, index=index)["CUDA_VISIBLE_DEVICES"] for index in range(3)] == ["MIG-aa", "MIG-bb", "MIG-aa"]
-    for others in ({}, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": "0,1"}, {"CUDA_VISIBLE_DEVICES": "MIG-aa,GPU-bb"}):
+    assert [slice_variables(slices, index=index)["CUDA_VISIBLE_DEVICES"] for index in range(3)] == [
+        "MIG-aa",
+        "MIG-bb",
+        "MIG-aa",
+    ]
+    for others in (
+        {},
+        {"CUDA_VISIBLE_DEVICES": ""},
+        {"CUDA_VISIBLE_DEVICES": "0,1"},
+        {"CUDA_VISIBLE_DEVICES": "MIG-aa,GPU-bb"},
+    ):
         assert slice_variables(others, index=1) == {}
 
 
 def test_metrics_ports_do_not_collide() -> None:
     assert metrics_listen({}, index=3, enabled=True) == "127.0.0.1:0"
-    assert metrics_listen({"SHOAL_METRICS_LISTEN": "0.0.0.0:9100"}, index=3, enabled=True) == "0.0.0.0:9103"
+    assert (
+        metrics_listen({"SHOAL_METRICS_LISTEN": "0.0.0.0:9100"}, index=3, enabled=True)
+        == "0.0.0.0:9103"
+    )
     assert metrics_listen({"SHOAL_METRICS_LISTEN": "[::]:0"}, index=3, enabled=True) == "[::]:0"
     assert metrics_listen({"SHOAL_METRICS_LISTEN": "0.0.0.0:9100"}, index=3, enabled=False) is None

@@ -8,8 +8,8 @@ from shoal_worker.pipelining.schedule import Action, Kind, Schedule
 
 
 def in_flight(schedule: Schedule, rank: int) -> int:
-    """The most (stage, micro-batch) pairs whose activations that rank holds at once: from the forward pass to the last part of the
-    backward."""
+    """The most (stage, micro-batch) pairs whose activations that rank holds at once: from the
+    forward pass to the last part of the backward."""
     held = most = 0
     for action in schedule.actions[rank]:
         if action.kind is Kind.FORWARD:
@@ -20,8 +20,14 @@ def in_flight(schedule: Schedule, rank: int) -> int:
     return most
 
 
-def bubble(schedule: Schedule, forward: float = 1.0, backward_input: float = 1.0, backward_weight: float = 1.0) -> float:
-    """The share of the step in which ranks idle, on average, if a stage takes so long for each part and communication nothing."""
+def bubble(
+    schedule: Schedule,
+    forward: float = 1.0,
+    backward_input: float = 1.0,
+    backward_weight: float = 1.0,
+) -> float:
+    """The share of the step in which ranks idle, on average, if a stage takes so long for each part
+    and communication nothing."""
     costs = {
         Kind.FORWARD: forward,
         Kind.BACKWARD: backward_input + backward_weight,
@@ -29,14 +35,22 @@ def bubble(schedule: Schedule, forward: float = 1.0, backward_input: float = 1.0
         Kind.BACKWARD_WEIGHT: backward_weight,
     }
     end = _finishing_times(schedule, costs)
-    busy = sum(costs[action.kind] for actions in schedule.actions for action in actions if action.kind in costs)
+    busy = sum(
+        costs[action.kind]
+        for actions in schedule.actions
+        for action in actions
+        if action.kind in costs
+    )
     return 1 - busy / (max(end) * len(schedule.actions))
 
 
 def _finishing_times(schedule: Schedule, costs: Mapping[Kind, float]) -> list[float]:
-    """When each rank is done, every rank doing its computations in order, each as soon as what it needs is there."""
+    """When each rank is done, every rank doing its computations in order, each as soon as what it
+    needs is there."""
     done: dict[Action, float] = {}
-    waiting = [[action for action in actions if action.kind in costs] for actions in schedule.actions]
+    waiting = [
+        [action for action in actions if action.kind in costs] for actions in schedule.actions
+    ]
     clocks = [0.0] * len(waiting)
     while any(waiting):
         before = sum(map(len, waiting))
@@ -46,14 +60,21 @@ def _finishing_times(schedule: Schedule, costs: Mapping[Kind, float]) -> list[fl
                 clocks[rank] = max(clocks[rank], ready) + costs[action.kind]
                 done[action] = clocks[rank]
         if sum(map(len, waiting)) == before:
-            raise AssertionError(f"schedule {schedule.name!r} cannot be carried out: {[actions[:1] for actions in waiting]}")
+            raise AssertionError(
+                f"schedule {schedule.name!r} cannot be carried out: "
+                f"{[actions[:1] for actions in waiting]}"
+            )
     return clocks
 
 
 def _ready_at(action: Action, stages: int, done: Mapping[Action, float]) -> float | None:
     """When what this needs of other ranks is there; None: not yet known."""
     if action.kind is Kind.FORWARD:
-        return 0.0 if action.stage == 0 else done.get(Action(Kind.FORWARD, action.stage - 1, action.micro_batch))
+        return (
+            0.0
+            if action.stage == 0
+            else done.get(Action(Kind.FORWARD, action.stage - 1, action.micro_batch))
+        )
     if action.kind is Kind.BACKWARD_WEIGHT or action.stage == stages - 1:
         return 0.0
     for kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):

@@ -1,4 +1,5 @@
-"""Parts of layered models, put one after the other, compute what the model computes; or say why they cannot."""
+"""Parts of layered models, put one after the other, compute what the model computes; or say why
+they cannot."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ class Layer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, rotary: Any = None) -> torch.Tensor:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rotary: Any = None,
+    ) -> torch.Tensor:
         y = torch.tanh(self.linear(hidden_states))
         if rotary is not None:
             y = y * rotary[0] + y.roll(1, -1) * rotary[1]
@@ -48,7 +54,8 @@ class Rotary(nn.Module):
 
 
 class LlamaLike(nn.Module):
-    """Nested, a rotary table registered after the layers, keyword arguments, a mapping as output."""
+    """Nested, a rotary table registered after the layers, keyword arguments, a mapping as
+    output."""
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -70,19 +77,30 @@ class LlamaLike(nn.Module):
         self.model = LlamaLike.Inner()
         self.lm_head = nn.Linear(WIDTH, WORDS)
 
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> Mapping[str, Any]:
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None
+    ) -> Mapping[str, Any]:
         logits = self.lm_head(self.model(input_ids))
-        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = (
+            None
+            if labels is None
+            else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        )
         return {"loss": loss, "logits": logits}
 
 
 class BertLike(nn.Module):
-    """An embedding module of several tables with a norm, an encoder with the layers, a pooler and a classifier."""
+    """An embedding module of several tables with a norm, an encoder with the layers, a pooler and a
+    classifier."""
 
     class Embeddings(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.words, self.types, self.norm = nn.Embedding(WORDS, WIDTH), nn.Embedding(2, WIDTH), nn.LayerNorm(WIDTH)
+            self.words, self.types, self.norm = (
+                nn.Embedding(WORDS, WIDTH),
+                nn.Embedding(2, WIDTH),
+                nn.LayerNorm(WIDTH),
+            )
 
         def forward(self, ids: torch.Tensor) -> torch.Tensor:
             return self.norm(self.words(ids) + self.types(torch.zeros_like(ids)))
@@ -117,7 +135,9 @@ class BertLike(nn.Module):
 def test_models_of_known_structure_run_in_parts(kind: type[nn.Module], stages: int) -> None:
     torch.manual_seed(0)
     model, ids = kind(), torch.randint(0, WORDS, (3, 5))
-    found = _through(model, stages, Call.of({"input_ids": ids, "labels": ids} if kind is LlamaLike else ids))
+    found = _through(
+        model, stages, Call.of({"input_ids": ids, "labels": ids} if kind is LlamaLike else ids)
+    )
     if kind is LlamaLike:
         expected = model(ids, ids)
         assert torch.equal(found["loss"], expected["loss"])
@@ -166,7 +186,9 @@ class _DecidesByValues(_Base):
 
 class _HeadRunsFirst(_Base):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.run(self.embedding(ids) + self.head.weight.sum() + self.head(self.embedding(ids)).sum())
+        return self.run(
+            self.embedding(ids) + self.head.weight.sum() + self.head(self.embedding(ids)).sum()
+        )
 
 
 @pytest.mark.parametrize(
@@ -179,13 +201,20 @@ class _HeadRunsFirst(_Base):
         (_HeadRunsFirst, "other than by calling that module|runs on this one"),
     ],
 )
-def test_what_needs_another_stages_values_by_another_way_is_refused_and_not_computed_wrongly(kind: type[nn.Module], why: str) -> None:
+def test_what_needs_another_stages_values_by_another_way_is_refused_and_not_computed_wrongly(
+    kind: type[nn.Module], why: str
+) -> None:
     with pytest.raises(ConfigurationError, match=why):
         _through(kind(), 2, Call.of(torch.randint(0, WORDS, (3, 5))), cut_points=["layers.1"])
 
 
 class _Checkpointed(Layer):
-    def forward(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None, rotary: Any = None) -> torch.Tensor:
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        rotary: Any = None,
+    ) -> torch.Tensor:
         return checkpoint(super().forward, hidden_states, use_reentrant=False)
 
 
@@ -213,7 +242,8 @@ def test_a_stage_asks_what_another_stages_module_gives_once_for_inputs_of_one_ki
 
 
 def test_activation_checkpointing_around_and_within_layers_gives_the_same_gradients() -> None:
-    """A layer that runs again in the backward pass, after the stage has seen another micro-batch, finds its own input."""
+    """A layer that runs again in the backward pass, after the stage has seen another micro-batch,
+    finds its own input."""
     torch.manual_seed(0)
     model = LlamaLike()
     for layer in model.model.layers:

@@ -1,4 +1,5 @@
-"""The orders of computation, their micro-batches in flight and their bubbles, against the papers' figures."""
+"""The orders of computation, their micro-batches in flight and their bubbles, against the papers'
+figures."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ _COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEI
 
 
 def _made(name: str, ranks: int = RANKS, micro_batches: int = MICRO_BATCHES) -> Schedule:
-    return training_schedule(name, ranks=ranks, stages_per_rank=schedule_kind(name).default_stages_per_rank, micro_batches=micro_batches)
+    return training_schedule(
+        name,
+        ranks=ranks,
+        stages_per_rank=schedule_kind(name).default_stages_per_rank,
+        micro_batches=micro_batches,
+    )
 
 
 def test_one_forward_one_backward_holds_as_many_micro_batches_as_stages_follow() -> None:
@@ -34,13 +40,16 @@ def test_one_forward_one_backward_holds_as_many_micro_batches_as_stages_follow()
 def test_in_flight_of_schedules_with_two_stages_on_a_rank() -> None:
     """In stages' activations, each half as large as with one stage on a rank.
 
-    Interleaved: 2(p - 1 - r) + (v - 1)p warm-up passes and one (Narayanan et al. 2021, section 2.2). ZBV: 2p, as 1F1B's p whole ones (Qi et
-    al. 2024, section 6). Looped BFS: all (Lamy-Poirier 2022).
+    Interleaved: 2(p - 1 - r) + (v - 1)p warm-up passes and one (Narayanan et al. 2021, section
+    2.2). ZBV: 2p, as 1F1B's p whole ones (Qi et al. 2024, section 6). Looped BFS: all (Lamy-Poirier
+    2022).
     """
     expected = [2 * (RANKS - 1 - rank) + RANKS + 1 for rank in range(RANKS)]
     assert [in_flight(_made("interleaved_1f1b"), rank) for rank in range(RANKS)] == expected
     assert [in_flight(_made("zbv"), rank) for rank in range(RANKS)] == [2 * RANKS] * RANKS
-    assert [in_flight(_made("looped_bfs"), rank) for rank in range(RANKS)] == [2 * MICRO_BATCHES] * RANKS
+    assert [in_flight(_made("looped_bfs"), rank) for rank in range(RANKS)] == [
+        2 * MICRO_BATCHES
+    ] * RANKS
     assert max(in_flight(_made("dualpipe_v"), rank) for rank in range(RANKS)) == 2 * RANKS + 1
     assert max(in_flight(_made("zero_bubble"), rank) for rank in range(RANKS)) < 2 * MICRO_BATCHES
 
@@ -54,16 +63,23 @@ def test_the_bubble_is_p_less_one_over_m_and_p_less_one(name: str) -> None:
 def test_interleaving_divides_the_bubble_and_zero_bubble_schedules_nearly_end_it() -> None:
     plain = bubble(_made("1f1b"), 2, 2, 2)  # stages twice as large
     stages = 2
-    assert bubble(_made("interleaved_1f1b")) == pytest.approx((RANKS - 1) / (stages * MICRO_BATCHES + RANKS - 1))
-    assert bubble(_made("looped_bfs")) == pytest.approx((RANKS - 1) / (stages * MICRO_BATCHES + RANKS - 1))
+    assert bubble(_made("interleaved_1f1b")) == pytest.approx(
+        (RANKS - 1) / (stages * MICRO_BATCHES + RANKS - 1)
+    )
+    assert bubble(_made("looped_bfs")) == pytest.approx(
+        (RANKS - 1) / (stages * MICRO_BATCHES + RANKS - 1)
+    )
     for name in ("zero_bubble", "zbv", "dualpipe_v"):
         assert bubble(_made(name)) < 0.06 < bubble(_made("interleaved_1f1b")) < plain
 
 
 @pytest.mark.parametrize("name", schedule_names())
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (2, 3), (4, 5), (4, 1), (3, 7)])
-def test_any_number_of_micro_batches_goes_through_in_an_order_that_cannot_deadlock(name: str, ranks: int, micro_batches: int) -> None:
-    """Both sides of each pair of ranks transfer the same things in the same order, and waiting at each one ends."""
+def test_any_number_of_micro_batches_goes_through_in_an_order_that_cannot_deadlock(
+    name: str, ranks: int, micro_batches: int
+) -> None:
+    """Both sides of each pair of ranks transfer the same things in the same order, and waiting at
+    each one ends."""
     schedule = _made(name, ranks, micro_batches)
     assert schedule.micro_batches == micro_batches
     sent: dict[tuple[int, int], list[Action]] = {}
@@ -74,10 +90,14 @@ def test_any_number_of_micro_batches_goes_through_in_an_order_that_cannot_deadlo
                 step = 1 if action.kind is Kind.SEND_FORWARD else -1
                 arrives = Kind.RECEIVE_FORWARD if step == 1 else Kind.RECEIVE_BACKWARD
                 peer = schedule.rank_of[action.stage + step]
-                sent.setdefault((rank, peer), []).append(Action(arrives, action.stage + step, action.micro_batch))
+                sent.setdefault((rank, peer), []).append(
+                    Action(arrives, action.stage + step, action.micro_batch)
+                )
             elif action.kind in (Kind.RECEIVE_FORWARD, Kind.RECEIVE_BACKWARD):
                 step = -1 if action.kind is Kind.RECEIVE_FORWARD else 1
-                received.setdefault((schedule.rank_of[action.stage + step], rank), []).append(action)
+                received.setdefault((schedule.rank_of[action.stage + step], rank), []).append(
+                    action
+                )
     assert sent == received
     assert bubble(schedule) < 1
 
@@ -85,9 +105,13 @@ def test_any_number_of_micro_batches_goes_through_in_an_order_that_cannot_deadlo
 def test_schedules_are_known_by_torchs_names_too_and_others_are_refused() -> None:
     assert schedule_kind("ScheduleZBVZeroBubble").name == "zbv"
     assert schedule_kind("Interleaved1F1B").name == "interleaved_1f1b"
-    with pytest.raises(ConfigurationError, match="schedule='pipedream': expected one of gpipe, 1f1b"):
+    with pytest.raises(
+        ConfigurationError, match="schedule='pipedream': expected one of gpipe, 1f1b"
+    ):
         schedule_kind("pipedream")
-    with pytest.raises(ConfigurationError, match="stages_per_rank=3 with schedule='zbv': expected 2"):
+    with pytest.raises(
+        ConfigurationError, match="stages_per_rank=3 with schedule='zbv': expected 2"
+    ):
         training_schedule("zbv", ranks=2, stages_per_rank=3, micro_batches=4)
 
 
@@ -102,13 +126,23 @@ def test_stages_lie_in_rounds_or_forth_and_back_and_forward_passes_go_breadth_fi
 @pytest.mark.parametrize("name", schedule_names())
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("micro_batches", [1, 8])
-def test_messages_need_no_buffer_and_one_queue_on_each_rank(name: str, ranks: int, micro_batches: int) -> None:
-    """On one NCCL communicator a rank's messages run in the order in which it issues them, each when its other side is at it."""
+def test_messages_need_no_buffer_and_one_queue_on_each_rank(
+    name: str, ranks: int, micro_batches: int
+) -> None:
+    """On one NCCL communicator a rank's messages run in the order in which it issues them, each
+    when its other side is at it."""
     schedule = _made(name, ranks, micro_batches)
-    queues = [[action for action in actions if action.kind not in _COMPUTES] for actions in schedule.actions]
+    queues = [
+        [action for action in actions if action.kind not in _COMPUTES]
+        for actions in schedule.actions
+    ]
     while any(queues):
         heads = [queue[0] if queue else None for queue in queues]
-        met = [(rank, heads.index(_sender(head))) for rank, head in enumerate(heads) if head is not None and _sender(head) in heads]
+        met = [
+            (rank, heads.index(_sender(head)))
+            for rank, head in enumerate(heads)
+            if head is not None and _sender(head) in heads
+        ]
         assert met, f"ranks wait for each other: {heads}"
         for rank in met[0]:
             del queues[rank][0]

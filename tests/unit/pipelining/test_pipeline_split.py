@@ -37,7 +37,11 @@ def test_greedy_filling_would_be_worse() -> None:
 
 
 def _mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
+    return nn.Sequential(
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+        nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+        nn.Linear(4, 2),
+    )
 
 
 def test_a_split_prints_stages_modules_parameters_and_bytes() -> None:
@@ -55,14 +59,18 @@ def test_named_cut_points_are_followed_and_checked() -> None:
     assert [stage.modules for stage in split.stages] == [("0.0", "0.1"), ("1.0", "1.1"), ("2",)]
     with pytest.raises(ConfigurationError, match="3 stages need 2 of them"):
         split_model(_mlp(), 3, cut_points=["2"])
-    with pytest.raises(ConfigurationError, match=r"\['nowhere'\] begin no block; expected among 0.1, 1.0, 1.1, 2"):
+    with pytest.raises(
+        ConfigurationError, match=r"\['nowhere'\] begin no block; expected among 0.1, 1.0, 1.1, 2"
+    ):
         split_model(_mlp(), 2, cut_points=["nowhere"])
     with pytest.raises(ConfigurationError, match="in the order in which the blocks run"):
         split_model(_mlp(), 3, cut_points=["2", "1.0"])
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"stages=6: Sequential has 5 blocks \(0.0, 0.1, ... 2\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"stages=6: Sequential has 5 blocks \(0.0, 0.1, ... 2\)"
+    ):
         split_model(_mlp(), 6)
 
 
@@ -76,7 +84,10 @@ class _Tree(nn.Module):
 
 
 def test_a_model_that_cannot_be_cut_gets_one_error_that_says_what_to_provide() -> None:
-    with pytest.raises(ConfigurationError, match=r"_Tree cannot be cut .* nn.Sequential, .* nn.ModuleList, .* pipeline_blocks\(\)"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"_Tree cannot be cut .* nn.Sequential, .* nn.ModuleList, .* pipeline_blocks\(\)",
+    ):
         split_model(_Tree(), 2)
 
 
@@ -92,7 +103,9 @@ class _Offers(nn.Module):
 
 def test_a_model_may_offer_its_blocks() -> None:
     assert [stage.modules for stage in split_model(_Offers(), 2).stages] == [("b",), ("a",)]
-    with pytest.raises(ConfigurationError, match=r"leaves out the parameters \['a.weight', 'a.bias'\]"):
+    with pytest.raises(
+        ConfigurationError, match=r"leaves out the parameters \['a.weight', 'a.bias'\]"
+    ):
         split_model(_Offers(complete=False), 1)
 
 
@@ -100,7 +113,9 @@ def test_tied_weights_are_shared_by_their_stages_and_batch_norms_may_not_be() ->
     model = _mlp()
     model[1][0].weight = model[0][0].weight
     split = split_model(model, 2, cut_points=["1.0"])
-    assert [(one.names, one.stages) for one in split.shared] == [(("0.0.weight", "1.0.weight"), (0, 1))]
+    assert [(one.names, one.stages) for one in split.shared] == [
+        (("0.0.weight", "1.0.weight"), (0, 1))
+    ]
     assert "shared by stages 0, 1: 0.0.weight = 1.0.weight" in str(split)
     norm = nn.BatchNorm1d(4)
     with pytest.raises(ConfigurationError, match="used in several places must be within one stage"):

@@ -24,16 +24,30 @@ class Make:
     """Partitions, uploads and shards with sensible defaults."""
 
     def spec(
-        self, partition_id: int = 0, *, length: int = 6, dtype: str = "float32", tensor: str = "weight", offset: int = 0
+        self,
+        partition_id: int = 0,
+        *,
+        length: int = 6,
+        dtype: str = "float32",
+        tensor: str = "weight",
+        offset: int = 0,
     ) -> PartitionSpec:
         """One piece."""
         return self.packed(partition_id, (tensor, length), dtype=dtype, offset=offset)
 
-    def packed(self, partition_id: int = 0, *pieces: tuple[str, int], dtype: str = "float32", offset: int = 0) -> PartitionSpec:
+    def packed(
+        self,
+        partition_id: int = 0,
+        *pieces: tuple[str, int],
+        dtype: str = "float32",
+        offset: int = 0,
+    ) -> PartitionSpec:
         """Several tensors; of each its name and elements."""
         return PartitionSpec(
             partition_id=partition_id,
-            pieces=tuple(Piece(tensor=tensor, offset=offset, length=length) for tensor, length in pieces),
+            pieces=tuple(
+                Piece(tensor=tensor, offset=offset, length=length) for tensor, length in pieces
+            ),
             element=BY_NAME[dtype],
         )
 
@@ -61,7 +75,8 @@ class Make:
         absent: Sequence[int] = (),
         finished: Sequence[int] = (),
     ) -> Upload:
-        """`cuts`: byte positions between which the payload's pieces lie. `digest` None: computed."""
+        """`cuts`: byte positions between which the payload's pieces lie. `digest` None:
+        computed."""
         spec = spec or self.spec()
         data = bytes(bytes_of(torch.as_tensor(values, dtype=spec.element.torch)))
         edges = [0, *sorted(cuts), len(data)]
@@ -84,9 +99,19 @@ class Make:
             upload.add(memoryview(data)[start:end])
         return upload
 
-    def bucket(self, partition_id: int = 0, *, dim: int = 4, rows: int = 0, number: int = 0, **table: Any) -> PartitionSpec:
-        """A bucket of a table, the only one unless `buckets` says otherwise. `table`: fields of its specification."""
-        defaults = {"buckets": 1, "seed": 7, "initializer": "normal", "scale": 0.1, "optimizer": "adagrad", "hyperparameters": {"lr": 0.1}}
+    def bucket(
+        self, partition_id: int = 0, *, dim: int = 4, rows: int = 0, number: int = 0, **table: Any
+    ) -> PartitionSpec:
+        """A bucket of a table, the only one unless `buckets` says otherwise. `table`: fields of its
+        specification."""
+        defaults = {
+            "buckets": 1,
+            "seed": 7,
+            "initializer": "normal",
+            "scale": 0.1,
+            "optimizer": "adagrad",
+            "hyperparameters": {"lr": 0.1},
+        }
         spec = TableSpec.with_defaults(**{**defaults, **table})
         assert spec.contradiction() == ""
         return PartitionSpec(
@@ -132,13 +157,22 @@ class Make:
     def sgd(self, **hyperparameters: float) -> OptimizerSettings:
         return optimizer_settings(name="sgd", hyperparameters={"lr": 0.5, **hyperparameters})
 
-    def shard(self, *specs: PartitionSpec, optimizer: OptimizerSettings | None = None, values: Any = None) -> Shard:
+    def shard(
+        self, *specs: PartitionSpec, optimizer: OptimizerSettings | None = None, values: Any = None
+    ) -> Shard:
         """With every partition at version 1: `values`, or zeros."""
         layout = self.layout(*specs)
         shard = Shard(optimizer=optimizer or self.sgd())
         shard.adopt(layout)
         for spec in layout.partitions.values():
-            shard.initialize(self.upload(torch.zeros(spec.length) if values is None else values, spec, sequence=0, base_version=0))
+            shard.initialize(
+                self.upload(
+                    torch.zeros(spec.length) if values is None else values,
+                    spec,
+                    sequence=0,
+                    base_version=0,
+                )
+            )
         return shard
 
     def values(self, shard: Shard, partition_id: int = 0) -> torch.Tensor:

@@ -41,9 +41,15 @@ class Journaled:
         self.members = recovered.members
         self.moves = recovered.moves
         self.failures: list[BaseException] = []
-        self.changes = Changes(shard=self.shard, layout=lambda: self.layout, members=lambda: self.members)
+        self.changes = Changes(
+            shard=self.shard, layout=lambda: self.layout, members=lambda: self.members
+        )
         self.journal = Journal(
-            directory.segments, number=recovered.next_file, previous_end=recovered.last_end, fsync=fsync, failed=self.failures.append
+            directory.segments,
+            number=recovered.next_file,
+            previous_end=recovered.last_end,
+            fsync=fsync,
+            failed=self.failures.append,
         )
         self.changes.write_to(self.journal)
         self.snapshots = SnapshotKeeper(
@@ -60,10 +66,14 @@ class Journaled:
         self.shard.adopt(layout)
         self.layout = layout
 
-    async def configure(self, optimizer: OptimizerSettings, consistency: Consistency | None = None) -> None:
+    async def configure(
+        self, optimizer: OptimizerSettings, consistency: Consistency | None = None
+    ) -> None:
         before = self.configuration
         configuration = (
-            Configuration(configured=optimizer, optimizer=optimizer, consistency=consistency or Consistency())
+            Configuration(
+                configured=optimizer, optimizer=optimizer, consistency=consistency or Consistency()
+            )
             if before is None
             else replace(before, optimizer=optimizer, revision=before.revision + 1)
         )
@@ -75,7 +85,8 @@ class Journaled:
         await asyncio.shield(self.changes.configure(configuration, effect))
 
     async def push(self, upload: Any) -> Outcome:
-        return await asyncio.shield(await self.changes.push(upload))  # as a stream does, whose caller may go away
+        # as a stream does, whose caller may go away
+        return await asyncio.shield(await self.changes.push(upload))
 
     async def initialize(self, upload: Any) -> Outcome:
         return await asyncio.shield(await self.changes.initialize(upload))
@@ -96,7 +107,8 @@ class Journaled:
 
 @asynccontextmanager
 async def opened(path: Path, fsync: Fsync = Fsync.GROUP) -> AsyncIterator[Journaled]:
-    """Recovers, and writes from then on. At the end nothing is written but what was said before: as after a SIGKILL."""
+    """Recovers, and writes from then on. At the end nothing is written but what was said before: as
+    after a SIGKILL."""
     with DataDirectory(path) as directory:
         server = Journaled(directory, fsync)
         try:
@@ -132,7 +144,9 @@ def same(left: dict[int, Any], right: dict[int, Any]) -> bool:
             torch.equal(one.state()[name], other.state()[name]) for name in one.state()
         ):
             return False
-        if (one.rows is None) != (other.rows is None) or (one.rows is not None and arrays_of(one.rows) != arrays_of(other.rows)):
+        if (one.rows is None) != (other.rows is None) or (
+            one.rows is not None and arrays_of(one.rows) != arrays_of(other.rows)
+        ):
             return False
     return True
 
@@ -163,7 +177,9 @@ async def begun(server: Journaled, make: Any, consistency: Consistency | None = 
     server.adopt(make.layout(*specs))
     await server.configure(optimizer_settings(name="adamw", hyperparameters=ADAMW), consistency)
     for spec in specs:
-        await server.initialize(make.upload(torch.arange(spec.length), spec, sequence=0, base_version=0))
+        await server.initialize(
+            make.upload(torch.arange(spec.length), spec, sequence=0, base_version=0)
+        )
 
 
 def file(path: Path) -> Path:

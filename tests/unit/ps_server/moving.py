@@ -1,4 +1,5 @@
-"""Two servers of which one gives partitions to the other, without RPCs, and what each of them is to have."""
+"""Two servers of which one gives partitions to the other, without RPCs, and what each of them is to
+have."""
 
 from __future__ import annotations
 
@@ -31,21 +32,37 @@ from shoal_ps_server.storage.recovery import settled_record
 
 from tests.unit.ps_server.journaled import ADAMW, JOB, Journaled, opened, same, state_of
 
-ORDER = MoveOrder(move=1, partition_ids=frozenset({1, 3}), receiver_index=1, receiver_address="there:1", giver_incarnation=incarnation())
+ORDER = MoveOrder(
+    move=1,
+    partition_ids=frozenset({1, 3}),
+    receiver_index=1,
+    receiver_address="there:1",
+    giver_incarnation=incarnation(),
+)
 MEMBERS = Members(generation=4, members=frozenset("abc"), put_out={"z": 2})
 
 
 def specs(make: Any) -> tuple[PartitionSpec, ...]:
-    return make.spec(0), make.spec(1, offset=6), make.spec(3, length=4, dtype="bfloat16", tensor="bias")
+    return (
+        make.spec(0),
+        make.spec(1, offset=6),
+        make.spec(3, length=4, dtype="bfloat16", tensor="bias"),
+    )
 
 
 def layout_of(make: Any, index: int, *, moved: bool) -> Layout:
-    """The map before the move (epoch 1), or after it (epoch 2), as one of the two servers sees it."""
-    owners = {spec.partition_id: int(moved and spec.partition_id in ORDER.partition_ids) for spec in specs(make)}
+    """The map before the move (epoch 1), or after it (epoch 2), as one of the two servers sees
+    it."""
+    owners = {
+        spec.partition_id: int(moved and spec.partition_id in ORDER.partition_ids)
+        for spec in specs(make)
+    }
     return Layout(
         epoch=2 if moved else 1,
         server_index=index,
-        partitions={spec.partition_id: spec for spec in specs(make) if owners[spec.partition_id] == index},
+        partitions={
+            spec.partition_id: spec for spec in specs(make) if owners[spec.partition_id] == index
+        },
         owners=owners,
         tensors=frozenset({"weight", "bias"}),
     )
@@ -69,7 +86,9 @@ class Moved:
         self.make = make
         self.has_begun = False
         """To send."""
-        self.membership = Membership(fence=Fence(), clocks=Clocks(), admission_wait=timedelta(seconds=0.01))
+        self.membership = Membership(
+            fence=Fence(), clocks=Clocks(), admission_wait=timedelta(seconds=0.01)
+        )
         self.of_coordinator = layout_of(make, index, moved=False)
         self.layouts = Layouts(current=server.layout, fetch=self._fetch, adopt=self._adopt)
         self.receiver = Receiver(
@@ -125,7 +144,11 @@ class Moved:
         moves.check(layout, before=before)
 
         def effect() -> None:
-            moves.adopt(layout, before=before, members=self.membership.fence.members | self.membership.fence.put_out.keys())
+            moves.adopt(
+                layout,
+                before=before,
+                members=self.membership.fence.members | self.membership.fence.put_out.keys(),
+            )
             self.server.layout = layout
             self.layouts.becomes(layout)
 
@@ -156,7 +179,13 @@ class History:
 
     def upload(self, spec: PartitionSpec, sequence: int) -> Any:
         values = torch.arange(spec.length) - sequence if sequence else torch.arange(spec.length)
-        return self._make.upload(values, spec, sequence=sequence, base_version=min(sequence, 1), batch=100 + sequence if sequence else 0)
+        return self._make.upload(
+            values,
+            spec,
+            sequence=sequence,
+            base_version=min(sequence, 1),
+            batch=100 + sequence if sequence else 0,
+        )
 
     async def push(self, server: Journaled, sequence: int, partition_ids: Any = (0, 1, 3)) -> None:
         """To a server, and here. Number 0 are the first values."""
@@ -164,21 +193,27 @@ class History:
             number = spec.partition_id
             if number in partition_ids:
                 await (server.push if sequence else server.initialize)(self.upload(spec, sequence))
-                (self.whole.push if sequence else self.whole.initialize)(self.upload(spec, sequence))
+                (self.whole.push if sequence else self.whole.initialize)(
+                    self.upload(spec, sequence)
+                )
                 self._images[number][self.whole.version(number)] = self.whole.image(number)
 
     def has(self, shard: Shard) -> bool:
         """Whether each partition of a shard that has values has those of its version."""
         found = {number: image for number, image in state_of(shard).items() if image is not None}
-        return same(found, {number: self._images[number][image.version] for number, image in found.items()})
+        return same(
+            found, {number: self._images[number][image.version] for number, image in found.items()}
+        )
 
 
 @asynccontextmanager
 async def two(tmp_path: Path, make: Any) -> AsyncIterator[tuple[Moved, Moved, History]]:
-    """The giver, which has values and AdamW's state, the receiver, which has nothing, and what is to be."""
+    """The giver, which has values and AdamW's state, the receiver, which has nothing, and what is
+    to be."""
     async with AsyncExitStack() as stack:
         giver, receiver = [
-            Moved(await stack.enter_async_context(opened(tmp_path / name)), make, index) for index, name in enumerate(("giver", "receiver"))
+            Moved(await stack.enter_async_context(opened(tmp_path / name)), make, index)
+            for index, name in enumerate(("giver", "receiver"))
         ]
         history = History(make)
         await receiver.know(Members(generation=4, members=frozenset("abc")))
@@ -195,10 +230,16 @@ class Told:
     def __init__(self, moved: Moved) -> None:
         self.reports: list[tuple[int, str, str]] = []
         self.mover = Mover(
-            moves=moved.server.moves, giver=moved.giver, layouts=moved.layouts, changes=moved.server.changes, report=self._report
+            moves=moved.server.moves,
+            giver=moved.giver,
+            layouts=moved.layouts,
+            changes=moved.server.changes,
+            report=self._report,
         )
 
-    def _report(self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False) -> None:
+    def _report(
+        self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False
+    ) -> None:
         self.reports.append((move, receiver, reason))
         self.blames_itself = giver_failed
 

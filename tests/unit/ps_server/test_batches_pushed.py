@@ -1,4 +1,5 @@
-"""Which leased batches members have pushed: the server's memory, also over snapshots, recoveries and kills."""
+"""Which leased batches members have pushed: the server's memory, also over snapshots, recoveries
+and kills."""
 
 from __future__ import annotations
 
@@ -56,30 +57,40 @@ def test_a_batch_of_another_member_is_acknowledged_and_not_applied(make) -> None
     told: list[int] = []
     for sequence, batch in enumerate(keys, 1):
         for spec in (make.spec(0), make.spec(1, tensor="bias")):
-            if (batch, spec.partition_id) != (keys[-1], 1):  # it dies in the middle of its last push
-                shard.push(make.upload(torch.ones(6), spec, sequence=sequence, batch=batch, finished=told))
+            if (batch, spec.partition_id) != (keys[-1], 1):
+                # it dies in the middle of its last push
+                shard.push(
+                    make.upload(torch.ones(6), spec, sequence=sequence, batch=batch, finished=told)
+                )
                 told = []
         told = [batch]
     for sequence, batch in enumerate(keys, 1):
         for spec in (make.spec(0), make.spec(1, tensor="bias")):
-            outcome = shard.push(make.upload(torch.ones(6), spec, member="b", sequence=sequence, batch=batch))
+            outcome = shard.push(
+                make.upload(torch.ones(6), spec, member="b", sequence=sequence, batch=batch)
+            )
             assert outcome.known_batch is ((batch, spec.partition_id) != (keys[-1], 1))
-            again = shard.push(make.upload(torch.ones(6), spec, member="b", sequence=sequence, batch=batch))
+            again = shard.push(
+                make.upload(torch.ones(6), spec, member="b", sequence=sequence, batch=batch)
+            )
             assert again.duplicate
             assert again.known_batch is outcome.known_batch, "also when the answer was lost"
     assert [shard.version(number) for number in (0, 1)] == [1 + len(keys)] * 2
 
 
 def test_a_batch_that_was_refused_or_left_half_done_is_not_taken_for_finished(make) -> None:
-    """A member pushes a batch to one partition, is refused at the other, and goes on with another batch. Whoever gets the first batch then
-    pushes what is missing of it."""
+    """A member pushes a batch to one partition, is refused at the other, and goes on with another
+    batch. Whoever gets the first batch then pushes what is missing of it."""
     shard = make.shard(make.spec(0), make.spec(1, tensor="bias"))
     shard.push(make.upload(torch.ones(6), make.spec(0), batch=8))
     with pytest.raises(InvalidRequestError):
         shard.push(make.upload([float("nan")] * 6, make.spec(1, tensor="bias"), batch=8))
     for sequence, spec in ((2, make.spec(0)), (1, make.spec(1, tensor="bias"))):
         shard.push(make.upload(torch.ones(6), spec, sequence=sequence, batch=9))
-    outcomes = [shard.push(make.upload(torch.ones(6), spec, member="b", batch=8)) for spec in (make.spec(0), make.spec(1, tensor="bias"))]
+    outcomes = [
+        shard.push(make.upload(torch.ones(6), spec, member="b", batch=8))
+        for spec in (make.spec(0), make.spec(1, tensor="bias"))
+    ]
     assert [outcome.known_batch for outcome in outcomes] == [True, False]
     assert [shard.version(number) for number in (0, 1)] == [3, 3]
     image = shard.image(0)
@@ -88,8 +99,8 @@ def test_a_batch_that_was_refused_or_left_half_done_is_not_taken_for_finished(ma
 
 
 def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: Path) -> None:
-    """Members push batch after batch to all partitions, dealt again when one dies, with snapshots and kills in between: each is applied
-    once."""
+    """Members push batch after batch to all partitions, dealt again when one dies, with snapshots
+    and kills in between: each is applied once."""
     specs = [make.spec(number, tensor=f"t{number}") for number in range(3)]
 
     async def life(seed: int, state: dict[str, Any]) -> None:
@@ -100,7 +111,9 @@ def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: P
                 server.adopt(make.layout(*specs))
                 await server.configure(make.sgd(lr=1.0))
                 for spec in specs:
-                    await server.initialize(make.upload(torch.zeros(6), spec, sequence=0, base_version=0))
+                    await server.initialize(
+                        make.upload(torch.zeros(6), spec, sequence=0, base_version=0)
+                    )
             for member in state["members"]:
                 for batch in range(state["next"], state["next"] + generator.randrange(1, 6)):
                     state["next"] = batch + 1
@@ -109,7 +122,16 @@ def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: P
                     reached = generator.randrange(len(specs)) if dies else len(specs)
                     for spec in specs[:reached]:
                         gradient = torch.full((6,), float(batch))
-                        await server.push(make.upload(gradient, spec, member=member, sequence=sequence, batch=batch, finished=told))
+                        await server.push(
+                            make.upload(
+                                gradient,
+                                spec,
+                                member=member,
+                                sequence=sequence,
+                                batch=batch,
+                                finished=told,
+                            )
+                        )
                         told = ()
                     state["told"][member] = (batch,)
                     if generator.random() < 0.3:
@@ -125,7 +147,15 @@ def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: P
             left = sorted(batch for member in state["dead"] for batch in state["pushed"][member])
             for sequence, batch in enumerate(left, 1):
                 for spec in specs:
-                    await server.push(make.upload(torch.full((6,), float(batch)), spec, member="f", sequence=sequence, batch=batch))
+                    await server.push(
+                        make.upload(
+                            torch.full((6,), float(batch)),
+                            spec,
+                            member="f",
+                            sequence=sequence,
+                            batch=batch,
+                        )
+                    )
             check(server.shard, state)
 
     def check(shard: Shard, state: dict[str, Any]) -> None:
@@ -134,7 +164,14 @@ def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: P
             assert image is not None
             assert image.values.tolist() == [-float(sum(range(1, state["next"])))] * 6
 
-    state: dict[str, Any] = {"next": 1, "members": list("abcde"), "dead": [], "pushed": {}, "sequences": {}, "told": {}}
+    state: dict[str, Any] = {
+        "next": 1,
+        "members": list("abcde"),
+        "dead": [],
+        "pushed": {},
+        "sequences": {},
+        "told": {},
+    }
     for seed in range(8):
         asyncio.run(life(seed, state))
         state["members"] = [member for member in state["members"] if member not in state["dead"]]

@@ -1,4 +1,5 @@
-"""The bulk channel's server on a loop of its own: who lets a stream stand still is cut off, and a server that stops lets streams end."""
+"""The bulk channel's server on a loop of its own: who lets a stream stand still is cut off, and a
+server that stops lets streams end."""
 
 from __future__ import annotations
 
@@ -50,10 +51,14 @@ class Serving:
         layout = make.layout(make.spec(length=LENGTH))
         self.shard = make.shard(make.spec(length=LENGTH))
         self.staging = Staging(nbytes=staging)
-        self.membership = membership = Membership(fence=Fence(), clocks=Clocks(), push_wait=timedelta(minutes=10))
+        self.membership = membership = Membership(
+            fence=Fence(), clocks=Clocks(), push_wait=timedelta(minutes=10)
+        )
         membership.learn(1, ["a", "b"])
         metrics = Metrics(CollectorRegistry())
-        layouts = Layouts(current=layout, fetch=lambda: asyncio.sleep(0, layout), adopt=lambda _: asyncio.sleep(0))
+        layouts = Layouts(
+            current=layout, fetch=lambda: asyncio.sleep(0, layout), adopt=lambda _: asyncio.sleep(0)
+        )
         self.tickets = Tickets(most_together=100)
         changes = Changes(shard=self.shard, layout=lambda: layout, members=Members)
         intake = Intake(
@@ -66,9 +71,29 @@ class Serving:
             idle_limit=idle,
             staging=self.staging,
         )
-        pulls = Pulls(shard=self.shard, membership=membership, quiet=changes.quiet, waited=lambda _: None, answered=lambda *_: None)
-        transfers = Transfers(job_id="job", check_place=self._has_its_place, layouts=layouts, intake=intake, pulls=pulls, metrics=metrics)
-        self.server = BulkServer(tickets=self.tickets, transfers=transfers, metrics=metrics, tls=tls, most_strangers=5, idle_limit=idle)
+        pulls = Pulls(
+            shard=self.shard,
+            membership=membership,
+            quiet=changes.quiet,
+            waited=lambda _: None,
+            answered=lambda *_: None,
+        )
+        transfers = Transfers(
+            job_id="job",
+            check_place=self._has_its_place,
+            layouts=layouts,
+            intake=intake,
+            pulls=pulls,
+            metrics=metrics,
+        )
+        self.server = BulkServer(
+            tickets=self.tickets,
+            transfers=transfers,
+            metrics=metrics,
+            tls=tls,
+            most_strangers=5,
+            idle_limit=idle,
+        )
         self.server.start("127.0.0.1", 0)
 
     async def _has_its_place(self) -> None:
@@ -80,7 +105,9 @@ class Serving:
         connected = socket.socket()
         connected.setblocking(False)
         await loop.sock_connect(connected, ("127.0.0.1", self.server.port))
-        await loop.sock_sendall(connected, greeting(self.tickets.issue(Speaker(member_id=member_id), loop.time())))
+        await loop.sock_sendall(
+            connected, greeting(self.tickets.issue(Speaker(member_id=member_id), loop.time()))
+        )
         assert (await frame(connected)).kind is Kind.READY
         return connected
 
@@ -91,7 +118,9 @@ def serving(make):
 
     @asynccontextmanager
     async def serve(
-        idle: timedelta = timedelta(seconds=30), staging: int = 1 << 30, tls: TlsSettings | None = None
+        idle: timedelta = timedelta(seconds=30),
+        staging: int = 1 << 30,
+        tls: TlsSettings | None = None,
     ) -> AsyncIterator[Serving]:
         made = Serving(make, idle=idle, staging=staging, tls=tls)
         try:
@@ -153,10 +182,15 @@ def opening(member_id: str = "a") -> bytes:
 
 def payload() -> bytes:
     data = np.ones(LENGTH, np.float32).tobytes()
-    return b"".join(head(Kind.DATA, 1 << 20) + data[start : start + (1 << 20)] for start in range(0, len(data), 1 << 20))
+    return b"".join(
+        head(Kind.DATA, 1 << 20) + data[start : start + (1 << 20)]
+        for start in range(0, len(data), 1 << 20)
+    )
 
 
-def test_an_upload_that_stands_still_is_told_so_and_cut_off_and_its_memory_is_free_again(serving) -> None:
+def test_an_upload_that_stands_still_is_told_so_and_cut_off_and_its_memory_is_free_again(
+    serving,
+) -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         async with serving(idle=timedelta(seconds=2), staging=4 * LENGTH) as made:
@@ -170,7 +204,10 @@ def test_an_upload_that_stands_still_is_told_so_and_cut_off_and_its_memory_is_fr
             await loop.sock_sendall(other, opening("b") + payload() + head(Kind.END))
             answer = await frame(other)
             assert answer.kind is Kind.RESULT
-            assert pb.PushResponse.FromString(await exactly(other, answer.length)).results[0].version == 2
+            assert (
+                pb.PushResponse.FromString(await exactly(other, answer.length)).results[0].version
+                == 2
+            )
             other.close()
 
     asyncio.run(scenario())
@@ -211,7 +248,9 @@ def test_who_pulls_into_shared_memory_and_frees_no_piece_is_cut_off(serving) -> 
             deaf = socket.socket(socket.AF_UNIX)
             deaf.setblocking(False)
             await loop.sock_connect(deaf, f"\0{made.server.memory_name}")
-            await loop.sock_sendall(deaf, greeting(made.tickets.issue(Speaker(member_id=""), loop.time())))
+            await loop.sock_sendall(
+                deaf, greeting(made.tickets.issue(Speaker(member_id=""), loop.time()))
+            )
             data: bytes = b""
             descriptors: list[int] = []
             while not data:
@@ -226,24 +265,40 @@ def test_who_pulls_into_shared_memory_and_frees_no_piece_is_cut_off(serving) -> 
     asyncio.run(scenario())
 
 
-def test_a_pull_that_is_given_up_in_the_middle_of_a_frame_ends_with_its_error_behind_it(serving, make, monkeypatch) -> None:
+def test_a_pull_that_is_given_up_in_the_middle_of_a_frame_ends_with_its_error_behind_it(
+    serving, make, monkeypatch
+) -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         async with serving() as made:
             monkeypatch.setattr(made.shard, "_copies", Copies(limit=4 * LENGTH))
             slow = await made.connect()
             await loop.sock_sendall(slow, head(Kind.PULL, len(PULL)) + PULL)
-            while not (readings := list(made.shard._partitions[0].readings)) or not readings[0]._promised:  # it waits within a frame
+            while (
+                not (readings := list(made.shard._partitions[0].readings))
+                or not readings[0]._promised
+            ):
+                # it waits within a frame
                 await asyncio.sleep(0.01)
             for sequence in (1, 2):
-                made.shard.push(make.upload(torch.ones(LENGTH), make.spec(length=LENGTH), sequence=sequence, base_version=sequence))
-                other = made.shard._partitions[0].read(pb.CODEC_RAW, made.shard._copies)  # a second copy is one too many
+                made.shard.push(
+                    make.upload(
+                        torch.ones(LENGTH),
+                        make.spec(length=LENGTH),
+                        sequence=sequence,
+                        base_version=sequence,
+                    )
+                )
+                # a second copy is one too many
+                other = made.shard._partitions[0].read(pb.CODEC_RAW, made.shard._copies)
             answer = await frame(slow)
             assert answer.kind is Kind.PARTITION
             await exactly(slow, answer.length)
             frames = 0
             while (answer := await frame(slow)).kind is Kind.DATA:
-                assert not any(await exactly(slow, answer.length)), "the values of the moment when it began"
+                assert not any(await exactly(slow, answer.length)), (
+                    "the values of the moment when it began"
+                )
                 frames += 1
             assert 0 < frames < 4 * LENGTH >> 20
             assert from_error_message(await exactly(slow, answer.length)).reason == "PULL_TOO_SLOW"
@@ -260,7 +315,9 @@ def test_a_stranger_that_says_nothing_is_no_burden(serving, monkeypatch) -> None
 
     async def scenario() -> None:
         async with serving() as made:
-            strangers = [socket.create_connection(("127.0.0.1", made.server.port)) for _ in range(5)]
+            strangers = [
+                socket.create_connection(("127.0.0.1", made.server.port)) for _ in range(5)
+            ]
             while len(made.server._strangers[Transport.TCP]) < 5:
                 await asyncio.sleep(0.01)
             for stranger in strangers:
@@ -271,11 +328,15 @@ def test_a_stranger_that_says_nothing_is_no_burden(serving, monkeypatch) -> None
     asyncio.run(scenario())
 
 
-def test_one_stranger_more_takes_the_place_of_the_oldest_and_those_of_this_machine_have_places_of_their_own(serving) -> None:
+def test_one_stranger_more_replaces_the_oldest_and_those_of_this_machine_have_their_own_places(
+    serving,
+) -> None:
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         async with serving() as made:
-            strangers = [socket.create_connection(("127.0.0.1", made.server.port)) for _ in range(8)]
+            strangers = [
+                socket.create_connection(("127.0.0.1", made.server.port)) for _ in range(8)
+            ]
             for stranger in strangers:
                 stranger.setblocking(False)
             for oldest in strangers[:3]:
@@ -286,19 +347,25 @@ def test_one_stranger_more_takes_the_place_of_the_oldest_and_those_of_this_machi
             local = socket.socket(socket.AF_UNIX)
             local.setblocking(False)
             await loop.sock_connect(local, f"\0{made.server.memory_name}")
-            await loop.sock_sendall(local, greeting(made.tickets.issue(Speaker(member_id=""), loop.time())))
+            await loop.sock_sendall(
+                local, greeting(made.tickets.issue(Speaker(member_id=""), loop.time()))
+            )
             assert (await frame(local)).kind is Kind.READY
             local.close()
             assert len(made.server._strangers[Transport.TCP]) == 4
             for stranger in strangers[4:]:
-                await loop.sock_sendall(stranger, b"no greeting at all, but as long as one, or longer than that")
+                await loop.sock_sendall(
+                    stranger, b"no greeting at all, but as long as one, or longer than that"
+                )
                 assert (await frame(stranger)).kind is Kind.ERROR
                 stranger.close()
 
     asyncio.run(scenario())
 
 
-def test_handshakes_of_strangers_are_not_the_event_loops_work(serving, tmp_path, monkeypatch) -> None:
+def test_handshakes_of_strangers_are_not_the_event_loops_work(
+    serving, tmp_path, monkeypatch
+) -> None:
     """Nor does a silent one hold another one's handshake up."""
     threads: list[str] = []
 
@@ -321,8 +388,14 @@ def test_handshakes_of_strangers_are_not_the_event_loops_work(serving, tmp_path,
                 await asyncio.sleep(0.01)
             context = ssl.create_default_context()
             authority.configure_trust(context)
-            reader, writer = await asyncio.open_connection("127.0.0.1", made.server.port, ssl=context)
-            writer.write(greeting(made.tickets.issue(Speaker(member_id="a"), asyncio.get_running_loop().time())))
+            reader, writer = await asyncio.open_connection(
+                "127.0.0.1", made.server.port, ssl=context
+            )
+            writer.write(
+                greeting(
+                    made.tickets.issue(Speaker(member_id="a"), asyncio.get_running_loop().time())
+                )
+            )
             assert parse_head(await reader.readexactly(HEAD_BYTES)).kind is Kind.READY
             assert len(made.server._strangers[Transport.TCP]) == 3
             writer.close()
@@ -353,10 +426,23 @@ def test_a_peer_that_goes_away_while_its_stream_waits_is_noticed(serving, over, 
                 waiting = socket.socket(socket.AF_UNIX)
                 waiting.setblocking(False)
                 await loop.sock_connect(waiting, f"\0{made.server.memory_name}")
-                await loop.sock_sendall(waiting, greeting(made.tickets.issue(Speaker(member_id="a"), loop.time())))
+                await loop.sock_sendall(
+                    waiting, greeting(made.tickets.issue(Speaker(member_id="a"), loop.time()))
+                )
                 assert (await frame(waiting)).kind is Kind.READY
-            pull = pb.PullRequest(job_id="job", shard_map_epoch=1, member_id="a", generation=1, clock=1, wait_ms=60_000).SerializeToString()
-            begun = opening() + head(Kind.DATA, 1000) if kind is Kind.PUSH else head(kind, len(pull)) + pull
+            pull = pb.PullRequest(
+                job_id="job",
+                shard_map_epoch=1,
+                member_id="a",
+                generation=1,
+                clock=1,
+                wait_ms=60_000,
+            ).SerializeToString()
+            begun = (
+                opening() + head(Kind.DATA, 1000)
+                if kind is Kind.PUSH
+                else head(kind, len(pull)) + pull
+            )
             await loop.sock_sendall(waiting, begun)
             while not made.membership._news._waiters:
                 await asyncio.sleep(0.01)
@@ -421,8 +507,11 @@ def test_descriptors_of_shared_memory_are_closed_with_their_connections(serving)
                 local = socket.socket(socket.AF_UNIX)
                 local.setblocking(False)
                 await loop.sock_connect(local, f"\0{made.server.memory_name}")
-                await loop.sock_sendall(local, greeting(made.tickets.issue(Speaker(member_id=""), loop.time())))
-                assert (await frame(local)).kind is Kind.READY  # without taking the descriptor that comes along
+                await loop.sock_sendall(
+                    local, greeting(made.tickets.issue(Speaker(member_id=""), loop.time()))
+                )
+                # without taking the descriptor that comes along
+                assert (await frame(local)).kind is Kind.READY
                 local.close()
             while made.server._serving:
                 await asyncio.sleep(0.01)
@@ -438,7 +527,9 @@ def test_frames_without_end_leave_others_their_turn(serving) -> None:
             refused = pb.PushHeader(job_id="another job", member_id="a").SerializeToString()
             begun = head(Kind.PUSH) + head(Kind.PARTITION, len(refused)) + refused
             flood = asyncio.create_task(
-                asyncio.get_running_loop().sock_sendall(connected, begun + (head(Kind.DATA, 1) + b"x") * 200_000 + head(Kind.END))
+                asyncio.get_running_loop().sock_sendall(
+                    connected, begun + (head(Kind.DATA, 1) + b"x") * 200_000 + head(Kind.END)
+                )
             )
             longest = 0.0
             while not flood.done():

@@ -1,10 +1,19 @@
-"""asp, ssp and bsp: who may go on. The core is checked against what ssp and bsp promise, whatever the order of events."""
+"""asp, ssp and bsp: who may go on. The core is checked against what ssp and bsp promise, whatever
+the order of events."""
 
 from __future__ import annotations
 
 import hypothesis.strategies as st
 from hypothesis import settings
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
 from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode, MemberClock
 
 ASP = Consistency()
@@ -51,13 +60,18 @@ def test_a_joiner_starts_where_the_slowest_stands_however_it_counts() -> None:
     clocks.follow(["a", "fresh", "resumed"])
     clocks.report("fresh", 0)
     clocks.report("resumed", 5000)
-    assert {member: each.clock for member, each in clocks.members.items()} == {"a": 100, "fresh": 100, "resumed": 100}
+    assert {member: each.clock for member, each in clocks.members.items()} == {
+        "a": 100,
+        "fresh": 100,
+        "resumed": 100,
+    }
     clocks.report("resumed", 5003)
     assert clocks.lead("resumed") == 3
 
 
 def test_a_member_that_is_placed_anew_takes_part_when_it_has_read() -> None:
-    """Until then it may be placed on other servers still, and nobody is to find its own place by it."""
+    """Until then it may be placed on other servers still, and nobody is to find its own place by
+    it."""
     clocks = Clocks()
     clocks.follow(["a"])
     clocks.arrive("a", 3)
@@ -120,7 +134,9 @@ def test_nobody_waits_for_a_member_that_rests_and_it_comes_back_where_the_others
     assert not clocks.may_proceed("a", ssp(0))
 
 
-def test_numbers_that_are_too_large_are_neither_an_error_nor_a_farewell_of_who_reads_or_pushes() -> None:
+def test_numbers_that_are_too_large_are_neither_an_error_nor_a_leave_of_readers_or_pushers() -> (
+    None
+):
     clocks = Clocks()
     clocks.follow(["a", "b"])
     clocks.has_read("a", 2**63 - 1)
@@ -147,8 +163,11 @@ def test_under_bsp_who_pushes_has_read_before() -> None:
     assert (first, second, clocks.awaited(first)) == (1, 1, [])
 
 
-def test_under_bsp_a_second_push_of_an_iteration_that_is_finished_here_belongs_to_the_next() -> None:
-    """Another server refused the first one, and the member caught the error: it does not count on."""
+def test_under_bsp_a_second_push_of_an_iteration_that_is_finished_here_belongs_to_the_next() -> (
+    None
+):
+    """Another server refused the first one, and the member caught the error: it does not count
+    on."""
     clocks = Clocks()
     clocks.follow(["a", "b"])
     for member in ("a", "b"):
@@ -158,7 +177,9 @@ def test_under_bsp_a_second_push_of_an_iteration_that_is_finished_here_belongs_t
     assert clocks.awaited(2) == ["b"]
 
 
-def test_under_bsp_a_joiner_begins_behind_the_iteration_that_is_open_and_is_then_waited_for() -> None:
+def test_under_bsp_a_joiner_begins_behind_the_iteration_that_is_open_and_is_then_waited_for() -> (
+    None
+):
     clocks = Clocks()
     clocks.follow(["a", "b"])
     for member in ("a", "b"):
@@ -175,7 +196,9 @@ def test_under_bsp_a_joiner_begins_behind_the_iteration_that_is_open_and_is_then
     assert clocks.awaited(clocks.arrive("a", 2)) == ["joiner"]
 
 
-def test_a_member_is_placed_by_the_servers_count_when_it_asks_for_it_and_never_further_back() -> None:
+def test_a_member_is_placed_by_the_servers_count_when_it_asks_for_it_and_never_further_back() -> (
+    None
+):
     clocks = Clocks()
     clocks.follow(["a", "b"])
     clocks.report("a", 100)
@@ -254,7 +277,10 @@ class StaleSynchronousParallel(RuleBasedStateMachine):
     @invariant()
     def nobody_is_more_than_one_iteration_beyond_the_bound(self) -> None:
         """It begins one at most `bound` ahead, and so ends it at most bound + 1 ahead."""
-        assert all(0 <= self.clocks.lead(member) <= self.consistency.bound + 1 for member in self.iterations)
+        assert all(
+            0 <= self.clocks.lead(member) <= self.consistency.bound + 1
+            for member in self.iterations
+        )
 
     @precondition(lambda self: self.iterations)
     @invariant()
@@ -268,11 +294,14 @@ class StaleSynchronousParallel(RuleBasedStateMachine):
 
 
 TestStaleSynchronousParallel = StaleSynchronousParallel.TestCase
-TestStaleSynchronousParallel.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestStaleSynchronousParallel.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None
+)
 
 
 class BulkSynchronousParallel(RuleBasedStateMachine):
-    """Members that read, push and wait as bsp has it; they join, leave, rest and come back at any time."""
+    """Members that read, push and wait as bsp has it; they join, leave, rest and come back at any
+    time."""
 
     members = Bundle("members")
 
@@ -322,9 +351,13 @@ class BulkSynchronousParallel(RuleBasedStateMachine):
         if not self.clocks.may_proceed(member, BSP):
             return
         clock = self.clocks.members[member].clock
-        assert all(iteration <= clock for iteration in self.let_in), "it sees a push of a later iteration"
+        assert all(iteration <= clock for iteration in self.let_in), (
+            "it sees a push of a later iteration"
+        )
         assert not self.under_way, "it sees a part of a push"
-        assert self.values.setdefault(clock, len(self.let_in)) == len(self.let_in), "others read something else in this iteration"
+        assert self.values.setdefault(clock, len(self.let_in)) == len(self.let_in), (
+            "others read something else in this iteration"
+        )
         self.clocks.has_read(member, self.finished[member])
         self.has_values[member] = True
 
@@ -358,10 +391,20 @@ class BulkSynchronousParallel(RuleBasedStateMachine):
     @invariant()
     def somebody_can_always_go_on(self) -> None:
         awake = [member for member in self.finished if not self.clocks.members[member].rests]
-        free = [m for m in awake if m in self.under_way or (not self.has_values[m] and self.clocks.may_proceed(m, BSP))]
-        ready = [m for m in awake if self.has_values[m] and not self.clocks.awaited(self.clocks.members[m].clock + 1)]
+        free = [
+            m
+            for m in awake
+            if m in self.under_way or (not self.has_values[m] and self.clocks.may_proceed(m, BSP))
+        ]
+        ready = [
+            m
+            for m in awake
+            if self.has_values[m] and not self.clocks.awaited(self.clocks.members[m].clock + 1)
+        ]
         assert not awake or free or ready
 
 
 TestBulkSynchronousParallel = BulkSynchronousParallel.TestCase
-TestBulkSynchronousParallel.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestBulkSynchronousParallel.settings = settings(
+    max_examples=80, stateful_step_count=40, deadline=None
+)

@@ -19,7 +19,10 @@ def fill(directory: Path, text: str) -> None:
 
 
 def held(directory: Path) -> list[str]:
-    return [path.read_text() for path in sorted(directory.glob("journal.*")) + sorted(directory.glob("snapshot*"))]
+    return [
+        path.read_text()
+        for path in sorted(directory.glob("journal.*")) + sorted(directory.glob("snapshot*"))
+    ]
 
 
 def test_a_new_directory_is_of_no_run_and_keeps_the_one_that_is_noted(tmp_path: Path) -> None:
@@ -41,14 +44,20 @@ def test_data_that_an_older_release_left_is_of_the_first_run(tmp_path: Path) -> 
 
 def test_what_is_set_aside_is_whole_and_the_newest_four_are_kept(tmp_path: Path) -> None:
     with DataDirectory(tmp_path) as data:
-        for text, run in (("a", FIRST), *((text, SECOND) for text in "bcde")):  # Redis may have lost a job, and counts anew
+        for text, run in (("a", FIRST), *((text, SECOND) for text in "bcde")):
+            # Redis may have lost a job, and counts anew
             data.note_run(run)
             fill(tmp_path, text)
             folder = data.set_aside()
             assert held(folder) == [text] * 3
             assert held(tmp_path) == []
             assert data.run is None
-    assert sorted(path.name for path in tmp_path.glob("run-*")) == ["run-2", "run-2.1", "run-2.2", "run-2.3"]
+    assert sorted(path.name for path in tmp_path.glob("run-*")) == [
+        "run-2",
+        "run-2.1",
+        "run-2.2",
+        "run-2.3",
+    ]
     assert (tmp_path / "run-2" / "run").read_text() == "2:20\n"
     with DataDirectory(tmp_path) as data:
         assert data.run is None

@@ -1,4 +1,5 @@
-"""Delay compensation: what the paper says, nothing where there is no delay, and the same again after a crash."""
+"""Delay compensation: what the paper says, nothing where there is no delay, and the same again
+after a crash."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ STRENGTH = 0.5
 
 
 def settings(name: str = "sgd", **hyperparameters: float) -> Any:
-    return optimizer_settings(name=name, hyperparameters={"lr": 0.25, **hyperparameters}, delay_compensation=STRENGTH)
+    return optimizer_settings(
+        name=name, hyperparameters={"lr": 0.25, **hyperparameters}, delay_compensation=STRENGTH
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
@@ -44,7 +47,10 @@ def test_a_gradient_of_older_values_is_compensated_for_how_far_they_have_moved(m
     shard = make.shard(spec, optimizer=settings(), values=start)
     shard.note_pull(0, "a")
     shard.note_pull(0, "b")
-    first, second = torch.tensor([4.0, 2.0, -2.0, 1.0, 8.0], dtype=dtype), torch.tensor([2.0, 0.5, -4.0], dtype=dtype)
+    first, second = (
+        torch.tensor([4.0, 2.0, -2.0, 1.0, 8.0], dtype=dtype),
+        torch.tensor([2.0, 0.5, -4.0], dtype=dtype),
+    )
     shard.push(make.upload(first, spec, member="a"))
     now = start - 0.25 * first
     torch.testing.assert_close(make.values(shard), now)
@@ -57,18 +63,25 @@ def test_a_gradient_of_older_values_is_compensated_for_how_far_they_have_moved(m
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "lamb", "rowwise_adagrad"])
 def test_a_push_without_delay_is_applied_bit_for_bit_as_it_came(make, name) -> None:
-    plain = make.shard(optimizer=optimizer_settings(name=name, hyperparameters={"lr": 0.25}), values=torch.arange(6.0))
+    plain = make.shard(
+        optimizer=optimizer_settings(name=name, hyperparameters={"lr": 0.25}),
+        values=torch.arange(6.0),
+    )
     shard = make.shard(optimizer=settings(name), values=torch.arange(6.0))
     for sequence in range(1, 5):
         gradient = torch.randn(6)
         shard.note_pull(0, "a")
         for one in (plain, shard):
-            assert one.push(make.upload(gradient, sequence=sequence, base_version=sequence)).staleness == 0
+            assert (
+                one.push(make.upload(gradient, sequence=sequence, base_version=sequence)).staleness
+                == 0
+            )
     assert torch.equal(make.values(shard), make.values(plain))
 
 
 def test_a_push_whose_base_is_not_known_is_applied_as_it_came(make) -> None:
-    """By a member that never pulled as itself, or that says it was computed on another version than it pulled last."""
+    """By a member that never pulled as itself, or that says it was computed on another version than
+    it pulled last."""
     shard = make.shard(optimizer=settings())
     shard.note_pull(0, "b")
     shard.push(make.upload(torch.ones(6), member="a", sequence=1))
@@ -143,7 +156,10 @@ def test_where_a_compensated_gradient_would_leave_all_bounds_it_is_applied_as_it
 def test_it_is_not_for_maximize_and_not_below_zero() -> None:
     for wrong in (
         {"hyperparameters": {"maximize": 1.0}, "delay_compensation": 0.1},
-        {"groups": [ParameterGroup(tensors=frozenset({"a"}), hyperparameters={"maximize": 1.0})], "delay_compensation": 0.1},
+        {
+            "groups": [ParameterGroup(tensors=frozenset({"a"}), hyperparameters={"maximize": 1.0})],
+            "delay_compensation": 0.1,
+        },
         {"delay_compensation": -0.1},
         {"delay_compensation": float("inf")},
     ):
@@ -154,10 +170,14 @@ def test_it_is_not_for_maximize_and_not_below_zero() -> None:
         settings().changed({"maximize": 1.0}, [])
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
-def test_a_crash_between_any_two_records_leaves_the_same_values_to_the_last_bit(make, tmp_path, seed, monkeypatch) -> None:
-    """Three members push and pull as they like, also while pushes of others are on their way; snapshots come in between, a disk that fails
-    now and then, a schedule, and a restart."""
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))]
+)
+def test_a_crash_between_any_two_records_leaves_the_same_values_to_the_last_bit(
+    make, tmp_path, seed, monkeypatch
+) -> None:
+    """Three members push and pull as they like, also while pushes of others are on their way;
+    snapshots come in between, a disk that fails now and then, a schedule, and a restart."""
     data = tmp_path / "data"
     generator = random.Random(seed)
     spec = make.packed(0, ("a", 1), ("b", 3), ("c", 2))
@@ -184,7 +204,12 @@ def test_a_crash_between_any_two_records_leaves_the_same_values_to_the_last_bit(
             absent = generator.choice(((), (), (1,)))
             sequence = sequences.get(member, 0) + 1
             upload = make.upload(
-                torch.randn(spec.length_without(absent)), spec, member=member, sequence=sequence, base_version=base, absent=absent
+                torch.randn(spec.length_without(absent)),
+                spec,
+                member=member,
+                sequence=sequence,
+                base_version=base,
+                absent=absent,
             )
             try:
                 outcome = await server.push(upload)
@@ -200,7 +225,9 @@ def test_a_crash_between_any_two_records_leaves_the_same_values_to_the_last_bit(
                 server.members = Members(generation=1, members=frozenset("abc"))
                 server.adopt(make.layout(spec))
                 await server.configure(settings("adamw"))
-                await server.initialize(make.upload(torch.randn(6), spec, sequence=0, base_version=0))
+                await server.initialize(
+                    make.upload(torch.randn(6), spec, sequence=0, base_version=0)
+                )
             apply = server.shard.apply
 
             def noted(admitted: Any) -> Any:
@@ -211,7 +238,10 @@ def test_a_crash_between_any_two_records_leaves_the_same_values_to_the_last_bit(
             monkeypatch.setattr(server.shard, "apply", noted)
             states[server.shard.version(0)] = state_of(server.shard)
             failing = fails
-            training = [asyncio.create_task(train(server, member, dict(server.shard.image(0).sequences))) for member in "abc"]
+            training = [
+                asyncio.create_task(train(server, member, dict(server.shard.image(0).sequences)))
+                for member in "abc"
+            ]
             for step in range(4):
                 await asyncio.sleep(0.01)
                 failing = False
@@ -219,7 +249,9 @@ def test_a_crash_between_any_two_records_leaves_the_same_values_to_the_last_bit(
                     if step == 1:
                         await server.snapshots.write()
                     else:
-                        await server.configure(server.configuration.optimizer.changed({"lr": 0.1 / (step + 1)}, []))
+                        await server.configure(
+                            server.configuration.optimizer.changed({"lr": 0.1 / (step + 1)}, [])
+                        )
                 failing = fails
             await asyncio.gather(*training)
             failing = False
@@ -251,7 +283,9 @@ def test_a_crash_between_any_two_records_leaves_the_same_values_to_the_last_bit(
     assert len(seen) > 10
 
 
-def test_after_a_restart_members_are_compensated_for_what_a_snapshot_knows_that_they_pulled(make, tmp_path) -> None:
+def test_after_a_restart_members_are_compensated_for_what_a_snapshot_knows_that_they_pulled(
+    make, tmp_path
+) -> None:
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
             server.members = Members(generation=1, members=frozenset("abc"))
@@ -267,7 +301,8 @@ def test_after_a_restart_members_are_compensated_for_what_a_snapshot_knows_that_
             await server.push(make.upload(torch.ones(6), member="b"))
             before = -0.25 - 0.25 * (1 + STRENGTH * -0.25)
             assert make.values(server.shard).tolist() == [before] * 6
-            await server.push(make.upload(torch.ones(6), member="c", base_version=2))  # of which the journal does not know
+            # of which the journal does not know
+            await server.push(make.upload(torch.ones(6), member="c", base_version=2))
             assert make.values(server.shard).tolist() == [before - 0.25] * 6
             server.shard.keep_bases_of(())
             assert server.shard.summary().stored_bytes == 24
@@ -275,7 +310,9 @@ def test_after_a_restart_members_are_compensated_for_what_a_snapshot_knows_that_
     run(test())
 
 
-def test_a_gradient_of_values_that_were_pulled_before_a_move_is_applied_as_it_came_and_the_next_is_compensated(make) -> None:
+def test_a_gradient_from_before_a_move_is_applied_as_it_came_and_the_next_is_compensated(
+    make,
+) -> None:
     giver = make.shard(make.spec(0), values=torch.zeros(6), optimizer=settings())
     for member in "ab":
         giver.note_pull(0, member)
@@ -318,7 +355,13 @@ def test_of_a_pull_that_outlives_its_member_nothing_is_kept(make) -> None:
     membership = Membership(fence=Fence(), clocks=Clocks())
     membership.learn(1, "ab")
     changes = Changes(shard=shard, layout=lambda: None, members=Members)
-    pulls = Pulls(shard=shard, membership=membership, quiet=changes.quiet, waited=lambda _: None, answered=lambda *_: None)
+    pulls = Pulls(
+        shard=shard,
+        membership=membership,
+        quiet=changes.quiet,
+        waited=lambda _: None,
+        answered=lambda *_: None,
+    )
     pull = Pull(
         member_id="a",
         generation=1,
@@ -340,13 +383,17 @@ def test_of_a_pull_that_outlives_its_member_nothing_is_kept(make) -> None:
     assert [dict(shard.image(number).pulled) for number in (0, 1)] == [{}, {}]
 
 
-def test_an_update_that_compensation_would_make_infinite_is_refused_and_changes_nothing(make) -> None:
+def test_an_update_that_compensation_would_make_infinite_is_refused_and_changes_nothing(
+    make,
+) -> None:
     spec = make.spec(dtype="float16")
     shard = make.shard(spec, optimizer=settings(lr=2.0))
     for member in "ab":
         shard.note_pull(0, member)
     shard.push(make.upload(torch.full((6,), 100.0), spec, member="a"))
-    with pytest.raises(InvalidRequestError, match="the update would make 6 of 6 values NaN or infinite"):
+    with pytest.raises(
+        InvalidRequestError, match="the update would make 6 of 6 values NaN or infinite"
+    ):
         shard.push(make.upload(torch.full((6,), 20.0), spec, member="b"))
     assert make.values(shard).tolist() == [-200.0] * 6
     shard.push(make.upload(torch.full((6,), 2.0), spec, member="b"))

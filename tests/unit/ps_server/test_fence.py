@@ -1,4 +1,5 @@
-"""The fence lets current members work on in older generations, and nothing through that was begun before a member was put out."""
+"""The fence lets current members work on in older generations, and nothing through that was begun
+before a member was put out."""
 
 from __future__ import annotations
 
@@ -62,13 +63,21 @@ def test_the_longest_departed_are_forgotten_first(monkeypatch) -> None:
 
 def test_members_that_another_server_knows_to_have_been_put_out_are_fenced_off_here() -> None:
     fence = Fence.restored(generation=5, members="ab", put_out={"b": 4, "x": 5})
-    fence.remember(Fence.restored(generation=4, members="abc", put_out={"b": 2, "y": 3, "x": 1, "a": 3}))
+    fence.remember(
+        Fence.restored(generation=4, members="abc", put_out={"b": 2, "y": 3, "x": 1, "a": 3})
+    )
     assert fence.put_out == {"y": 3, "a": 3, "c": 5, "b": 4, "x": 5}
     assert list(fence.put_out)[-2:] == ["b", "x"]  # the oldest are forgotten first
 
 
-@given(st.lists(st.frozensets(st.sampled_from("abcd")), min_size=1, max_size=12), st.sampled_from("abcd"), st.integers(0, 14))
-def test_who_passes_has_been_a_member_ever_since_the_generation_it_speaks_for(history, member, spoken) -> None:
+@given(
+    st.lists(st.frozensets(st.sampled_from("abcd")), min_size=1, max_size=12),
+    st.sampled_from("abcd"),
+    st.integers(0, 14),
+)
+def test_who_passes_has_been_a_member_ever_since_the_generation_it_speaks_for(
+    history, member, spoken
+) -> None:
     fence = Fence()
     for number, members in enumerate(history, start=1):
         fence.learn(number, members)
@@ -79,9 +88,14 @@ def test_who_passes_has_been_a_member_ever_since_the_generation_it_speaks_for(hi
     else:
         admitted = verdict is Verdict.ADMITTED
     # Before its first generation a member has sent nothing, so those may be spoken for too.
-    joined = next((number for number, members in enumerate(history, start=1) if member in members), len(history) + 1)
+    joined = next(
+        (number for number, members in enumerate(history, start=1) if member in members),
+        len(history) + 1,
+    )
     if spoken <= len(history):
-        in_since = member in history[-1] and all(member in members for members in history[max(spoken, joined) - 1 :])
+        in_since = member in history[-1] and all(
+            member in members for members in history[max(spoken, joined) - 1 :]
+        )
         assert admitted is in_since
     else:
         assert not admitted

@@ -1,4 +1,5 @@
-"""Upload streams share a server fairly: silent ones are ended, and all of them together hold a bounded number of partitions."""
+"""Upload streams share a server fairly: silent ones are ended, and all of them together hold a
+bounded number of partitions."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from shoal_ps_server.storage.image import Members
 
 @pytest.fixture
 def made(make):
-    """make_intake(idle) -> (intake, shard): one partition of 6 floats with values, members a and b in generation 1. `refusal`: what
-    asking for the shard map raises."""
+    """make_intake(idle) -> (intake, shard): one partition of 6 floats with values, members a and b
+    in generation 1. `refusal`: what asking for the shard map raises."""
 
     def make_intake(
         idle: timedelta = timedelta(seconds=30),
@@ -94,7 +95,10 @@ def test_a_stream_that_falls_silent_is_ended_and_its_place_is_free_again(made) -
             await intake.receive(parts_of(silent()), UploadKind.PUSH)
         assert caught.value.reason == "STREAM_IDLE"
         assert shard.version(0) == 1
-        assert [each.version for each in (await intake.receive(parts_of(whole()), UploadKind.PUSH)).results] == [2]
+        assert [
+            each.version
+            for each in (await intake.receive(parts_of(whole()), UploadKind.PUSH)).results
+        ] == [2]
 
     asyncio.run(scenario())
 
@@ -158,11 +162,17 @@ def test_a_member_that_stalls_takes_its_share_and_not_the_others(made) -> None:
             for chunk in chunks("b"):
                 yield chunk
 
-        streams = [asyncio.create_task(intake.receive(parts_of(stalled()), UploadKind.PUSH)) for _ in range(64)]
+        streams = [
+            asyncio.create_task(intake.receive(parts_of(stalled()), UploadKind.PUSH))
+            for _ in range(64)
+        ]
         for _ in range(20):
             await asyncio.sleep(0)
         async with asyncio.timeout(30):
-            assert [each.version for each in (await intake.receive(parts_of(whole()), UploadKind.PUSH)).results] == [2]
+            assert [
+                each.version
+                for each in (await intake.receive(parts_of(whole()), UploadKind.PUSH)).results
+            ] == [2]
         for stream in streams:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
@@ -183,7 +193,9 @@ def test_a_push_that_waits_for_another_member_takes_no_memory_that_this_one_need
                 yield chunk
 
         async with asyncio.timeout(30):
-            await asyncio.gather(*(intake.receive(parts_of(whole(member)), UploadKind.PUSH) for member in ("a", "b")))
+            await asyncio.gather(
+                *(intake.receive(parts_of(whole(member)), UploadKind.PUSH) for member in ("a", "b"))
+            )
         assert shard.version(0) == 3
 
     asyncio.run(scenario())
@@ -200,8 +212,13 @@ def test_a_push_that_is_known_waits_for_nobody(made) -> None:
                 yield chunk
 
         async with asyncio.timeout(2):
-            await asyncio.gather(*(intake.receive(parts_of(whole(member)), UploadKind.PUSH) for member in ("a", "b")))
-            assert [each.duplicate for each in (await intake.receive(parts_of(whole("a")), UploadKind.PUSH)).results] == [True]
+            await asyncio.gather(
+                *(intake.receive(parts_of(whole(member)), UploadKind.PUSH) for member in ("a", "b"))
+            )
+            assert [
+                each.duplicate
+                for each in (await intake.receive(parts_of(whole("a")), UploadKind.PUSH)).results
+            ] == [True]
         assert shard.version(0) == 3
 
     asyncio.run(scenario())

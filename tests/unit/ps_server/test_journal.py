@@ -1,4 +1,5 @@
-"""The journal: what was acknowledged is there after a crash at any byte, once; a disk that does not take it changes nothing."""
+"""The journal: what was acknowledged is there after a crash at any byte, once; a disk that does not
+take it changes nothing."""
 
 from __future__ import annotations
 
@@ -21,21 +22,49 @@ from shoal_ps_server.shard.payload import Upload
 from shoal_ps_server.storage.image import Members
 from shoal_ps_server.storage.segments import Owner, Segments
 
-from tests.unit.ps_server.journaled import ADAMW, JOB, begun, file, opened, recovered, run, same, state_of
+from tests.unit.ps_server.journaled import (
+    ADAMW,
+    JOB,
+    begun,
+    file,
+    opened,
+    recovered,
+    run,
+    same,
+    state_of,
+)
 
 
 @pytest.mark.parametrize("fsync", list(Fsync))
-def test_what_was_acknowledged_is_there_after_a_crash_to_the_last_bit(make, tmp_path, fsync) -> None:
-    """Gradients, compressed by nothing, of two members, with a schedule's change of the learning rate between them."""
+def test_what_was_acknowledged_is_there_after_a_crash_to_the_last_bit(
+    make, tmp_path, fsync
+) -> None:
+    """Gradients, compressed by nothing, of two members, with a schedule's change of the learning
+    rate between them."""
 
     async def test() -> None:
         async with opened(tmp_path / "data", fsync) as server:
             await begun(server, make)
             weight, bias = make.spec(0), make.spec(3, length=4, dtype="bfloat16", tensor="bias")
             for step in (1, 2, 3):
-                await server.push(make.upload(torch.randn(6), weight, sequence=step, base_version=step))
-                await server.push(make.upload(torch.randn(4), bias, member="b", sequence=step, base_version=step, batch=step))
-                await server.configure(optimizer_settings(name="adamw", hyperparameters={**ADAMW, "lr": 0.1 / (step + 1)}))
+                await server.push(
+                    make.upload(torch.randn(6), weight, sequence=step, base_version=step)
+                )
+                await server.push(
+                    make.upload(
+                        torch.randn(4),
+                        bias,
+                        member="b",
+                        sequence=step,
+                        base_version=step,
+                        batch=step,
+                    )
+                )
+                await server.configure(
+                    optimizer_settings(
+                        name="adamw", hyperparameters={**ADAMW, "lr": 0.1 / (step + 1)}
+                    )
+                )
             assert (await server.push(make.upload(torch.randn(6), weight, sequence=3))).duplicate
             before = state_of(server.shard)
             configuration = server.configuration
@@ -43,7 +72,9 @@ def test_what_was_acknowledged_is_there_after_a_crash_to_the_last_bit(make, tmp_
         async with opened(tmp_path / "data", fsync) as server:
             assert same(state_of(server.shard), before)
             assert server.configuration == configuration
-            outcome = await server.push(make.upload(torch.randn(6), make.spec(0), sequence=4, base_version=4))
+            outcome = await server.push(
+                make.upload(torch.randn(6), make.spec(0), sequence=4, base_version=4)
+            )
             assert (outcome.version, outcome.duplicate) == (5, False)
             before = state_of(server.shard)
         assert same(recovered(tmp_path / "data"), before)
@@ -51,8 +82,11 @@ def test_what_was_acknowledged_is_there_after_a_crash_to_the_last_bit(make, tmp_
     run(test())
 
 
-def test_factors_that_were_acknowledged_are_multiplied_to_the_same_bits_after_a_crash(make, tmp_path) -> None:
-    """A push of powersgd is in the journal as it came; a piece without a gradient in a step is left out of it."""
+def test_factors_that_were_acknowledged_are_multiplied_to_the_same_bits_after_a_crash(
+    make, tmp_path
+) -> None:
+    """A push of powersgd is in the journal as it came; a piece without a gradient in a step is left
+    out of it."""
     weight = PartitionSpec(
         partition_id=0,
         pieces=tuple(Piece(tensor=name, offset=0, length=640, row=16) for name in ("one", "two")),
@@ -61,10 +95,16 @@ def test_factors_that_were_acknowledged_are_multiplied_to_the_same_bits_after_a_
     drawn = np.random.default_rng(0).standard_normal
 
     def push(sequence: int, absent: tuple[int, ...]) -> Upload:
-        pieces = [(drawn((40, 3), np.float32), drawn((3, 16), np.float32)) for _ in range(2 - len(absent))]
+        pieces = [
+            (drawn((40, 3), np.float32), drawn((3, 16), np.float32)) for _ in range(2 - len(absent))
+        ]
         payload = codecs.encode_powersgd(pieces)
-        plain = make.upload(torch.zeros(640 * len(pieces)), weight, sequence=sequence, absent=absent).header
-        upload = Upload(replace(plain, codec=codecs.POWERSGD, payload_bytes=payload.nbytes, checksum=0))
+        plain = make.upload(
+            torch.zeros(640 * len(pieces)), weight, sequence=sequence, absent=absent
+        ).header
+        upload = Upload(
+            replace(plain, codec=codecs.POWERSGD, payload_bytes=payload.nbytes, checksum=0)
+        )
         upload.add(payload)
         return upload
 
@@ -73,7 +113,9 @@ def test_factors_that_were_acknowledged_are_multiplied_to_the_same_bits_after_a_
             server.members = Members(generation=1, members=frozenset("a"))
             server.adopt(make.layout(weight))
             await server.configure(optimizer_settings(name="adamw", hyperparameters=ADAMW))
-            await server.initialize(make.upload(torch.zeros(weight.length), weight, sequence=0, base_version=0))
+            await server.initialize(
+                make.upload(torch.zeros(weight.length), weight, sequence=0, base_version=0)
+            )
             for sequence, absent in enumerate(((), (0,), (1,), ()), 1):
                 assert not (await server.push(push(sequence, absent))).duplicate
             before = state_of(server.shard)
@@ -82,7 +124,9 @@ def test_factors_that_were_acknowledged_are_multiplied_to_the_same_bits_after_a_
     run(test())
 
 
-def test_a_crash_at_any_byte_leaves_the_changes_before_it_and_nothing_of_the_one_that_was_written(make, tmp_path) -> None:
+def test_a_crash_at_any_byte_leaves_the_changes_before_it_and_nothing_of_the_one_that_was_written(
+    make, tmp_path
+) -> None:
     data = tmp_path / "data"
     states: list[tuple[int, dict[int, Any]]] = []
 
@@ -90,10 +134,20 @@ def test_a_crash_at_any_byte_leaves_the_changes_before_it_and_nothing_of_the_one
         async with opened(data) as server:
             await begun(server, make)
             for step in (1, 2, 3):
-                await server.push(make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step, batch=7 + step))
+                await server.push(
+                    make.upload(
+                        torch.randn(6),
+                        make.spec(0),
+                        sequence=step,
+                        base_version=step,
+                        batch=7 + step,
+                    )
+                )
                 states.append((file(data).stat().st_size, state_of(server.shard)))
             # Known by its batch, from another member: its number is used up, and must stay so.
-            assert (await server.push(make.upload(torch.randn(6), make.spec(0), member="b", batch=10))).duplicate
+            assert (
+                await server.push(make.upload(torch.randn(6), make.spec(0), member="b", batch=10))
+            ).duplicate
             states.append((file(data).stat().st_size, state_of(server.shard)))
 
     run(test())
@@ -109,7 +163,9 @@ def test_a_crash_at_any_byte_leaves_the_changes_before_it_and_nothing_of_the_one
             assert found[0].version == 1
 
 
-def test_a_file_that_is_written_over_an_older_one_ends_where_its_own_records_do(make, tmp_path) -> None:
+def test_a_file_that_is_written_over_an_older_one_ends_where_its_own_records_do(
+    make, tmp_path
+) -> None:
     """At any byte, too: what is behind the tear is whole, and of an older file."""
     data = tmp_path / "data"
     states: list[tuple[int, dict[int, Any]]] = []
@@ -118,15 +174,26 @@ def test_a_file_that_is_written_over_an_older_one_ends_where_its_own_records_do(
         async with opened(data) as server:
             await begun(server, make)
             for step in range(1, 8):
-                await server.push(make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step))
+                await server.push(
+                    make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step)
+                )
             await server.snapshots.write()
             spare = (data / "journal.spare").read_bytes()
             await server.snapshots.write()  # its file is made of the spare
             written = data / "journal.00000003"
             assert written.stat().st_size == len(spare)
             for step in (8, 9):
-                await server.push(make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step))
-                end = max(place for place in range(len(spare)) if written.read_bytes()[place] != spare[place]) + 1
+                await server.push(
+                    make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step)
+                )
+                end = (
+                    max(
+                        place
+                        for place in range(len(spare))
+                        if written.read_bytes()[place] != spare[place]
+                    )
+                    + 1
+                )
                 states.append((end, state_of(server.shard)))
         return spare
 
@@ -149,14 +216,20 @@ def test_after_a_torn_end_the_server_goes_on_and_recovers_again(make, tmp_path) 
         torn.write_bytes(torn.read_bytes()[:-1])
         for step in (1, 2):
             async with opened(data) as server:
-                assert (await server.push(make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step))).version == step + 1
+                assert (
+                    await server.push(
+                        make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step)
+                    )
+                ).version == step + 1
                 before = state_of(server.shard)
         assert same(recovered(data), before)
 
     run(test())
 
 
-def test_what_is_recovered_is_on_disk_before_anything_is_built_on_it(make, tmp_path, monkeypatch) -> None:
+def test_what_is_recovered_is_on_disk_before_anything_is_built_on_it(
+    make, tmp_path, monkeypatch
+) -> None:
     """A process that was killed may have written it and not synced it."""
     data = tmp_path / "data"
     synced: list[str] = []
@@ -164,7 +237,9 @@ def test_what_is_recovered_is_on_disk_before_anything_is_built_on_it(make, tmp_p
     async def test() -> None:
         async with opened(data) as server:
             await begun(server, make)
-        monkeypatch.setattr("shoal_ps_server.storage.segments.sync_file", lambda path: synced.append(path.name))
+        monkeypatch.setattr(
+            "shoal_ps_server.storage.segments.sync_file", lambda path: synced.append(path.name)
+        )
         async with opened(data):
             assert synced == ["journal.00000001"]
 
@@ -178,7 +253,9 @@ def test_damage_to_what_was_acknowledged_keeps_the_server_from_starting(make, tm
         async with opened(data) as server:
             await begun(server, make)
             for step in (1, 2):
-                await server.push(make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step))
+                await server.push(
+                    make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step)
+                )
 
     run(test())
     whole = file(data).read_bytes()
@@ -186,7 +263,9 @@ def test_damage_to_what_was_acknowledged_keeps_the_server_from_starting(make, tm
     generator = random.Random(0)
     for place in [*generator.sample(range(last), 60), 0, last - 1]:
         file(data).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-        with pytest.raises(CorruptDataError, match=r"journal\.00000001 is damaged.*Acknowledged updates are lost") as caught:
+        with pytest.raises(
+            CorruptDataError, match=r"journal\.00000001 is damaged.*Acknowledged updates are lost"
+        ) as caught:
             recovered(data)
         assert caught.value.reason == "JOURNAL_CORRUPT"
 
@@ -199,7 +278,9 @@ def test_a_missing_file_of_the_journal_keeps_the_server_from_starting(make, tmp_
             async with opened(data) as server:
                 if step == 1:
                     await begun(server, make)
-                await server.push(make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step))
+                await server.push(
+                    make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=step)
+                )
 
     run(test())
     for number in (1, 2):
@@ -225,14 +306,19 @@ def test_the_journal_of_another_server_is_not_taken(make, tmp_path) -> None:
     assert caught.value.reason == "JOURNAL_FOREIGN"
 
 
-def test_a_snapshot_takes_the_journals_place_also_of_pushes_that_come_meanwhile(make, tmp_path) -> None:
-    """Partitions are copied at different moments; what the new file has of one that was copied later is not applied twice."""
+def test_a_snapshot_takes_the_journals_place_also_of_pushes_that_come_meanwhile(
+    make, tmp_path
+) -> None:
+    """Partitions are copied at different moments; what the new file has of one that was copied
+    later is not applied twice."""
     data = tmp_path / "data"
 
     async def test() -> None:
         async with opened(data) as server:
             await begun(server, make)
-            server.members = Members(generation=4, members=frozenset({"a"}), put_out={"b": 4, "c": 4}, slowest_clock=9)
+            server.members = Members(
+                generation=4, members=frozenset({"a"}), put_out={"b": 4, "c": 4}, slowest_clock=9
+            )
             server.changes.members_changed()
             steps = {0: 0, 3: 0}
 
@@ -241,15 +327,24 @@ def test_a_snapshot_takes_the_journals_place_also_of_pushes_that_come_meanwhile(
                     steps[partition] += 1
                     spec = make.spec(partition, length=length, dtype=dtype, tensor=tensor)
                     step = steps[partition]
-                    await server.push(make.upload(torch.randn(length), spec, sequence=step, base_version=step))
+                    await server.push(
+                        make.upload(torch.randn(length), spec, sequence=step, base_version=step)
+                    )
 
-            training = [asyncio.create_task(train(0, 6, "float32", "weight")), asyncio.create_task(train(3, 4, "bfloat16", "bias"))]
+            training = [
+                asyncio.create_task(train(0, 6, "float32", "weight")),
+                asyncio.create_task(train(3, 4, "bfloat16", "bias")),
+            ]
             for _ in range(5):
                 await asyncio.sleep(0.005)
                 await server.snapshots.write()
             await asyncio.gather(*training)
             before = state_of(server.shard)
-        assert [path.name for path in sorted(data.glob("journal.*"))] == ["journal.00000006", "journal.id", "journal.spare"]
+        assert [path.name for path in sorted(data.glob("journal.*"))] == [
+            "journal.00000006",
+            "journal.id",
+            "journal.spare",
+        ]
         assert same(recovered(data), before)
         async with opened(data) as server:
             assert server.members.generation == 4
@@ -259,35 +354,56 @@ def test_a_snapshot_takes_the_journals_place_also_of_pushes_that_come_meanwhile(
 
 
 def test_members_are_as_far_apart_after_a_crash_as_they_were_before(make, tmp_path) -> None:
-    """So ssp's bound holds also then. Of the last push nobody knows whether it came whole: it does not count until its member says so."""
+    """So ssp's bound holds also then. Of the last push nobody knows whether it came whole: it does
+    not count until its member says so."""
 
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
             await begun(server, make)
             for member, pushes in (("a", 5), ("b", 2)):
                 for sequence in range(1, pushes + 1):
-                    await server.push(make.upload(torch.ones(6), make.spec(0), member=member, sequence=sequence))
+                    await server.push(
+                        make.upload(torch.ones(6), make.spec(0), member=member, sequence=sequence)
+                    )
             server.changes.clock("c", 3)
         async with opened(tmp_path / "data") as server:
             clocks = server.members.restored_clocks()
-            assert {member: each.clock for member, each in clocks.members.items()} == {"a": 4, "b": 1, "c": 0}
+            assert {member: each.clock for member, each in clocks.members.items()} == {
+                "a": 4,
+                "b": 1,
+                "c": 0,
+            }
             for member, finished in (("a", 5), ("b", 2), ("c", 4)):
                 clocks.report(member, finished)
-            assert {member: each.clock for member, each in clocks.members.items()} == {"a": 5, "b": 2, "c": 1}
+            assert {member: each.clock for member, each in clocks.members.items()} == {
+                "a": 5,
+                "b": 2,
+                "c": 1,
+            }
             await server.snapshots.write()
         async with opened(tmp_path / "data") as server:
-            assert {member: each.clock for member, each in server.members.clocks.items()} == {"a": 4, "b": 1, "c": 0}
+            assert {member: each.clock for member, each in server.members.clocks.items()} == {
+                "a": 4,
+                "b": 1,
+                "c": 0,
+            }
 
     run(test())
 
 
-def test_which_iteration_of_bsp_is_open_and_who_rests_is_known_after_a_crash(make, tmp_path) -> None:
-    """So a joiner begins behind what was let in, by the count of who takes part, and nobody waits for a member that has nothing to do."""
+def test_which_iteration_of_bsp_is_open_and_who_rests_is_known_after_a_crash(
+    make, tmp_path
+) -> None:
+    """So a joiner begins behind what was let in, by the count of who takes part, and nobody waits
+    for a member that has nothing to do."""
     bsp = Consistency(mode=ConsistencyMode.BSP)
 
     def check(clocks: Clocks) -> None:
         assert (clocks.opened, clocks.slowest) == (3, 2)
-        assert {member: (each.clock, each.rests, each.takes_part) for member, each in clocks.members.items()} == {
+        assert {
+            member: (each.clock, each.rests, each.takes_part)
+            for member, each in clocks.members.items()
+        } == {
             "a": (2, False, True),
             "b": (2, False, False),  # it was placed anew since its last push
             "c": (0, True, False),
@@ -300,7 +416,9 @@ def test_which_iteration_of_bsp_is_open_and_who_rests_is_known_after_a_crash(mak
             await begun(server, make, bsp)
             for sequence in range(1, 4):
                 for member in ("a", "b")[: 1 if sequence == 3 else 2]:
-                    await server.push(make.upload(torch.ones(6), make.spec(0), member=member, sequence=sequence))
+                    await server.push(
+                        make.upload(torch.ones(6), make.spec(0), member=member, sequence=sequence)
+                    )
             server.changes.clock("b", 1, place=2)
             server.changes.clock("c", 2**63 - 1)
         async with opened(tmp_path / "data") as server:
@@ -312,19 +430,25 @@ def test_which_iteration_of_bsp_is_open_and_who_rests_is_known_after_a_crash(mak
     run(test())
 
 
-def test_a_push_sent_twice_at_once_is_applied_once_and_both_are_answered_when_it_is_on_disk(make, tmp_path) -> None:
+def test_a_push_sent_twice_at_once_is_applied_once_and_both_are_answered_when_it_is_on_disk(
+    make, tmp_path
+) -> None:
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
             await begun(server, make)
             gradient = torch.randn(6)
-            outcomes = await asyncio.gather(*(server.push(make.upload(gradient, make.spec(0))) for _ in range(4)))
+            outcomes = await asyncio.gather(
+                *(server.push(make.upload(gradient, make.spec(0))) for _ in range(4))
+            )
             assert [each.duplicate for each in outcomes] == [False, True, True, True]
             assert [each.version for each in outcomes] == [2, 2, 2, 2]
 
     run(test())
 
 
-def test_an_update_that_is_tried_first_waits_for_those_that_are_on_their_way(make, tmp_path) -> None:
+def test_an_update_that_is_tried_first_waits_for_those_that_are_on_their_way(
+    make, tmp_path
+) -> None:
     """And is not written when it comes out infinite; the others are."""
     data = tmp_path / "data"
 
@@ -335,9 +459,16 @@ def test_an_update_that_is_tried_first_waits_for_those_that_are_on_their_way(mak
             server.adopt(make.layout(spec))
             await server.configure(optimizer_settings(name="sgd", hyperparameters={"lr": 1.0}))
             await server.initialize(make.upload(torch.zeros(6), spec, sequence=0, base_version=0))
-            pushes = [server.push(make.upload(torch.full((6,), 30000.0), spec, member=member)) for member in "abc"]
+            pushes = [
+                server.push(make.upload(torch.full((6,), 30000.0), spec, member=member))
+                for member in "abc"
+            ]
             outcomes = await asyncio.gather(*pushes, return_exceptions=True)
-            assert [getattr(each, "version", None) or each.reason for each in outcomes] == [2, 3, "RESULT_NOT_FINITE"]
+            assert [getattr(each, "version", None) or each.reason for each in outcomes] == [
+                2,
+                3,
+                "RESULT_NOT_FINITE",
+            ]
             assert make.values(server.shard).tolist() == [-60000.0] * 6
             before = state_of(server.shard)
         assert same(recovered(data), before)
@@ -377,11 +508,15 @@ def test_an_optimizer_that_fails_halfway_leaves_no_half_of_a_state(make, monkeyp
     assert len(calls) == 2
     other = make.shard(optimizer=optimizer_settings(name="adamw", hyperparameters=ADAMW))
     for each in (shard, other):
-        assert each.push(make.upload(torch.ones(6), sequence=1 if each is other else 2)).version == 2
+        assert (
+            each.push(make.upload(torch.ones(6), sequence=1 if each is other else 2)).version == 2
+        )
     assert torch.equal(make.values(shard), make.values(other))
 
 
-def test_settings_that_were_acknowledged_before_there_is_a_shard_map_are_there_too(make, tmp_path) -> None:
+def test_settings_that_were_acknowledged_before_there_is_a_shard_map_are_there_too(
+    make, tmp_path
+) -> None:
     data = tmp_path / "data"
     adamw = optimizer_settings(name="adamw", hyperparameters=ADAMW)
 
@@ -419,7 +554,9 @@ def test_a_member_that_was_forgotten_is_forgotten_after_a_recovery_too(make, tmp
     run(test())
 
 
-def test_damage_to_the_first_record_of_the_file_that_a_snapshot_names_is_no_torn_beginning(make, tmp_path) -> None:
+def test_damage_to_the_first_record_of_the_file_that_a_snapshot_names_is_no_torn_beginning(
+    make, tmp_path
+) -> None:
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -436,7 +573,8 @@ def test_damage_to_the_first_record_of_the_file_that_a_snapshot_names_is_no_torn
 
 
 def test_a_record_within_a_payload_is_no_record(make, tmp_path) -> None:
-    """A gradient may be any bytes, also those of another journal, with a torn end right behind it."""
+    """A gradient may be any bytes, also those of another journal, with a torn end right behind
+    it."""
     data, other = tmp_path / "data", tmp_path / "other"
 
     async def test(path: Path, payload: bytes) -> None:
@@ -445,7 +583,9 @@ def test_a_record_within_a_payload_is_no_record(make, tmp_path) -> None:
             server.members = Members(generation=1, members=frozenset("abc"))
             server.adopt(make.layout(spec))
             await server.configure(optimizer_settings(name="sgd", hyperparameters={"lr": 1.0}))
-            await server.initialize(make.upload(torch.zeros(spec.length), spec, sequence=0, base_version=0))
+            await server.initialize(
+                make.upload(torch.zeros(spec.length), spec, sequence=0, base_version=0)
+            )
             values = torch.frombuffer(bytearray(payload), dtype=torch.float32)
             if torch.isfinite(values).all():
                 await server.push(make.upload(values, spec))

@@ -1,4 +1,5 @@
-"""A disk under the journal that is full, or fails: what was refused changes nothing, now or after a kill, and with room pushes go on."""
+"""A disk under the journal that is full, or fails: what was refused changes nothing, now or after a
+kill, and with room pushes go on."""
 
 from __future__ import annotations
 
@@ -16,10 +17,21 @@ from shoal_common.errors import UnavailableError
 from shoal_ps_server.shard.optimizer import optimizer_settings
 from shoal_ps_server.storage.segments import Segments
 
-from tests.unit.ps_server.journaled import begun, file, largest_file, opened, recovered, run, same, state_of
+from tests.unit.ps_server.journaled import (
+    begun,
+    file,
+    largest_file,
+    opened,
+    recovered,
+    run,
+    same,
+    state_of,
+)
 
 
-def test_a_full_disk_refuses_pushes_and_changes_nothing_and_once_there_is_room_they_go_on(make, tmp_path) -> None:
+def test_a_full_disk_refuses_pushes_and_changes_nothing_and_once_there_is_room_they_go_on(
+    make, tmp_path
+) -> None:
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -27,9 +39,13 @@ def test_a_full_disk_refuses_pushes_and_changes_nothing_and_once_there_is_room_t
             await begun(server, make)
             await server.push(make.upload(torch.randn(6), make.spec(0)))
             before = state_of(server.shard)
-            with largest_file(file(data).stat().st_size + 100):  # the next record begins, and does not end
-                # The last one is a repetition of one that is on its way, and no more acknowledged than that.
-                uploads = [make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=2) for step in (2, 3, 4, 3)]
+            with largest_file(file(data).stat().st_size + 100):
+                # the next record begins, and does not end The last one is a repetition of one that
+                # is on its way, and no more acknowledged than that.
+                uploads = [
+                    make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=2)
+                    for step in (2, 3, 4, 3)
+                ]
                 errors = await asyncio.gather(*map(server.push, uploads), return_exceptions=True)
                 for error in errors:
                     assert isinstance(error, UnavailableError)
@@ -41,14 +57,18 @@ def test_a_full_disk_refuses_pushes_and_changes_nothing_and_once_there_is_room_t
                     assert reading.version == 2
             with largest_file(10):  # nor does a new file
                 with pytest.raises(UnavailableError):
-                    await server.configure(optimizer_settings(name="adamw", hyperparameters={"lr": 9.0}))
+                    await server.configure(
+                        optimizer_settings(name="adamw", hyperparameters={"lr": 9.0})
+                    )
                 with pytest.raises(UnavailableError):
                     await server.snapshots.write()
                 assert server.configuration is not None
                 assert server.configuration.optimizer.hyperparameters["lr"] == 0.1
             assert not server.failures
             for step in (2, 3):
-                outcome = await server.push(make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=2))
+                outcome = await server.push(
+                    make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=2)
+                )
                 assert (outcome.version, outcome.duplicate) == (step + 1, False)
             before = state_of(server.shard)
         assert same(recovered(data), before)
@@ -73,12 +93,17 @@ def test_refusals_of_a_full_disk_are_logged_once_in_ten_seconds(make, tmp_path, 
     run(test())
     lines = [record for record in caplog.records if "could not be written" in record.getMessage()]
     assert 1 <= len(lines) <= 1 + (time.monotonic() - started) / 10
-    (recovered,) = [record for record in caplog.records if "can be written again" in record.getMessage()]
+    (recovered,) = [
+        record for record in caplog.records if "can be written again" in record.getMessage()
+    ]
     assert recovered.batches_refused == 50
 
 
-def test_what_was_refused_is_not_made_by_a_recovery_although_the_disk_has_it(make, tmp_path, monkeypatch) -> None:
-    """The write went well, and the sync did not; the process is killed before anything else is written."""
+def test_what_was_refused_is_not_made_by_a_recovery_although_the_disk_has_it(
+    make, tmp_path, monkeypatch
+) -> None:
+    """The write went well, and the sync did not; the process is killed before anything else is
+    written."""
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -97,21 +122,29 @@ def test_what_was_refused_is_not_made_by_a_recovery_although_the_disk_has_it(mak
             with monkeypatch.context() as broken:
                 broken.setattr(os, "fdatasync", failing)
                 with pytest.raises(UnavailableError):
-                    await server.push(make.upload(torch.randn(6), make.spec(0), sequence=2, base_version=2))
+                    await server.push(
+                        make.upload(torch.randn(6), make.spec(0), sequence=2, base_version=2)
+                    )
             assert same(recovered(data), before)
 
     run(test())
 
 
-def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it(make, tmp_path, monkeypatch) -> None:
-    """Also after a kill before anything else is written, when there is no room for a new file either."""
+def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it(
+    make, tmp_path, monkeypatch
+) -> None:
+    """Also after a kill before anything else is written, when there is no room for a new file
+    either."""
     data = tmp_path / "data"
 
     async def test() -> None:
         async with opened(data) as server:
             await begun(server, make)
             await server.push(make.upload(torch.randn(6), make.spec(0)))
-            uploads = [make.upload(torch.randn(6), make.spec(0), member=member, base_version=2) for member in "bc"]
+            uploads = [
+                make.upload(torch.randn(6), make.spec(0), member=member, base_version=2)
+                for member in "bc"
+            ]
             uploads.append(make.upload(torch.randn(6), make.spec(0), sequence=3, base_version=2))
             syncing, synced = threading.Event(), threading.Event()
             real = os.fdatasync
@@ -123,10 +156,15 @@ def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it
 
             with monkeypatch.context() as patched:
                 patched.setattr(os, "fdatasync", held)
-                first = asyncio.create_task(server.push(make.upload(torch.randn(6), make.spec(0), sequence=2, base_version=2)))
+                first = asyncio.create_task(
+                    server.push(
+                        make.upload(torch.randn(6), make.spec(0), sequence=2, base_version=2)
+                    )
+                )
                 await asyncio.to_thread(syncing.wait, 10)
                 size = file(data).stat().st_size
-                pushes = [asyncio.create_task(server.push(upload)) for upload in uploads]  # while the first one is synced: they go together
+                # while the first one is synced: they go together
+                pushes = [asyncio.create_task(server.push(upload)) for upload in uploads]
                 await asyncio.sleep(0.01)
                 with largest_file(size + 450), monkeypatched_create():
                     synced.set()
@@ -152,7 +190,9 @@ def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it
     run(test())
 
 
-def test_a_push_that_was_applied_is_known_also_after_another_one_was_refused(make, tmp_path) -> None:
+def test_a_push_that_was_applied_is_known_also_after_another_one_was_refused(
+    make, tmp_path
+) -> None:
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
             await begun(server, make)
@@ -164,7 +204,9 @@ def test_a_push_that_was_applied_is_known_also_after_another_one_was_refused(mak
     run(test())
 
 
-def test_what_goes_wrong_in_the_thread_that_writes_refuses_and_the_next_push_is_written(make, tmp_path, monkeypatch) -> None:
+def test_what_goes_wrong_in_the_thread_that_writes_refuses_and_the_next_push_is_written(
+    make, tmp_path, monkeypatch
+) -> None:
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
             await begun(server, make)
@@ -183,7 +225,9 @@ def test_what_goes_wrong_in_the_thread_that_writes_refuses_and_the_next_push_is_
     run(test())
 
 
-def test_a_change_on_disk_that_cannot_be_made_ends_the_server_and_nothing_after_it_is_made(make, tmp_path, monkeypatch) -> None:
+def test_a_change_on_disk_that_cannot_be_made_ends_the_server_and_nothing_after_it_is_made(
+    make, tmp_path, monkeypatch
+) -> None:
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -199,7 +243,11 @@ def test_a_change_on_disk_that_cannot_be_made_ends_the_server_and_nothing_after_
                     await server.push(make.upload(torch.randn(6), make.spec(0)))
             assert [str(each) for each in server.failures] == ["can't allocate memory"]
             for change in (
-                server.push(make.upload(torch.randn(4), make.spec(3, length=4, dtype="bfloat16", tensor="bias"))),
+                server.push(
+                    make.upload(
+                        torch.randn(4), make.spec(3, length=4, dtype="bfloat16", tensor="bias")
+                    )
+                ),
                 server.snapshots.write(),
             ):
                 with pytest.raises(UnavailableError):

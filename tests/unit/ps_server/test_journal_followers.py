@@ -1,4 +1,5 @@
-"""A journal that another server follows: it hears of each change once, in order, and changes wait for it when they have to."""
+"""A journal that another server follows: it hears of each change once, in order, and changes wait
+for it when they have to."""
 
 from __future__ import annotations
 
@@ -11,7 +12,15 @@ from shoal_common.errors import UnavailableError
 from shoal_ps_server.storage.record import Record
 from shoal_ps_server.storage.recovery import MEMBERS, PUSH
 
-from tests.unit.ps_server.journaled import Journaled, begun, largest_file, opened, run, same, state_of
+from tests.unit.ps_server.journaled import (
+    Journaled,
+    begun,
+    largest_file,
+    opened,
+    run,
+    same,
+    state_of,
+)
 
 
 class Following:
@@ -49,7 +58,10 @@ async def hold(server: Journaled, following: Following) -> None:
 
 
 def pushes(server: Journaled, make: Any, *sequences: int) -> list[asyncio.Task[Any]]:
-    uploads = (make.upload(torch.full((6,), float(step)), make.spec(0), sequence=step) for step in sequences)
+    uploads = (
+        make.upload(torch.full((6,), float(step)), make.spec(0), sequence=step)
+        for step in sequences
+    )
     return [asyncio.create_task(server.push(upload)) for upload in uploads]
 
 
@@ -67,7 +79,12 @@ def test_a_follower_hears_of_each_change_once_and_in_order(make, tmp_path) -> No
         async with opened(tmp_path / "data") as server:
             following = await followed(server, make)
             first = pushes(server, make, 1, 2, 3, 4)
-            await server.journal.append(None, lambda: server.journal.hold(position=len(following.heard), confirmed=len(following.heard)))
+            await server.journal.append(
+                None,
+                lambda: server.journal.hold(
+                    position=len(following.heard), confirmed=len(following.heard)
+                ),
+            )
             second = pushes(server, make, 5, 6)
             await until_written(following, 6)
             server.journal.confirm(len(following.heard))
@@ -112,7 +129,9 @@ def test_when_nobody_follows_any_more_what_waited_goes_on(make, tmp_path) -> Non
     run(test())
 
 
-def test_what_the_disk_refuses_behind_changes_that_wait_can_be_sent_again_and_counts_once(make, tmp_path) -> None:
+def test_what_the_disk_refuses_behind_changes_that_wait_can_be_sent_again_and_counts_once(
+    make, tmp_path
+) -> None:
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
             following = await followed(server, make)
@@ -139,7 +158,9 @@ def test_what_the_disk_refuses_behind_changes_that_wait_can_be_sent_again_and_co
     run(test())
 
 
-def test_a_journal_that_gives_up_tells_who_waits_and_the_next_start_has_the_changes(make, tmp_path) -> None:
+def test_a_journal_that_gives_up_tells_who_waits_and_the_next_start_has_the_changes(
+    make, tmp_path
+) -> None:
     async def test() -> dict[int, Any]:
         async with opened(tmp_path / "data") as server:
             following = await followed(server, make)

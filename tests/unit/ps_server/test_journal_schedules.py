@@ -1,6 +1,7 @@
-"""Seeded schedules against the journal: pushes of whole partitions and of some of their pieces, a disk that fails at random, callers that
-go away, snapshots and settings in between, and a kill at any moment: whatever the directory holds then is recovered and compared with what
-was acknowledged and what was refused."""
+"""Seeded schedules against the journal: pushes of whole partitions and of some of their pieces, a
+disk that fails at random, callers that go away, snapshots and settings in between, and a kill at
+any moment: whatever the directory holds then is recovered and compared with what was acknowledged
+and what was refused."""
 
 from __future__ import annotations
 
@@ -37,11 +38,13 @@ PUSHES = 40
 
 @dataclass(kw_only=True)
 class Disk:
-    """Writes may come to a part of their bytes, or fail after it; syncs may fail; and between two of them the process may be killed."""
+    """Writes may come to a part of their bytes, or fail after it; syncs may fail; and between two
+    of them the process may be killed."""
 
     generator: random.Random
     killed: Callable[[], None]
-    """Called in the middle of things, with nothing else writing: the directory is as a kill would leave it."""
+    """Called in the middle of things, with nothing else writing: the directory is as a kill would
+    leave it."""
     failure: float = 0.0
     kill: float = 0.0
     due: int = 0
@@ -53,7 +56,9 @@ class Disk:
 
     def pwritev(self, descriptor: int, buffers: list[memoryview], at: int) -> int:
         if self.generator.random() < self.failure:
-            self._write(descriptor, [memoryview(b"".join(buffers))[: self.generator.randrange(1, 400)]], at)
+            self._write(
+                descriptor, [memoryview(b"".join(buffers))[: self.generator.randrange(1, 400)]], at
+            )
             raise OSError(errno.ENOSPC, "No space left on device")
         if len(buffers[0]) > 1 and self.generator.random() < 0.2:
             written = self._write(descriptor, [buffers[0][: len(buffers[0]) // 2]], at)
@@ -88,7 +93,9 @@ def on(disk: Disk) -> Iterator[None]:
         patched.setattr(os, "pwritev", disk.pwritev)
         patched.setattr(os, "fdatasync", disk.fdatasync)
         patched.setattr("shoal_ps_server.storage.keeper.write_snapshot", disk.alone(write_snapshot))
-        patched.setattr(DataDirectory, "forget_journal_before", disk.alone(DataDirectory.forget_journal_before))
+        patched.setattr(
+            DataDirectory, "forget_journal_before", disk.alone(DataDirectory.forget_journal_before)
+        )
         yield
 
 
@@ -112,13 +119,17 @@ class History:
 
     @staticmethod
     def gradient(partition: int, member: str, sequence: int) -> tuple[float, tuple[int, ...]]:
-        """The gradient of each element, and the pieces that have none. Sums of any of them are exact in float32, and tell which they are
-        of."""
+        """The gradient of each element, and the pieces that have none. Sums of any of them are
+        exact in float32, and tell which they are of."""
         absent = ((), (0,), (1,), (0, 2))[(sequence + partition) % 4]
         return float(sequence * 4 + MEMBERS.index(member) + partition), absent
 
     @staticmethod
-    def check(shard: Shard, acknowledged: Mapping[tuple[int, str], int], sent: Mapping[tuple[int, str], int]) -> None:
+    def check(
+        shard: Shard,
+        acknowledged: Mapping[tuple[int, str], int],
+        sent: Mapping[tuple[int, str], int],
+    ) -> None:
         for partition in range(PARTITIONS):
             image = shard.image(partition)
             assert image is not None
@@ -126,18 +137,29 @@ class History:
             for member in MEMBERS:
                 found = image.sequences.get(member, 0)
                 last = acknowledged.get((partition, member), 0)
-                assert last <= found <= max(last, sent.get((partition, member), 0)), (partition, member)
+                assert last <= found <= max(last, sent.get((partition, member), 0)), (
+                    partition,
+                    member,
+                )
                 for sequence in range(1, found + 1):
                     gradient, absent = History.gradient(partition, member, sequence)
                     for piece in set(range(len(PIECES))) - set(absent):
                         total[piece] += gradient
             assert image.version == 1 + sum(image.sequences.values())
-            assert image.values.tolist() == [-sums for sums, (_, length) in zip(total, PIECES, strict=True) for _ in range(length)]
+            assert image.values.tolist() == [
+                -sums
+                for sums, (_, length) in zip(total, PIECES, strict=True)
+                for _ in range(length)
+            ]
 
 
 @pytest.mark.parametrize("fsync", list(Fsync))
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(3, 6))])
-def test_acknowledged_pushes_are_there_once_and_refused_ones_are_not_whatever_the_disk_does(make, tmp_path, seed, fsync) -> None:
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(3, 6))]
+)
+def test_acknowledged_pushes_are_there_once_and_refused_ones_are_not_whatever_the_disk_does(
+    make, tmp_path, seed, fsync
+) -> None:
     generator = random.Random(seed)
     data = tmp_path / "data"
     specs = [make.packed(number, *PIECES) for number in range(PARTITIONS)]
@@ -161,7 +183,9 @@ def test_acknowledged_pushes_are_there_once_and_refused_ones_are_not_whatever_th
             gradient, absent = history.gradient(partition, member, sequence)
             values = torch.full((specs[partition].length_without(absent),), gradient)
             history.sent[key] = sequence
-            upload = make.upload(values, specs[partition], member=member, sequence=sequence, absent=absent)
+            upload = make.upload(
+                values, specs[partition], member=member, sequence=sequence, absent=absent
+            )
             push = asyncio.create_task(server.push(upload))
             if generator.random() < 0.1:
                 await asyncio.sleep(0)
@@ -171,8 +195,12 @@ def test_acknowledged_pushes_are_there_once_and_refused_ones_are_not_whatever_th
                     continue  # its caller does not know, and sends it again
             try:
                 await push
-            except UnavailableError:  # refused, as all that was sent of it before: that is said of the journal's failures alone
-                history.sent[key] = server.shard._partitions[partition].settled.sequences.get(member, 0)
+            except UnavailableError:
+                # refused, as all that was sent of it before: that is said of the journal's failures
+                # alone
+                history.sent[key] = server.shard._partitions[partition].settled.sequences.get(
+                    member, 0
+                )
             else:
                 history.acknowledged[key] = sequence
 
@@ -183,7 +211,9 @@ def test_acknowledged_pushes_are_there_once_and_refused_ones_are_not_whatever_th
                 if generator.random() < 0.5:
                     await server.snapshots.write()
                 else:
-                    server.members = Members(generation=server.members.generation + 1, members=frozenset(MEMBERS))
+                    server.members = Members(
+                        generation=server.members.generation + 1, members=frozenset(MEMBERS)
+                    )
                     server.changes.members_changed()
                     await server.configure(make.sgd(lr=1.0))
 
@@ -195,13 +225,19 @@ def test_acknowledged_pushes_are_there_once_and_refused_ones_are_not_whatever_th
                     server.adopt(make.layout(*specs))
                     await server.configure(make.sgd(lr=1.0))
                     for spec in specs:
-                        await server.initialize(make.upload(torch.zeros(6), spec, sequence=0, base_version=0))
+                        await server.initialize(
+                            make.upload(torch.zeros(6), spec, sequence=0, base_version=0)
+                        )
                 history.check(server.shard, history.acknowledged, history.sent)
                 for partition, member in list(history.sent):  # whatever came of what was under way
                     found = server.shard.image(partition).sequences.get(member, 0)
-                    history.acknowledged[partition, member] = history.sent[partition, member] = found
+                    history.acknowledged[partition, member] = history.sent[partition, member] = (
+                        found
+                    )
                 disk.failure, disk.kill, disk.due = failures, 0.05, 2
-                await asyncio.gather(*(train(server, member) for member in MEMBERS), disturb(server))
+                await asyncio.gather(
+                    *(train(server, member) for member in MEMBERS), disturb(server)
+                )
                 disk.failure = disk.kill = 0.0
                 assert not server.failures
             found = state_of(server.shard)
@@ -214,4 +250,6 @@ def test_acknowledged_pushes_are_there_once_and_refused_ones_are_not_whatever_th
     assert len(kills) >= 6
     for kill in kills:
         with DataDirectory(kill.directory) as directory:
-            History.check(directory.recover(job_id=JOB, server_id=SERVER).shard, kill.acknowledged, kill.sent)
+            History.check(
+                directory.recover(job_id=JOB, server_id=SERVER).shard, kill.acknowledged, kill.sent
+            )

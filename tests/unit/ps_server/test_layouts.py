@@ -10,9 +10,13 @@ from shoal_ps_server.storage.image import layout_from_json, layout_to_json
 
 
 def test_a_shard_map_says_which_tensors_are_frozen_and_one_of_an_older_release_does_not() -> None:
-    shard_map = coordinator_pb2.ShardMap(epoch=1, partitions=[coordinator_pb2.Partition(partition_id=0, primary=0)])
+    shard_map = coordinator_pb2.ShardMap(
+        epoch=1, partitions=[coordinator_pb2.Partition(partition_id=0, primary=0)]
+    )
     for index, (name, frozen) in enumerate((("weight", False), ("table", True))):
-        shard_map.tensors.append(coordinator_pb2.TensorSpec(name=name, shape=[4], dtype="float32", frozen=frozen))
+        shard_map.tensors.append(
+            coordinator_pb2.TensorSpec(name=name, shape=[4], dtype="float32", frozen=frozen)
+        )
         shard_map.partitions[0].pieces.append(coordinator_pb2.Piece(tensor_index=index, length=4))
     layout = layout_from_shard_map(shard_map, server_index=0)
     assert layout.frozen == {"table"}

@@ -1,4 +1,5 @@
-"""The bound on a gradient's magnitudes, which decides whether it is finite and whether its update is tried first, never is too low."""
+"""The bound on a gradient's magnitudes, which decides whether it is finite and whether its update
+is tried first, never is too low."""
 
 from __future__ import annotations
 
@@ -14,8 +15,13 @@ ORDINARY = st.floats(-1e3, 1e3, width=32)
 EXTREME = st.sampled_from([0.0, 1e-45, -1e-30, 1e15, -1e17, 3e38, -3.4e38])
 
 
-@given(st.lists(st.one_of(ORDINARY, EXTREME), max_size=50), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
-def test_no_magnitude_is_above_the_bound_and_large_ones_are_told_exactly(values: list[float], dtype: torch.dtype) -> None:
+@given(
+    st.lists(st.one_of(ORDINARY, EXTREME), max_size=50),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_no_magnitude_is_above_the_bound_and_large_ones_are_told_exactly(
+    values: list[float], dtype: torch.dtype
+) -> None:
     tensor = torch.tensor(values, dtype=dtype)
     largest = float(tensor.abs().max()) if values else 0.0
     bound = bound_of(tensor)
@@ -23,8 +29,14 @@ def test_no_magnitude_is_above_the_bound_and_large_ones_are_told_exactly(values:
     assert bound == largest if largest > 1e16 else bound <= 1e16
 
 
-@given(st.lists(ORDINARY, min_size=1, max_size=50), st.data(), st.sampled_from([math.nan, math.inf, -math.inf]))
+@given(
+    st.lists(ORDINARY, min_size=1, max_size=50),
+    st.data(),
+    st.sampled_from([math.nan, math.inf, -math.inf]),
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
-def test_one_value_that_is_not_finite_shows(dtype: torch.dtype, values: list[float], data: st.DataObject, culprit: float) -> None:
+def test_one_value_that_is_not_finite_shows(
+    dtype: torch.dtype, values: list[float], data: st.DataObject, culprit: float
+) -> None:
     values[data.draw(st.integers(0, len(values) - 1))] = culprit
     assert not math.isfinite(bound_of(torch.tensor(values, dtype=dtype)))

@@ -162,7 +162,9 @@ def test_a_push_of_bsp_that_waits_too_long_is_told_for_whom() -> None:
         members = in_step("a", *(f"m{number}" for number in range(8)), push_wait=SHORT)
         members.clocks.follow(["a", *(f"new{number}" for number in range(7))])
         with pytest.raises(
-            DeadlineError, match=r"waited 0\.02 s for 'new0', 'new1', 'new2', 'new3', 'new4' and 2 more; try again"
+            DeadlineError,
+            match=r"waited 0\.02 s for 'new0', 'new1', 'new2', 'new3', 'new4' and 2 more; try "
+            r"again",
         ) as caught:
             await members.let_in("a", 1, 1)
         assert caught.value.reason == "BSP_WAIT_TIMEOUT"
@@ -174,7 +176,9 @@ def test_a_pull_of_bsp_that_waits_too_long_is_told_for_whom() -> None:
     async def scenario() -> None:
         members = in_step("a", "b")
         members.finished("a", 1)
-        with pytest.raises(DeadlineError, match=r"bsp allows 0; it waited 0\.02 s for 'b'") as caught:
+        with pytest.raises(
+            DeadlineError, match=r"bsp allows 0; it waited 0\.02 s for 'b'"
+        ) as caught:
             await members.proceed("a", 1, wait=SHORT)
         assert caught.value.reason == "BSP_WAIT_TIMEOUT"
 
@@ -219,7 +223,9 @@ def test_who_waits_for_others_is_told_when_its_partition_leaves(make, mode) -> N
         def check() -> None:
             shard.check_open(make.spec(1))
 
-        waiting = [asyncio.create_task(membership.proceed("a", 1, wait=timedelta(minutes=9), check=check))]
+        waiting = [
+            asyncio.create_task(membership.proceed("a", 1, wait=timedelta(minutes=9), check=check))
+        ]
         if mode is ConsistencyMode.BSP:
             waiting.append(asyncio.create_task(membership.let_in("a", 1, 7, check=check)))
         await asyncio.sleep(0)

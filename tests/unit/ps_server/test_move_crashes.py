@@ -1,4 +1,5 @@
-"""Partitions on their way between servers: whatever is killed, copied or followed meanwhile, one of them has all of it, to the last bit."""
+"""Partitions on their way between servers: whatever is killed, copied or followed meanwhile, one of
+them has all of it, to the last bit."""
 
 from __future__ import annotations
 
@@ -16,7 +17,14 @@ from prometheus_client import CollectorRegistry
 from shoal_common.errors import UnavailableError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.metrics import Metrics
-from shoal_ps_server.replication.items import FORMAT_VERSION, PARTITION, RECORD, STATE, WHOLE, received_items
+from shoal_ps_server.replication.items import (
+    FORMAT_VERSION,
+    PARTITION,
+    RECORD,
+    STATE,
+    WHOLE,
+    received_items,
+)
 from shoal_ps_server.replication.primary import Backup
 from shoal_ps_server.session import Place
 from shoal_ps_server.shard.shard import Shard
@@ -32,7 +40,8 @@ from tests.unit.ps_server.moving import ORDER, History, Moved, layout_of, specs,
 
 
 def cuts(path: Path, tmp_path: Path) -> list[tuple[int, Recovered]]:
-    """What a server recovers that was killed after any of its journal's records, and how many they were."""
+    """What a server recovers that was killed after any of its journal's records, and how many they
+    were."""
     data = memoryview(file(path).read_bytes())
     journal_id = int((path / "journal.id").read_text(), 16)
     found = []
@@ -57,7 +66,9 @@ def told(recovered: Recovered, make: Any, index: int, *, moved: bool) -> Shard:
 
 
 @pytest.mark.parametrize("moved", [True, False])
-def test_a_crash_between_any_two_records_leaves_one_owner_with_all_that_was_acknowledged(make, tmp_path, moved) -> None:
+def test_a_crash_between_any_two_records_leaves_one_owner_with_all_that_was_acknowledged(
+    make, tmp_path, moved
+) -> None:
     async def test() -> History:
         async with two(tmp_path, make) as (giver, receiver, history):
             await giver.hand_over(receiver)
@@ -76,7 +87,10 @@ def test_a_crash_between_any_two_records_leaves_one_owner_with_all_that_was_ackn
             moves = recovered.moves
             assert history.has(recovered.shard)
             noted = (
-                moves.leaving is not None or moves.taken is not None or moves.settled or (recovered.layout and recovered.layout.epoch > 1)
+                moves.leaving is not None
+                or moves.taken is not None
+                or moves.settled
+                or (recovered.layout and recovered.layout.epoch > 1)
             )
             if moves.leaving is not None:
                 assert recovered.shard.frozen == ORDER.partition_ids
@@ -106,10 +120,16 @@ async def steps(giver: Moved, receiver: Moved, history: History) -> list[Step]:
         for server in (giver, receiver):
             layout = layout_of(server.make, server.index, moved=True)
             owners = {**layout.owners, 3: 0}
-            partitions = {spec.partition_id: spec for spec in specs(server.make) if owners[spec.partition_id] == server.index}
+            partitions = {
+                spec.partition_id: spec
+                for spec in specs(server.make)
+                if owners[spec.partition_id] == server.index
+            }
             server.of_coordinator = replace(layout, epoch=3, owners=owners, partitions=partitions)
             await server.layouts.at_least(3)
-            await server.server.changes.move(settled_record(2), lambda server=server: server.server.moves.settle(2))
+            await server.server.changes.move(
+                settled_record(2), lambda server=server: server.server.moves.settle(2)
+            )
 
     return [
         lambda: giver.hand_over(receiver),
@@ -125,15 +145,21 @@ async def steps(giver: Moved, receiver: Moved, history: History) -> list[Step]:
 
 
 @pytest.mark.parametrize("at", range(9))
-def test_snapshots_that_are_taken_while_partitions_move_have_all_of_them(make, tmp_path, at) -> None:
-    """Each begins with one of the steps, and its partitions are copied during that and the next ones."""
+def test_snapshots_that_are_taken_while_partitions_move_have_all_of_them(
+    make, tmp_path, at
+) -> None:
+    """Each begins with one of the steps, and its partitions are copied during that and the next
+    ones."""
 
     async def test() -> tuple[list[dict[int, Any]], History]:
         async with two(tmp_path, make) as (giver, receiver, history):
             snapshots = []
             for number, step in enumerate(await steps(giver, receiver, history)):
                 if number == at:
-                    snapshots = [asyncio.create_task(each.server.snapshots.write()) for each in (giver, receiver)]
+                    snapshots = [
+                        asyncio.create_task(each.server.snapshots.write())
+                        for each in (giver, receiver)
+                    ]
                 await step()
             await asyncio.gather(*snapshots)
             return [state_of(each.server.shard) for each in (giver, receiver)], history
@@ -144,11 +170,15 @@ def test_snapshots_that_are_taken_while_partitions_move_have_all_of_them(make, t
             recovered = directory.recover(job_id=JOB, server_id=SERVER)
         assert same(state_of(recovered.shard), state)
         assert history.has(recovered.shard)
-        assert {number: image.version for number, image in state.items()} == ({0: 5, 3: 5} if name == "giver" else {1: 5})
+        assert {number: image.version for number, image in state.items()} == (
+            {0: 5, 3: 5} if name == "giver" else {1: 5}
+        )
 
 
 @pytest.mark.parametrize("at", range(9))
-def test_a_backup_that_begins_to_follow_while_partitions_move_has_what_its_primary_has(make, tmp_path, at) -> None:
+def test_a_backup_that_begins_to_follow_while_partitions_move_has_what_its_primary_has(
+    make, tmp_path, at
+) -> None:
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, history):
             followers: list[Follower] = []
@@ -167,7 +197,9 @@ def test_a_backup_that_begins_to_follow_while_partitions_move_has_what_its_prima
     run(test())
 
 
-def test_a_partition_that_goes_and_comes_back_before_a_backup_has_got_it_is_there_with_all_its_pushes(make, tmp_path, monkeypatch) -> None:
+def test_a_partition_that_leaves_and_returns_before_a_backup_has_it_keeps_all_its_pushes(
+    make, tmp_path, monkeypatch
+) -> None:
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, history), asyncio.timeout(20):
             go, follower = asyncio.Event(), Follower(giver.server)
@@ -178,7 +210,8 @@ def test_a_partition_that_goes_and_comes_back_before_a_backup_has_got_it_is_ther
                 await wait(*arguments)
 
             monkeypatch.setattr(follower._backup, "_until", later)
-            await until(lambda: giver.server.journal._follower is not None)  # it gets partition 0, and the others when it may go on
+            # it gets partition 0, and the others when it may go on
+            await until(lambda: giver.server.journal._follower is not None)
             for step in await steps(giver, receiver, history):
                 await step()
             go.set()
@@ -203,7 +236,9 @@ class Follower:
             patience=timedelta(seconds=30),
         )
         self._backup.write_to(server.journal)
-        self._backup.placed(Place(epoch=1, follows=False, primary_address="", backup_id="b", in_sync=False))
+        self._backup.placed(
+            Place(epoch=1, follows=False, primary_address="", backup_id="b", in_sync=False)
+        )
         self._task = asyncio.create_task(self._follow())
         self._replay: Replay | None = None
 
@@ -217,7 +252,11 @@ class Follower:
                 state = state_from_json(json.loads(bytes(item.payload)))
             elif item.kind == PARTITION:
                 spec = state.layout.partitions[item.fields["partition_id"]]
-                images.append(partition_from_bytes(item.fields, item.payload, spec, state.configuration.optimizer))
+                images.append(
+                    partition_from_bytes(
+                        item.fields, item.payload, spec, state.configuration.optimizer
+                    )
+                )
             elif item.kind == WHOLE:
                 self._replay = Replay(ServerImage(state=state, partitions=tuple(images)))
             elif item.kind == RECORD:
@@ -227,7 +266,9 @@ class Follower:
                     self._replay.make(each.record())
                 position = max((each.position for each in records), default=0)
                 records.clear()
-                self._requests.put_nowait(pb.FollowRequest(kept=pb.FollowKept(position=position, whole=True)))
+                self._requests.put_nowait(
+                    pb.FollowRequest(kept=pb.FollowKept(position=position, whole=True))
+                )
 
     async def _sent(self) -> AsyncIterator[pb.FollowRequest]:
         while True:
@@ -241,9 +282,9 @@ class Follower:
                 self._task.result()
             if self._replay is None:
                 return False
-            return seen(self._replay.shard, self._replay.moves) == seen(server.shard, server.moves) and same(
-                state_of(self._replay.shard), state_of(server.shard)
-            )
+            return seen(self._replay.shard, self._replay.moves) == seen(
+                server.shard, server.moves
+            ) and same(state_of(self._replay.shard), state_of(server.shard))
 
         while not is_so():
             await asyncio.sleep(0.001)
@@ -255,11 +296,19 @@ class Follower:
 
 def seen(shard: Shard, moves: Moves) -> tuple[object, ...]:
     """What is on its way."""
-    return shard.frozen, moves.settled, moves.leaving, None if moves.taken is None else (moves.taken.move, sorted(moves.taken.images))
+    return (
+        shard.frozen,
+        moves.settled,
+        moves.leaving,
+        None if moves.taken is None else (moves.taken.move, sorted(moves.taken.images)),
+    )
 
 
-def test_a_partition_that_goes_before_its_turn_in_a_snapshot_is_copied_as_it_goes(make, tmp_path, monkeypatch) -> None:
-    """The journal's new file has pushes of it, and so the snapshot must have what they were made on."""
+def test_a_partition_that_goes_before_its_turn_in_a_snapshot_is_copied_as_it_goes(
+    make, tmp_path, monkeypatch
+) -> None:
+    """The journal's new file has pushes of it, and so the snapshot must have what they were made
+    on."""
 
     async def test() -> History:
         async with two(tmp_path, make) as (giver, receiver, history):
@@ -288,7 +337,9 @@ def test_a_partition_that_goes_before_its_turn_in_a_snapshot_is_copied_as_it_goe
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_a_giver_that_is_started_anew_gives_the_same_again_and_serves_nothing_of_it(make, tmp_path, snapshot) -> None:
+def test_a_giver_that_is_started_anew_gives_the_same_again_and_serves_nothing_of_it(
+    make, tmp_path, snapshot
+) -> None:
     async def first() -> History:
         async with two(tmp_path, make) as (giver, receiver, history):
             await giver.hand_over(receiver)
@@ -320,7 +371,9 @@ def test_a_giver_that_is_started_anew_gives_the_same_again_and_serves_nothing_of
     run(again())
 
 
-def test_the_journal_does_not_go_back_to_the_map_before_one_that_is_on_its_way(make, tmp_path) -> None:
+def test_the_journal_does_not_go_back_to_the_map_before_one_that_is_on_its_way(
+    make, tmp_path
+) -> None:
     async def test() -> History:
         async with two(tmp_path, make) as (giver, receiver, history):
             await giver.hand_over(receiver)

@@ -1,4 +1,5 @@
-"""Who decides on a move: the giver until it has noted that partitions are leaving, and from then on the coordinator."""
+"""Who decides on a move: the giver until it has noted that partitions are leaving, and from then on
+the coordinator."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def test_partitions_without_values_are_not_given(make, tmp_path) -> None:
     run(test())
 
 
-def test_a_push_that_is_on_its_way_when_its_partition_is_frozen_goes_with_it(make, tmp_path) -> None:
+def test_a_push_that_is_on_its_way_when_its_partition_is_frozen_goes_with_it(
+    make, tmp_path
+) -> None:
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, history):
             journal, following = giver.server.journal, Follows()
@@ -102,7 +105,10 @@ def test_a_map_that_would_lose_values_without_a_word_is_refused(make) -> None:
     moves = Moves(shard)
     before = layout_of(make, 0, moved=False)
     moves.check(replace(before, epoch=7), before=before)
-    fewer, more = layout_of(make, 0, moved=True), replace(before, partitions={**before.partitions, 4: make.spec(4)})
+    fewer, more = (
+        layout_of(make, 0, moved=True),
+        replace(before, partitions={**before.partitions, 4: make.spec(4)}),
+    )
     other = replace(before, partitions={**before.partitions, 1: make.spec(1, length=7)})
     for layout in (fewer, more, other):
         with pytest.raises(PreconditionError) as caught:
@@ -110,7 +116,8 @@ def test_a_map_that_would_lose_values_without_a_word_is_refused(make) -> None:
         assert caught.value.reason == "LAYOUT_CONFLICT"
     moves.leave(1, ORDER.partition_ids)
     moves.check(fewer, before=before)
-    Moves(Shard()).check(more, before=None)  # it has lost what it held, and workers bring their values
+    # it has lost what it held, and workers bring their values
+    Moves(Shard()).check(more, before=None)
 
 
 def test_a_decision_that_comes_while_the_note_is_on_its_way_ends_the_freeze(make, tmp_path) -> None:
@@ -155,7 +162,8 @@ def test_a_move_is_ordered_again_and_again_and_made_once(make, tmp_path) -> None
                 mover.ordered(ORDER)
                 await until(lambda: bool(giver.server.shard.frozen))
                 mover.ordered(ORDER)
-                # Until the mover has left it, an order is passed over: the report is on its way. The coordinator orders again.
+                # Until the mover has left it, an order is passed over: the report is on its way.
+                # The coordinator orders again.
                 await until(lambda: bool(told.reports) and mover._giving is None)
                 assert told.reports == [(1, "receiver", "")]
                 mover.ordered(ORDER)  # the report was lost
@@ -173,7 +181,9 @@ def test_a_move_is_ordered_again_and_again_and_made_once(make, tmp_path) -> None
     run(test())
 
 
-def test_a_giver_that_cannot_put_together_what_it_sends_says_so_and_serves_on(make, tmp_path, monkeypatch) -> None:
+def test_a_giver_that_cannot_put_together_what_it_sends_says_so_and_serves_on(
+    make, tmp_path, monkeypatch
+) -> None:
     async def take(messages: AsyncIterator[bytes], context: Any) -> bytes:
         async for _ in messages:
             pass
@@ -185,7 +195,9 @@ def test_a_giver_that_cannot_put_together_what_it_sends_says_so_and_serves_on(ma
     async def test() -> None:
         server = grpc.aio.server()
         handlers = {"TakePartitions": grpc.stream_unary_rpc_method_handler(take)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("shoal.v1.ParameterServer", handlers),))
+        server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler("shoal.v1.ParameterServer", handlers),)
+        )
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with two(tmp_path, make) as (giver, _, history):

@@ -7,7 +7,13 @@ from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
-from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, UnavailableError, UnknownResourceError
+from shoal_common.errors import (
+    InvalidRequestError,
+    PreconditionError,
+    ShoalError,
+    UnavailableError,
+    UnknownResourceError,
+)
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.clocks import Clocks, Consistency
 from shoal_ps_server.consistency.fence import Fence
@@ -20,7 +26,17 @@ from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.recovery import SETTLED, TAKEN, settled_record
 
 from tests.unit.ps_server.journaled import JOB, SERVER, run
-from tests.unit.ps_server.moving import MEMBERS, ORDER, Follows, Moved, Told, layout_of, specs, two, until
+from tests.unit.ps_server.moving import (
+    MEMBERS,
+    ORDER,
+    Follows,
+    Moved,
+    Told,
+    layout_of,
+    specs,
+    two,
+    until,
+)
 
 
 def test_what_a_receiver_cannot_have_it_refuses_and_the_giver_serves_on(make, tmp_path) -> None:
@@ -39,7 +55,9 @@ def test_what_a_receiver_cannot_have_it_refuses_and_the_giver_serves_on(make, tm
             giver.server.members = MEMBERS
             other = optimizer_settings(name="sgd", hyperparameters={"lr": 0.1})
             own = receiver.server.configuration
-            receiver.server.configuration = Configuration(configured=other, optimizer=other, consistency=Consistency())
+            receiver.server.configuration = Configuration(
+                configured=other, optimizer=other, consistency=Consistency()
+            )
             await refused(2, PreconditionError, "OPTIMIZER_CONFLICT")
             receiver.server.configuration = own
             receiver.receiver._job_id = "other"
@@ -99,7 +117,8 @@ def test_a_fresh_receiver_goes_on_with_the_givers_clocks_fence_and_batches(make,
                 clocks.report(member, finished)
             clocks.rest("c")
             clocks.open(5)
-            clocks.has_pushed("b")  # by whose count a joiner finds out where it begins on each server
+            # by whose count a joiner finds out where it begins on each server
+            clocks.has_pushed("b")
             fence = Fence.restored(generation=4, members="abc", put_out={"z": 2, "a": 1})
             giver.server.members = Members.of(fence, clocks)
             giver.server.shard.add_batches([(50, 60)])
@@ -112,14 +131,19 @@ def test_a_fresh_receiver_goes_on_with_the_givers_clocks_fence_and_batches(make,
             await giver.settle(moved=True)
             mine.report("b", 9)
             await history.push(receiver.server, 3, {1})
-            await receiver.hand_over(giver, replace(ORDER, move=2, receiver_index=0, partition_ids=frozenset({1})))
+            await receiver.hand_over(
+                giver, replace(ORDER, move=2, receiver_index=0, partition_ids=frozenset({1}))
+            )
             assert giver.membership.clocks.members["b"].clock == 0
 
     run(test())
 
 
-def test_a_receiver_that_holds_frozen_tensors_alone_goes_on_with_the_givers_clocks(make, tmp_path) -> None:
-    """No member tells it of clocks: neither before trained tensors come, nor after they have gone."""
+def test_a_receiver_that_holds_frozen_tensors_alone_goes_on_with_the_givers_clocks(
+    make, tmp_path
+) -> None:
+    """No member tells it of clocks: neither before trained tensors come, nor after they have
+    gone."""
 
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, _):
@@ -127,23 +151,46 @@ def test_a_receiver_that_holds_frozen_tensors_alone_goes_on_with_the_givers_cloc
             async def move(number: int, partition_id: int, there: set[int]) -> None:
                 """`there`: what the receiver has afterwards."""
                 one, other = (giver, receiver) if partition_id in there else (receiver, giver)
-                await one.hand_over(other, replace(ORDER, move=number, partition_ids=frozenset({partition_id}), receiver_index=other.index))
+                await one.hand_over(
+                    other,
+                    replace(
+                        ORDER,
+                        move=number,
+                        partition_ids=frozenset({partition_id}),
+                        receiver_index=other.index,
+                    ),
+                )
                 for server in (giver, receiver):
-                    owners = {spec.partition_id: int(spec.partition_id in there) for spec in specs(make)}
-                    partitions = {spec.partition_id: spec for spec in specs(make) if owners[spec.partition_id] == server.index}
+                    owners = {
+                        spec.partition_id: int(spec.partition_id in there) for spec in specs(make)
+                    }
+                    partitions = {
+                        spec.partition_id: spec
+                        for spec in specs(make)
+                        if owners[spec.partition_id] == server.index
+                    }
                     layout = layout_of(make, server.index, moved=False)
                     server.of_coordinator = replace(
-                        layout, epoch=number + 1, partitions=partitions, owners=owners, frozen=frozenset({"bias"})
+                        layout,
+                        epoch=number + 1,
+                        partitions=partitions,
+                        owners=owners,
+                        frozen=frozenset({"bias"}),
                     )
                     await server.layouts.at_least(number + 1)
-                    await server.server.changes.move(settled_record(number), lambda server=server: server.server.moves.settle(number))
+                    await server.server.changes.move(
+                        settled_record(number),
+                        lambda server=server: server.server.moves.settle(number),
+                    )
 
             def giver_is_at(clock: int) -> None:
                 clocks = Clocks()
                 clocks.follow("abc")
                 clocks.report("a", 1)
                 clocks.report("a", 1 + clock)
-                giver.server.members = Members.of(Fence.restored(generation=4, members="abc", put_out={}), clocks)
+                giver.server.members = Members.of(
+                    Fence.restored(generation=4, members="abc", put_out={}), clocks
+                )
 
             def receivers() -> int:
                 return receiver.membership.clocks.members["a"].clock
@@ -170,8 +217,11 @@ def test_a_receiver_that_holds_frozen_tensors_alone_goes_on_with_the_givers_cloc
     assert layout.frozen == {"bias"}
 
 
-async def all_but_the_end(giver: Moved, receiver: Moved) -> tuple[asyncio.Task[None], Follows, asyncio.Event]:
-    """The receiver has all partitions, and hears that this is all when the event is set; its changes wait for a backup."""
+async def all_but_the_end(
+    giver: Moved, receiver: Moved
+) -> tuple[asyncio.Task[None], Follows, asyncio.Event]:
+    """The receiver has all partitions, and hears that this is all when the event is set; its
+    changes wait for a backup."""
     giver.server.shard.freeze(ORDER.partition_ids)
     *first, last = [chunk async for chunk in giver.giver._chunks(ORDER, lambda: None)]
     server, go, following = receiver.server, asyncio.Event(), Follows()
@@ -183,13 +233,20 @@ async def all_but_the_end(giver: Moved, receiver: Moved) -> tuple[asyncio.Task[N
         yield last
 
     taking = asyncio.create_task(receiver.receiver.take(messages()))
-    await until(lambda: server.moves.coming is not None and server.moves.coming.images.keys() == ORDER.partition_ids)
+    await until(
+        lambda: (
+            server.moves.coming is not None
+            and server.moves.coming.images.keys() == ORDER.partition_ids
+        )
+    )
     await server.journal.append(None, lambda: server.journal.follow(following))
     await server.journal.append(None, lambda: server.journal.hold(position=0, confirmed=0))
     return taking, following, go
 
 
-def test_a_stream_whose_move_is_settled_meanwhile_takes_nothing_and_the_server_starts_again(make, tmp_path) -> None:
+def test_a_stream_whose_move_is_settled_meanwhile_takes_nothing_and_the_server_starts_again(
+    make, tmp_path
+) -> None:
     """Also while the decision waits for a backup."""
 
     async def test() -> None:
@@ -236,7 +293,9 @@ def test_a_stream_without_partitions_is_refused(make, tmp_path) -> None:
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, _):
             with pytest.raises(InvalidRequestError) as caught:
-                await receiver.receiver.take(giver.giver._chunks(replace(ORDER, partition_ids=frozenset()), lambda: None))
+                await receiver.receiver.take(
+                    giver.giver._chunks(replace(ORDER, partition_ids=frozenset()), lambda: None)
+                )
             assert caught.value.reason == "STREAM_MALFORMED"
 
     run(test())

@@ -1,5 +1,5 @@
-"""Rows that are put in the place of a bucket's are a change like a push: in one order with pushes, in the journal, once, and not while the
-bucket moves."""
+"""Rows that are put in the place of a bucket's are a change like a push: in one order with pushes,
+in the journal, once, and not while the bucket moves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,12 @@ from shoal_ps_server.shard.shard import Restoration, Shard
 from tests.unit.ps_server.journaled import Journaled, file, opened, recovered, run, same, state_of
 from tests.unit.ps_server.test_table_partitions import begun, held, pushes
 
-OPTIMIZER = {"optimizer": "sparse_adam", "hyperparameters": {"lr": 0.1}, "max_rows": 16, "max_age": 5}
+OPTIMIZER = {
+    "optimizer": "sparse_adam",
+    "hyperparameters": {"lr": 0.1},
+    "max_rows": 16,
+    "max_age": 5,
+}
 
 
 def restoration(shard: Shard, spec: PartitionSpec, number: int) -> Restoration:
@@ -23,16 +28,26 @@ def restoration(shard: Shard, spec: PartitionSpec, number: int) -> Restoration:
     image = shard.bucket_image(spec)
     assert image.rows is not None
     assert spec.bucket is not None
-    whole = BucketImage(table="users", number=spec.bucket.number, buckets=1, version=image.version, rows=image.rows)
+    whole = BucketImage(
+        table="users", number=spec.bucket.number, buckets=1, version=image.version, rows=image.rows
+    )
     payload = memoryview(b"".join(whole.encoded().parts))
-    return Restoration(spec=spec, number=number, version=image.version, rows=shard.prepared(spec, image.rows), payload=payload)
+    return Restoration(
+        spec=spec,
+        number=number,
+        version=image.version,
+        rows=shard.prepared(spec, image.rows),
+        payload=payload,
+    )
 
 
 async def restore(server: Journaled, wanted: Restoration) -> Any:
     return await asyncio.shield(await server.changes.restore(wanted))
 
 
-def test_a_crash_between_any_two_records_leaves_what_was_put_in_place_and_what_followed(make: Any, tmp_path: Any) -> None:
+def test_a_crash_between_any_two_records_leaves_what_was_put_in_place_and_what_followed(
+    make: Any, tmp_path: Any
+) -> None:
     data = tmp_path / "data"
     specs = [make.bucket(number, **OPTIMIZER) for number in (0, 4)]
     states: list[tuple[int, dict[int, Any]]] = []
@@ -62,7 +77,9 @@ def test_a_crash_between_any_two_records_leaves_what_was_put_in_place_and_what_f
 
 
 @pytest.mark.parametrize("snapshot_at", range(0, 24, 3))
-def test_a_snapshot_of_any_moment_and_the_journal_after_it_are_the_rows(make: Any, tmp_path: Any, snapshot_at: int) -> None:
+def test_a_snapshot_of_any_moment_and_the_journal_after_it_are_the_rows(
+    make: Any, tmp_path: Any, snapshot_at: int
+) -> None:
     """Versions come twice: after the second restoration they are those of before."""
     data = tmp_path / "data"
     spec = make.bucket(**OPTIMIZER)
@@ -87,7 +104,8 @@ def test_a_snapshot_of_any_moment_and_the_journal_after_it_are_the_rows(make: An
 
 
 def test_pushes_that_come_at_the_same_time_stand_before_or_behind(make: Any, tmp_path: Any) -> None:
-    """Nobody waits for anybody; the server says in which order it was, and has it so in its journal."""
+    """Nobody waits for anybody; the server says in which order it was, and has it so in its
+    journal."""
     data = tmp_path / "data"
     spec = make.bucket(**OPTIMIZER)
 
@@ -118,7 +136,9 @@ def test_pushes_that_come_at_the_same_time_stand_before_or_behind(make: Any, tmp
     assert same(recovered(data), after)
 
 
-def test_first_rows_do_not_take_the_place_of_a_push_that_is_on_its_way(make: Any, tmp_path: Any) -> None:
+def test_first_rows_do_not_take_the_place_of_a_push_that_is_on_its_way(
+    make: Any, tmp_path: Any
+) -> None:
     spec = make.bucket(**OPTIMIZER)
 
     async def test() -> None:

@@ -1,4 +1,5 @@
-"""A partition of many tensors is stepped as torch steps each of them alone, also those that have no gradient in some steps."""
+"""A partition of many tensors is stepped as torch steps each of them alone, also those that have no
+gradient in some steps."""
 
 from __future__ import annotations
 
@@ -37,25 +38,42 @@ OPTIMIZERS = [
 
 def by_rows(spec: PartitionSpec) -> PartitionSpec:
     """Of tensors of these SHAPES."""
-    return replace(spec, pieces=tuple(replace(piece, row=row) for piece, row in zip(spec.pieces, ROWS, strict=True)))
+    return replace(
+        spec,
+        pieces=tuple(replace(piece, row=row) for piece, row in zip(spec.pieces, ROWS, strict=True)),
+    )
 
 
-def torch_optimizer(name: str, parameters: Mapping[str, nn.Parameter], hyperparameters: Mapping[str, float], own: Mapping[str, Any]) -> Any:
+def torch_optimizer(
+    name: str,
+    parameters: Mapping[str, nn.Parameter],
+    hyperparameters: Mapping[str, float],
+    own: Mapping[str, Any],
+) -> Any:
     declared = SERVER_OPTIMIZERS[name]
     groups = [
-        {"params": [parameter], **declared.arguments({**declared.defaults, **hyperparameters, **own.get(tensor, {})})}
+        {
+            "params": [parameter],
+            **declared.arguments({**declared.defaults, **hyperparameters, **own.get(tensor, {})}),
+        }
         for tensor, parameter in parameters.items()
     ]
-    return declared.optimizer_class()(groups, **declared.arguments({**declared.defaults, **hyperparameters}))
+    return declared.optimizer_class()(
+        groups, **declared.arguments({**declared.defaults, **hyperparameters})
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("name", "hyperparameters"), OPTIMIZERS, ids=str)
 def test_each_tensor_is_stepped_as_if_it_were_alone(make, name, hyperparameters, dtype) -> None:
-    """Compares a partition of six tensors with torch's optimizer over the six: with parameter groups, steps in which some have no gradient,
-    a schedule, and a restart in the middle."""
+    """Compares a partition of six tensors with torch's optimizer over the six: with parameter
+    groups, steps in which some have no gradient, a schedule, and a restart in the middle."""
     generator, noise = random.Random(7), torch.Generator().manual_seed(7)
-    own = {"b": {"lr": 0.5, "weight_decay": 0.0}, "c": {"lr": 0.5, "weight_decay": 0.0}, "f": {"lr": 0.02}}
+    own = {
+        "b": {"lr": 0.5, "weight_decay": 0.0},
+        "c": {"lr": 0.5, "weight_decay": 0.0},
+        "f": {"lr": 0.02},
+    }
     groups = [
         ParameterGroup(tensors=frozenset({"b", "c"}), hyperparameters=own["b"]),
         ParameterGroup(tensors=frozenset({"f"}), hyperparameters=own["f"]),
@@ -70,9 +88,13 @@ def test_each_tensor_is_stepped_as_if_it_were_alone(make, name, hyperparameters,
     for sequence in range(1, 25):
         absent = sorted(generator.sample(range(len(NAMES)), generator.choice((0, 0, 1, 3, 5))))
         gradients = [torch.randn(length, generator=noise, dtype=start.dtype) for length in LENGTHS]
-        present = [gradient for position, gradient in enumerate(gradients) if position not in absent]
+        present = [
+            gradient for position, gradient in enumerate(gradients) if position not in absent
+        ]
         shard.push(make.upload(torch.cat(present), spec, sequence=sequence, absent=absent))
-        for position, (parameter, gradient) in enumerate(zip(alone.values(), gradients, strict=True)):
+        for position, (parameter, gradient) in enumerate(
+            zip(alone.values(), gradients, strict=True)
+        ):
             parameter.grad = None if position in absent else gradient.view(parameter.shape)
         reference.step()
         if sequence == 8:
@@ -91,11 +113,16 @@ def test_each_tensor_is_stepped_as_if_it_were_alone(make, name, hyperparameters,
 
 def test_tensors_that_go_through_the_same_are_one_to_torch(make) -> None:
     spec = make.packed(0, *zip(NAMES, LENGTHS, strict=True))
-    optimizer = PartitionOptimizer(torch.zeros(spec.length), spec, optimizer_settings(name="adamw", hyperparameters={}))
+    optimizer = PartitionOptimizer(
+        torch.zeros(spec.length), spec, optimizer_settings(name="adamw", hyperparameters={})
+    )
     optimizer.step(torch.ones(spec.length))
     assert len(optimizer.images()) == 1
     optimizer.step(torch.ones(spec.length_without((0, 1))), (0, 1))
-    assert [(run.first, run.end, int(run.state["step"])) for run in optimizer.images()] == [(0, 2, 1), (2, 6, 2)]
+    assert [(run.first, run.end, int(run.state["step"])) for run in optimizer.images()] == [
+        (0, 2, 1),
+        (2, 6, 2),
+    ]
     optimizer.step(torch.ones(spec.length_without((0, 1))), (0, 1))
     optimizer.step(torch.ones(spec.length))
     assert [int(run.state["step"]) for run in optimizer.images()] == [2, 4]
@@ -104,7 +131,11 @@ def test_tensors_that_go_through_the_same_are_one_to_torch(make) -> None:
 def test_what_keeps_no_state_stays_together(make) -> None:
     spec = make.packed(0, *zip(NAMES, LENGTHS, strict=True))
     groups = [ParameterGroup(tensors=frozenset({"f"}), hyperparameters={"lr": 0.5})]
-    optimizer = PartitionOptimizer(torch.zeros(spec.length), spec, optimizer_settings(name="sgd", hyperparameters={}, groups=groups))
+    optimizer = PartitionOptimizer(
+        torch.zeros(spec.length),
+        spec,
+        optimizer_settings(name="sgd", hyperparameters={}, groups=groups),
+    )
     for absent in ((0, 2, 4), (), (5,), (1, 3)):
         optimizer.step(torch.ones(spec.length_without(absent)), absent)
         assert [(run.first, run.end) for run in optimizer.images()] == [(0, 5), (5, 6)]
@@ -115,7 +146,10 @@ def test_an_update_that_would_come_out_infinite_names_its_tensor(make) -> None:
     settings = optimizer_settings(name="sgd", hyperparameters={"lr": 10.0, "momentum": 0.5})
     shard = make.shard(spec, optimizer=settings)
     shard.push(make.upload([1.0, 1.0, 1.0, 1.0], spec, absent=[1]))
-    with pytest.raises(InvalidRequestError, match="1 of 7 values NaN or infinite, the first is element 2 of tensor 'b'"):
+    with pytest.raises(
+        InvalidRequestError,
+        match="1 of 7 values NaN or infinite, the first is element 2 of tensor 'b'",
+    ):
         shard.push(make.upload([1.0, 1.0, 1.0, 1.0, 3e38, 1.0, 1.0], spec, sequence=2))
 
 
@@ -130,8 +164,14 @@ def test_only_memory_that_an_update_needs_is_asked_for(make, monkeypatch) -> Non
         return real(size, **options)
 
     monkeypatch.setattr(torch, "empty", counted)
-    for hyperparameters, strength, expected in (({}, 0.0, []), ({"momentum": 0.9}, 0.0, [20]), ({"momentum": 0.9}, 0.5, [40, 20])):
-        optimizer = optimizer_settings(name="sgd", hyperparameters=hyperparameters, delay_compensation=strength)
+    for hyperparameters, strength, expected in (
+        ({}, 0.0, []),
+        ({"momentum": 0.9}, 0.0, [20]),
+        ({"momentum": 0.9}, 0.5, [40, 20]),
+    ):
+        optimizer = optimizer_settings(
+            name="sgd", hyperparameters=hyperparameters, delay_compensation=strength
+        )
         shard = make.shard(spec, optimizer=optimizer)
         asked.clear()
         for sequence in (1, 2):
@@ -153,7 +193,11 @@ def test_many_pieces_that_are_left_out_cost_no_more_than_their_number(make) -> N
 
     count = 512
     spec = make.packed(0, *((f"t{number}", 2) for number in range(count)))
-    optimizer = PartitionOptimizer(torch.zeros(spec.length), spec, optimizer_settings(name="sgd", hyperparameters={"momentum": 0.9}))
+    optimizer = PartitionOptimizer(
+        torch.zeros(spec.length),
+        spec,
+        optimizer_settings(name="sgd", hyperparameters={"momentum": 0.9}),
+    )
     absent = tuple(Position(number) for number in range(0, count, 2))
     optimizer.step(torch.ones(spec.length_without(absent)), absent)
     assert compared <= 4 * count
@@ -161,7 +205,9 @@ def test_many_pieces_that_are_left_out_cost_no_more_than_their_number(make) -> N
 
 def test_memory_for_state_is_asked_for_where_there_is_none_yet(make) -> None:
     spec = make.packed(0, *zip(NAMES, LENGTHS, strict=True))
-    optimizer = PartitionOptimizer(torch.zeros(spec.length), spec, optimizer_settings(name="adamw", hyperparameters={}))
+    optimizer = PartitionOptimizer(
+        torch.zeros(spec.length), spec, optimizer_settings(name="adamw", hyperparameters={})
+    )
     assert optimizer.fresh_pieces(()) == list(spec.pieces)
     optimizer.step(torch.ones(3), (1, 2, 3, 4, 5))
     assert optimizer.fresh_pieces(()) == list(spec.pieces[1:])
@@ -176,23 +222,37 @@ def test_state_of_rows_is_one_number_for_each(make) -> None:
     shard.push(make.upload(torch.ones(spec.length - 40), spec, absent=[2]))
     assert shard.summary().stored_bytes == 2 * spec.length + 4 * (3 + 1 + 1 + 7 + 5)
     shard.push(make.upload(torch.ones(40), spec, sequence=2, absent=[0, 1, 3, 4, 5]))
-    assert [tuple(run.state["sum"].shape) for run in shard.image(0).runs] == [(3,), (1,), (10,), (1,), (7,), (5,)]
+    assert [tuple(run.state["sum"].shape) for run in shard.image(0).runs] == [
+        (3,),
+        (1,),
+        (10,),
+        (1,),
+        (7,),
+        (5,),
+    ]
     assert all(run.state["sum"].dtype is torch.float32 for run in shard.image(0).runs)
 
 
 def test_a_sum_over_a_row_that_would_come_out_infinite_names_its_row(make) -> None:
     spec = by_rows(make.packed(0, *zip(NAMES, LENGTHS, strict=True)))
-    shard = make.shard(spec, optimizer=optimizer_settings(name="rowwise_adagrad", hyperparameters={}))
+    shard = make.shard(
+        spec, optimizer=optimizer_settings(name="rowwise_adagrad", hyperparameters={})
+    )
     gradient = torch.ones(spec.length)
     gradient[3 + 1 + 9] = 3e38
-    with pytest.raises(InvalidRequestError, match="1 of 10 sum NaN or infinite, the first is element 8 of tensor 'c'"):
+    with pytest.raises(
+        InvalidRequestError,
+        match="1 of 10 sum NaN or infinite, the first is element 8 of tensor 'c'",
+    ):
         shard.push(make.upload(gradient, spec))
 
 
 def test_each_tensor_has_a_trust_ratio_of_its_own(make) -> None:
     """Also those that have not been stepped yet and lie side by side."""
     spec = make.packed(0, ("a", 2), ("b", 3), ("c", 1))
-    optimizer = PartitionOptimizer(torch.ones(6), spec, optimizer_settings(name="lamb", hyperparameters={}))
+    optimizer = PartitionOptimizer(
+        torch.ones(6), spec, optimizer_settings(name="lamb", hyperparameters={})
+    )
     for absent in ((0, 1), (), (1,)):
         optimizer.step(torch.ones(spec.length_without(absent)), absent)
         assert [(run.first, run.end) for run in optimizer.images()] == [(0, 1), (1, 2), (2, 3)]
@@ -201,10 +261,14 @@ def test_each_tensor_has_a_trust_ratio_of_its_own(make) -> None:
 
 def test_a_step_that_fails_leaves_no_state_where_there_was_none(make, monkeypatch) -> None:
     spec = make.packed(0, ("a", 2), ("b", 2))
-    optimizer = PartitionOptimizer(torch.zeros(4), spec, optimizer_settings(name="adamw", hyperparameters={}))
+    optimizer = PartitionOptimizer(
+        torch.zeros(4), spec, optimizer_settings(name="adamw", hyperparameters={})
+    )
     optimizer.step(torch.ones(2), (1,))
     with monkeypatch.context() as patched:
-        patched.setattr(torch, "_fused_adamw_", lambda *_, **__: (_ for _ in ()).throw(MemoryError()))
+        patched.setattr(
+            torch, "_fused_adamw_", lambda *_, **__: (_ for _ in ()).throw(MemoryError())
+        )
         with pytest.raises(MemoryError):
             optimizer.step(torch.ones(4))
     first, second = optimizer.images()
@@ -212,7 +276,9 @@ def test_a_step_that_fails_leaves_no_state_where_there_was_none(make, monkeypatc
     assert not second.state
 
 
-def test_values_that_are_not_finite_are_named_by_their_tensor_also_when_pieces_are_left_out(make) -> None:
+def test_values_that_are_not_finite_are_named_by_their_tensor_also_when_pieces_are_left_out(
+    make,
+) -> None:
     spec = make.packed(0, ("a", 2), ("b", 3), ("c", 2))
     with pytest.raises(InvalidRequestError, match="the first is element 1 of tensor 'c'"):
         make.shard(spec).push(make.upload([0.0, 0.0, 0.0, float("nan")], spec, absent=[1]))

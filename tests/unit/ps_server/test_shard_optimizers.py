@@ -1,4 +1,5 @@
-"""Server-side optimizers are torch's, and what torch would refuse is refused before anything changes."""
+"""Server-side optimizers are torch's, and what torch would refuse is refused before anything
+changes."""
 
 from __future__ import annotations
 
@@ -21,15 +22,27 @@ from shoal_ps_server.shard.runs import PartitionOptimizer
 CASES = [
     ("sgd", {}, lambda p: torch.optim.SGD(p, lr=0.1)),
     ("sgd", {"momentum": 0.9}, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
-    ("sgd", {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01}, lambda p: torch.optim.SGD(p, 0.1, 0.9, 0.3, 0.01)),
-    ("sgd", {"momentum": 0.9, "nesterov": 1, "maximize": 1}, lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True, maximize=True)),
+    (
+        "sgd",
+        {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+        lambda p: torch.optim.SGD(p, 0.1, 0.9, 0.3, 0.01),
+    ),
+    (
+        "sgd",
+        {"momentum": 0.9, "nesterov": 1, "maximize": 1},
+        lambda p: torch.optim.SGD(p, 0.1, 0.9, nesterov=True, maximize=True),
+    ),
     ("adamw", {}, lambda p: torch.optim.AdamW(p, lr=0.1)),
     (
         "adamw",
         {"beta1": 0.5, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.1, "amsgrad": 1, "maximize": 1},
         lambda p: torch.optim.AdamW(p, 0.1, (0.5, 0.9), 1e-3, 0.1, amsgrad=True, maximize=True),
     ),
-    ("adam", {"weight_decay": 0.1, "amsgrad": 1}, lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1, amsgrad=True)),
+    (
+        "adam",
+        {"weight_decay": 0.1, "amsgrad": 1},
+        lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.1, amsgrad=True),
+    ),
     (
         "adam",
         {"weight_decay": 0.1, "decoupled_weight_decay": 1},
@@ -38,13 +51,26 @@ CASES = [
     ("adagrad", {}, lambda p: torch.optim.Adagrad(p, 0.1)),
     (
         "adagrad",
-        {"lr_decay": 0.1, "weight_decay": 0.01, "initial_accumulator_value": 0.5, "eps": 1e-3, "maximize": 1},
+        {
+            "lr_decay": 0.1,
+            "weight_decay": 0.01,
+            "initial_accumulator_value": 0.5,
+            "eps": 1e-3,
+            "maximize": 1,
+        },
         lambda p: torch.optim.Adagrad(p, 0.1, 0.1, 0.01, 0.5, 1e-3, maximize=True),
     ),
     ("rmsprop", {}, lambda p: torch.optim.RMSprop(p, 0.1)),
     (
         "rmsprop",
-        {"alpha": 0.9, "eps": 1e-3, "weight_decay": 0.01, "momentum": 0.9, "centered": 1, "maximize": 1},
+        {
+            "alpha": 0.9,
+            "eps": 1e-3,
+            "weight_decay": 0.01,
+            "momentum": 0.9,
+            "centered": 1,
+            "maximize": 1,
+        },
         lambda p: torch.optim.RMSprop(p, 0.1, 0.9, 1e-3, 0.01, 0.9, centered=True, maximize=True),
     ),
     ("lamb", {}, lambda p: LAMB(p, 0.1)),
@@ -70,11 +96,17 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "hyperparameters", "reference"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_partition_follows_the_same_path_as_torch_alone(make, name, hyperparameters, reference, dtype) -> None:
+def test_a_partition_follows_the_same_path_as_torch_alone(
+    make, name, hyperparameters, reference, dtype
+) -> None:
     generator = torch.Generator().manual_seed(3)
     start = torch.randn(257, generator=generator, dtype=dtype)
     spec = make.spec(length=257, dtype=str(dtype).removeprefix("torch."))
-    shard = make.shard(spec, optimizer=optimizer_settings(name=name, hyperparameters={"lr": 0.1, **hyperparameters}), values=start)
+    shard = make.shard(
+        spec,
+        optimizer=optimizer_settings(name=name, hyperparameters={"lr": 0.1, **hyperparameters}),
+        values=start,
+    )
     parameter = start.clone()
     optimizer = reference([parameter])
     for step in range(1, 8):
@@ -97,7 +129,9 @@ def test_sixteen_bit_values_move_and_stay_finite(make, name, dtype) -> None:
             shard.push(make.upload(gradient, spec))
         return
     shard.push(make.upload(gradient, spec))
-    expected = torch.full((64,), {"sgd": -0.5e-4, "delayed_nesterov": -0.95e-4, "rmsprop": -2.5}.get(name, -0.25))
+    expected = torch.full(
+        (64,), {"sgd": -0.5e-4, "delayed_nesterov": -0.95e-4, "rmsprop": -2.5}.get(name, -0.25)
+    )
     expected[0] = 0.0
     torch.testing.assert_close(make.values(shard).float(), expected, rtol=0.02, atol=1e-6)
 
@@ -105,7 +139,9 @@ def test_sixteen_bit_values_move_and_stay_finite(make, name, dtype) -> None:
 def test_groups_and_schedules_reach_the_tensors_they_name(make) -> None:
     weight, bias = make.spec(0, tensor="weight"), make.spec(1, tensor="bias")
     settings = optimizer_settings(
-        name="sgd", hyperparameters={"lr": 1.0}, groups=[ParameterGroup(tensors=frozenset({"bias"}), hyperparameters={"lr": 0.1})]
+        name="sgd",
+        hyperparameters={"lr": 1.0},
+        groups=[ParameterGroup(tensors=frozenset({"bias"}), hyperparameters={"lr": 0.1})],
     )
     shard = make.shard(weight, bias, optimizer=settings)
     for spec in (weight, bias):
@@ -115,7 +151,9 @@ def test_groups_and_schedules_reach_the_tensors_they_name(make) -> None:
 
     both = settings.changed({"lr": 2.0}, [])
     assert [both.for_tensor(tensor)["lr"] for tensor in ("weight", "bias")] == [2.0, 2.0]
-    apart = settings.changed({"lr": 2.0}, [ParameterGroup(tensors=frozenset({"bias"}), hyperparameters={"lr": 0.2})])
+    apart = settings.changed(
+        {"lr": 2.0}, [ParameterGroup(tensors=frozenset({"bias"}), hyperparameters={"lr": 0.2})]
+    )
     assert [apart.for_tensor(tensor)["lr"] for tensor in ("weight", "bias")] == [2.0, 0.2]
     shard.configure(apart)
     for spec in (weight, bias):
@@ -173,7 +211,10 @@ def test_impossible_groups_are_refused_by_name(groups, complaint) -> None:
         optimizer_settings(
             name="sgd",
             hyperparameters={},
-            groups=[ParameterGroup(tensors=frozenset(tensors), hyperparameters=own) for tensors, own in groups],
+            groups=[
+                ParameterGroup(tensors=frozenset(tensors), hyperparameters=own)
+                for tensors, own in groups
+            ],
             tensors=frozenset({"a", "b"}),
         )
 
@@ -181,13 +222,18 @@ def test_impossible_groups_are_refused_by_name(groups, complaint) -> None:
 def test_a_schedule_cannot_name_new_groups_or_change_what_state_is_kept() -> None:
     settings = optimizer_settings(name="adamw", hyperparameters={})
     with pytest.raises(InvalidRequestError, match="no parameter group was configured"):
-        settings.changed({}, [ParameterGroup(tensors=frozenset({"a"}), hyperparameters={"lr": 1.0})])
+        settings.changed(
+            {}, [ParameterGroup(tensors=frozenset({"a"}), hyperparameters={"lr": 1.0})]
+        )
     with pytest.raises(InvalidRequestError, match="amsgrad decides which state"):
         settings.changed({"amsgrad": 1}, [])
 
 
 @given(
-    st.sampled_from(["sgd", "adamw"]), st.dictionaries(st.sampled_from(["lr", "momentum", "beta1", "eps", "nesterov", "x"]), st.floats())
+    st.sampled_from(["sgd", "adamw"]),
+    st.dictionaries(
+        st.sampled_from(["lr", "momentum", "beta1", "eps", "nesterov", "x"]), st.floats()
+    ),
 )
 def test_what_is_accepted_torch_accepts_too(make, name, hyperparameters) -> None:
     try:
@@ -206,55 +252,88 @@ def test_what_is_accepted_torch_accepts_too(make, name, hyperparameters) -> None
         pytest.param("adamw", {"lr": 1e-3}, "float32", 1e25, 0, id="a square that overflows"),
         pytest.param("adam", {"lr": 1e-3, "eps": 0.0}, "float32", 0.0, 0, id="zero by zero"),
         pytest.param("sgd", {"lr": 1.0}, "float16", 30000.0, 2, id="half precision"),
-        pytest.param("sgd", {"lr": 1.0, "weight_decay": 500.0}, "float32", 1.0, 15, id="a decay that grows"),
-        pytest.param("rowwise_adagrad", {"eps": 0.0}, "float32", 0.0, 0, id="zero by zero, by rows"),
-        pytest.param("rowwise_adagrad", {}, "float32", 1e25, 0, id="a mean of squares that overflows"),
-        pytest.param("lamb", {"lr": 1e-3}, "float32", 1e25, 0, id="a square that overflows, of lamb"),
+        pytest.param(
+            "sgd", {"lr": 1.0, "weight_decay": 500.0}, "float32", 1.0, 15, id="a decay that grows"
+        ),
+        pytest.param(
+            "rowwise_adagrad", {"eps": 0.0}, "float32", 0.0, 0, id="zero by zero, by rows"
+        ),
+        pytest.param(
+            "rowwise_adagrad", {}, "float32", 1e25, 0, id="a mean of squares that overflows"
+        ),
+        pytest.param(
+            "lamb", {"lr": 1e-3}, "float32", 1e25, 0, id="a square that overflows, of lamb"
+        ),
     ],
 )
 def test_an_update_that_would_come_out_infinite_is_refused_and_changes_nothing(
     make, name, hyperparameters, dtype, gradient, applied
 ) -> None:
     spec = make.spec(dtype=dtype)
-    shard = make.shard(spec, optimizer=optimizer_settings(name=name, hyperparameters=hyperparameters))
+    shard = make.shard(
+        spec, optimizer=optimizer_settings(name=name, hyperparameters=hyperparameters)
+    )
     for sequence in range(1, applied + 1):
         shard.push(make.upload(torch.full((6,), gradient), spec, sequence=sequence))
     before = shard.image(0)
-    with pytest.raises(InvalidRequestError, match=r"the update would make 6 of 6 .* the first is element 0 of tensor 'weight'") as caught:
+    with pytest.raises(
+        InvalidRequestError,
+        match=r"the update would make 6 of 6 .* the first is element 0 of tensor 'weight'",
+    ) as caught:
         shard.push(make.upload(torch.full((6,), gradient), spec, sequence=applied + 1))
     assert caught.value.reason == "RESULT_NOT_FINITE"
     after = shard.image(0)
-    assert (after.version, after.sequences, after.state().keys()) == (before.version, before.sequences, before.state().keys())
+    assert (after.version, after.sequences, after.state().keys()) == (
+        before.version,
+        before.sequences,
+        before.state().keys(),
+    )
     assert torch.equal(after.values, before.values)
     assert torch.isfinite(after.values).all()
 
 
 def test_ordinary_updates_are_not_tried_first(make, monkeypatch) -> None:
     """It costs a copy of the partition."""
-    monkeypatch.setattr("shoal_ps_server.shard.partition.Partition.check_trial", lambda *_: pytest.fail("it was"))
+    monkeypatch.setattr(
+        "shoal_ps_server.shard.partition.Partition.check_trial", lambda *_: pytest.fail("it was")
+    )
     sgd = {"lr": 10.0, "momentum": 0.99, "weight_decay": 0.1}
     for name, hyperparameters in (
         *(("sgd", sgd), ("adamw", {}), ("adam", {"lr": 1.0})),
-        *(("lamb", {"weight_decay": 0.1}), ("rowwise_adagrad", {"lr": 1.0}), ("delayed_nesterov", {"every": 8})),
+        *(
+            ("lamb", {"weight_decay": 0.1}),
+            ("rowwise_adagrad", {"lr": 1.0}),
+            ("delayed_nesterov", {"every": 8}),
+        ),
     ):
         for dtype in ("float32", "float64", "bfloat16"):
             spec = make.spec(dtype=dtype)
-            shard = make.shard(spec, optimizer=optimizer_settings(name=name, hyperparameters=hyperparameters))
+            shard = make.shard(
+                spec, optimizer=optimizer_settings(name=name, hyperparameters=hyperparameters)
+            )
             for sequence in (1, 2):
                 shard.push(make.upload(torch.full((6,), 1e6), spec, sequence=sequence))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-def test_values_that_grow_by_a_part_of_themselves_in_each_step_are_refused_before_they_overflow(make, dtype) -> None:
+def test_values_that_grow_by_a_part_of_themselves_in_each_step_are_refused_before_they_overflow(
+    make, dtype
+) -> None:
     """LAMB's steps are as long as the values are, however small the gradients."""
     spec = make.spec(dtype=dtype)
-    shard = make.shard(spec, optimizer=optimizer_settings(name="lamb", hyperparameters={"lr": 1.0}), values=torch.ones(6))
+    shard = make.shard(
+        spec,
+        optimizer=optimizer_settings(name="lamb", hyperparameters={"lr": 1.0}),
+        values=torch.ones(6),
+    )
 
     def climb() -> None:
         for sequence in range(1, 1100):
             shard.push(make.upload(torch.full((6,), -1e-3), spec, sequence=sequence))
 
-    with pytest.raises(InvalidRequestError, match="the update would make 6 of 6 values NaN or infinite"):
+    with pytest.raises(
+        InvalidRequestError, match="the update would make 6 of 6 values NaN or infinite"
+    ):
         climb()
     assert torch.isfinite(make.values(shard)).all()
     assert make.values(shard).abs().max() > 1e15
@@ -268,19 +347,30 @@ def test_updates_of_half_precision_are_tried_also_of_nothing_by_nothing(make, na
 
 
 def test_what_is_on_its_way_counts_for_how_far_values_may_have_grown(make) -> None:
-    shard = make.shard(optimizer=optimizer_settings(name="lamb", hyperparameters={"lr": 1.0}), values=torch.ones(6))
+    shard = make.shard(
+        optimizer=optimizer_settings(name="lamb", hyperparameters={"lr": 1.0}), values=torch.ones(6)
+    )
     uploads = (make.upload(torch.full((6,), -1e-3), sequence=sequence) for sequence in range(1, 40))
-    admitted = list(map(shard.admit_push, takewhile(lambda upload: not shard.needs_trial(upload), uploads)))
+    admitted = list(
+        map(shard.admit_push, takewhile(lambda upload: not shard.needs_trial(upload), uploads))
+    )
     assert 15 < len(admitted) < 30  # 2 to the power of so many is what is left of the bound
 
 
 def test_a_row_that_is_cut_is_refused_by_name(make) -> None:
     rows = optimizer_settings(name="rowwise_adagrad", hyperparameters={})
     piece = Piece(tensor="table", offset=0, length=10, row=4)
-    whole = PartitionSpec(partition_id=0, pieces=(replace(piece, offset=4, length=8),), element=BY_NAME["float32"])
+    whole = PartitionSpec(
+        partition_id=0, pieces=(replace(piece, offset=4, length=8),), element=BY_NAME["float32"]
+    )
     rows.check_pieces([whole])
-    optimizer_settings(name="lamb", hyperparameters={}).check_pieces([replace(whole, pieces=(piece,))])
-    with pytest.raises(InvalidRequestError, match="whole rows, and those of tensor 'table' have 4 elements, 16 bytes") as caught:
+    optimizer_settings(name="lamb", hyperparameters={}).check_pieces(
+        [replace(whole, pieces=(piece,))]
+    )
+    with pytest.raises(
+        InvalidRequestError,
+        match="whole rows, and those of tensor 'table' have 4 elements, 16 bytes",
+    ) as caught:
         rows.check_pieces([whole, replace(whole, pieces=(piece,))])
     assert caught.value.reason == "OPTIMIZER_INVALID"
 
@@ -289,8 +379,14 @@ def test_rows_of_frozen_tensors_may_be_cut() -> None:
     """No optimizer updates these."""
     shard_map = coordinator_pb2.ShardMap(
         epoch=1,
-        tensors=[coordinator_pb2.TensorSpec(name="table", shape=[2, 300], dtype="float32", frozen=True)],
-        partitions=[coordinator_pb2.Partition(partition_id=0, pieces=[coordinator_pb2.Piece(tensor_index=0, offset=0, length=256)])],
+        tensors=[
+            coordinator_pb2.TensorSpec(name="table", shape=[2, 300], dtype="float32", frozen=True)
+        ],
+        partitions=[
+            coordinator_pb2.Partition(
+                partition_id=0, pieces=[coordinator_pb2.Piece(tensor_index=0, offset=0, length=256)]
+            )
+        ],
     )
     rows = optimizer_settings(name="rowwise_adagrad", hyperparameters={})
     rows.check_pieces(layout_from_shard_map(shard_map, server_index=0).partitions.values())

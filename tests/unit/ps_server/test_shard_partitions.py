@@ -11,7 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shoal_common import codecs
-from shoal_common.errors import CorruptDataError, InvalidRequestError, PreconditionError, UnavailableError
+from shoal_common.errors import (
+    CorruptDataError,
+    InvalidRequestError,
+    PreconditionError,
+    UnavailableError,
+)
 from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
 from shoal_ps_server.shard.shard import Shard
 
@@ -39,18 +44,25 @@ def test_a_repeated_push_is_acknowledged_and_not_applied(make) -> None:
     assert (again.duplicate, again.version) == (True, 2)
     assert make.values(shard)[0] == -0.5
     summary = shard.summary("a")
-    assert (summary.pushes_applied, summary.pushes_deduplicated, summary.sequences) == (1, 1, {0: 1})
+    assert (summary.pushes_applied, summary.pushes_deduplicated, summary.sequences) == (
+        1,
+        1,
+        {0: 1},
+    )
 
 
 def test_a_batch_that_a_dead_member_pushed_is_not_applied_again_by_whoever_gets_it(make) -> None:
     specs = make.spec(0), make.spec(1)
     shard = make.shard(*specs)
-    shard.push(make.upload(torch.ones(6), specs[0], member="dead", batch=7))  # it died before it came to partition 1
+    # it died before it came to partition 1
+    shard.push(make.upload(torch.ones(6), specs[0], member="dead", batch=7))
     there = shard.push(make.upload(torch.ones(6), specs[0], member="heir", batch=7))
     missing = shard.push(make.upload(torch.ones(6), specs[1], member="heir", batch=7))
     assert [(each.duplicate, each.version) for each in (there, missing)] == [(True, 2), (False, 2)]
     assert shard.summary("heir").sequences == {0: 1, 1: 1}
-    assert not shard.push(make.upload(torch.ones(6), specs[0], member="heir", sequence=2, base_version=2, batch=8)).duplicate
+    assert not shard.push(
+        make.upload(torch.ones(6), specs[0], member="heir", sequence=2, base_version=2, batch=8)
+    ).duplicate
 
 
 def test_an_old_push_said_again_does_not_hide_the_newer_batch(make) -> None:
@@ -87,7 +99,9 @@ def test_a_refused_push_changes_nothing_and_its_number_stays_free(make, upload, 
 def test_the_error_names_the_first_value_that_is_not_finite(make) -> None:
     spec = make.spec(7, tensor="head", offset=100)
     shard = make.shard(spec)
-    with pytest.raises(InvalidRequestError, match=r"partition 7 .*2 of 6 values .* element 103 of tensor 'head'"):
+    with pytest.raises(
+        InvalidRequestError, match=r"partition 7 .*2 of 6 values .* element 103 of tensor 'head'"
+    ):
         shard.push(make.upload([0, 0, 0, float("inf"), 0, float("nan")], spec))
 
 
@@ -138,7 +152,10 @@ def test_a_reading_shows_the_values_of_its_moment_whatever_is_pushed_meanwhile(m
             shard.push(make.upload(torch.ones(6), sequence=2, base_version=2))
             assert (early.version, late.version, shard.version(0)) == (1, 2, 3)
             assert first + bytes(early.take(100)) == bytes(24)
-            assert torch.frombuffer(bytearray(late.take(100)), dtype=torch.float32).tolist() == [-0.5] * 6
+            assert (
+                torch.frombuffer(bytearray(late.take(100)), dtype=torch.float32).tolist()
+                == [-0.5] * 6
+            )
     assert make.values(shard)[0] == -1.0
 
 
@@ -153,7 +170,7 @@ def test_slow_readers_of_one_moment_share_one_copy(make) -> None:
         assert all(bytes(reading.take(100)) == bytes(20) for reading in readings)
 
 
-def test_readers_that_are_so_slow_that_their_copies_are_too_many_are_ended_the_first_ones_first() -> None:
+def test_readers_so_slow_that_their_copies_are_too_many_are_ended_the_first_ones_first() -> None:
     values, copies = torch.zeros(6), Copies(limit=48)
     readings = []
     for version in (1, 2, 3):
@@ -165,7 +182,10 @@ def test_readers_that_are_so_slow_that_their_copies_are_too_many_are_ended_the_f
     assert caught.value.reason == "PULL_TOO_SLOW"
     assert caught.value.retry_after == timedelta(seconds=1)
     for reading in readings[1:]:
-        assert torch.frombuffer(bytearray(reading.take(24)), dtype=torch.float32).tolist() == [reading.version - 1.0] * 6
+        assert (
+            torch.frombuffer(bytearray(reading.take(24)), dtype=torch.float32).tolist()
+            == [reading.version - 1.0] * 6
+        )
     # They have read to their end, and are no burden any more.
     copies.detach(values, [fourth := Reading(values, version=4)])
     copies.detach(values, [fifth := Reading(values, version=5)])
@@ -219,7 +239,9 @@ def test_pieces_may_be_cut_anywhere(make, data) -> None:
     dtype = data.draw(st.sampled_from(["float32", "float64", "float16", "bfloat16"]))
     spec = make.spec(length=data.draw(st.integers(1, 40)), dtype=dtype)
     cuts = data.draw(st.lists(st.integers(0, spec.nbytes), max_size=8))
-    values = torch.randn(spec.length, generator=torch.Generator().manual_seed(1)).to(spec.element.torch)
+    values = torch.randn(spec.length, generator=torch.Generator().manual_seed(1)).to(
+        spec.element.torch
+    )
     shard = Shard()
     shard.adopt(make.layout(spec))
     shard.initialize(make.upload(values, spec, sequence=0, base_version=0, cuts=cuts))
@@ -229,12 +251,18 @@ def test_pieces_may_be_cut_anywhere(make, data) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.booleans()), max_size=30))
 def test_retries_and_losses_leave_what_each_push_once_would_have(make, attempts) -> None:
-    """Each attempt is a member's next push, an old one again, or one with a gap; a damaged one in between changes nothing."""
+    """Each attempt is a member's next push, an old one again, or one with a gap; a damaged one in
+    between changes nothing."""
     shard = make.shard(optimizer=make.sgd(lr=1.0))
     sent: dict[str, int] = {}
     for member, back, damaged in attempts:
         sequence = max(1, sent.get(member, 0) + 1 - back)
-        upload = make.upload(torch.full((6,), float(sequence)), member=member, sequence=sequence, digest=1 if damaged else None)
+        upload = make.upload(
+            torch.full((6,), float(sequence)),
+            member=member,
+            sequence=sequence,
+            digest=1 if damaged else None,
+        )
         is_new = sequence > sent.get(member, 0)
         if damaged and is_new:
             with pytest.raises(CorruptDataError):
@@ -265,7 +293,9 @@ def decoded(payload: memoryview, codec: int, length: int) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("length", [1, 255, 257, 1000])
 @pytest.mark.parametrize("codec", codecs.FOR_VALUES)
-def test_values_in_a_codec_are_rounded_to_the_nearest_that_it_has(make, codec: int, length: int, dtype: str) -> None:
+def test_values_in_a_codec_are_rounded_to_the_nearest_that_it_has(
+    make, codec: int, length: int, dtype: str
+) -> None:
     values = random(length).to(getattr(torch, dtype))
     shard = make.shard(make.spec(length=length, dtype=dtype), values=values)
     with shard.reading(0, codec) as reading:
@@ -274,7 +304,9 @@ def test_values_in_a_codec_are_rounded_to_the_nearest_that_it_has(make, codec: i
     found = decoded(memoryview(payload), codec, length)
     if codec == codecs.INT8:
         block = torch.arange(length) // codecs.INT8_BLOCK
-        largest = torch.zeros(int(block[-1]) + 1).scatter_reduce(0, block, values.float().abs(), "amax")[block]
+        largest = torch.zeros(int(block[-1]) + 1).scatter_reduce(
+            0, block, values.float().abs(), "amax"
+        )[block]
         assert bool(((found - values.float()).abs() <= largest / 127 * 0.5001).all())
     else:
         halves = torch.float16 if codec == codecs.FLOAT16 else torch.bfloat16
@@ -284,7 +316,9 @@ def test_values_in_a_codec_are_rounded_to_the_nearest_that_it_has(make, codec: i
 
 
 def test_zeros_and_the_smallest_values_are_zero_in_int8(make) -> None:
-    shard = make.shard(make.spec(length=300), values=torch.cat([torch.zeros(256), torch.full((44,), 1e-40)]))
+    shard = make.shard(
+        make.spec(length=300), values=torch.cat([torch.zeros(256), torch.full((44,), 1e-40)])
+    )
     with shard.reading(0, codecs.INT8) as reading:
         assert not decoded(reading.rest, codecs.INT8, 300).any()
 
@@ -295,14 +329,23 @@ def test_values_that_would_become_infinite_are_refused(make, codec: int, fits: f
         assert bool(decoded(reading.rest, codec, 6).isfinite().all())
     beyond = 65520.0 if codec == codecs.FLOAT16 else 3.4e38
     shard = make.shard(values=torch.full((6,), beyond))
-    with pytest.raises(PreconditionError, match="pull them in another codec") as refusal, shard.reading(0, codec):
+    with (
+        pytest.raises(PreconditionError, match="pull them in another codec") as refusal,
+        shard.reading(0, codec),
+    ):
         pass
     assert refusal.value.reason == "VALUES_TOO_LARGE"
 
 
-def test_readers_of_one_version_share_its_compressed_values_and_later_ones_get_new_ones(make) -> None:
+def test_readers_of_one_version_share_its_compressed_values_and_later_ones_get_new_ones(
+    make,
+) -> None:
     shard = make.shard(values=torch.ones(6))
-    with shard.reading(0, codecs.BFLOAT16) as one, shard.reading(0, codecs.BFLOAT16) as two, shard.reading(0, codecs.FLOAT16) as other:
+    with (
+        shard.reading(0, codecs.BFLOAT16) as one,
+        shard.reading(0, codecs.BFLOAT16) as two,
+        shard.reading(0, codecs.FLOAT16) as other,
+    ):
         address = [np.frombuffer(each.rest, np.uint8).ctypes.data for each in (one, two, other)]
         assert address[0] == address[1] != address[2]
         one.take(4)

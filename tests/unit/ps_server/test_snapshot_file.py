@@ -1,4 +1,5 @@
-"""A snapshot is read back exactly as it was written, or refused; never pickled, never half written."""
+"""A snapshot is read back exactly as it was written, or refused; never pickled, never half
+written."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ CLOCKS = {"a": MemberClock(clock=12, origin=-100), "b": MemberClock(clock=10)}
 
 @pytest.fixture
 def image(make) -> ServerImage:
-    """Three trained partitions, of different types, one of two tensors with updates of their own; and one without values."""
+    """Three trained partitions, of different types, one of two tensors with updates of their own;
+    and one without values."""
     optimizer = optimizer_settings(
         name="adamw",
         hyperparameters={"lr": 0.1},
@@ -58,11 +60,19 @@ def image(make) -> ServerImage:
             consistency=Consistency(mode=ConsistencyMode.SSP, bound=4),
             revision=9,
         ),
-        membership=Members(generation=7, members=frozenset({"a", "b"}), put_out={"c": 6, "b": 5}, clocks=CLOCKS, slowest_clock=10),
+        membership=Members(
+            generation=7,
+            members=frozenset({"a", "b"}),
+            put_out={"c": 6, "b": 5},
+            clocks=CLOCKS,
+            slowest_clock=10,
+        ),
         batches=((2**63, 2**63 + 7), (5, 6)),
         journal=3,
     )
-    images = tuple(taken for number in shard.partition_ids() if (taken := shard.image(number)) is not None)
+    images = tuple(
+        taken for number in shard.partition_ids() if (taken := shard.image(number)) is not None
+    )
     return ServerImage(state=state, partitions=images)
 
 
@@ -78,27 +88,45 @@ def assert_same(left: ServerImage, right: ServerImage) -> None:
         assert all(torch.equal(one.state()[name], other.state()[name]) for name in one.state())
 
 
-def test_sums_over_rows_and_values_for_delay_compensation_are_read_back_too(make, tmp_path, image) -> None:
-    optimizer = optimizer_settings(name="rowwise_adagrad", hyperparameters={}, delay_compensation=0.04)
+def test_sums_over_rows_and_values_for_delay_compensation_are_read_back_too(
+    make, tmp_path, image
+) -> None:
+    optimizer = optimizer_settings(
+        name="rowwise_adagrad", hyperparameters={}, delay_compensation=0.04
+    )
     piece = Piece(tensor="table", offset=4, length=8, row=4)
-    spec = PartitionSpec(partition_id=0, pieces=(piece, replace(piece, tensor="bias", row=1)), element=BY_NAME["bfloat16"])
+    spec = PartitionSpec(
+        partition_id=0,
+        pieces=(piece, replace(piece, tensor="bias", row=1)),
+        element=BY_NAME["bfloat16"],
+    )
     shard = make.shard(spec, optimizer=optimizer)
     for member in "ab":
         shard.note_pull(0, member)
     shard.push(make.upload(torch.ones(16), spec))
     shard.note_pull(0, "a")
-    configuration = Configuration(configured=optimizer, optimizer=optimizer, consistency=Consistency())
+    configuration = Configuration(
+        configured=optimizer, optimizer=optimizer, consistency=Consistency()
+    )
     state = replace(image.state, layout=make.layout(spec), configuration=configuration)
     written = ServerImage(state=state, partitions=(shard.image(0),))
     write_snapshot(tmp_path / "snapshot", written)
     found = read_snapshot(tmp_path / "snapshot")
     assert_same(found, written)
-    assert {name: tuple(tensor.shape) for name, tensor in found.partitions[0].state().items()} == {"0:sum": (2,), "1:sum": (8,)}
+    assert {name: tuple(tensor.shape) for name, tensor in found.partitions[0].state().items()} == {
+        "0:sum": (2,),
+        "1:sum": (8,),
+    }
     assert found.partitions[0].pulled == {"a": 2, "b": 1}
-    assert [(version, values.tolist()) for version, values in found.partitions[0].base_values.items()] == [(1, [0.0] * 16)]
+    assert [
+        (version, values.tolist()) for version, values in found.partitions[0].base_values.items()
+    ] == [(1, [0.0] * 16)]
 
     (partition,) = written.partitions
-    wrong = replace(partition, runs=(replace(partition.runs[0], state={"sum": torch.zeros(8)}), partition.runs[1]))
+    wrong = replace(
+        partition,
+        runs=(replace(partition.runs[0], state={"sum": torch.zeros(8)}), partition.runs[1]),
+    )
     write_snapshot(tmp_path / "snapshot", replace(written, partitions=(wrong,)))
     with pytest.raises(CorruptDataError, match=r"sum of partition 0 is torch\.float32\[8\]"):
         read_snapshot(tmp_path / "snapshot")
@@ -122,7 +150,9 @@ def test_a_restored_shard_trains_on_as_if_nothing_had_happened(make, tmp_path, i
     spec = image.partitions[0].spec
     for shard in (before, after):
         assert shard.push(make.upload(torch.ones(6), spec, sequence=2, base_version=2)).duplicate
-        assert shard.push(make.upload(torch.ones(6), spec, sequence=3, base_version=2)).staleness == 1
+        assert (
+            shard.push(make.upload(torch.ones(6), spec, sequence=3, base_version=2)).staleness == 1
+        )
     assert torch.equal(make.values(before), make.values(after))
 
 
@@ -139,7 +169,11 @@ def test_the_clocks_go_on_from_where_they_were(image) -> None:
     clocks.follow(["a", "b", "joined since"])
     for member, finished in (("a", 112), ("b", 110), ("joined since", 500)):
         clocks.report(member, finished)
-    assert {member: clocks.lead(member) for member in clocks.members} == {"a": 2, "b": 0, "joined since": 0}
+    assert {member: clocks.lead(member) for member in clocks.members} == {
+        "a": 2,
+        "b": 0,
+        "joined since": 0,
+    }
 
 
 def test_no_file_is_no_snapshot(tmp_path) -> None:
@@ -153,7 +187,11 @@ def refused(path: Path) -> str:
     return caught.value.reason
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=300,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_one_changed_bit_is_noticed_wherever_it_is(tmp_path, image, data) -> None:
     path = tmp_path / "snapshot"
@@ -165,7 +203,11 @@ def test_one_changed_bit_is_noticed_wherever_it_is(tmp_path, image, data) -> Non
     assert refused(path) in {"SNAPSHOT_CORRUPT", "SNAPSHOT_FOREIGN"}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_a_truncated_or_lengthened_file_is_refused(tmp_path, image, data) -> None:
     path = tmp_path / "snapshot"
@@ -178,7 +220,9 @@ def test_a_truncated_or_lengthened_file_is_refused(tmp_path, image, data) -> Non
     assert refused(path) == "SNAPSHOT_CORRUPT"
 
 
-@pytest.mark.parametrize("content", [b"", b"not a snapshot", b"\x80\x04K\x01.", bytes(64), b"\xff" * 64])
+@pytest.mark.parametrize(
+    "content", [b"", b"not a snapshot", b"\x80\x04K\x01.", bytes(64), b"\xff" * 64]
+)
 def test_something_else_is_refused(tmp_path, content) -> None:
     (tmp_path / "snapshot").write_bytes(content)
     assert refused(tmp_path / "snapshot") == "SNAPSHOT_CORRUPT"
@@ -199,7 +243,11 @@ def rewritten(path: Path, **changes: object) -> None:
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
     text = dumps({**json.loads(header["__metadata__"]["shoal"]), **changes})
-    header["__metadata__"] = {"format": FORMAT, "shoal": text, "xxh3": f"{checksum(text.encode()):016x}"}
+    header["__metadata__"] = {
+        "format": FORMAT,
+        "shoal": text,
+        "xxh3": f"{checksum(text.encode()):016x}",
+    }
     encoded = json.dumps(header).encode()
     path.write_bytes(len(encoded).to_bytes(8, "little") + encoded + content[8 + length :])
 
@@ -210,7 +258,10 @@ def test_a_newer_releases_snapshot_is_refused_as_such(tmp_path, image) -> None:
     assert refused(tmp_path / "snapshot") == "SNAPSHOT_NEWER"
 
 
-@pytest.mark.parametrize("changes", [{"partitions": []}, {"state": {}}, {"partitions": [{"partition_id": 77, "digests": {}}]}])
+@pytest.mark.parametrize(
+    "changes",
+    [{"partitions": []}, {"state": {}}, {"partitions": [{"partition_id": 77, "digests": {}}]}],
+)
 def test_metadata_that_contradicts_the_tensors_is_refused(tmp_path, image, changes) -> None:
     write_snapshot(tmp_path / "snapshot", image)
     rewritten(tmp_path / "snapshot", **changes)
@@ -222,7 +273,13 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, image) ->
     write_snapshot(path, image)
     before = path.read_bytes()
     broken = PartitionImage(
-        spec=image.partitions[0].spec, version=1, values=torch.zeros(2, dtype=torch.int8), runs=(), sequences={}, batches={}, left=[]
+        spec=image.partitions[0].spec,
+        version=1,
+        values=torch.zeros(2, dtype=torch.int8),
+        runs=(),
+        sequences={},
+        batches={},
+        left=[],
     )
     with pytest.raises(KeyError):
         write_snapshot(path, ServerImage(state=image.state, partitions=(broken,)))
@@ -237,7 +294,10 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, image) ->
 
 
 def test_a_data_directory_belongs_to_one_server_at_a_time(tmp_path) -> None:
-    with DataDirectory(tmp_path / "data"), pytest.raises(ConfigurationError, match="another server uses it"):
+    with (
+        DataDirectory(tmp_path / "data"),
+        pytest.raises(ConfigurationError, match="another server uses it"),
+    ):
         DataDirectory(tmp_path / "data")
     DataDirectory(tmp_path / "data").close()
 

@@ -22,7 +22,8 @@ def test_the_last_snapshot_waits_for_one_that_was_cancelled_halfway(make, tmp_pa
     """As when a server is told to stop while it writes its periodic one."""
     spec, directory = make.spec(), DataDirectory(tmp_path)
     shard = make.shard(spec)
-    # The first write stands still in opening this, until somebody reads it; then it fails, since a pipe cannot be synced.
+    # The first write stands still in opening this, until somebody reads it; then it fails, since a
+    # pipe cannot be synced.
     standstill = Path(f"{directory.snapshot}.{os.getpid()}.tmp")
     os.mkfifo(standstill)
 

@@ -23,7 +23,13 @@ def sent(make: Any, value: float) -> list[Item]:
     """All that a primary with one partition has."""
     spec = make.spec(0)
     shard = make.shard(spec, values=torch.full((6,), value))
-    state = ServerState(job_id="job", server_id="primary", layout=make.layout(spec), configuration=None, membership=Members())
+    state = ServerState(
+        job_id="job",
+        server_id="primary",
+        layout=make.layout(spec),
+        configuration=None,
+        membership=Members(),
+    )
     entry, data = partition_to_bytes(shard.image(0))
     return [
         Item(kind=STATE, payload=memoryview(dumps(state_to_json(state)).encode())),
@@ -46,7 +52,13 @@ def test_what_one_stream_brought_is_on_disk_before_the_next_one_takes_its_place(
 
     monkeypatch.setattr(standby, "write_snapshot", slow)
     data = tmp_path / "data"
-    settings = PsServerSettings.load(coordinator="127.0.0.1:1", job="job", server_id="backup", data_dir=data, snapshot_interval="0s")
+    settings = PsServerSettings.load(
+        coordinator="127.0.0.1:1",
+        job="job",
+        server_id="backup",
+        data_dir=data,
+        snapshot_interval="0s",
+    )
 
     async def test() -> None:
         with DataDirectory(data) as directory:
@@ -62,7 +74,8 @@ def test_what_one_stream_brought_is_on_disk_before_the_next_one_takes_its_place(
 
             await stream(1.0)
             await asyncio.to_thread(writing.wait)
-            second = asyncio.create_task(stream(2.0))  # the first one has ended, and its snapshot is being written still
+            # the first one has ended, and its snapshot is being written still
+            second = asyncio.create_task(stream(2.0))
             await asyncio.sleep(0)
             go.set()
             await second

@@ -1,4 +1,5 @@
-"""Buckets of sparse tables are partitions: pushed to exactly once, in the journal, in snapshots, and at other servers to the last bit."""
+"""Buckets of sparse tables are partitions: pushed to exactly once, in the journal, in snapshots,
+and at other servers to the last bit."""
 
 from __future__ import annotations
 
@@ -17,7 +18,15 @@ from shoal_ps_server.shard import table_rows
 from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.shard.payload import Upload
 from shoal_ps_server.shard.shard import Shard
-from shoal_ps_server.storage.image import Members, ServerState, dumps, layout_from_json, layout_to_json, state_from_json, state_to_json
+from shoal_ps_server.storage.image import (
+    Members,
+    ServerState,
+    dumps,
+    layout_from_json,
+    layout_to_json,
+    state_from_json,
+    state_to_json,
+)
 from shoal_ps_server.storage.snapshot import partition_from_bytes, partition_to_bytes
 
 from tests.unit.ps_server.journaled import Journaled, file, opened, recovered, run, same, state_of
@@ -77,12 +86,24 @@ def test_a_refused_push_leaves_room_and_numbers_as_they_were(make) -> None:
         ([4, 3], 1.0, "ROWS_INVALID", "each once, in ascending order"),
         ([-1, 3], 1.0, "ROWS_INVALID", "id -1: expected 0 to 99"),
         ([3, 100], 1.0, "ROWS_INVALID", "id 100: expected 0 to 99"),
-        ([3, 5], [[1.0] * 4, [1.0, 1.0, float("nan"), 1.0]], "GRADIENT_NOT_FINITE", "gradients of 1 of 2 rows .* of id 5"),
+        (
+            [3, 5],
+            [[1.0] * 4, [1.0, 1.0, float("nan"), 1.0]],
+            "GRADIENT_NOT_FINITE",
+            "gradients of 1 of 2 rows .* of id 5",
+        ),
         ([3], float("inf"), "GRADIENT_NOT_FINITE", "of id 3"),
-        ([3], 1e30, "RESULT_NOT_FINITE", "would make sum of 1 of 1 rows NaN or infinite, the first is of id 3"),
+        (
+            [3],
+            1e30,
+            "RESULT_NOT_FINITE",
+            "would make sum of 1 of 1 rows NaN or infinite, the first is of id 3",
+        ),
     ],
 )
-def test_rows_that_are_not_sound_are_refused_and_nothing_changes(make, ids, gradients, reason, words) -> None:
+def test_rows_that_are_not_sound_are_refused_and_nothing_changes(
+    make, ids, gradients, reason, words
+) -> None:
     spec = make.bucket(rows=100)
     shard = held(make, spec)
     shard.push(make.rows([3], 1.0, spec))
@@ -108,7 +129,9 @@ def test_a_bucket_that_is_full_refuses_new_rows_and_takes_old_ones(make, monkeyp
     spec = make.bucket()
     shard = held(make, spec)
     shard.push(make.rows(range(10), 1.0, spec))
-    monkeypatch.setattr(table_rows, "LARGEST_BUCKET_BYTES", 10 * shard._partitions[0].rows.row_bytes)
+    monkeypatch.setattr(
+        table_rows, "LARGEST_BUCKET_BYTES", 10 * shard._partitions[0].rows.row_bytes
+    )
     shard.push(make.rows(range(10), 1.0, spec, sequence=2))
     with pytest.raises(LimitError, match="with more buckets, or with max_rows") as caught:
         shard.push(make.rows([10], 1.0, spec, sequence=3))
@@ -135,7 +158,10 @@ def test_room_is_made_for_rows_that_are_on_their_way(make) -> None:
     spec = make.bucket()
     shard = held(make, spec)
     rows = shard._partitions[0].rows
-    admitted = [shard.admit_push(make.rows(range(100 * n, 100 * n + 100), 1.0, spec, sequence=n)) for n in range(1, 6)]
+    admitted = [
+        shard.admit_push(make.rows(range(100 * n, 100 * n + 100), 1.0, spec, sequence=n))
+        for n in range(1, 6)
+    ]
     nbytes = rows.nbytes
     for each in admitted:
         shard.apply(each)
@@ -164,16 +190,29 @@ def pushes(make: Any, specs: Any, count: int) -> list[Upload]:
             ids = np.unique(generator.integers(0, 30, 6))
             gradients = generator.standard_normal((len(ids), 4))
             made.append(
-                make.rows(ids.tolist(), gradients, spec, member="ab"[step % 2], sequence=step // 2 + 1, base_version=1, batch=step + 1)
+                make.rows(
+                    ids.tolist(),
+                    gradients,
+                    spec,
+                    member="ab"[step % 2],
+                    sequence=step // 2 + 1,
+                    base_version=1,
+                    batch=step + 1,
+                )
             )
     return made
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad", "sparse_adam", "sgd"])
-def test_a_crash_between_any_two_records_leaves_the_rows_to_the_last_bit(make, tmp_path, optimizer) -> None:
+def test_a_crash_between_any_two_records_leaves_the_rows_to_the_last_bit(
+    make, tmp_path, optimizer
+) -> None:
     data = tmp_path / "data"
     states: list[tuple[int, dict[int, Any]]] = []
-    specs = [make.bucket(n, optimizer=optimizer, hyperparameters={"lr": 0.1}, max_age=4, max_rows=12) for n in (0, 4)]
+    specs = [
+        make.bucket(n, optimizer=optimizer, hyperparameters={"lr": 0.1}, max_age=4, max_rows=12)
+        for n in (0, 4)
+    ]
 
     async def test() -> None:
         async with opened(data) as server:
@@ -187,7 +226,11 @@ def test_a_crash_between_any_two_records_leaves_the_rows_to_the_last_bit(make, t
     whole = file(data).read_bytes()
     assert len(whole) == states[-1][0]
     for size, state in states[1:]:
-        for cut, expected in ((size, state), (size - 1, None), (min(len(whole), size + 100), state)):
+        for cut, expected in (
+            (size, state),
+            (size - 1, None),
+            (min(len(whole), size + 100), state),
+        ):
             file(data).write_bytes(whole[:cut])
             found = recovered(data)
             assert expected is None or same(found, expected), cut
@@ -226,7 +269,10 @@ def test_a_snapshot_and_the_journal_after_it_are_the_rows_to_the_last_bit(make, 
 
 def test_a_bucket_without_rows_is_in_snapshots_and_copies_too(make, tmp_path) -> None:
     data = tmp_path / "data"
-    specs = [make.bucket(number, optimizer=name, hyperparameters={}) for number, name in enumerate(TABLE_OPTIMIZERS)]
+    specs = [
+        make.bucket(number, optimizer=name, hyperparameters={})
+        for number, name in enumerate(TABLE_OPTIMIZERS)
+    ]
 
     async def test() -> dict[int, Any]:
         async with opened(data) as server:
@@ -259,7 +305,13 @@ def test_a_backup_is_sent_the_rows_and_goes_on_with_them(make) -> None:
     primary = held(make, *specs)
     for upload in pushes(make, specs, 6):
         primary.push(upload)
-    state = ServerState(job_id="job", server_id="one", layout=make.layout(*specs), configuration=None, membership=Members())
+    state = ServerState(
+        job_id="job",
+        server_id="one",
+        layout=make.layout(*specs),
+        configuration=None,
+        membership=Members(),
+    )
     items = [Item(kind=STATE, payload=memoryview(dumps(state_to_json(state)).encode()))]
     for number in primary.partition_ids():
         entry, data = partition_to_bytes(primary.image(number))
@@ -267,7 +319,10 @@ def test_a_backup_is_sent_the_rows_and_goes_on_with_them(make) -> None:
     received = state_from_json(json.loads(bytes(items[0].payload)))
     assert received == state
     there = received.layout.partitions
-    images = [partition_from_bytes(item.fields, item.payload, there[item.fields["partition_id"]], None) for item in items[1:]]
+    images = [
+        partition_from_bytes(item.fields, item.payload, there[item.fields["partition_id"]], None)
+        for item in items[1:]
+    ]
     backup = Shard(optimizer=make.sgd(), restored=images)
     for shard in (primary, backup):
         for upload in pushes(make, specs, 12)[12:]:

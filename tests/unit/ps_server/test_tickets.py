@@ -33,7 +33,10 @@ def test_a_ticket_that_was_never_given_is_refused() -> None:
 
 def test_a_ticket_is_good_for_seconds() -> None:
     tickets = Tickets(most_together=100)
-    late, early = tickets.issue(Speaker(member_id="a"), 0.0), tickets.issue(Speaker(member_id="a"), 0.0)
+    late, early = (
+        tickets.issue(Speaker(member_id="a"), 0.0),
+        tickets.issue(Speaker(member_id="a"), 0.0),
+    )
     assert tickets.redeem(early, GOOD_FOR_S - 0.1).member_id == "a"
     assert refused(tickets, late, GOOD_FOR_S)
 

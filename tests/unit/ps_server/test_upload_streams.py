@@ -1,4 +1,5 @@
-"""Streams are taken apart into whole partitions, or refused with a reason: whatever is in them, and however it is cut."""
+"""Streams are taken apart into whole partitions, or refused with a reason: whatever is in them, and
+however it is cut."""
 
 from __future__ import annotations
 
@@ -51,7 +52,9 @@ def chunk(opening: pb.PushHeader | None, payload: bytes = b"") -> bytes:
     return encode_push_chunk((opening, memoryview(payload)))
 
 
-def receive(layout, messages: Sequence[bytes], kind: UploadKind = UploadKind.PUSH) -> tuple[list[Upload], ShoalError | None]:
+def receive(
+    layout, messages: Sequence[bytes], kind: UploadKind = UploadKind.PUSH
+) -> tuple[list[Upload], ShoalError | None]:
     """The partitions that came whole, and what the stream was refused with."""
     uploads: list[Upload] = []
 
@@ -85,10 +88,23 @@ def test_partitions_come_back_however_they_are_cut(layout, data) -> None:
     wanted = data.draw(st.lists(st.sampled_from([0, 1, 2]), max_size=4))
     messages, payloads = [], []
     for partition_id in wanted:
-        payload = np.random.default_rng(partition_id).standard_normal(LENGTHS[partition_id], np.float32).tobytes()
-        cuts = sorted(data.draw(st.sets(st.integers(1, len(payload) - 1), max_size=5))) if payload else []
-        pieces = [payload[start:end] for start, end in zip([0, *cuts], [*cuts, len(payload)], strict=True)]
-        messages += [chunk(header(partition_id) if index == 0 else None, piece) for index, piece in enumerate(pieces)]
+        payload = (
+            np.random.default_rng(partition_id)
+            .standard_normal(LENGTHS[partition_id], np.float32)
+            .tobytes()
+        )
+        cuts = (
+            sorted(data.draw(st.sets(st.integers(1, len(payload) - 1), max_size=5)))
+            if payload
+            else []
+        )
+        pieces = [
+            payload[start:end] for start, end in zip([0, *cuts], [*cuts, len(payload)], strict=True)
+        ]
+        messages += [
+            chunk(header(partition_id) if index == 0 else None, piece)
+            for index, piece in enumerate(pieces)
+        ]
         payloads.append(payload)
     uploads, error = receive(layout, messages)
     assert error is None
@@ -123,24 +139,49 @@ def test_a_wrong_header_is_refused_before_its_payload(layout, changes, reason) -
         setattr(partition, name, value)
     error = refusal(layout, chunk(partition))
     assert error.reason == reason
-    assert str(next(iter(changes.values())))[:20] in str(error) or reason in ("DTYPE_MISMATCH", "CODEC_UNSUPPORTED")
+    assert str(next(iter(changes.values())))[:20] in str(error) or reason in (
+        "DTYPE_MISMATCH",
+        "CODEC_UNSUPPORTED",
+    )
 
 
-@pytest.mark.parametrize("codec", [pb.CODEC_FLOAT16, pb.CODEC_BFLOAT16, pb.CODEC_INT8, pb.CODEC_SIGN, pb.CODEC_TOPK, pb.CODEC_RANDOMK])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        pb.CODEC_FLOAT16,
+        pb.CODEC_BFLOAT16,
+        pb.CODEC_INT8,
+        pb.CODEC_SIGN,
+        pb.CODEC_TOPK,
+        pb.CODEC_RANDOMK,
+    ],
+)
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_a_compressed_partition_is_what_its_codec_decodes_it_to(make, codec, dtype) -> None:
     values = np.random.default_rng(codec).standard_normal(LENGTHS[3]).astype(np.float32)
-    payload = bytes(codecs.encode(codec, values, kept=50 if codec in (pb.CODEC_TOPK, pb.CODEC_RANDOMK) else 0))
+    payload = bytes(
+        codecs.encode(codec, values, kept=50 if codec in (pb.CODEC_TOPK, pb.CODEC_RANDOMK) else 0)
+    )
     spec = make.spec(3, length=LENGTHS[3], dtype=dtype)
-    about = header(3, codec=codec, payload_bytes=len(payload), checksum=checksum(payload), dtype=spec.element.wire)
-    (upload,), error = receive(make.layout(spec), [chunk(about, payload[:70]), chunk(None, payload[70:])])
+    about = header(
+        3,
+        codec=codec,
+        payload_bytes=len(payload),
+        checksum=checksum(payload),
+        dtype=spec.element.wire,
+    )
+    (upload,), error = receive(
+        make.layout(spec), [chunk(about, payload[:70]), chunk(None, payload[70:])]
+    )
     assert error is None
     expected = np.empty(LENGTHS[3], np.float32)
     codecs.decode(codec, payload, expected)
     assert torch.equal(upload.values(), torch.from_numpy(expected).to(spec.element.torch))
 
 
-def compressed(codec: pb.Codec, values: np.ndarray, damage: Callable[[bytes], bytes] = bytes, **changes: int) -> bytes:
+def compressed(
+    codec: pb.Codec, values: np.ndarray, damage: Callable[[bytes], bytes] = bytes, **changes: int
+) -> bytes:
     payload = damage(bytes(codecs.encode(codec, values.astype(np.float32), kept=3)))
     return chunk(header(1, codec=codec, **({"payload_bytes": len(payload)} | changes)), payload)
 
@@ -155,7 +196,10 @@ ONES, NAN = np.ones(40), np.where(np.arange(40) == 7, np.nan, 1.0)
         (compressed(pb.CODEC_TOPK, ONES, payload_bytes=8 + 6 * 41), "PAYLOAD_SIZE_MISMATCH"),
         (compressed(pb.CODEC_SIGN, ONES, lambda p: p + bytes(4)), "PAYLOAD_SIZE_MISMATCH"),
         (compressed(pb.CODEC_TOPK, ONES, lambda p: bytes(4) + p[4:]), "PAYLOAD_INVALID"),
-        (compressed(pb.CODEC_RANDOMK, ONES, lambda p: (40).to_bytes(8, "little") + p[8:]), "PAYLOAD_INVALID"),
+        (
+            compressed(pb.CODEC_RANDOMK, ONES, lambda p: (40).to_bytes(8, "little") + p[8:]),
+            "PAYLOAD_INVALID",
+        ),
         (compressed(pb.CODEC_FLOAT16, NAN), "GRADIENT_NOT_FINITE"),
         (compressed(pb.CODEC_SIGN, NAN), "GRADIENT_NOT_FINITE"),
         (compressed(pb.CODEC_BFLOAT16, ONES, checksum=1), "CHECKSUM_MISMATCH"),
@@ -168,11 +212,15 @@ def test_a_compressed_partition_that_is_not_sound_is_refused(layout, message, re
             uploads[0].values()
         error = refused.value
     assert error.reason == reason
-    assert isinstance(error, CorruptDataError if reason == "CHECKSUM_MISMATCH" else InvalidRequestError)
+    assert isinstance(
+        error, CorruptDataError if reason == "CHECKSUM_MISMATCH" else InvalidRequestError
+    )
 
 
 def test_first_values_are_not_compressed(layout) -> None:
-    message = chunk(header(0, codec=pb.CODEC_FLOAT16, payload_bytes=12, sequence=0, base_version=0), bytes(12))
+    message = chunk(
+        header(0, codec=pb.CODEC_FLOAT16, payload_bytes=12, sequence=0, base_version=0), bytes(12)
+    )
     _, error = receive(layout, [message], UploadKind.INITIALIZE)
     assert error is not None
     assert error.reason == "CODEC_UNSUPPORTED"
@@ -214,10 +262,21 @@ def test_a_stream_that_is_cut_wrongly_is_refused(layout, messages, reason) -> No
         st.one_of(
             st.binary(max_size=40),
             st.builds(
-                lambda partition_id, changes, payload: chunk(header(partition_id, **changes), payload),
+                lambda partition_id, changes, payload: chunk(
+                    header(partition_id, **changes), payload
+                ),
                 st.sampled_from([0, 1, 2, 3, 99, -1]),
                 st.dictionaries(
-                    st.sampled_from(["length", "payload_bytes", "sequence", "base_version", "clock", "generation"]),
+                    st.sampled_from(
+                        [
+                            "length",
+                            "payload_bytes",
+                            "sequence",
+                            "base_version",
+                            "clock",
+                            "generation",
+                        ]
+                    ),
                     st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-1, 200)),
                     max_size=2,
                 ),

@@ -1,4 +1,5 @@
-"""The client's public surface: both clients have the same calls, and what they give are plain values."""
+"""The client's public surface: both clients have the same calls, and what they give are plain
+values."""
 
 from __future__ import annotations
 
@@ -14,11 +15,17 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 _HOW = {"submit_command"}
 """What the command line needs of the blocking client alone."""
-_VALUES = [value for name in client.__all__ if dataclasses.is_dataclass(value := getattr(client, name))]
+_VALUES = [
+    value for name in client.__all__ if dataclasses.is_dataclass(value := getattr(client, name))
+]
 
 
 def calls(kind: type[Any]) -> dict[str, inspect.Signature]:
-    return {name: inspect.signature(value) for name, value in vars(kind).items() if inspect.isfunction(value) and not name.startswith("_")}
+    return {
+        name: inspect.signature(value)
+        for name, value in vars(kind).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    }
 
 
 def test_both_clients_have_the_same_calls_with_the_same_arguments() -> None:
@@ -45,4 +52,6 @@ def test_what_clients_give_is_frozen_and_without_protobuf(kind: type[Any]) -> No
     ],
 )
 def test_every_value_of_the_protocols_enums_has_a_name(enum: Any, kind: Any, prefix: str) -> None:
-    assert {name.removeprefix(prefix) for name in enum.keys()} - {"UNSPECIFIED"} == {each.name for each in kind} - {"UNKNOWN"}  # noqa: SIM118
+    assert {name.removeprefix(prefix) for name in enum.keys()} - {"UNSPECIFIED"} == {  # noqa: SIM118
+        each.name for each in kind
+    } - {"UNKNOWN"}

@@ -24,7 +24,16 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 
 def step(member: str, number: int, at_s: float, loss: float) -> CommittedStep:
-    return CommittedStep(unix_s=at_s, member=member, rank=0, generation=1, step=number, loss=loss, samples=1, staleness=0.0)
+    return CommittedStep(
+        unix_s=at_s,
+        member=member,
+        rank=0,
+        generation=1,
+        step=number,
+        loss=loss,
+        samples=1,
+        staleness=0.0,
+    )
 
 
 def test_the_digits_are_scikit_learns_each_in_one_of_the_sets() -> None:
@@ -35,11 +44,17 @@ def test_the_digits_are_scikit_learns_each_in_one_of_the_sets() -> None:
     images, labels = (torch.cat([train.tensors[i], test.tensors[i]]) for i in (0, 1))
     known = load_digits()
     shown = torch.cat([images.flatten(1) * 16, labels[:, None]], 1).int().tolist()
-    assert sorted(shown) == sorted([*pixels, label] for pixels, label in zip(known.data.astype(int).tolist(), known.target, strict=True))
+    assert sorted(shown) == sorted(
+        [*pixels, label]
+        for pixels, label in zip(known.data.astype(int).tolist(), known.target, strict=True)
+    )
 
 
 def test_a_common_step_is_one_point_of_the_curve_and_pushes_are_one_each() -> None:
-    trace = Trace(steps=(step("fast", 1, 10.0, 4.0), step("fast", 2, 11.0, 2.0), step("slow", 1, 12.0, 1.0)), accuracies=())
+    trace = Trace(
+        steps=(step("fast", 1, 10.0, 4.0), step("fast", 2, 11.0, 2.0), step("slow", 1, 12.0, 1.0)),
+        accuracies=(),
+    )
     assert trace.loss_curve(common_steps=True) == ([0.0, 1.0], [2.5, 2.0])
     assert trace.loss_curve(common_steps=False) == ([0.0, 1.0, 2.0], [4.0, 2.0, 1.0])
 
@@ -58,7 +73,12 @@ def test_a_dragged_iteration_takes_a_multiple_of_its_fastest() -> None:
 def test_the_last_table_stays_until_the_processes_are_gone(tmp_path: Path) -> None:
     plan = plans(sync_epochs=1, async_epochs=1)[0]
     outcome = Outcome(plan=plan, directory=tmp_path)
-    ranked = pb.MemberStatus(rank=0, pid=4711, phase=pb.MEMBER_PHASE_RANKED, progress=pb.Progress(step=plan.total_steps - 3, loss=0.5))
+    ranked = pb.MemberStatus(
+        rank=0,
+        pid=4711,
+        phase=pb.MEMBER_PHASE_RANKED,
+        progress=pb.Progress(step=plan.total_steps - 3, loss=0.5),
+    )
     written = io.StringIO()
     with Screen(Console(file=written, force_terminal=True, width=120)) as screen:
         screen.show(plan, pb.GetJobResponse(phase=pb.JOB_PHASE_RUNNING, members=[ranked]), outcome)
@@ -69,28 +89,48 @@ def test_the_last_table_stays_until_the_processes_are_gone(tmp_path: Path) -> No
     assert "starting processes" not in written.getvalue()
 
 
-@pytest.mark.parametrize("plan", plans(sync_epochs=2, async_epochs=3), ids=lambda plan: plan.strategy)
+@pytest.mark.parametrize(
+    "plan", plans(sync_epochs=2, async_epochs=3), ids=lambda plan: plan.strategy
+)
 def test_progress_is_measured_in_steps_of_whole_epochs(plan) -> None:
     assert plan.total_steps == {"ddp": 2 * 15, "async_sgd": 3 * 45}[plan.strategy]
 
 
-def test_the_pause_for_a_server_is_the_longest_time_without_a_step_after_its_kill(tmp_path: Path) -> None:
+def test_the_pause_for_a_server_is_the_longest_time_without_a_step_after_its_kill(
+    tmp_path: Path,
+) -> None:
     plan = plans(sync_epochs=1, async_epochs=1)[1]
-    outcome = Outcome(plan=plan, directory=tmp_path, killed_unix_s=100.0, killed="a parameter server")
-    steps = [step("a", number, at_s, 1.0) for number, at_s in enumerate((90.0, 98.0, 99.9, 100.1, 104.1, 104.2, 119.0, 500.0))]
+    outcome = Outcome(
+        plan=plan, directory=tmp_path, killed_unix_s=100.0, killed="a parameter server"
+    )
+    steps = [
+        step("a", number, at_s, 1.0)
+        for number, at_s in enumerate((90.0, 98.0, 99.9, 100.1, 104.1, 104.2, 119.0, 500.0))
+    ]
     pause, joined = _pauses(outcome, steps[:6])
     assert pause == pytest.approx(4.0)
     assert joined is None
 
 
-def test_a_run_is_stopped_for_lack_of_progress_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_stopped_for_lack_of_progress_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = replace(plans(sync_epochs=1, async_epochs=1)[0], patience=timedelta(seconds=1))
     steps = iter(range(1, 10))  # one with each look, for longer than the patience
 
     def progressing(client: object, cluster: object) -> pb.GetJobResponse:
-        return pb.GetJobResponse(members=[pb.MemberStatus(progress=pb.Progress(step=next(steps, 9)))])
+        return pb.GetJobResponse(
+            members=[pb.MemberStatus(progress=pb.Progress(step=next(steps, 9)))]
+        )
 
-    monkeypatch.setattr(stage, "_command", lambda plan, records: [sys.executable, "-c", "import time; time.sleep(60)"])
+    monkeypatch.setattr(
+        stage,
+        "_command",
+        lambda plan, records: [sys.executable, "-c", "import time; time.sleep(60)"],
+    )
     monkeypatch.setattr(stage, "_job", progressing)
-    with pytest.raises(DeadlineError, match=f"made no step for 1 s after step 9 of {plan.total_steps}; its output is in "):
+    with pytest.raises(
+        DeadlineError,
+        match=f"made no step for 1 s after step 9 of {plan.total_steps}; its output is in ",
+    ):
         stage.perform(plan, tmp_path, lambda plan, job, outcome: None)

@@ -14,10 +14,17 @@ from shoal.client.messages import event_of, job_of
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 
-@pytest.mark.parametrize(("generation", "expected"), [(0, "no members yet: workers join when"), (2, "no members any more")])
-def test_a_job_without_members_has_none_yet_or_none_any_more(generation: int, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [(0, "no members yet: workers join when"), (2, "no members any more")],
+)
+def test_a_job_without_members_has_none_yet_or_none_any_more(
+    generation: int, expected: str
+) -> None:
     job = pb.GetJobResponse(
-        spec=pb.JobSpec(job_id="j", min_workers=1, max_workers=3), phase=pb.JOB_PHASE_WAITING, generation=pb.Generation(number=generation)
+        spec=pb.JobSpec(job_id="j", min_workers=1, max_workers=3),
+        phase=pb.JOB_PHASE_WAITING,
+        generation=pb.Generation(number=generation),
     )
     written = io.StringIO()
     Console(file=written, width=140).print(job_view(job_of(job)))
@@ -34,17 +41,31 @@ def shown(job: pb.GetJobResponse, *, width: int = 200) -> str:
 
 def member(rank: int, *, note: str = "", **progress: Any) -> pb.MemberStatus:
     return pb.MemberStatus(
-        member_id=f"m{rank}", phase=pb.MEMBER_PHASE_RANKED, rank=rank, host=f"h{rank}", pid=1, note=note, progress=pb.Progress(**progress)
+        member_id=f"m{rank}",
+        phase=pb.MEMBER_PHASE_RANKED,
+        rank=rank,
+        host=f"h{rank}",
+        pid=1,
+        note=note,
+        progress=pb.Progress(**progress),
     )
 
 
 def test_a_step_that_stands_is_explained_above_the_ranks_that_wait() -> None:
-    why = "generation 1 stands at step 7: rank 0 (h0) has waited 12 s in all_reduce for rank 1 (h1), not heard of for 13 s"
+    why = (
+        "generation 1 stands at step 7: rank 0 (h0) has waited 12 s in all_reduce for rank 1 "
+        "(h1), not heard of for 13 s"
+    )
     members = [
         member(0, step=7, step_time_s=12.0, busy_time_s=0.1, waiting_s=12.0),
         member(1, step=7, step_time_s=0.2, busy_time_s=0.1, note="not heard of for 13 s"),
     ]
-    job = pb.GetJobResponse(spec=pb.JobSpec(job_id="j", max_workers=2), phase=pb.JOB_PHASE_RUNNING, members=members, waits_for=why)
+    job = pb.GetJobResponse(
+        spec=pb.JobSpec(job_id="j", max_workers=2),
+        phase=pb.JOB_PHASE_RUNNING,
+        members=members,
+        waits_for=why,
+    )
     lines = shown(job).splitlines()
     assert lines[1] == why
     assert lines[3].split()[-3:] == ["ms", "12", "s"]
@@ -57,23 +78,44 @@ def test_a_step_that_stands_is_explained_above_the_ranks_that_wait() -> None:
 
 def test_servers_are_shown_with_what_they_hold_and_whether_they_leave() -> None:
     servers = [
-        pb.ServerStatus(server_id="s0", server_index=0, alive=True, role=pb.SERVER_ROLE_PRIMARY, partitions=12, value_bytes=90 << 20),
-        pb.ServerStatus(server_id="s1", server_index=2, role=pb.SERVER_ROLE_PRIMARY, draining=True, partitions=1, value_bytes=8 << 20),
+        pb.ServerStatus(
+            server_id="s0",
+            server_index=0,
+            alive=True,
+            role=pb.SERVER_ROLE_PRIMARY,
+            partitions=12,
+            value_bytes=90 << 20,
+        ),
+        pb.ServerStatus(
+            server_id="s1",
+            server_index=2,
+            role=pb.SERVER_ROLE_PRIMARY,
+            draining=True,
+            partitions=1,
+            value_bytes=8 << 20,
+        ),
     ]
-    job = pb.GetJobResponse(spec=pb.JobSpec(job_id="j", max_workers=2), phase=pb.JOB_PHASE_RUNNING, servers=servers)
+    job = pb.GetJobResponse(
+        spec=pb.JobSpec(job_id="j", max_workers=2), phase=pb.JOB_PHASE_RUNNING, servers=servers
+    )
     rows = [line.split() for line in shown(job).splitlines()[-2:]]
     assert rows == [
         ["0", "primary", "s0", "-", "alive", "12", "90.0", "MiB"],
         ["2", "primary", "s1", "-", "gone,", "draining", "1", "8.0", "MiB"],
     ]
-    told = [(server["partitions"], server["value_bytes"], server["draining"]) for server in job_json(job_of(job))["servers"]]
+    told = [
+        (server["partitions"], server["value_bytes"], server["draining"])
+        for server in job_json(job_of(job))["servers"]
+    ]
     assert told == [(12, 90 << 20, False), (1, 8 << 20, True)]
 
 
 def test_a_rank_that_holds_the_others_back_is_named_once() -> None:
     note = "rank 0 (h0) and rank 1 (h1) wait for the connection between them: it takes 0.6 MB/s"
     members = [member(rank, step=7, step_time_s=8.0, busy_time_s=0.2, note=note) for rank in (0, 1)]
-    job = pb.GetJobResponse(spec=pb.JobSpec(job_id="j", max_workers=2), phase=pb.JOB_PHASE_RUNNING, members=members)
+    job = pb.GetJobResponse(
+        spec=pb.JobSpec(job_id="j", max_workers=2), phase=pb.JOB_PHASE_RUNNING, members=members
+    )
     assert shown(job).splitlines()[-1] == note
     assert shown(job).count("wait for the connection") == 1
 
@@ -90,12 +132,22 @@ def test_the_run_and_how_the_last_ones_ended_are_shown() -> None:
     ]
     spec = pb.JobSpec(job_id="j", max_workers=2)
     job = pb.GetJobResponse(
-        spec=spec, phase=pb.JOB_PHASE_WAITING, run=pb.RunId(number=8, began_unix_ms=90_000), past_runs=past, now_unix_ms=121_000
+        spec=spec,
+        phase=pb.JOB_PHASE_WAITING,
+        run=pb.RunId(number=8, began_unix_ms=90_000),
+        past_runs=past,
+        now_unix_ms=121_000,
     )
     lines = shown(job).splitlines()
     assert lines[0].startswith("job j, run 8  waiting")
     assert lines[-1] == "run 7 failed 0:01:00 ago, after 0:01:00: rank 1 on h1: ValueError"
-    assert [line.split()[1] for line in lines if line.startswith("run ")] == ["3", "4", "5", "6", "7"]
+    assert [line.split()[1] for line in lines if line.startswith("run ")] == [
+        "3",
+        "4",
+        "5",
+        "6",
+        "7",
+    ]
     told = job_json(job_of(job))
     assert told["run"] == 8
     assert told["past_runs"][-1] == {
@@ -108,11 +160,40 @@ def test_the_run_and_how_the_last_ones_ended_are_shown() -> None:
 
 
 def test_where_there_is_no_room_the_least_important_columns_are_left_out_and_none_is_cut() -> None:
-    members = [member(rank, step=7, loss=0.5, samples_per_s=1000.0, step_time_s=0.02, busy_time_s=0.01) for rank in (0, 1)]
-    servers = [pb.ServerStatus(server_id="server-0", alive=True, role=pb.SERVER_ROLE_PRIMARY, address="10.0.0.1:50051")]
-    job = pb.GetJobResponse(spec=pb.JobSpec(job_id="j", max_workers=2), phase=pb.JOB_PHASE_RUNNING, members=members, servers=servers)
-    everything = ["rank", "phase", "host", "pid", "epoch", "step", "samples/s", "loss", "step", "time", "waiting"]
-    for width, without in ((73, ()), (72, ("pid",)), (67, ("pid", "host")), (61, ("pid", "host", "phase"))):
+    members = [
+        member(rank, step=7, loss=0.5, samples_per_s=1000.0, step_time_s=0.02, busy_time_s=0.01)
+        for rank in (0, 1)
+    ]
+    servers = [
+        pb.ServerStatus(
+            server_id="server-0", alive=True, role=pb.SERVER_ROLE_PRIMARY, address="10.0.0.1:50051"
+        )
+    ]
+    job = pb.GetJobResponse(
+        spec=pb.JobSpec(job_id="j", max_workers=2),
+        phase=pb.JOB_PHASE_RUNNING,
+        members=members,
+        servers=servers,
+    )
+    everything = [
+        "rank",
+        "phase",
+        "host",
+        "pid",
+        "epoch",
+        "step",
+        "samples/s",
+        "loss",
+        "step",
+        "time",
+        "waiting",
+    ]
+    for width, without in (
+        (73, ()),
+        (72, ("pid",)),
+        (67, ("pid", "host")),
+        (61, ("pid", "host", "phase")),
+    ):
         lines = shown(job, width=width).splitlines()
         assert lines[1].split() == [name for name in everything if name not in without], width
         assert lines[2].split()[-5:] == ["1,000", "0.5", "20.0", "ms", "50%"]
@@ -122,12 +203,21 @@ def test_where_there_is_no_room_the_least_important_columns_are_left_out_and_non
 
 def test_a_loss_that_nobody_told_is_none() -> None:
     silent, told = member(0, step=7, loss=math.nan), member(1, step=7, loss=0.0)
-    job = pb.GetJobResponse(spec=pb.JobSpec(job_id="j"), members=[silent, told, pb.MemberStatus(member_id="new")])
+    job = pb.GetJobResponse(
+        spec=pb.JobSpec(job_id="j"), members=[silent, told, pb.MemberStatus(member_id="new")]
+    )
     assert [each["loss"] for each in job_json(job_of(job))["members"]] == [None, 0.0, None]
 
 
 def test_what_a_newer_coordinator_says_is_unknown_and_no_error() -> None:
-    job = job_of(pb.GetJobResponse(spec=pb.JobSpec(job_id="j"), phase=99, ending=98, members=[pb.MemberStatus(phase=97, rank=-1)]))
+    job = job_of(
+        pb.GetJobResponse(
+            spec=pb.JobSpec(job_id="j"),
+            phase=99,
+            ending=98,
+            members=[pb.MemberStatus(phase=97, rank=-1)],
+        )
+    )
     assert (job.phase, job.ending, job.members[0].phase) == ("unknown", "unknown", "unknown")
 
 
@@ -139,17 +229,31 @@ def test_an_event_is_one_line_with_what_there_is_to_say() -> None:
         attributes={"reason": "2 members are ready", "world_size": "2", "x": ""},
     )
     assert event_line(event_of(event)).plain.partition("  ")[2] == (
-        'generation_formed  generation 3  member 01234567  reason="2 members are ready" world_size=2'
+        'generation_formed  generation 3  member 01234567  reason="2 members are ready" '
+        "world_size=2"
     )
 
 
 def test_a_list_of_jobs_says_how_those_ended_of_which_that_is_known() -> None:
     def listed(job_id: str, status: int | None = None, *, known: bool = True) -> JobSummary:
-        result = Result(job_id=job_id, ok=status == 0, exit_status=status, summary="", ended=None) if known else None
-        return JobSummary(job_id=job_id, phase=JobPhase.FINISHED, generation=0, world_size=0, result=result)
+        result = (
+            Result(job_id=job_id, ok=status == 0, exit_status=status, summary="", ended=None)
+            if known
+            else None
+        )
+        return JobSummary(
+            job_id=job_id, phase=JobPhase.FINISHED, generation=0, world_size=0, result=result
+        )
 
     jobs = [listed("a", 0), listed("b", 3), listed("c"), listed("d", known=False)]
     written = io.StringIO()
     Console(file=written, width=80).print(jobs_view(jobs))
-    assert [line.split()[4:] for line in written.getvalue().splitlines()[1:]] == [["well"], ["with", "status", "3"], ["killed"], ["-"]]
-    assert [each["result"] and each["result"]["exit_status"] for each in map(summary_json, jobs)] == [0, 3, None, None]
+    assert [line.split()[4:] for line in written.getvalue().splitlines()[1:]] == [
+        ["well"],
+        ["with", "status", "3"],
+        ["killed"],
+        ["-"],
+    ]
+    assert [
+        each["result"] and each["result"]["exit_status"] for each in map(summary_json, jobs)
+    ] == [0, 3, None, None]

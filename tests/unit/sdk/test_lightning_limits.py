@@ -1,5 +1,5 @@
-"""Epochs and evaluations of fewer batches than a dataset has, several loaders to validate with, weights from a file: all as under
-Lightning's own strategy."""
+"""Epochs and evaluations of fewer batches than a dataset has, several loaders to validate with,
+weights from a file: all as under Lightning's own strategy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from torch import nn
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
 # The import of Lightning takes some seconds.
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_session"), pytest.mark.filterwarnings("ignore::Warning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("fresh_session"),
+    pytest.mark.filterwarnings("ignore::Warning"),
+]
 
 X = torch.randn(22, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(X, X.sum(1, keepdim=True))
@@ -42,7 +46,11 @@ def make_net() -> Any:
             return loss
 
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-            self.log(f"val{dataloader_idx}", self.step(f"val{dataloader_idx}", batch), add_dataloader_idx=False)
+            self.log(
+                f"val{dataloader_idx}",
+                self.step(f"val{dataloader_idx}", batch),
+                add_dataloader_idx=False,
+            )
 
         def test_step(self, batch: Any, batch_idx: int) -> None:
             self.log("test", self.step("test", batch))
@@ -60,8 +68,17 @@ def make_trainer(ours: bool, **arguments: Any) -> Any:
     import lightning
     from shoal.integrations.lightning import ShoalStrategy
 
-    common: dict[str, Any] = {"max_epochs": 2, "accelerator": "cpu", "logger": False, "num_sanity_val_steps": 0}
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    common: dict[str, Any] = {
+        "max_epochs": 2,
+        "accelerator": "cpu",
+        "logger": False,
+        "num_sanity_val_steps": 0,
+    }
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     strategy = {"strategy": ShoalStrategy("ddp")} if ours else {}
     return lightning.Trainer(**(common | quiet | strategy | arguments))
 
@@ -69,19 +86,42 @@ def make_trainer(ours: bool, **arguments: Any) -> Any:
 def told(ours: bool, arguments: dict[str, Any]) -> dict[str, Any]:
     """What a fit, a test and a prediction come to."""
     net, trainer = make_net(), make_trainer(ours, **arguments)
-    trainer.fit(net, DataLoader(DATA, batch_size=4), [DataLoader(DATA, batch_size=5), DataLoader(DATA, batch_size=3)])
+    trainer.fit(
+        net,
+        DataLoader(DATA, batch_size=4),
+        [DataLoader(DATA, batch_size=5), DataLoader(DATA, batch_size=3)],
+    )
     measured = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    result = {"steps": trainer.global_step, "epochs": trainer.current_epoch, "weight": net.layer.weight.detach().flatten().tolist()}
+    result = {
+        "steps": trainer.global_step,
+        "epochs": trainer.current_epoch,
+        "weight": net.layer.weight.detach().flatten().tolist(),
+    }
     (tested,) = trainer.test(net, DataLoader(DATA, batch_size=4), verbose=False)
     predicted = trainer.predict(net, DataLoader(DATA, batch_size=4))
-    return result | measured | tested | {"predictions": torch.cat(predicted).flatten().tolist(), "seen": net.seen}
+    return (
+        result
+        | measured
+        | tested
+        | {"predictions": torch.cat(predicted).flatten().tolist(), "seen": net.seen}
+    )
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"limit_train_batches": 3, "limit_val_batches": 2, "limit_test_batches": 4, "limit_predict_batches": 1},
-        {"limit_train_batches": 0.5, "limit_val_batches": 0.4, "limit_test_batches": 0.7, "limit_predict_batches": 1.0},
+        {
+            "limit_train_batches": 3,
+            "limit_val_batches": 2,
+            "limit_test_batches": 4,
+            "limit_predict_batches": 1,
+        },
+        {
+            "limit_train_batches": 0.5,
+            "limit_val_batches": 0.4,
+            "limit_test_batches": 0.7,
+            "limit_predict_batches": 1.0,
+        },
         {"limit_train_batches": 100, "limit_val_batches": 0, "limit_test_batches": 100},
         {"fast_dev_run": True},
         {"fast_dev_run": 3},
@@ -111,7 +151,11 @@ def test_a_limited_epoch_that_is_shuffled_takes_other_samples_each_time() -> Non
 
 def test_overfitting_turns_shuffling_off_for_validation_as_well() -> None:
     net, trainer = make_net(), make_trainer(True, overfit_batches=1)
-    trainer.fit(net, DataLoader(DATA, batch_size=4, shuffle=True), DataLoader(DATA, batch_size=4, shuffle=True))
+    trainer.fit(
+        net,
+        DataLoader(DATA, batch_size=4, shuffle=True),
+        DataLoader(DATA, batch_size=4, shuffle=True),
+    )
     assert net.seen == {"train": [4, 4], "val0": [4, 4]}
 
 
@@ -122,7 +166,9 @@ def test_a_file_of_weights_is_tested_in_a_job_of_its_own(tmp_path: Path) -> None
     plain.save_checkpoint(tmp_path / "model.ckpt")
     expected = plain.test(trained, DataLoader(DATA, batch_size=4), verbose=False)
     net = make_net()
-    found = make_trainer(True).test(net, DataLoader(DATA, batch_size=4), ckpt_path=str(tmp_path / "model.ckpt"), verbose=False)
+    found = make_trainer(True).test(
+        net, DataLoader(DATA, batch_size=4), ckpt_path=str(tmp_path / "model.ckpt"), verbose=False
+    )
     assert found[0]["test"] == pytest.approx(expected[0]["test"], abs=1e-6)
     torch.testing.assert_close(net.layer.weight, trained.layer.weight)
 
@@ -131,13 +177,19 @@ def test_a_limit_with_a_loader_of_shoals_own_is_refused() -> None:
     import shoal
 
     loader = shoal.ElasticDataLoader(DATA, global_batch_size=4)
-    with pytest.raises(ConfigurationError, match=r"limit_train_batches=2 with a shoal.ElasticDataLoader as train_dataloader"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"limit_train_batches=2 with a shoal.ElasticDataLoader as train_dataloader",
+    ):
         make_trainer(True, limit_train_batches=2).fit(make_net(), loader)
 
 
 def test_several_training_loaders_are_refused() -> None:
     both = {"one": DataLoader(DATA, batch_size=4), "other": DataLoader(DATA, batch_size=4)}
-    with pytest.raises(ConfigurationError, match=r"train_dataloader: found 2 loaders, .*torch.utils.data.StackDataset"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"train_dataloader: found 2 loaders, .*torch.utils.data.StackDataset",
+    ):
         make_trainer(True).fit(make_net(), both)
 
 

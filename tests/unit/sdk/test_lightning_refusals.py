@@ -12,13 +12,25 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 # The import of Lightning takes some seconds.
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_session"), pytest.mark.filterwarnings("ignore::Warning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.usefixtures("fresh_session"),
+    pytest.mark.filterwarnings("ignore::Warning"),
+]
 
 DATA = TensorDataset(torch.ones(8, 4), torch.ones(8, 1))
 
 
-def fit(directory: Path, *, strategy: str = "ddp", options: dict[str, Any] | None = None, loader: Any = None, **arguments: Any) -> Any:
-    """Fits a small module, whose class has the attributes that `arguments["module"]` gives; the others are the Trainer's."""
+def fit(
+    directory: Path,
+    *,
+    strategy: str = "ddp",
+    options: dict[str, Any] | None = None,
+    loader: Any = None,
+    **arguments: Any,
+) -> Any:
+    """Fits a small module, whose class has the attributes that `arguments["module"]` gives; the
+    others are the Trainer's."""
     import lightning
     from shoal.integrations.lightning import ShoalStrategy
 
@@ -36,7 +48,13 @@ def fit(directory: Path, *, strategy: str = "ddp", options: dict[str, Any] | Non
     for name, value in arguments.pop("module", {}).items():
         setattr(Net, name, value)
     named = {"ckpt_path": arguments.pop("ckpt_path")} if "ckpt_path" in arguments else {}
-    common = {"max_epochs": 1, "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    common = {
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     trainer = lightning.Trainer(
         strategy=ShoalStrategy(strategy, **(options or {})),
         default_root_dir=directory,
@@ -47,7 +65,10 @@ def fit(directory: Path, *, strategy: str = "ddp", options: dict[str, Any] | Non
 
 
 def two_optimizers(module: Any) -> Any:
-    return [torch.optim.SGD(module.parameters(), lr=0.1), torch.optim.SGD(module.parameters(), lr=0.1)]
+    return [
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        torch.optim.SGD(module.parameters(), lr=0.1),
+    ]
 
 
 def logs_a_median(module: Any, batch: Any, batch_idx: int) -> Any:
@@ -69,27 +90,82 @@ def adds_an_error(module: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"strategy": "tensor"}, r"ShoalStrategy\('tensor'\): expected one of ddp, zero1, zero2, zero3, fsdp, hsdp"),
-        ({"devices": 2}, "devices=2: ShoalStrategy does not do that: a worker has one device: `shoal run --nproc-per-node`"),
-        ({"limit_train_batches": 0}, r"fit\(\) with limit_train_batches=0: ShoalStrategy does not do that: nothing would be trained"),
-        ({"limit_train_batches": 0.1}, "limit_train_batches=0.1 of 2 batches is less than one: give at least 0.5"),
-        ({"precision": "64-true"}, "precision='64-true': ShoalStrategy does not do that: use '32-true' or 'bf16-mixed'"),
-        ({"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}, "gradient_clip_algorithm='value'.*clip by norm"),
-        ({"max_time": "00:01:00:00"}, "Timer: ShoalStrategy does not do that: clocks differ by worker"),
-        ({"ckpt_path": "last.ckpt"}, r"Checkpoints\(directory, resume=True\), and leave ckpt_path out"),
-        ({"options": {"deterministic": True}}, "deterministic=True.* with accumulate_grad_batches=1"),
-        ({"module": {"automatic_optimization": False}}, "automatic_optimization=False.*write the loop out"),
         (
-            {"module": {"prepare_data": lambda module: None, "prepare_data_per_node": property(lambda _: False, lambda *_: None)}},
+            {"strategy": "tensor"},
+            r"ShoalStrategy\('tensor'\): expected one of ddp, zero1, zero2, zero3, fsdp, hsdp",
+        ),
+        (
+            {"devices": 2},
+            "devices=2: ShoalStrategy does not do that: a worker has one device: `shoal run "
+            "--nproc-per-node`",
+        ),
+        (
+            {"limit_train_batches": 0},
+            r"fit\(\) with limit_train_batches=0: ShoalStrategy does not do that: nothing would be "
+            r"trained",
+        ),
+        (
+            {"limit_train_batches": 0.1},
+            "limit_train_batches=0.1 of 2 batches is less than one: give at least 0.5",
+        ),
+        (
+            {"precision": "64-true"},
+            "precision='64-true': ShoalStrategy does not do that: use '32-true' or 'bf16-mixed'",
+        ),
+        (
+            {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
+            "gradient_clip_algorithm='value'.*clip by norm",
+        ),
+        (
+            {"max_time": "00:01:00:00"},
+            "Timer: ShoalStrategy does not do that: clocks differ by worker",
+        ),
+        (
+            {"ckpt_path": "last.ckpt"},
+            r"Checkpoints\(directory, resume=True\), and leave ckpt_path out",
+        ),
+        (
+            {"options": {"deterministic": True}},
+            "deterministic=True.* with accumulate_grad_batches=1",
+        ),
+        (
+            {"module": {"automatic_optimization": False}},
+            "automatic_optimization=False.*write the loop out",
+        ),
+        (
+            {
+                "module": {
+                    "prepare_data": lambda module: None,
+                    "prepare_data_per_node": property(lambda _: False, lambda *_: None),
+                }
+            },
             "Net.prepare_data_per_node=False.*it prepares on each machine",
         ),
-        ({"module": {"on_save_checkpoint": lambda module, checkpoint: None}}, "on_save_checkpoint.*shoal.register_state"),
-        ({"module": {"configure_optimizers": two_optimizers}}, "expects one optimizer|multiple optimizers"),
-        ({"module": {"training_step": lambda module, batch, batch_idx: None}}, r"return a loss of zero"),
-        ({"module": {"training_step": logs_a_median}}, r"self.log\('loss', reduce_fx='median'\) in training_step: expected 'mean', 'sum'"),
         (
-            {"module": {"configure_model": adds_an_error, "on_train_batch_end": updates_behind_the_step}},
-            "error, a torchmetrics module, was updated in on_train_batch_end.*update it in training_step",
+            {"module": {"on_save_checkpoint": lambda module, checkpoint: None}},
+            "on_save_checkpoint.*shoal.register_state",
+        ),
+        (
+            {"module": {"configure_optimizers": two_optimizers}},
+            "expects one optimizer|multiple optimizers",
+        ),
+        (
+            {"module": {"training_step": lambda module, batch, batch_idx: None}},
+            r"return a loss of zero",
+        ),
+        (
+            {"module": {"training_step": logs_a_median}},
+            r"self.log\('loss', reduce_fx='median'\) in training_step: expected 'mean', 'sum'",
+        ),
+        (
+            {
+                "module": {
+                    "configure_model": adds_an_error,
+                    "on_train_batch_end": updates_behind_the_step,
+                }
+            },
+            "error, a torchmetrics module, was updated in on_train_batch_end.*update it in "
+            "training_step",
         ),
         ({"loader": [DataLoader(DATA), DataLoader(DATA)]}, "found 2 loaders, and one is supported"),
         (
@@ -98,7 +174,9 @@ def adds_an_error(module: Any) -> None:
         ),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(tmp_path: Path, arguments: dict[str, Any], error: str) -> None:
+def test_what_cannot_work_is_refused_by_name(
+    tmp_path: Path, arguments: dict[str, Any], error: str
+) -> None:
     with pytest.raises((ConfigurationError, RuntimeError), match=error):
         fit(tmp_path, **arguments)
 
@@ -112,7 +190,9 @@ def test_metrics_that_keep_more_than_their_states_are_refused(tmp_path: Path) ->
 
     with pytest.raises(ConfigurationError, match=r"Net.error, a torchmetrics MinMaxMetric"):
         fit(tmp_path, module={"configure_model": configure})
-    with pytest.raises(ConfigurationError, match=r"ModelCheckpoint.*use shoal.integrations.lightning.Checkpoints"):
+    with pytest.raises(
+        ConfigurationError, match=r"ModelCheckpoint.*use shoal.integrations.lightning.Checkpoints"
+    ):
         fit(tmp_path, callbacks=[ModelCheckpoint(monitor="loss")])
 
 
@@ -125,9 +205,14 @@ def test_a_trainer_without_more_arguments_trains_and_saves_nothing(tmp_path: Pat
 def test_another_model_other_weights_and_another_fit_are_refused(tmp_path: Path) -> None:
     trainer = fit(tmp_path, module={"validation_step": lambda module, batch, batch_idx: None})
     trainer.validate(trainer.lightning_module, DataLoader(DATA), verbose=False)
-    with pytest.raises(ConfigurationError, match=r"ckpt_path='some.ckpt': this process has a model already"):
+    with pytest.raises(
+        ConfigurationError, match=r"ckpt_path='some.ckpt': this process has a model already"
+    ):
         trainer.validate(trainer.lightning_module, DataLoader(DATA), ckpt_path="some.ckpt")
-    with pytest.raises(PreconditionError, match=r"Trainer.validate\(\) of another Net than this process has trained"):
+    with pytest.raises(
+        PreconditionError,
+        match=r"Trainer.validate\(\) of another Net than this process has trained",
+    ):
         trainer.validate(type(trainer.lightning_module)(), DataLoader(DATA))
     with pytest.raises(PreconditionError, match=r"fit\(\) behind another fit\(\)"):
         trainer.fit(trainer.lightning_module, DataLoader(DATA))
@@ -138,7 +223,11 @@ def test_a_value_that_differs_by_rank_is_an_error_on_all_of_them() -> None:
     from shoal.integrations.lightning.results import check_alike
 
     check_alike([alike, [list(each) for each in alike]])
-    with pytest.raises(PreconditionError, match=r"self.log\('mean'\) in on_train_epoch_end: rank 0 logged 1.0, and rank 1 'mean' with 2.0"):
+    with pytest.raises(
+        PreconditionError,
+        match=r"self.log\('mean'\) in on_train_epoch_end: rank 0 logged 1.0, and rank 1 'mean' "
+        r"with 2.0",
+    ):
         check_alike([alike, [["on_train_epoch_end", "mean", 2.0], alike[1]]])
     with pytest.raises(PreconditionError, match="rank 0 logged 2 values, rank 1 1"):
         check_alike([alike, alike[:1]])

@@ -36,7 +36,15 @@ def _plan(directory: Path, *words: str) -> subprocess.CompletedProcess[str]:
     (directory / "training.py").write_text(_MODULE)
     command = [sys.executable, "-m", "shoal", "plan", *words]
     environment = {**os.environ, "COLUMNS": "80"}
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command,
+        cwd=directory,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
 
 
 @pytest.mark.slow
@@ -55,7 +63,9 @@ def test_a_module_and_a_file_are_planned_and_the_json_has_all_rows(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_built_without_values_is_built_with_them_and_that_is_told(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_built_without_values_is_built_with_them_and_that_is_told(
+    tmp_path: Path,
+) -> None:
     shown = _plan(tmp_path, "training:with_values", "--world-size", "2")
     assert shown.returncode == 0, shown.stderr
     assert "training:with_values does not run on the meta device (RuntimeError: " in shown.stderr
@@ -65,16 +75,33 @@ def test_a_model_that_cannot_be_built_without_values_is_built_with_them_and_that
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("training", "--world-size", "2"), "MODULE:FUNCTION='training': expected a module or a file, a colon and a function"),
+        (
+            ("training", "--world-size", "2"),
+            "MODULE:FUNCTION='training': expected a module or a file, a colon and a function",
+        ),
         (("no_such_module:make", "--world-size", "2"), "there is no module 'no_such_module', here"),
         (("no_such_file.py:make", "--world-size", "2"), "there is no file no_such_file.py"),
-        (("training:maker", "--world-size", "2"), "training has no function 'maker'; it has make, with_values, wrong"),
-        (("training:wrong", "--world-size", "2"), "training:wrong returned Linear: expected (model, optimizer)"),
-        (("training:make", "--world-size", "0"), "world_size=0: expected a number of ranks, at least 1"),
-        (("training:make", "--world-size", "2", "--device-memory", "much"), "device_memory='much': expected bytes above 0"),
+        (
+            ("training:maker", "--world-size", "2"),
+            "training has no function 'maker'; it has make, with_values, wrong",
+        ),
+        (
+            ("training:wrong", "--world-size", "2"),
+            "training:wrong returned Linear: expected (model, optimizer)",
+        ),
+        (
+            ("training:make", "--world-size", "0"),
+            "world_size=0: expected a number of ranks, at least 1",
+        ),
+        (
+            ("training:make", "--world-size", "2", "--device-memory", "much"),
+            "device_memory='much': expected bytes above 0",
+        ),
     ],
 )
-def test_what_cannot_be_planned_is_named(tmp_path: Path, words: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_planned_is_named(
+    tmp_path: Path, words: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "training.py").write_text(_MODULE)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

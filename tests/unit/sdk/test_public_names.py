@@ -19,7 +19,12 @@ def checked_imports() -> dict[str, str]:
     """What type checkers are told: name to module, of the imports that the interpreter skips."""
     tree = ast.parse(Path(shoal.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
-    return {alias.name: str(node.module) for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    return {
+        alias.name: str(node.module)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
 
 
 def test_every_public_name_is_there_under_its_own_name() -> None:
@@ -42,7 +47,11 @@ def test_the_workers_whole_api_is_public() -> None:
 def test_all_errors_are_public() -> None:
     from shoal_common import errors
 
-    tree = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.ShoalError)}
+    tree = {
+        name
+        for name, value in vars(errors).items()
+        if isinstance(value, type) and issubclass(value, errors.ShoalError)
+    }
     assert tree <= set(shoal.__all__)
 
 
@@ -74,5 +83,8 @@ def test_what_needs_no_torch_does_not_import_it(statement: str) -> None:
 def test_the_launcher_starts_workers_before_it_imports_what_is_slow() -> None:
     modules = "shoal.cli.run, shoal.cli.console, shoal.launcher.agent, shoal.launcher.standalone"
     slow = "{'grpc', 'google.protobuf', 'numpy', 'pydantic', 'redis', 'rich', 'torch'}"
-    loaded = subprocess.check_output([sys.executable, "-c", f"import sys, {modules}; print({slow} & sys.modules.keys())"], text=True)
+    loaded = subprocess.check_output(
+        [sys.executable, "-c", f"import sys, {modules}; print({slow} & sys.modules.keys())"],
+        text=True,
+    )
     assert loaded == "set()\n"

@@ -1,4 +1,5 @@
-"""The table of names that Shoal owes (the specification's, in Python spelling): each is there, and has the methods that it is to have."""
+"""The table of names that Shoal owes (the specification's, in Python spelling): each is there, and
+has the methods that it is to have."""
 
 from __future__ import annotations
 
@@ -9,7 +10,19 @@ import shoal
 from shoal_worker.compression.registry import compressor_names
 from shoal_worker.strategies import registry as strategies
 
-MODELS = ["DDP", "FSDP", "HSDP", "ZeRO1", "ZeRO2", "ZeRO3", "PipelineParallel", "TensorParallel", "HybridSharded", "LocalSGD", "AsyncSGD"]
+MODELS = [
+    "DDP",
+    "FSDP",
+    "HSDP",
+    "ZeRO1",
+    "ZeRO2",
+    "ZeRO3",
+    "PipelineParallel",
+    "TensorParallel",
+    "HybridSharded",
+    "LocalSGD",
+    "AsyncSGD",
+]
 OPTIMIZERS = ["DDP", "FSDP", "ZeRO1", "ZeRO2", "ZeRO3", "AsyncSGD", "LocalSGD", "Elastic"]
 MODEL_METHODS = [
     "initialize_sharding",
@@ -131,14 +144,27 @@ def test_backends_are_there_with_their_methods(subtests: pytest.Subtests) -> Non
 def test_compressors_are_there() -> None:
     has(shoal.GradientCompressor, "compress", "decompress")
     has(shoal.GradientCompressionOptimizer, "step", "zero_grad")
-    assert {"fp16", "bf16", "int8", "topk", "randomk", "sign", "powersgd"} <= set(compressor_names())
+    assert {"fp16", "bf16", "int8", "topk", "randomk", "sign", "powersgd"} <= set(
+        compressor_names()
+    )
 
 
 def test_the_configuration_has_its_presets() -> None:
     has(shoal.ShardingConfiguration, "for_high_bandwidth", "for_low_bandwidth", "for_offload")
     fields = shoal.ShardingConfiguration.__dataclass_fields__
-    assert {"auto_sync_gradients", "minimum_parameter_group_size", "gradient_compression", "offload", "param_dtype"} <= fields.keys()
-    assert {"reduce_dtype", "shard_modules", "activation_checkpointing", "deterministic"} <= fields.keys()
+    assert {
+        "auto_sync_gradients",
+        "minimum_parameter_group_size",
+        "gradient_compression",
+        "offload",
+        "param_dtype",
+    } <= fields.keys()
+    assert {
+        "reduce_dtype",
+        "shard_modules",
+        "activation_checkpointing",
+        "deterministic",
+    } <= fields.keys()
 
 
 def test_the_api_is_there() -> None:

@@ -1,4 +1,5 @@
-"""A frame of `shoal top`: what is on it when the terminal is high or low, and when nobody answers."""
+"""A frame of `shoal top`: what is on it when the terminal is high or low, and when nobody
+answers."""
 
 from __future__ import annotations
 
@@ -24,20 +25,46 @@ class Told(Client):
     def job(self, job_id: str) -> Job:
         if self.away:
             raise UnavailableError("no answer")
-        members = [pb.MemberStatus(member_id=f"m{rank}", rank=rank, host="h", pid=1) for rank in range(3)]
-        return job_of(pb.GetJobResponse(spec=pb.JobSpec(job_id=job_id, max_workers=3), phase=pb.JOB_PHASE_RUNNING, members=members))
+        members = [
+            pb.MemberStatus(member_id=f"m{rank}", rank=rank, host="h", pid=1) for rank in range(3)
+        ]
+        return job_of(
+            pb.GetJobResponse(
+                spec=pb.JobSpec(job_id=job_id, max_workers=3),
+                phase=pb.JOB_PHASE_RUNNING,
+                members=members,
+            )
+        )
 
     def jobs(self) -> tuple[JobSummary, ...]:
-        phases = {"j": pb.JOB_PHASE_RUNNING, "other": pb.JOB_PHASE_WAITING, "old": pb.JOB_PHASE_FINISHED}
-        return tuple(summary_of(pb.JobSummary(job_id=job_id, phase=phase)) for job_id, phase in phases.items())
+        phases = {
+            "j": pb.JOB_PHASE_RUNNING,
+            "other": pb.JOB_PHASE_WAITING,
+            "old": pb.JOB_PHASE_FINISHED,
+        }
+        return tuple(
+            summary_of(pb.JobSummary(job_id=job_id, phase=phase))
+            for job_id, phase in phases.items()
+        )
 
     def events(self, job_id: str, *, after: str = "", **_: Any) -> Iterator[Event]:  # type: ignore[override]
-        return (event_of(pb.Event(event_id=f"{n:03}", kind=f"event{n:03}")) for n in range(100) if f"{n:03}" > after)
+        return (
+            event_of(pb.Event(event_id=f"{n:03}", kind=f"event{n:03}"))
+            for n in range(100)
+            if f"{n:03}" > after
+        )
 
 
 def lines_of(frames: Frames, *, height: int) -> list[str]:
     """As `shoal top` shows them on a terminal."""
-    console = Console(file=io.StringIO(), width=80, height=height, force_terminal=True, color_system=None, legacy_windows=False)
+    console = Console(
+        file=io.StringIO(),
+        width=80,
+        height=height,
+        force_terminal=True,
+        color_system=None,
+        legacy_windows=False,
+    )
     with Live(frames.take(), console=console, screen=True, auto_refresh=False):
         pass
     assert isinstance(console.file, io.StringIO)
@@ -52,7 +79,9 @@ def test_the_newest_events_fill_the_terminal_and_are_taken_once(height: int) -> 
         lines = lines_of(frames, height=height)
         assert len(lines) == height
         above = lines.index("events") + 1
-        assert [line.split()[-1] for line in lines[above:]] == [f"event{n:03}" for n in range(100 - (height - above), 100)]
+        assert [line.split()[-1] for line in lines[above:]] == [
+            f"event{n:03}" for n in range(100 - (height - above), 100)
+        ]
     assert any(line.split() == ["other", "waiting", "-", "-", "-"] for line in lines)
     assert not any(line.startswith("old") for line in lines)
 

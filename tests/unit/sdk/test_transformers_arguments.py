@@ -1,4 +1,5 @@
-"""What Shoal's Trainer for transformers refuses when it is made, and what its arguments tell transformers of the process."""
+"""What Shoal's Trainer for transformers refuses when it is made, and what its arguments tell
+transformers of the process."""
 
 from __future__ import annotations
 
@@ -26,26 +27,50 @@ class Net(nn.Module):
 DATA = [{"x": torch.full((4,), float(number)), "y": torch.ones(1)} for number in range(8)]
 
 
-def make(directory: Path, *, strategy: str = "ddp", options: dict[str, Any] | None = None, **arguments: Any) -> Any:
+def make(
+    directory: Path,
+    *,
+    strategy: str = "ddp",
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> Any:
     from shoal.integrations.transformers import Trainer, TrainingArguments
 
     common = {"report_to": [], "disable_tqdm": True, "save_strategy": "no", "max_steps": 2}
     return Trainer(
-        Net(), TrainingArguments(str(directory), **common | arguments), train_dataset=DATA, strategy=strategy, strategy_options=options
+        Net(),
+        TrainingArguments(str(directory), **common | arguments),
+        train_dataset=DATA,
+        strategy=strategy,
+        strategy_options=options,
     )
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ({"strategy": "tensor"}, "strategy='tensor': expected one of ddp, zero1, zero2, zero3, fsdp, hsdp"),
-        ({"auto_find_batch_size": True}, "auto_find_batch_size=True: Shoal's Trainer does not do that: the batch is the job's"),
-        ({"include_for_metrics": ["loss"]}, r"include_for_metrics=\['loss'\]: Shoal's Trainer does not do that"),
+        (
+            {"strategy": "tensor"},
+            "strategy='tensor': expected one of ddp, zero1, zero2, zero3, fsdp, hsdp",
+        ),
+        (
+            {"auto_find_batch_size": True},
+            "auto_find_batch_size=True: Shoal's Trainer does not do that: the batch is the job's",
+        ),
+        (
+            {"include_for_metrics": ["loss"]},
+            r"include_for_metrics=\['loss'\]: Shoal's Trainer does not do that",
+        ),
         ({"torch_compile": True}, "give the Trainer a compiled model"),
-        ({"options": {"deterministic": True}}, "deterministic=True with gradient_accumulation_steps=1"),
+        (
+            {"options": {"deterministic": True}},
+            "deterministic=True with gradient_accumulation_steps=1",
+        ),
     ],
 )
-def test_what_cannot_work_is_refused_by_name(tmp_path: Path, arguments: dict[str, Any], error: str) -> None:
+def test_what_cannot_work_is_refused_by_name(
+    tmp_path: Path, arguments: dict[str, Any], error: str
+) -> None:
     with pytest.raises(ConfigurationError, match=error):
         make(tmp_path, **arguments)
 
@@ -54,13 +79,27 @@ def test_transformers_own_arguments_are_refused(tmp_path: Path) -> None:
     import transformers
     from shoal.integrations.transformers import Trainer
 
-    with pytest.raises(ConfigurationError, match=r"expected a shoal\.integrations\.transformers\.TrainingArguments"):
-        Trainer(Net(), transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]), train_dataset=DATA)
+    with pytest.raises(
+        ConfigurationError, match=r"expected a shoal\.integrations\.transformers\.TrainingArguments"
+    ):
+        Trainer(
+            Net(),
+            transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]),
+            train_dataset=DATA,
+        )
 
 
-def test_a_worker_is_one_process_alone_to_transformers_whatever_the_launcher_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_is_one_process_alone_to_transformers_whatever_the_launcher_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = make(tmp_path)  # opens a session of a process that is alone
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     again = make(tmp_path)
     assert (again.args.world_size, again.args.process_index, again.args.n_gpu) == (1, 0, 0)
@@ -79,5 +118,8 @@ def test_a_process_trains_once(tmp_path: Path) -> None:
 def test_a_data_loader_that_nobody_can_deal_is_refused(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     trainer.get_train_dataloader = lambda: torch.utils.data.DataLoader(DATA)
-    with pytest.raises(ConfigurationError, match=r"get_train_dataloader\(\) gave a DataLoader: expected a shoal\.ElasticDataLoader"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"get_train_dataloader\(\) gave a DataLoader: expected a shoal\.ElasticDataLoader",
+    ):
         trainer.train()

@@ -1,4 +1,5 @@
-"""Ranks as threads of the test, with the three collectives that sharding needs and a count of the bytes they would send."""
+"""Ranks as threads of the test, with the three collectives that sharding needs and a count of the
+bytes they would send."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ class RankThread:
 
     lost = False
 
-    def __init__(self, rank: int, world_size: int, slots: list[Any], barrier: threading.Barrier) -> None:
+    def __init__(
+        self, rank: int, world_size: int, slots: list[Any], barrier: threading.Barrier
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.calls: list[tuple[str, int]] = []
@@ -38,7 +41,9 @@ class RankThread:
         self._slots[self.rank] = (kind, value.numel(), value.clone())
         self._barrier.wait(_DEADLINE_S)
         everybody = list(self._slots)
-        assert len({slot[:2] for slot in everybody}) == 1, f"ranks disagree on the collective: {[slot[:2] for slot in everybody]}"
+        assert len({slot[:2] for slot in everybody}) == 1, (
+            f"ranks disagree on the collective: {[slot[:2] for slot in everybody]}"
+        )
         self._barrier.wait(_DEADLINE_S)
         return [slot[2] for slot in everybody]
 
@@ -56,16 +61,27 @@ class RankThread:
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
         tensor.copy_(sum(self._exchange("all_reduce", tensor)))
-        self.sent_bytes += 2 * tensor.numel() * tensor.element_size() * (self.world_size - 1) // self.world_size
+        self.sent_bytes += (
+            2 * tensor.numel() * tensor.element_size() * (self.world_size - 1) // self.world_size
+        )
 
     def all_reduce_short(self, tensor: torch.Tensor) -> bool:
         self.all_reduce(tensor)
         return True
 
     def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
-        return [gathered.tolist() for gathered in self._exchange("all_gather_integers", torch.tensor(list(values)))]
+        return [
+            gathered.tolist()
+            for gathered in self._exchange("all_gather_integers", torch.tensor(list(values)))
+        ]
 
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> None:
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+    ) -> None:
         self._slots[self.rank] = tensor.split(list(input_sizes))
         self._barrier.wait(_DEADLINE_S)
         received = [parts[self.rank] for parts in self._slots]
@@ -86,5 +102,7 @@ def run_ranks(world_size: int, body: Callable[[RankThread], Any]) -> list[Any]:
     slots: list[Any] = [None] * world_size
     barrier = threading.Barrier(world_size)
 
-    bodies = [partial(body, RankThread(rank, world_size, slots, barrier)) for rank in range(world_size)]
+    bodies = [
+        partial(body, RankThread(rank, world_size, slots, barrier)) for rank in range(world_size)
+    ]
     return run_threads(bodies, when_one_fails=barrier.abort)

@@ -1,4 +1,5 @@
-"""Which shards are copied to which ranks, so that two ranks of those that stay have each, and where shards are taken from then."""
+"""Which shards are copied to which ranks, so that two ranks of those that stay have each, and where
+shards are taken from then."""
 
 from __future__ import annotations
 
@@ -8,21 +9,47 @@ from collections.abc import Sequence
 import pytest
 import torch
 from shoal_worker.elastic.channel import LocalChannel
-from shoal_worker.engine.holders import Claim, SendingTurns, ShardHolders, ShardsLostError, newest_complete, plan_copies
+from shoal_worker.engine.holders import (
+    Claim,
+    SendingTurns,
+    ShardHolders,
+    ShardsLostError,
+    newest_complete,
+    plan_copies,
+)
 from shoal_worker.sharding.layout import Division
-from shoal_worker.sharding.resharding import MOST_COPIES, WHOLE, Cut, RankShards, division_cut, held_of, merge_copies, newest_of, rows_of
+from shoal_worker.sharding.resharding import (
+    MOST_COPIES,
+    WHOLE,
+    Cut,
+    RankShards,
+    division_cut,
+    held_of,
+    merge_copies,
+    newest_of,
+    rows_of,
+)
 from shoal_worker.sharding.whole_vectors import copy_singles
 
 
-def told(world_size: int, gone: Sequence[int] = (), copies: Sequence[tuple[int, int]] = ()) -> ShardHolders[int]:
-    """A cut in which each rank holds its shard and mirrors the one before, without the ranks `gone`; `copies`: (position, keeper)."""
+def told(
+    world_size: int, gone: Sequence[int] = (), copies: Sequence[tuple[int, int]] = ()
+) -> ShardHolders[int]:
+    """A cut in which each rank holds its shard and mirrors the one before, without the ranks
+    `gone`; `copies`: (position, keeper)."""
     division = Division(world_size=world_size, shards=world_size)
     rows: list[list[int]] = []
     for rank in range(world_size):
-        own = [RankShards(cut=division_cut(division, rank, 3), vectors=[])] if rank not in gone else []
+        own = (
+            [RankShards(cut=division_cut(division, rank, 3), vectors=[])]
+            if rank not in gone
+            else []
+        )
         kept = [position for position, keeper in copies if keeper == rank and rank not in gone]
         vectors = [{position: {"": torch.zeros(1)} for position in kept}]
-        rows.append(rows_of(own + merge_copies([], ShardHolders(cut=3, shards=world_size), vectors)))
+        rows.append(
+            rows_of(own + merge_copies([], ShardHolders(cut=3, shards=world_size), vectors))
+        )
     return newest_of(rows)
 
 
@@ -40,7 +67,12 @@ def test_nothing_is_copied_where_all_have_all() -> None:
 def test_a_shard_that_is_copied_already_is_not_copied_again() -> None:
     first = plan_copies(told(4, gone=[1]), [0, 2, 3], [])
     assert {copy.place for copy in first} == {0, 1}
-    assert plan_copies(told(4, gone=[1], copies=[(copy.place, copy.keeper) for copy in first]), [0, 2, 3], []) == []
+    assert (
+        plan_copies(
+            told(4, gone=[1], copies=[(copy.place, copy.keeper) for copy in first]), [0, 2, 3], []
+        )
+        == []
+    )
 
 
 def test_a_cut_that_has_lost_a_shard_is_lost() -> None:
@@ -53,14 +85,19 @@ def test_where_nobody_has_told_of_a_shard_all_are_lost() -> None:
         told(2, gone=[0, 1])
 
 
-def test_deaths_one_after_another_spread_their_copies_over_all_ranks_and_no_rank_has_too_many() -> None:
+def test_deaths_one_after_another_spread_their_copies_over_all_ranks_and_no_rank_has_too_many() -> (
+    None
+):
     gone: list[int] = []
     copies: list[tuple[int, int]] = []
     for dead in (9, 7, 5, 3):
         gone.append(dead)
         copies = [(position, keeper) for position, keeper in copies if keeper != dead]
         left = [rank for rank in range(10) if rank not in gone]
-        copies += [(copy.place, copy.keeper) for copy in plan_copies(told(10, gone, copies), left, [], most=MOST_COPIES)]
+        copies += [
+            (copy.place, copy.keeper)
+            for copy in plan_copies(told(10, gone, copies), left, [], most=MOST_COPIES)
+        ]
         now = told(10, gone, copies)  # it would raise if a rank had more than it can tell
         assert all(len(now.having(position)) == 2 for position in range(10))
     counts = [sum(keeper == rank for _, keeper in copies) for rank in (0, 1, 2, 4, 6, 8)]
@@ -74,8 +111,13 @@ def test_a_copy_stands_behind_what_a_rank_holds_itself() -> None:
 
 
 def test_what_a_rank_holds_and_copies_of_one_cut_are_told_as_one() -> None:
-    own = RankShards(cut=division_cut(Division(world_size=4, shards=4), 2, 3), vectors=[{2: {"": torch.ones(1)}, 1: {"": torch.ones(1)}}])
-    copies = merge_copies([], ShardHolders(cut=3, shards=4), [{0: {"": torch.zeros(1)}, 3: {"": torch.zeros(1)}}])
+    own = RankShards(
+        cut=division_cut(Division(world_size=4, shards=4), 2, 3),
+        vectors=[{2: {"": torch.ones(1)}, 1: {"": torch.ones(1)}}],
+    )
+    copies = merge_copies(
+        [], ShardHolders(cut=3, shards=4), [{0: {"": torch.zeros(1)}, 3: {"": torch.zeros(1)}}]
+    )
     merged = held_of([own, *copies], 3)
     assert merged is not None
     assert sorted(merged.vectors[0]) == [0, 1, 2, 3]
@@ -85,9 +127,13 @@ def test_what_a_rank_holds_and_copies_of_one_cut_are_told_as_one() -> None:
 def test_ranks_of_a_mesh_have_places_instead_of_positions() -> None:
     places = [(stage, 0, position) for stage in range(2) for position in range(2)]
     rows = [(0, places[:2]), (1, places[:2]), (2, places[2:]), (3, places[2:])]
-    held = newest_complete(Claim(rank=rank, cut=1, shards=4, places=own, copied=False) for rank, own in rows)
+    held = newest_complete(
+        Claim(rank=rank, cut=1, shards=4, places=own, copied=False) for rank, own in rows
+    )
     assert sorted(held.senders().values()) == [0, 1, 2, 3]
-    assert [(copy.place, copy.sender, copy.keeper) for copy in plan_copies(held, range(4), [3])] == [(places[2], 2, 0), (places[3], 2, 1)]
+    assert [
+        (copy.place, copy.sender, copy.keeper) for copy in plan_copies(held, range(4), [3])
+    ] == [(places[2], 2, 0), (places[3], 2, 1)]
 
 
 def test_who_has_sent_least_sends_next() -> None:
@@ -101,14 +147,18 @@ def test_ranks_of_a_mesh_keep_as_many_copies_as_there_are_shards_left() -> None:
     held = {rank: {places[rank], places[rank - 1]} for rank in range(8)}
     for dead in range(7, 0, -1):
         del held[dead]
-        now = newest_complete(Claim(rank=rank, cut=1, shards=8, places=own, copied=False) for rank, own in held.items())
+        now = newest_complete(
+            Claim(rank=rank, cut=1, shards=8, places=own, copied=False)
+            for rank, own in held.items()
+        )
         for copy in plan_copies(now, list(held), []):
             held[copy.keeper].add(copy.place)
     assert held == {0: set(places)}
 
 
 class TwoRanks(LocalChannel):
-    """A channel between two ranks, seen from rank 0; rank 1 holds no shard and answers so to everything."""
+    """A channel between two ranks, seen from rank 0; rank 1 holds no shard and answers so to
+    everything."""
 
     rank, world_size = 0, 2
 
@@ -116,6 +166,10 @@ class TwoRanks(LocalChannel):
         return [payload, json.dumps(rows_of([])).encode()]
 
 
-@pytest.mark.parametrize("cut", [WHOLE, division_cut(Division(world_size=3, shards=3), 0, 3)], ids=["whole", "a shard is lost"])
+@pytest.mark.parametrize(
+    "cut",
+    [WHOLE, division_cut(Division(world_size=3, shards=3), 0, 3)],
+    ids=["whole", "a shard is lost"],
+)
 def test_there_is_nothing_to_copy_of_a_state_that_is_whole_or_lost(cut: Cut) -> None:
     assert copy_singles([], [RankShards(cut=cut, vectors=[])], [], TwoRanks(), []) is None

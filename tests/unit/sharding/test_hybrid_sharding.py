@@ -19,18 +19,25 @@ MAX_NORM = 0.3
 def make(dtype: torch.dtype = torch.float64) -> nn.Sequential:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)]
-    return nn.Sequential(nn.Linear(6, 16), nn.Sequential(*blocks), nn.BatchNorm1d(16), nn.Linear(16, 2)).to(dtype)
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.Sequential(*blocks), nn.BatchNorm1d(16), nn.Linear(16, 2)
+    ).to(dtype)
 
 
 def train(
     *, micro: bool, shard_size: int = 2, dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], int]:
-    """What a rank does. Returns the whole state, the metadata, and the elements of the optimizer's state that it holds."""
+    """What a rank does. Returns the whole state, the metadata, and the elements of the optimizer's
+    state that it holds."""
     net = make(dtype)
     options = {"minimum_parameter_group_size": 64, "shard_size": shard_size, **options}
-    model, optimizer = shoal.as_distributed(net, torch.optim.Adam(net.parameters(), 0.01), strategy="hsdp", **options)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.Adam(net.parameters(), 0.01), strategy="hsdp", **options
+    )
     data = torch.utils.data.TensorDataset(X.to(dtype))
-    loader = shoal.ElasticDataLoader(data, global_batch_size=8, micro_batch_size=2 if micro else None, shuffle=False)
+    loader = shoal.ElasticDataLoader(
+        data, global_batch_size=8, micro_batch_size=2 if micro else None, shuffle=False
+    )
     for _ in loader.epochs(2):
         for step in loader.steps() if micro else ([batch] for batch in loader):
             for (x,) in step:
@@ -69,7 +76,10 @@ def test_four_ranks_in_two_replicas_train_as_one_process_does_each_with_half_of_
 def test_deterministic_results_do_not_depend_on_the_replicas() -> None:
     def bits(world_size: int, shard_size: int) -> list[dict[str, torch.Tensor]]:
         ranks = shoal.launch(
-            lambda: train(micro=True, deterministic=True, dtype=torch.float32, shard_size=shard_size), world_size=world_size
+            lambda: train(
+                micro=True, deterministic=True, dtype=torch.float32, shard_size=shard_size
+            ),
+            world_size=world_size,
         )
         return [state for state, *_ in ranks]
 
@@ -91,7 +101,9 @@ def test_deterministic_results_do_not_depend_on_the_replicas() -> None:
         ("abc", 1, 1),
     ],
 )
-def test_replicas_have_a_hosts_ranks_or_more_so_that_they_come_out_even(hosts: str, wanted: int | None, shards: int) -> None:
+def test_replicas_have_a_hosts_ranks_or_more_so_that_they_come_out_even(
+    hosts: str, wanted: int | None, shards: int
+) -> None:
     assert in_replicas(topology_of(list(hosts)), wanted).shards == shards
 
 

@@ -37,13 +37,19 @@ class Net(nn.Module):
         return x
 
 
-def train(orders: Sequence[Sequence[int]], *, shifted: Sequence[bool], strategy: str) -> dict[str, torch.Tensor]:
+def train(
+    orders: Sequence[Sequence[int]], *, shifted: Sequence[bool], strategy: str
+) -> dict[str, torch.Tensor]:
     """`orders`, `shifted`: by rank."""
     rank = shoal.rank()
     torch.manual_seed(0)
     net = Net(orders[rank], shifted=shifted[rank]).double()
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, shard_modules=[Block])
-    for (x,) in shoal.ElasticDataLoader(torch.utils.data.TensorDataset(X), global_batch_size=8, shuffle=False):
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, shard_modules=[Block]
+    )
+    for (x,) in shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(X), global_batch_size=8, shuffle=False
+    ):
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -52,7 +58,10 @@ def train(orders: Sequence[Sequence[int]], *, shifted: Sequence[bool], strategy:
 
 def test_ranks_that_visit_blocks_in_other_orders_are_told_so() -> None:
     with pytest.raises(PreconditionError, match="same blocks in the same order") as caught:
-        shoal.launch(lambda: train([(0, 1, 2), (1, 0, 2)], shifted=[True, True], strategy="zero3"), world_size=2)
+        shoal.launch(
+            lambda: train([(0, 1, 2), (1, 0, 2)], shifted=[True, True], strategy="zero3"),
+            world_size=2,
+        )
     assert caught.value.reason == "RANKS_DIVERGED"
 
 
@@ -65,7 +74,9 @@ def test_a_parameter_of_a_block_may_be_used_by_some_ranks_alone() -> None:
             (net(part).square().mean() / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-    for state in shoal.launch(lambda: train([(0, 1, 2)] * 2, shifted=[True, False], strategy="fsdp"), world_size=2):
+    for state in shoal.launch(
+        lambda: train([(0, 1, 2)] * 2, shifted=[True, False], strategy="fsdp"), world_size=2
+    ):
         for name, value in net.state_dict().items():
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12, msg=name)
 
@@ -80,6 +91,8 @@ def issued(step: int, *collectives: tuple[str, int]) -> bytes:
 
 def test_after_a_failure_ranks_may_have_come_to_different_points_of_one_order() -> None:
     first, second = ("gather", 0), ("gather", 1)
-    IssuedCollectives.compare([issued(3, first, second), issued(3, first), issued(3), b"", issued(4, second)], "zero3")
+    IssuedCollectives.compare(
+        [issued(3, first, second), issued(3, first), issued(3), b"", issued(4, second)], "zero3"
+    )
     with pytest.raises(PreconditionError, match="same blocks in the same order"):
         IssuedCollectives.compare([issued(3, first, second), issued(3, second)], "zero3")

@@ -1,4 +1,5 @@
-"""Mirrors that are in the host's memory between updates: training, faults and checkpoints come to the same (the memory is a stand-in)."""
+"""Mirrors that are in the host's memory between updates: training, faults and checkpoints come to
+the same (the memory is a stand-in)."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ def mirrored(optimizer: Any) -> list[torch.Tensor]:
     assert isinstance(held, ShardedState)
     found: list[torch.Tensor] = []
     for unit in held.units:
-        found += [value for piece in unit.mirror.pieces for value in optimizer.optimizer.state.get(piece, {}).values() if value.dim()]
+        found += [
+            value
+            for piece in unit.mirror.pieces
+            for value in optimizer.optimizer.state.get(piece, {}).values()
+            if value.dim()
+        ]
         found += [unit.mirror.shard] if unit.apart else []
     return [each for each in found if each.numel()]
 
@@ -39,9 +45,13 @@ def train(strategy: str, options: dict[str, Any], away: list[bool]) -> int:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
-    model, optimizer = shoal.as_distributed(net, optimizer, strategy=strategy, consistency_check_every=3, **options)
+    model, optimizer = shoal.as_distributed(
+        net, optimizer, strategy=strategy, consistency_check_every=3, **options
+    )
     draw = torch.Generator().manual_seed(1)
-    samples = torch.utils.data.TensorDataset(torch.randn(48, 6, generator=draw), torch.arange(48) % 2)
+    samples = torch.utils.data.TensorDataset(
+        torch.randn(48, 6, generator=draw), torch.arange(48) % 2
+    )
     for x, y in shoal.ElasticDataLoader(samples, global_batch_size=6, shuffle=False):
         nn.functional.cross_entropy(model(x), y).backward()
         away += [getattr(tensor, "is_away", False) for tensor in mirrored(optimizer)]
@@ -65,7 +75,9 @@ def memories(monkeypatch: pytest.MonkeyPatch) -> list[MarkedMemory]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_training_comes_to_the_same_bits_with_mirrors_in_the_hosts_memory(strategy: str, memories: list[MarkedMemory]) -> None:
+def test_training_comes_to_the_same_bits_with_mirrors_in_the_hosts_memory(
+    strategy: str, memories: list[MarkedMemory]
+) -> None:
     here: list[bool] = []
     expected = shoal.launch(train, strategy, {"mirrors": "device"}, here, world_size=3)
     assert not any(here)
@@ -77,14 +89,22 @@ def test_training_comes_to_the_same_bits_with_mirrors_in_the_hosts_memory(strate
 
 
 def train_two(strategy: str, where: str, away: list[bool]) -> int:
-    """A discriminator and a generator. In each step the discriminator's update is withdrawn and reinstated, as where a rank asks its peers
-    whether the step counts. Notes whether what the rank mirrors of both is away behind their passes."""
+    """A discriminator and a generator. In each step the discriminator's update is withdrawn and
+    reinstated, as where a rank asks its peers whether the step counts. Notes whether what the rank
+    mirrors of both is away behind their passes."""
     torch.manual_seed(0)
-    nets = [nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 6)), nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1))]
+    nets = [
+        nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 6)),
+        nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 1)),
+    ]
     adams = [torch.optim.AdamW(net.parameters(), 0.01) for net in nets]
-    (generator, discriminator), optimizers = shoal.as_distributed(nets, adams, strategy=strategy, mirrors=where)
+    (generator, discriminator), optimizers = shoal.as_distributed(
+        nets, adams, strategy=strategy, mirrors=where
+    )
     draw = torch.Generator().manual_seed(1)
-    samples = torch.utils.data.TensorDataset(torch.randn(24, 6, generator=draw), torch.randn(24, 3, generator=draw))
+    samples = torch.utils.data.TensorDataset(
+        torch.randn(24, 6, generator=draw), torch.randn(24, 3, generator=draw)
+    )
     for real, noise in shoal.ElasticDataLoader(samples, global_batch_size=6, shuffle=False):
         (discriminator(generator(noise).detach()) - discriminator(real)).mean().backward()
         optimizers[1].step()
@@ -98,7 +118,13 @@ def train_two(strategy: str, where: str, away: list[bool]) -> int:
         optimizers[0].step()
         for optimizer in optimizers:
             optimizer.zero_grad()
-    return state_digest([generator.full_state_dict(), discriminator.full_state_dict(), *(each.state_dict() for each in optimizers)])
+    return state_digest(
+        [
+            generator.full_state_dict(),
+            discriminator.full_state_dict(),
+            *(each.state_dict() for each in optimizers),
+        ]
+    )
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
@@ -119,9 +145,13 @@ def test_mirrors_stay_on_a_device_that_is_not_short_of_memory(memories: list[Mar
 
 
 def test_with_offload_it_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r'mirrors="host" with offload=\'cpu\': .*leave mirrors out'):
+    with pytest.raises(
+        ConfigurationError, match=r'mirrors="host" with offload=\'cpu\': .*leave mirrors out'
+    ):
         shoal.ShardingConfiguration(mirrors="host", offload="cpu")
-    with pytest.raises(ConfigurationError, match=r"mirrors='disk': expected \"device\" or \"host\""):
+    with pytest.raises(
+        ConfigurationError, match=r"mirrors='disk': expected \"device\" or \"host\""
+    ):
         shoal.ShardingConfiguration(mirrors="disk")  # type: ignore[arg-type]  # what is refused
 
 
@@ -138,16 +168,29 @@ def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MarkedMemory]:
 @pytest.mark.parametrize(
     ("strategy", "faults"),
     [
-        pytest.param(strategy, faults, id=f"{name}-{strategy}", marks=() if strategy == quick else pytest.mark.matrix)
+        pytest.param(
+            strategy,
+            faults,
+            id=f"{name}-{strategy}",
+            marks=() if strategy == quick else pytest.mark.matrix,
+        )
         for name, quick, faults in (
             ("a death", "zero3", ["b dies at point 60"]),
-            ("a death and a joiner", "zero1", ["b dies at point 103", "at point 110 of a: one more joins"]),
+            (
+                "a death and a joiner",
+                "zero1",
+                ["b dies at point 103", "at point 110 of a: one more joins"],
+            ),
             ("two deaths", "zero2", ["a dies at point 90", "c dies at point 150"]),
         )
         for strategy in ("zero1", "zero2", "zero3")
     ],
 )
-def test_a_mirror_that_is_away_takes_the_place_of_its_owners_shard(strategy: str, faults: list[str], short_of_memory: MarkedMemory) -> None:
-    verdict = oracle.run(parse("\n".join([f"{strategy}, loop save, 4 ranks, replaced, schedule 1", *faults])))
+def test_a_mirror_that_is_away_takes_the_place_of_its_owners_shard(
+    strategy: str, faults: list[str], short_of_memory: MarkedMemory
+) -> None:
+    verdict = oracle.run(
+        parse("\n".join([f"{strategy}, loop save, 4 ranks, replaced, schedule 1", *faults]))
+    )
     assert verdict.ok, f"\n{verdict.scenario}\n\n{verdict}"
     assert short_of_memory.moves > 100

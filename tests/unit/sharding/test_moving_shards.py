@@ -21,16 +21,25 @@ def layout(numel: int, world_size: int) -> UnitLayout:
     new_world=st.integers(1, 6),
     dead=st.integers(0, 4),
 )
-def test_every_element_arrives_wherever_it_is_to_be_held(numel: int, old_world: int, new_world: int, dead: int) -> None:
+def test_every_element_arrives_wherever_it_is_to_be_held(
+    numel: int, old_world: int, new_world: int, dead: int
+) -> None:
     old, new = layout(numel, old_world), layout(numel, new_world)
     whole = torch.arange(old.padded_numel, dtype=torch.float64)
-    # Rank r held position r and its predecessor's; one rank is gone, the others are the first ranks of the new group.
+    # Rank r held position r and its predecessor's; one rank is gone, the others are the first ranks
+    # of the new group.
     alive = [r for r in range(old_world) if r != dead or old_world == 1][:new_world]
     held = {
-        number: {p: whole[p * old.shard_numel :][: old.shard_numel] for p in {r, (r - 1) % old_world}} for number, r in enumerate(alive)
+        number: {
+            p: whole[p * old.shard_numel :][: old.shard_numel] for p in {r, (r - 1) % old_world}
+        }
+        for number, r in enumerate(alive)
     }
     holders = {p: [rank for rank, shards in held.items() if p in shards] for p in range(old_world)}
-    claims = [Claim(rank=rank, cut=1, shards=old_world, places=list(shards), copied=False) for rank, shards in held.items()]
+    claims = [
+        Claim(rank=rank, cut=1, shards=old_world, places=list(shards), copied=False)
+        for rank, shards in held.items()
+    ]
     if not all(holders.values()):
         with pytest.raises(ShardsLostError, match=r"nobody holds (\d of the model's|any shard)"):
             newest_complete(claims)
@@ -39,14 +48,22 @@ def test_every_element_arrives_wherever_it_is_to_be_held(numel: int, old_world: 
     gets = [sorted({rank, (rank - 1) % new_world}) for rank in range(new_world)]
     table = runs(old=old, new=new, sends=sends, gets=gets)
     empty = {0: torch.empty(0, dtype=torch.float64)}
-    sent = [message(table, rank, held.get(rank, empty)).split(sizes(table, rank)[1]) for rank in range(new_world)]
+    sent = [
+        message(table, rank, held.get(rank, empty)).split(sizes(table, rank)[1])
+        for rank in range(new_world)
+    ]
     for rank in range(new_world):
         received = torch.cat([parts[rank] for parts in sent])
         assert [len(parts[rank]) for parts in sent] == sizes(table, rank)[0]
-        shards = {position: torch.full((new.shard_numel,), -1.0, dtype=torch.float64) for position in gets[rank]}
+        shards = {
+            position: torch.full((new.shard_numel,), -1.0, dtype=torch.float64)
+            for position in gets[rank]
+        }
         place(table, rank, received, shards)
         for position, shard in shards.items():
-            expected = torch.arange(numel, dtype=torch.float64)[position * new.shard_numel : (position + 1) * new.shard_numel]
+            expected = torch.arange(numel, dtype=torch.float64)[
+                position * new.shard_numel : (position + 1) * new.shard_numel
+            ]
             assert shard[: len(expected)].equal(expected)
             assert (shard[len(expected) :] == -1).all()
 

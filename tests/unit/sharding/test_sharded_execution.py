@@ -34,7 +34,8 @@ class Block(nn.Module):
 
 
 class Tied(nn.Module):
-    """A small language model: the embedding is the head, one block is checkpointed, one norm is frozen, one layer is never used."""
+    """A small language model: the embedding is the head, one block is checkpointed, one norm is
+    frozen, one layer is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,8 +82,21 @@ def alone(optimizer_class: Any) -> dict[str, torch.Tensor]:
 
 
 def units_of(model: nn.Module, stage: Stage) -> list[tuple[nn.Module, list[Unit]]]:
-    groups = by_modules(model, [Block], at_least=0) if stage is Stage.PARAMETERS else by_bytes(model, cap=2000)
-    return [(g.module, [Unit(each.name, each.parameters, each.names, stage=stage, wide=False) for each in alike(g)]) for g in groups]
+    groups = (
+        by_modules(model, [Block], at_least=0)
+        if stage is Stage.PARAMETERS
+        else by_bytes(model, cap=2000)
+    )
+    return [
+        (
+            g.module,
+            [
+                Unit(each.name, each.parameters, each.names, stage=stage, wide=False)
+                for each in alike(g)
+            ],
+        )
+        for g in groups
+    ]
 
 
 def train(
@@ -94,7 +108,8 @@ def train(
     prefetch: int = 1,
     watch: Any = lambda execution: None,
 ) -> tuple[dict[str, torch.Tensor], RankThread]:
-    """`micro_batches`: how many each rank cuts its samples into. Returns the whole trained state."""
+    """`micro_batches`: how many each rank cuts its samples into. Returns the whole trained
+    state."""
     model = make()
     units = units_of(model, stage)
     execution = ShardedExecution(units, ranks, stage, prefetch=prefetch)
@@ -129,10 +144,14 @@ def train(
     return copy.deepcopy(model.state_dict()), ranks
 
 
-@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)])
+@pytest.mark.parametrize(
+    "optimizer_class", [torch.optim.AdamW, lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)]
+)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("stage", list(Stage))
-def test_the_result_is_that_of_one_process_on_the_whole_batch(stage: Stage, world_size: int, optimizer_class: Any) -> None:
+def test_the_result_is_that_of_one_process_on_the_whole_batch(
+    stage: Stage, world_size: int, optimizer_class: Any
+) -> None:
     expected = alone(optimizer_class)
     for trained, _ in run_ranks(world_size, lambda ranks: train(ranks, stage, optimizer_class)):
         for name, value in expected.items():
@@ -143,7 +162,13 @@ def test_the_result_is_that_of_one_process_on_the_whole_batch(stage: Stage, worl
 def test_how_many_blocks_are_gathered_ahead_changes_no_bit(counts: list[int]) -> None:
     def trained(ahead: int) -> list[dict[str, torch.Tensor]]:
         def body(ranks: RankThread) -> Any:
-            return train(ranks, Stage.PARAMETERS, torch.optim.AdamW, micro_batches=lambda rank: counts[rank], prefetch=ahead)
+            return train(
+                ranks,
+                Stage.PARAMETERS,
+                torch.optim.AdamW,
+                micro_batches=lambda rank: counts[rank],
+                prefetch=ahead,
+            )
 
         return [state for state, _ in run_ranks(2, body)]
 
@@ -165,18 +190,36 @@ def test_no_more_blocks_are_gathered_ahead_than_is_said(ahead: int) -> None:
             start(units)
             if len(units) == len(execution.units):
                 return  # all at once, for the state in the end
-            most.append(sum(any(unit._gathered or unit._gathering is not None for unit in block.units) for block in blocks))
+            most.append(
+                sum(
+                    any(unit._gathered or unit._gathering is not None for unit in block.units)
+                    for block in blocks
+                )
+            )
 
-        execution._start = started  # type: ignore[method-assign]  # to see what is gathered at each moment
+        # to see what is gathered at each moment
+        execution._start = started  # type: ignore[method-assign]
 
-    run_ranks(2, lambda ranks: train(ranks, Stage.PARAMETERS, torch.optim.AdamW, prefetch=ahead, watch=watch if ranks.rank == 0 else id))
-    assert max(most) == min(3, 2 + ahead)  # between two blocks of a backward pass one is about to be freed
+    run_ranks(
+        2,
+        lambda ranks: train(
+            ranks,
+            Stage.PARAMETERS,
+            torch.optim.AdamW,
+            prefetch=ahead,
+            watch=watch if ranks.rank == 0 else id,
+        ),
+    )
+    # between two blocks of a backward pass one is about to be freed
+    assert max(most) == min(3, 2 + ahead)
 
 
 @pytest.mark.parametrize("stage", list(Stage))
 def test_gradients_accumulate_over_several_backward_passes(stage: Stage) -> None:
     expected = alone(torch.optim.AdamW)
-    for trained, _ in run_ranks(2, lambda ranks: train(ranks, stage, torch.optim.AdamW, micro_batches=lambda rank: 2)):
+    for trained, _ in run_ranks(
+        2, lambda ranks: train(ranks, stage, torch.optim.AdamW, micro_batches=lambda rank: 2)
+    ):
         for name, value in expected.items():
             torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-12, msg=name)
 
@@ -184,14 +227,20 @@ def test_gradients_accumulate_over_several_backward_passes(stage: Stage) -> None
 @pytest.mark.parametrize("stage", list(Stage))
 def test_a_rank_with_fewer_micro_batches_takes_part_in_the_others_collectives(stage: Stage) -> None:
     expected = alone(torch.optim.AdamW)
-    for trained, _ in run_ranks(3, lambda ranks: train(ranks, stage, torch.optim.AdamW, micro_batches=lambda rank: 4 - rank)):
+    for trained, _ in run_ranks(
+        3, lambda ranks: train(ranks, stage, torch.optim.AdamW, micro_batches=lambda rank: 4 - rank)
+    ):
         for name, value in expected.items():
             torch.testing.assert_close(trained[name], value, rtol=0, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize(("stage", "times"), [(Stage.OPTIMIZER, 2), (Stage.GRADIENTS, 2), (Stage.PARAMETERS, 3)])
+@pytest.mark.parametrize(
+    ("stage", "times"), [(Stage.OPTIMIZER, 2), (Stage.GRADIENTS, 2), (Stage.PARAMETERS, 3)]
+)
 def test_the_bytes_on_the_wire_are_those_of_the_theory(stage: Stage, times: int) -> None:
-    parameter_bytes = sum(p.numel() * p.element_size() for p in make().parameters() if p.requires_grad)
+    parameter_bytes = sum(
+        p.numel() * p.element_size() for p in make().parameters() if p.requires_grad
+    )
     for _, ranks in run_ranks(2, lambda ranks: train(ranks, stage, torch.optim.AdamW)):
         assert ranks.sent_bytes == pytest.approx(times * parameter_bytes / 2, rel=0.15), stage.name
 
@@ -228,7 +277,9 @@ def test_sums_that_fail_after_the_step_was_given_up_are_forgotten_like_others() 
 
     given_up = False
     model = make()
-    execution = ShardedExecution(units_of(model, Stage.GRADIENTS), Ranks(0, 1, [None], threading.Barrier(1)), Stage.GRADIENTS)
+    execution = ShardedExecution(
+        units_of(model, Stage.GRADIENTS), Ranks(0, 1, [None], threading.Barrier(1)), Stage.GRADIENTS
+    )
     for unit in execution.units:
         unit.cut(1, 0, None)
     execution.factor = 1.0
@@ -260,7 +311,11 @@ def test_the_collectives_of_a_pass_in_which_the_step_was_lost_are_not_repeated_b
 
 def test_a_backward_pass_outside_of_a_step_is_refused() -> None:
     model = make()
-    execution = ShardedExecution(units_of(model, Stage.GRADIENTS), RankThread(0, 1, [None], threading.Barrier(1)), Stage.GRADIENTS)
+    execution = ShardedExecution(
+        units_of(model, Stage.GRADIENTS),
+        RankThread(0, 1, [None], threading.Barrier(1)),
+        Stage.GRADIENTS,
+    )
     execution.forget()
     with pytest.raises(PreconditionError, match=r"Call model\.train\(\)"):
         loss_of(model, batch(0)).backward()

@@ -1,4 +1,5 @@
-"""Model and optimizer state stay what one process would have while it is cut for one number of ranks after another."""
+"""Model and optimizer state stay what one process would have while it is cut for one number of
+ranks after another."""
 
 from __future__ import annotations
 
@@ -31,11 +32,15 @@ _INPUTS = torch.randn(9, 5, dtype=torch.float64)
 
 OPTIMIZERS: dict[str, Any] = {
     "momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9),
-    "momentum of some": lambda p: torch.optim.SGD([{"params": p[:2], "momentum": 0.9}, {"params": p[2:], "lr": 0.1}], 0.05),
+    "momentum of some": lambda p: torch.optim.SGD(
+        [{"params": p[:2], "momentum": 0.9}, {"params": p[2:], "lr": 0.1}], 0.05
+    ),
     "fused momentum": lambda p: torch.optim.SGD(p, 0.05, momentum=0.9, fused=True),
     "foreach": lambda p: torch.optim.AdamW(p, 0.05, foreach=True),
     "fused": lambda p: torch.optim.AdamW(p, 0.05, fused=True),
-    "amsgrad of some": lambda p: torch.optim.Adam([{"params": p[:3], "amsgrad": True}, {"params": p[3:]}], 0.05),
+    "amsgrad of some": lambda p: torch.optim.Adam(
+        [{"params": p[:3], "amsgrad": True}, {"params": p[3:]}], 0.05
+    ),
     "Adagrad": lambda p: torch.optim.Adagrad(p, 0.05, initial_accumulator_value=0.1),
     "fused Adagrad": lambda p: torch.optim.Adagrad(p, 0.05, fused=True),
     "RMSprop": lambda p: torch.optim.RMSprop(p, 0.05, momentum=0.9, centered=True),
@@ -45,7 +50,10 @@ OPTIMIZERS: dict[str, Any] = {
     "LAMB": lambda p: shoal.optim.LAMB(p, 0.05, weight_decay=0.1),
     "RowWiseAdagrad": lambda p: shoal.optim.RowWiseAdagrad(p, 0.05),
     "Muon and AdamW": MuonAndAdamW,
-    **{name: lambda p, name=name: getattr(torch.optim, name)(p, 0.05) for name in ("NAdam", "RAdam", "Adamax", "Adadelta")},
+    **{
+        name: lambda p, name=name: getattr(torch.optim, name)(p, 0.05)
+        for name in ("NAdam", "RAdam", "Adamax", "Adadelta")
+    },
 }
 
 
@@ -55,9 +63,15 @@ class Rank:
     def __init__(self, make_optimizer: Any) -> None:
         self.module = copy.deepcopy(_START)
         (group,) = by_bytes(self.module, cap=1 << 20)
-        self.unit = Unit(group.name, group.parameters, group.names, stage=Stage.OPTIMIZER, wide=False)
+        self.unit = Unit(
+            group.name, group.parameters, group.names, stage=Stage.OPTIMIZER, wide=False
+        )
         self.optimizer = make_optimizer(list(self.module.parameters()))
-        self.execution = ShardedExecution([(self.module, [self.unit])], RankThread(0, 1, [], threading.Barrier(1)), Stage.OPTIMIZER)
+        self.execution = ShardedExecution(
+            [(self.module, [self.unit])],
+            RankThread(0, 1, [], threading.Barrier(1)),
+            Stage.OPTIMIZER,
+        )
         self.execution.reduces_in_backward = False
         self.state = ShardedState(self.module, self.execution, Stage.OPTIMIZER)
         said = True if isinstance(self.optimizer, MuonAndAdamW) else None
@@ -82,7 +96,9 @@ class Rank:
 
 
 def generation(number: int, world_size: int, ranks: RankThread) -> Any:
-    group = SimpleNamespace(generation=SimpleNamespace(number=number, topology=topology_of(["h"] * world_size)))
+    group = SimpleNamespace(
+        generation=SimpleNamespace(number=number, topology=topology_of(["h"] * world_size))
+    )
     for name in ("rank", "world_size", "all_gather_integers", "all_to_all", "exchange"):
         setattr(group, name, getattr(ranks, name))
     return group
@@ -122,12 +138,19 @@ def test_an_optimizers_state_outlives_ranks_that_die(name: str) -> None:
     for index, values in expected.items():
         assert whole["optimizer"]["state"][index].keys() == values.keys()
         for key, value in values.items():
-            torch.testing.assert_close(whole["optimizer"]["state"][index][key], value, rtol=0, atol=1e-12, check_device=False)
+            torch.testing.assert_close(
+                whole["optimizer"]["state"][index][key],
+                value,
+                rtol=0,
+                atol=1e-12,
+                check_device=False,
+            )
 
 
 def test_a_rank_that_has_cut_nothing_yet_stands_in_for_the_dead() -> None:
     survivors = [Rank(OPTIMIZERS["momentum"]) for _ in range(2)]
-    survivors[0].state.cut_whole(number=1, rank=0, topology=topology_of(["h"] * 4))  # ranks 2 and 3 die before rank 1 has begun the step
+    # ranks 2 and 3 die before rank 1 has begun the step
+    survivors[0].state.cut_whole(number=1, rank=0, topology=topology_of(["h"] * 4))
 
     def after(ranks: RankThread) -> None:
         own = survivors[ranks.rank]
@@ -142,14 +165,18 @@ def test_a_rank_that_has_cut_nothing_yet_stands_in_for_the_dead() -> None:
             assert own.state.assemble(LocalChannel())["model"][key].equal(value)
 
 
-def test_after_a_failed_regrouping_a_rank_keeps_the_cut_that_the_next_one_can_be_made_from() -> None:
-    """Two ranks of three got the new shards; the third, that did not, has the others' old ones alone, and one of the two dies."""
+def test_after_a_failed_regrouping_a_rank_keeps_the_cut_that_the_next_one_can_be_made_from() -> (
+    None
+):
+    """Two ranks of three got the new shards; the third, that did not, has the others' old ones
+    alone, and one of the two dies."""
     ranks_of_three = [Rank(OPTIMIZERS["momentum"]) for _ in range(3)]
     for rank, own in enumerate(ranks_of_three):
         own.state.cut_whole(number=1, rank=rank, topology=topology_of(["h"] * 3))
         incomplete = hold(own.state.units, own.state._state, own.state.cut, [{}])
         own.state._before = incomplete
-        own.state.cut = Cut(number=2, world_size=5, position=rank, mirrored=None)  # of which two positions are nowhere
+        # of which two positions are nowhere
+        own.state.cut = Cut(number=2, world_size=5, position=rank, mirrored=None)
 
     def again(ranks: RankThread) -> None:
         own = ranks_of_three[ranks.rank]
@@ -177,8 +204,13 @@ def test_a_mirror_lies_on_another_host_unless_one_host_has_most_ranks(hosts: str
     assert all(host != hosts[(rank + stride) % len(hosts)] for rank, host in enumerate(hosts))
 
 
-@pytest.mark.parametrize(("hosts", "together"), [("a", 1), ("aaa", 3), ("aaab", 2), ("baaa", 2), ("aab", 1)])
+@pytest.mark.parametrize(
+    ("hosts", "together"), [("a", 1), ("aaa", 3), ("aaab", 2), ("baaa", 2), ("aab", 1)]
+)
 def test_as_few_mirrors_as_can_be_lie_on_their_shards_own_host(hosts: str, together: int) -> None:
     stride = buddy_stride(topology_of(list(hosts)))
-    assert sum(host == hosts[(rank + stride) % len(hosts)] for rank, host in enumerate(hosts)) == together
+    assert (
+        sum(host == hosts[(rank + stride) % len(hosts)] for rank, host in enumerate(hosts))
+        == together
+    )
     assert len(hosts) == 1 or stride % len(hosts)

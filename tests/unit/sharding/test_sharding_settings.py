@@ -1,4 +1,5 @@
-"""Settings of `ShardingConfiguration` about dtypes, memory and blocks: each trains as the plain path does, and costs what it says."""
+"""Settings of `ShardingConfiguration` about dtypes, memory and blocks: each trains as the plain
+path does, and costs what it says."""
 
 from __future__ import annotations
 
@@ -36,15 +37,22 @@ class Block(nn.Module):
 
 def make() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 32), nn.Sequential(*[Block() for _ in range(3)]), nn.Linear(32, 2))
+    return nn.Sequential(
+        nn.Linear(6, 32), nn.Sequential(*[Block() for _ in range(3)]), nn.Linear(32, 2)
+    )
 
 
 def train(strategy: str, look: Any = None, **options: Any) -> tuple[State, Any]:
-    """What a rank does. Returns the whole parameters, and what `look(model, optimizer)` says after the last step."""
+    """What a rank does. Returns the whole parameters, and what `look(model, optimizer)` says after
+    the last step."""
     net = make()
     options = {"minimum_parameter_group_size": 64, **options}
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.05, momentum=0.9), strategy=strategy, **options)
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(X), global_batch_size=8, shuffle=False)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.05, momentum=0.9), strategy=strategy, **options
+    )
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(X), global_batch_size=8, shuffle=False
+    )
     for _ in loader.epochs(2):
         for (x,) in loader:
             model(x).float().square().mean().backward()
@@ -70,16 +78,29 @@ def differences(state: State, plain: State) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_param_dtype_is_what_is_computed_with_and_not_what_is_updated(strategy: str, plain: State) -> None:
+def test_param_dtype_is_what_is_computed_with_and_not_what_is_updated(
+    strategy: str, plain: State
+) -> None:
     def look(model: Any, optimizer: Any) -> Any:
         with inside():
-            held = sum({s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in model.module.parameters())}.values())
-        return {p.dtype for p in model.module.parameters()}, {p.dtype for p in model.local_shard.values()}, held
+            held = sum(
+                {
+                    s.data_ptr(): s.nbytes()
+                    for s in (p.untyped_storage() for p in model.module.parameters())
+                }.values()
+            )
+        return (
+            {p.dtype for p in model.module.parameters()},
+            {p.dtype for p in model.local_shard.values()},
+            held,
+        )
 
     state, (computed, updated, held) = launch(strategy, look, param_dtype=torch.bfloat16)
     assert (computed, updated) == ({torch.bfloat16}, {torch.float32})
     padded = 2 * 16 * 2 * 4
-    assert held <= (0 if strategy == "zero3" else sum(v.numel() for v in plain.values()) * 2 + padded)
+    assert held <= (
+        0 if strategy == "zero3" else sum(v.numel() for v in plain.values()) * 2 + padded
+    )
     assert 0 < max(differences(state, plain)) < 5e-3
 
 
@@ -88,7 +109,14 @@ def test_reduce_dtype_is_what_gradients_travel_in(plain: State) -> None:
     assert 0 < max(differences(state, plain)) < 5e-3
 
     def sent(ranks: RankThread) -> int:
-        unit = Unit("", list(make().parameters()), ["p"] * 10, stage=Stage.GRADIENTS, wide=False, reduce_dtype=torch.bfloat16)
+        unit = Unit(
+            "",
+            list(make().parameters()),
+            ["p"] * 10,
+            stage=Stage.GRADIENTS,
+            wide=False,
+            reduce_dtype=torch.bfloat16,
+        )
         unit.cut(2, ranks.rank, None)
         unit.start_reducing(ranks).wait()
         assert unit.own.gradient is not None
@@ -101,9 +129,16 @@ def test_reduce_dtype_is_what_gradients_travel_in(plain: State) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "chosen"),
-    [("ddp", [Block]), ("zero2", True), ("zero3", lambda module: isinstance(module, Block)), ("local_sgd", [Block])],
+    [
+        ("ddp", [Block]),
+        ("zero2", True),
+        ("zero3", lambda module: isinstance(module, Block)),
+        ("local_sgd", [Block]),
+    ],
 )
-def test_checkpointed_activations_are_computed_twice_and_change_nothing(strategy: str, chosen: Any) -> None:
+def test_checkpointed_activations_are_computed_twice_and_change_nothing(
+    strategy: str, chosen: Any
+) -> None:
     def look(model: Any, optimizer: Any) -> int:
         return sum(block.passes for block in model.module[1])
 
@@ -114,7 +149,9 @@ def test_checkpointed_activations_are_computed_twice_and_change_nothing(strategy
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_offloaded_shards_and_optimizer_state_are_in_files(strategy: str, plain: State, tmp_path: Path) -> None:
+def test_offloaded_shards_and_optimizer_state_are_in_files(
+    strategy: str, plain: State, tmp_path: Path
+) -> None:
     def look(model: Any, optimizer: Any) -> list[str | None]:
         own = optimizer.optimizer
         pieces = [piece for group in own.param_groups for piece in group["params"] if piece.numel()]
@@ -124,17 +161,25 @@ def test_offloaded_shards_and_optimizer_state_are_in_files(strategy: str, plain:
     state, files = launch(strategy, look, offload=tmp_path / "shards")
     assert len(files) >= 4
     assert all(name is not None and name.startswith(str(tmp_path)) for name in files)
-    assert list((tmp_path / "shards").iterdir()) == []  # they have no names, and go with the process
+    # they have no names, and go with the process
+    assert list((tmp_path / "shards").iterdir()) == []
     assert max(differences(state, plain)) == 0.0
 
 
-def test_a_disk_that_is_full_in_the_middle_of_a_run_is_named_with_what_was_wanted(tmp_path: Path) -> None:
+def test_a_disk_that_is_full_in_the_middle_of_a_run_is_named_with_what_was_wanted(
+    tmp_path: Path,
+) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     home = FileHome(tmp_path)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # else it ends the process that asks for too large a file
+    # else it ends the process that asks for too large a file
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
-        with pytest.raises(LimitError, match=rf"offload='{tmp_path}': a file of 8000 bytes could not be made there: .*make room") as raised:
+        with pytest.raises(
+            LimitError,
+            match=rf"offload='{tmp_path}': a file of 8000 bytes could not be made there: .*make "
+            r"room",
+        ) as raised:
             home.empty(2000, torch.float32)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -146,7 +191,9 @@ def test_a_disk_that_is_full_in_the_middle_of_a_run_is_named_with_what_was_wante
 
 
 def test_the_preset_for_offload_changes_nothing_where_all_is_on_the_host(plain: State) -> None:
-    state, _ = launch("zero2", config=shoal.ShardingConfiguration.for_offload(minimum_parameter_group_size=64))
+    state, _ = launch(
+        "zero2", config=shoal.ShardingConfiguration.for_offload(minimum_parameter_group_size=64)
+    )
     assert max(differences(state, plain)) == 0.0
 
 
@@ -157,7 +204,11 @@ def refused(strategy: str, match: str, **options: Any) -> None:
 
 
 def test_settings_that_a_strategy_does_not_know_are_refused_with_a_remedy(tmp_path: Path) -> None:
-    refused("ddp", r"param_dtype=torch.bfloat16 with strategy='ddp'.*autocast", param_dtype=torch.bfloat16)
+    refused(
+        "ddp",
+        r"param_dtype=torch.bfloat16 with strategy='ddp'.*autocast",
+        param_dtype=torch.bfloat16,
+    )
     refused("ddp", r"reduce_dtype=.*gradient_compression", reduce_dtype=torch.bfloat16)
     refused("ddp", r"offload=.*take zero1", offload=tmp_path)
     refused("zero2", r"shard_modules=.*take zero3", shard_modules=[Block])
@@ -166,15 +217,29 @@ def test_settings_that_a_strategy_does_not_know_are_refused_with_a_remedy(tmp_pa
 def test_settings_that_cannot_work_are_refused_by_value(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     refused("zero1", "expected a floating-point", param_dtype=torch.int8)
-    refused("zero1", "deterministic=True with reduce_dtype", reduce_dtype=torch.bfloat16, deterministic=True)
-    refused("zero1", "both say what gradients travel as", reduce_dtype=torch.bfloat16, gradient_compression="fp16")
+    refused(
+        "zero1",
+        "deterministic=True with reduce_dtype",
+        reduce_dtype=torch.bfloat16,
+        deterministic=True,
+    )
+    refused(
+        "zero1",
+        "both say what gradients travel as",
+        reduce_dtype=torch.bfloat16,
+        gradient_compression="fp16",
+    )
     refused("hsdp", "which does not compress", gradient_compression="fp16")
     refused("zero1", 'expected "cpu", or a pathlib.Path', offload="disk")
     refused("zero1", "a directory that can be written", offload=tmp_path / "file")
     refused("zero3", "expected a list", shard_modules=Block)
     refused("zero2", r"prefetch_blocks=2 .*take zero3", prefetch_blocks=2)
     for value in (-1, 1.5, True, "all"):
-        refused("zero3", "prefetch_blocks=.*expected a whole number of blocks, 0 for none, or None for 1", prefetch_blocks=value)
+        refused(
+            "zero3",
+            "prefetch_blocks=.*expected a whole number of blocks, 0 for none, or None for 1",
+            prefetch_blocks=value,
+        )
     refused("zero3", "no module of these classes", activation_checkpointing=[nn.Conv2d])
     refused("zero3", "it chose no module", activation_checkpointing=lambda module: False)
 
@@ -189,9 +254,13 @@ def test_what_the_host_updates_is_waited_for_once(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Stream())
     home = HostHome()
-    home.device = torch.device("meta")  # stands in for the host, and the host for a device: they differ
+    # stands in for the host, and the host for a device: they differ
+    home.device = torch.device("meta")
     monkeypatch.setattr(HostHome, "empty", lambda _, numel, dtype: torch.empty(numel, dtype=dtype))
-    brought = [home.bring(torch.full((3,), value, dtype=torch.float64), torch.float32) for value in (1.0, 2.0)]
+    brought = [
+        home.bring(torch.full((3,), value, dtype=torch.float64), torch.float32)
+        for value in (1.0, 2.0)
+    ]
     assert not waits
     home.arrived()
     home.arrived()

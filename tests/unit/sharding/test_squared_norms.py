@@ -1,4 +1,5 @@
-"""The norm of a rank's gradients: right where squares are beyond float32, and few kernels on a device."""
+"""The norm of a rank's gradients: right where squares are beyond float32, and few kernels on a
+device."""
 
 from __future__ import annotations
 
@@ -25,13 +26,19 @@ class Counted(TorchDispatchMode):
 @pytest.mark.parametrize("length", [0, 1, 70_000])
 def test_squares_beyond_float32_are_summed(length: int) -> None:
     gradient = torch.full((length,), 1e30)
-    assert squared_norms([gradient, torch.tensor([3.0])]).tolist() == pytest.approx([length * float(gradient[:1].double().sum()) ** 2, 9.0])
+    assert squared_norms([gradient, torch.tensor([3.0])]).tolist() == pytest.approx(
+        [length * float(gradient[:1].double().sum()) ** 2, 9.0]
+    )
     assert squared_norms([]).sum() == 0
 
 
 def test_on_a_device_a_shard_of_any_size_takes_a_few_kernels_and_nobody_waits_for_it() -> None:
-    """The meta device stands for one: it has shapes, and a value that was asked for would be an error."""
-    shards = [torch.empty(100_000_000, device="meta"), torch.empty(7, device="meta", dtype=torch.bfloat16)]
+    """The meta device stands for one: it has shapes, and a value that was asked for would be an
+    error."""
+    shards = [
+        torch.empty(100_000_000, device="meta"),
+        torch.empty(7, device="meta", dtype=torch.bfloat16),
+    ]
     with Counted() as counted:
         assert squared_norms(shards).device.type == "meta"
     assert len(counted.calls) <= 3 * len(shards) + 1, counted.calls

@@ -1,4 +1,5 @@
-"""Plans: what is derived, what is refused and how, what is printed. Shapes alone count, so nothing here has values or a process group."""
+"""Plans: what is derived, what is refused and how, what is printed. Shapes alone count, so nothing
+here has values or a process group."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ def _on_meta():
 
 
 def styles(plan):
-    return {entry.module: entry.style.value for entry in plan.entries if entry.style is not Style.REPLICATE}
+    return {
+        entry.module: entry.style.value
+        for entry in plan.entries
+        if entry.style is not Style.REPLICATE
+    }
 
 
 @pytest.mark.parametrize(
@@ -72,7 +77,16 @@ def styles(plan):
                 "output.dense": "row",
             },
         ),
-        (Vit, {"qkv": "packed_column", "proj": "row", "mlp.0": "column", "mlp.3": "row", "head": "column_gathered"}),
+        (
+            Vit,
+            {
+                "qkv": "packed_column",
+                "proj": "row",
+                "mlp.0": "column",
+                "mlp.3": "row",
+                "head": "column_gathered",
+            },
+        ),
         (Bag, {"bag": "embedding_dimension", "top.0": "column", "top.2": "row"}),
         (
             lambda: nn.TransformerDecoderLayer(16, 4, 32),
@@ -99,12 +113,18 @@ def test_a_model_on_meta_has_the_plan_of_one_with_values():
 
 
 def test_blocks_that_names_do_not_tell_are_found_by_tracing():
-    plan = make_plan(Odd(), 2, minimum_parameter_group_size=0, example_inputs=(torch.zeros(1, 3, 16),))
+    plan = make_plan(
+        Odd(), 2, minimum_parameter_group_size=0, example_inputs=(torch.zeros(1, 3, 16),)
+    )
     columns = ("alpha", "beta", "gamma", "first", "second")
     assert styles(plan) == {**dict.fromkeys(columns, "column"), "delta": "row", "third": "row"}
     alone = make_plan(Odd(), 2, minimum_parameter_group_size=0)
-    assert set(styles(alone).values()) == {"column_gathered"}, "without inputs each layer stands alone"
-    named = make_plan(Odd(), 2, minimum_parameter_group_size=0, example_inputs={"x": torch.zeros(1, 3, 16)})
+    assert set(styles(alone).values()) == {"column_gathered"}, (
+        "without inputs each layer stands alone"
+    )
+    named = make_plan(
+        Odd(), 2, minimum_parameter_group_size=0, example_inputs={"x": torch.zeros(1, 3, 16)}
+    )
     assert named == plan
 
 
@@ -123,12 +143,30 @@ def test_tracing_refuses_what_cannot_run_without_values():
 
 def test_the_plan_prints_as_a_table():
     printed = str(make_plan(NanoGpt(), 2, minimum_parameter_group_size=1024))
-    assert printed.splitlines()[0].split() == ["module", "kind", "style", "shape", "split", "bytes/rank", "why"]
+    assert printed.splitlines()[0].split() == [
+        "module",
+        "kind",
+        "style",
+        "shape",
+        "split",
+        "bytes/rank",
+        "why",
+    ]
     assert "transformer.h.0.mlp.c_fc" in printed
     assert "below 1024 elements" in printed
     assert "norm" in printed
-    lines = {line.split()[0]: line.split() for line in str(make_plan(NanoGpt(), 4, minimum_parameter_group_size=0)).splitlines()}
-    assert lines["transformer.h.0.mlp.c_fc"][:6] == ["transformer.h.0.mlp.c_fc", "Linear", "column", "64x16", "0", "1,088"]
+    lines = {
+        line.split()[0]: line.split()
+        for line in str(make_plan(NanoGpt(), 4, minimum_parameter_group_size=0)).splitlines()
+    }
+    assert lines["transformer.h.0.mlp.c_fc"][:6] == [
+        "transformer.h.0.mlp.c_fc",
+        "Linear",
+        "column",
+        "64x16",
+        "0",
+        "1,088",
+    ]
     assert lines["transformer.h.0.mlp.c_proj"][2:6] == ["row", "16x64", "1", "1,088"]
     assert lines["transformer.h.0.attn.c_attn"][2:6] == ["packed_column", "48x16", "1", "816"]
     assert "tied to transformer.wte" in " ".join(lines["lm_head"])
@@ -138,7 +176,11 @@ def test_the_plan_prints_as_a_table():
 def test_bytes_per_rank_fall_with_the_number_of_ranks():
     model = nn.TransformerEncoderLayer(64, 4, 256)
     whole = make_plan(model, 1).total_bytes
-    small = sum(p.numel() * 4 for n, p in model.named_parameters() if "norm" in n or n in ("linear2.bias", "self_attn.out_proj.bias"))
+    small = sum(
+        p.numel() * 4
+        for n, p in model.named_parameters()
+        if "norm" in n or n in ("linear2.bias", "self_attn.out_proj.bias")
+    )
     for size in (1, 2, 4):
         plan = make_plan(model, size)
         assert plan.total_bytes == whole
@@ -175,22 +217,37 @@ class Standardized(nn.Conv2d):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (_wide_heads, r"transformer.h.0.attn .*its 2 attention heads do not divide by 4.*plan=\{\"transformer.h.0.attn\": \"replicate\"\}"),
+        (_wide_heads, r"transformer.h.0.attn .*its 2 attention heads do not divide by "
+                      r"4.*plan=\{\"transformer.h.0.attn\": \"replicate\"\}"),
         (_narrow_heads, r"layers.0.self_attn .*its 2 key and value heads do not divide by 4"),
-        (lambda: nn.MultiheadAttention(60, 6), r"split the model .*num_heads=6\): its 6 heads do not divide by 4"),
-        (lambda: nn.MultiheadAttention(64, 4, add_bias_kv=True), "add_bias_kv and add_zero_attn add a position"),
-        (lambda: nn.Sequential(nn.Linear(64, 66), nn.ReLU(), nn.Linear(66, 64)), r"0 \(Linear, 4,290 elements\): its 66 output features"),
-        (lambda: nn.Sequential(nn.Conv2d(16, 64, 3, groups=4)), r"no style is known for Conv2d, .* has 2,304 .*\(64x4x3x3\)"),
-        (lambda: nn.Sequential(Standardized(16, 64, 3)), r"no style is known for Standardized, whose parameter weight has 9,216 "),
+        (lambda: nn.MultiheadAttention(60, 6), r"split the model .*num_heads=6\): its 6 heads do "
+                                               r"not divide by 4"),
+        (lambda: nn.MultiheadAttention(64, 4, add_bias_kv=True), "add_bias_kv and add_zero_attn "
+                                                                 "add a position"),
+        (lambda: nn.Sequential(nn.Linear(64, 66), nn.ReLU(), nn.Linear(66, 64)), r"0 \(Linear, "
+                                                                                 r"4,290 "
+                                                                                 r"elements\): "
+                                                                                 r"its "
+                                                                                 r"66 "
+                                                                                 r"output "
+                                                                                 r"features"),
+        (lambda: nn.Sequential(nn.Conv2d(16, 64, 3, groups=4)), r"no style is known for Conv2d, .* "
+                                                                r"has 2,304 .*\(64x4x3x3\)"),
+        (lambda: nn.Sequential(Standardized(16, 64, 3)), r"no style is known for Standardized, "
+                                                         r"whose parameter weight has 9,216 "),
         (lambda: nn.Sequential(nn.Conv2d(16, 63, 3)), r"its 63 output channels do not divide by"),
-        (Bare, r"no style is known for Bare, whose parameter table has 4,096 .*plan=\{\"table\": \"replicate\"\}"),
+        (Bare, r"no style is known for Bare, whose parameter table has 4,096 .*plan=\{\"table\": "
+               r"\"replicate\"\}"),
         (lambda: nn.Embedding(9, 128), r"its 9 rows, in pieces of 3, leave a rank without any"),
-        (lambda: nn.Embedding(64, 64, max_norm=1.0), "Embedding with max_norm=1.0 needs the whole table"),
+        (lambda: nn.Embedding(64, 64, max_norm=1.0), "Embedding with max_norm=1.0 needs the whole "
+                                                     "table"),
         (lambda: nn.EmbeddingBag(64, 66), "its 66 columns do not divide by 4"),
-        (Unsaid, "the number of heads of this attention block is not known.*num_heads.*example_inputs"),
+        (Unsaid, "the number of heads of this attention block is not "
+                 "known.*num_heads.*example_inputs"),
     ],
     ids=[
-        "heads", "key heads", "torch heads", "bias_kv", "features", "groups", "own forward", "channels", "parameter", "rows",
+        "heads", "key heads", "torch heads", "bias_kv", "features", "groups", "own forward",
+        "channels", "parameter", "rows",
         "max_norm", "bag", "unknown",
     ],
 )  # fmt: skip
@@ -217,13 +274,32 @@ def test_the_remedy_named_helps(model, plan):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({"transformer.*.nothing": "row"}, "no module or parameter matches 'transformer.*.nothing'"),
-        ({"lm_head": "diagonal"}, "'diagonal' is not a style; expected one of column, packed_column"),
-        ({"transformer.ln_f": "column"}, "transformer.ln_f is a LayerNorm, which the style 'column' does not fit"),
+        (
+            {"transformer.*.nothing": "row"},
+            "no module or parameter matches 'transformer.*.nothing'",
+        ),
+        (
+            {"lm_head": "diagonal"},
+            "'diagonal' is not a style; expected one of column, packed_column",
+        ),
+        (
+            {"transformer.ln_f": "column"},
+            "transformer.ln_f is a LayerNorm, which the style 'column' does not fit",
+        ),
         ({"transformer.ln_f.weight": "column"}, "is a parameter, not a module"),
-        ({"lm_head": "row"}, "lm_head.weight is tied to transformer.wte.weight, but the plan splits one along dimension 1"),
-        ({"transformer.h.*.mlp.c_fc": Split(style=Style.PACKED_COLUMN, parts=3)}, "its 64 output features in 3 parts do not divide by 2"),
-        ({"transformer.h.*.attn.c_attn": Split(style=Style.PACKED_COLUMN, parts=3, heads=3)}, "its 3 heads do not divide by 2"),
+        (
+            {"lm_head": "row"},
+            "lm_head.weight is tied to transformer.wte.weight, but the plan splits one along "
+            "dimension 1",
+        ),
+        (
+            {"transformer.h.*.mlp.c_fc": Split(style=Style.PACKED_COLUMN, parts=3)},
+            "its 64 output features in 3 parts do not divide by 2",
+        ),
+        (
+            {"transformer.h.*.attn.c_attn": Split(style=Style.PACKED_COLUMN, parts=3, heads=3)},
+            "its 3 heads do not divide by 2",
+        ),
     ],
 )
 def test_a_users_plan_that_cannot_work_is_refused(plan, message):
@@ -239,5 +315,8 @@ def test_a_split_whose_parts_do_not_fit_its_style_is_refused():
 def test_what_is_small_is_replicated_and_says_so():
     plan = make_plan(NanoGpt(), 2, minimum_parameter_group_size=10_000)
     assert styles(plan) == {}
-    assert {entry.reason.split(" block")[-1] for entry in plan.entries} >= {"norm", "below 10000 elements"}
+    assert {entry.reason.split(" block")[-1] for entry in plan.entries} >= {
+        "norm",
+        "below 10000 elements",
+    }
     assert plan.communication == ()

@@ -12,7 +12,8 @@ from tests.browser import MISSING, start_driver
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 
 SAYS_TAKEN = 'echo "IPv4 port not available. Exiting..."; exit 1'
-"""What chromedriver does where the port that it got on ::1 is another process's on 127.0.0.1. Which port it gets is chance."""
+"""What chromedriver does where the port that it got on ::1 is another process's on 127.0.0.1. Which
+port it gets is chance."""
 
 
 def put_first_on_path(directory: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,16 +24,27 @@ def put_first_on_path(directory: Path, script: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", str(directory), prepend=":")
 
 
-def test_a_driver_that_finds_its_port_taken_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_that_finds_its_port_taken_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = shutil.which("chromedriver")
-    put_first_on_path(tmp_path / "bin", f'if mkdir "{tmp_path}/began"; then {SAYS_TAKEN}; fi; exec {real} "$@"', monkeypatch)
+    put_first_on_path(
+        tmp_path / "bin",
+        f'if mkdir "{tmp_path}/began"; then {SAYS_TAKEN}; fi; exec {real} "$@"',
+        monkeypatch,
+    )
     driver, port = start_driver(tmp_path / "log")
     driver.terminate()
     driver.wait(30)
     assert port > 0
 
 
-def test_one_that_never_listens_is_told_with_what_it_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_never_listens_is_told_with_what_it_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put_first_on_path(tmp_path / "bin", SAYS_TAKEN, monkeypatch)
-    with pytest.raises(pytest.fail.Exception, match="without listening; the last time it said: IPv4 port not available"):
+    with pytest.raises(
+        pytest.fail.Exception,
+        match="without listening; the last time it said: IPv4 port not available",
+    ):
         start_driver(tmp_path / "log")

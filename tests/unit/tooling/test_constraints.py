@@ -12,16 +12,30 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("protos", "common", "coordinator", "ps_server", "worker", "sdk")
-PROJECTS = {folder: tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in FOLDERS}
+PROJECTS = {
+    folder: tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+    for folder in FOLDERS
+}
 OWN = {canonicalize_name(project["name"]) for project in PROJECTS.values()}
-PINS = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
-PINNED = {canonicalize_name(pin.name): str(pin.specifier).removeprefix("==") for pin in PINS if pin.marker is None or pin.marker.evaluate()}
+PINS = [
+    Requirement(line)
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+PINNED = {
+    canonicalize_name(pin.name): str(pin.specifier).removeprefix("==")
+    for pin in PINS
+    if pin.marker is None or pin.marker.evaluate()
+}
 
 
 def asked_for() -> Iterator[Requirement]:
-    """What the developers' installation names: every distribution with all of its extras, and the tools."""
+    """What the developers' installation names: every distribution with all of its extras, and the
+    tools."""
     for project in PROJECTS.values():
-        extras = [line for lines in project.get("optional-dependencies", {}).values() for line in lines]
+        extras = [
+            line for lines in project.get("optional-dependencies", {}).values() for line in lines
+        ]
         yield from map(Requirement, [*project.get("dependencies", []), *extras])
     for line in (ROOT / "dev-requirements.txt").read_text().splitlines():
         if line and not line.startswith("#"):
@@ -44,14 +58,18 @@ def needed() -> set[str]:
             continue
         for line in metadata.requires or []:
             further = Requirement(line)
-            if further.marker is None or any(further.marker.evaluate({"extra": extra}) for extra in ("", *requirement.extras)):
+            if further.marker is None or any(
+                further.marker.evaluate({"extra": extra}) for extra in ("", *requirement.extras)
+            ):
                 pending.append(further)
     return {name for name, _ in seen} - OWN
 
 
 def test_every_package_that_make_installs_is_pinned_and_every_pin_is_needed() -> None:
     # A CUDA build of torch brings its own libraries, at versions that it pins itself.
-    wanted = {name for name in needed() if not name.startswith(("nvidia-", "cuda-")) and name != "triton"}
+    wanted = {
+        name for name in needed() if not name.startswith(("nvidia-", "cuda-")) and name != "triton"
+    }
     assert wanted - set(PINNED) == set(), "not pinned: add them to constraints.txt"
     assert set(PINNED) - wanted == set(), "needed by nothing: remove them from constraints.txt"
 
@@ -62,4 +80,6 @@ def test_what_is_installed_here_is_what_is_pinned() -> None:
             installed = distribution(name).version
         except PackageNotFoundError:
             continue
-        assert installed.partition("+")[0] == version, f"{name}: constraints.txt pins {version}; make a new .venv"
+        assert installed.partition("+")[0] == version, (
+            f"{name}: constraints.txt pins {version}; make a new .venv"
+        )

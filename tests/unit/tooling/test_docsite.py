@@ -1,4 +1,5 @@
-"""The site of docs/: its reference pages are what the code gives, complete, and its folders are in its navigation."""
+"""The site of docs/: its reference pages are what the code gives, complete, and its folders are in
+its navigation."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ def test_every_command_is_on_the_page() -> None:
 def test_every_variable_that_the_code_names_is_on_the_page() -> None:
     packages = ("common", "coordinator", "ps_server", "worker", "sdk")
     files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
-    named = {name for path in files if "demo" not in path.parts for name in VARIABLE.findall(path.read_text())}
+    named = {
+        name
+        for path in files
+        if "demo" not in path.parts
+        for name in VARIABLE.findall(path.read_text())
+    }
     page = (REFERENCE / "environment.md").read_text()
     inside = {"SHOAL_RAY_DIRECTORY"}  # between two processes of Shoal's own
     assert len(named) > 20
@@ -43,7 +49,9 @@ def test_the_api_page_has_each_public_name_once() -> None:
 
 
 def test_every_diagram_has_been_drawn_as_it_is() -> None:
-    assert {path.stem for path in (DOCS / "diagrams").glob("*.svg")} == set(all_diagrams()), "run python -m docsite.diagrams"
+    assert {path.stem for path in (DOCS / "diagrams").glob("*.svg")} == set(all_diagrams()), (
+        "run python -m docsite.diagrams"
+    )
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -54,11 +62,17 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_lists_stand_apart_from_what_is_before_them() -> None:
-    """GitHub shows a list that follows a line of text, or that is indented by less than four; the site's Markdown does not."""
+    """GitHub shows a list that follows a line of text, or that is indented by less than four; the
+    site's Markdown does not."""
     fence = re.compile(r"^(`{3,}).*?^\1`*$", re.DOTALL | re.MULTILINE)
     item = re.compile(r"\s*([-*]|\d+\.) ")
     found = []
-    for page in [*sorted(DOCS.rglob("*.md")), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", ROOT / "README.md"]:
+    for page in [
+        *sorted(DOCS.rglob("*.md")),
+        ROOT / "CHANGELOG.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "README.md",
+    ]:
         for block in re.split(r"\n\s*\n", fence.sub("", page.read_text())):
             lines = block.strip("\n").split("\n")
             items = [line for line in lines if item.match(line)]

@@ -1,4 +1,5 @@
-"""Examples and pages count as users should: by the run's steps, which are alike on all workers, and not by a number of the script's own."""
+"""Examples and pages count as users should: by the run's steps, which are alike on all workers, and
+not by a number of the script's own."""
 
 from __future__ import annotations
 
@@ -10,16 +11,24 @@ import pytest
 
 _ROOT = Path(__file__).parents[3]
 _SCRIPTS = {
-    str(path.relative_to(_ROOT)): path.read_text() for path in sorted((_ROOT / "examples").glob("*.py")) if path.name != "train_plain.py"
+    str(path.relative_to(_ROOT)): path.read_text()
+    for path in sorted((_ROOT / "examples").glob("*.py"))
+    if path.name != "train_plain.py"
 }
 _PAGES = [
     _ROOT / "README.md",
-    *(page for folder in ("", "guides", "migration", "strategies") for page in sorted((_ROOT / "docs" / folder).glob("*.md"))),
+    *(
+        page
+        for folder in ("", "guides", "migration", "strategies")
+        for page in sorted((_ROOT / "docs" / folder).glob("*.md"))
+    ),
 ]
 _SNIPPETS = {
     f"{page.relative_to(_ROOT)} {number}": snippet
     for page in _PAGES
-    for number, snippet in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    for number, snippet in enumerate(
+        re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    )
 }
 
 
@@ -36,7 +45,9 @@ def own_counts(source: str) -> list[str]:
             found += [
                 ast.unparse(node)
                 for node in ast.walk(loop)
-                if isinstance(node, ast.AugAssign) and isinstance(node.value, ast.Constant) and isinstance(node.op, ast.Add)
+                if isinstance(node, ast.AugAssign)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.op, ast.Add)
             ]
     return found
 

@@ -1,4 +1,5 @@
-"""The kit for GPU machines without network: which wheels travel, how its stages run, and what it makes of a machine's Python."""
+"""The kit for GPU machines without network: which wheels travel, how its stages run, and what it
+makes of a machine's Python."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def machine(python: str = "3.12.3", **installed: str) -> Machine:
     [
         COLUMNS,
         "torch==2.11.0+cu130\ntyping_extensions==4.12.0\n",
-        '[{"name": "torch", "version": "2.11.0+cu130"}, {"name": "typing_extensions", "version": "4.12.0"}]',
+        '[{"name": "torch", "version": "2.11.0+cu130"}, {"name": "typing_extensions", "version": '
+        '"4.12.0"}]',
     ],
     ids=["columns", "freeze", "json"],
 )
@@ -71,7 +73,9 @@ def test_the_output_of_pip_list_is_read_in_each_of_its_formats(text: str) -> Non
 
 
 def test_other_text_is_refused_as_a_pip_list() -> None:
-    with pytest.raises(PlanningError, match="'bash: pip: command not found' is not a package and its version"):
+    with pytest.raises(
+        PlanningError, match="'bash: pip: command not found' is not a package and its version"
+    ):
         parse_pip_list("bash: pip: command not found")
 
 
@@ -101,7 +105,9 @@ def test_a_machine_without_a_torch_that_serves_is_refused() -> None:
 
 
 def test_a_package_without_a_pin_is_refused() -> None:
-    with pytest.raises(PlanningError, match=r"constraints\.txt pins no unheard-of, which the machine lacks"):
+    with pytest.raises(
+        PlanningError, match=r"constraints\.txt pins no unheard-of, which the machine lacks"
+    ):
         plan(machine(), "unheard_of")
 
 
@@ -119,7 +125,10 @@ def test_what_a_machine_with_little_but_torch_lacks_is_pinned_and_is_small() -> 
         "rich",
         "cffi",
     } <= missing.keys()
-    assert not {"torch", "numpy", "safetensors", "sympy", "nvidia-nccl-cu13", "matplotlib"} & missing.keys()
+    assert (
+        not {"torch", "numpy", "safetensors", "sympy", "nvidia-nccl-cu13", "matplotlib"}
+        & missing.keys()
+    )
     assert not [name for name in missing if name.startswith("shoal")]
     assert {name: pins[name] for name in missing} == missing
     assert 30 <= len(missing) <= 50
@@ -127,7 +136,11 @@ def test_what_a_machine_with_little_but_torch_lacks_is_pinned_and_is_small() -> 
 
 def kit_of_an_earlier_plan(kit: Path, python: str) -> None:
     (kit / "wheels").mkdir(parents=True)
-    for name in ("grpcio-1.85.1-cp312-cp312-linux_x86_64.whl", "grpcio-1.80.0-py3-none-any.whl", "rich-1-py3-none-any.whl"):
+    for name in (
+        "grpcio-1.85.1-cp312-cp312-linux_x86_64.whl",
+        "grpcio-1.80.0-py3-none-any.whl",
+        "rich-1-py3-none-any.whl",
+    ):
         (kit / "wheels" / name).touch()
     (kit / MANIFEST).write_text(json.dumps({"python": python, "wheels": []}))
 
@@ -136,11 +149,15 @@ def test_wheels_of_an_earlier_plan_stay_if_they_are_still_wanted(tmp_path: Path)
     kit_of_an_earlier_plan(tmp_path, "3.12")
     folder = _open_folder(tmp_path, machine("3.12.3"))
     assert _to_fetch({"grpcio": "1.85.1", "xxhash": "4.1.0"}, folder) == ["xxhash==4.1.0"]
-    assert [each.name for each in folder.iterdir()] == ["grpcio-1.85.1-cp312-cp312-linux_x86_64.whl"]
+    assert [each.name for each in folder.iterdir()] == [
+        "grpcio-1.85.1-cp312-cp312-linux_x86_64.whl"
+    ]
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_wheels_for_another_python_and_of_a_plan_that_was_cut_off_are_fetched_anew(tmp_path: Path, finished: bool) -> None:
+def test_wheels_for_another_python_and_of_a_plan_that_was_cut_off_are_fetched_anew(
+    tmp_path: Path, finished: bool
+) -> None:
     kit_of_an_earlier_plan(tmp_path, "3.11" if finished else "3.12")
     if not finished:
         (tmp_path / MANIFEST).unlink()
@@ -178,7 +195,9 @@ def run(directory: Path, *stages: Stage, limit_s: float = 120) -> tuple[bool, st
 
 
 def test_stages_write_their_files_and_the_summary_says_what_came_of_each(tmp_path: Path) -> None:
-    failing = "print('===== 1 failed, 2 passed in 3.00s ====='); print('the end'); raise SystemExit(3)"
+    failing = (
+        "print('===== 1 failed, 2 passed in 3.00s ====='); print('the end'); raise SystemExit(3)"
+    )
     well, summary = run(
         tmp_path,
         stage("first", "print('all of it')"),
@@ -203,7 +222,10 @@ def test_a_run_in_which_all_stages_end_well_is_complete(tmp_path: Path) -> None:
 
 def test_a_stage_that_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
     """The child has a session of its own and ignores what ends its parent."""
-    deaf = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
+    deaf = (
+        "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', "
+        "flush=True); time.sleep(600)"
+    )
     hangs = (
         f"import subprocess, sys; command = [sys.executable, '-c', {deaf!r}]\n"
         "child = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)\n"
@@ -217,7 +239,9 @@ def test_a_stage_that_hangs_is_killed_with_all_that_it_has_started(tmp_path: Pat
     assert "ended     next with status 0" in summary
     child = int((tmp_path / "child").read_text())
     eventually(
-        lambda: not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text(),
+        lambda: (
+            not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text()
+        ),
         "the child to end",
     )
 
@@ -240,7 +264,8 @@ def test_all_stages_together_keep_the_limit_and_those_without_time_are_left_out(
 ) -> None:
     begun = time.monotonic()
     well, summary = run(tmp_path, stage("long", LASTING), stage("late", ""), limit_s=18)
-    assert time.monotonic() - begun < 18 + 20  # the machine may be slow; the stage alone would take 600 s
+    # the machine may be slow; the stage alone would take 600 s
+    assert time.monotonic() - begun < 18 + 20
     assert not well
     assert "started   long, for at most 12 s" in summary
     assert "left out  late: only 0 s are left" in summary
@@ -260,13 +285,17 @@ def test_a_stage_is_left_out_if_the_one_that_it_needs_has_failed(tmp_path: Path)
 
 
 def test_nothing_runs_after_an_essential_stage_that_failed(tmp_path: Path) -> None:
-    _, summary = run(tmp_path, stage("setup", "raise SystemExit(1)", essential=True), stage("next", ""))
+    _, summary = run(
+        tmp_path, stage("setup", "raise SystemExit(1)", essential=True), stage("next", "")
+    )
     assert "nothing can run without setup" in summary
     assert "next" not in summary
 
 
 def test_a_command_that_does_not_exist_is_a_failure_of_its_stage(tmp_path: Path) -> None:
-    absent = Stage(name="absent", file="results.txt", limit_s=5, command=[str(tmp_path / "no-python")])
+    absent = Stage(
+        name="absent", file="results.txt", limit_s=5, command=[str(tmp_path / "no-python")]
+    )
     _, summary = run(tmp_path, absent, stage("next", ""))
     assert "ended     absent with status 127" in summary
     assert "ended     next with status 0" in summary
@@ -276,8 +305,10 @@ def test_a_run_that_is_cut_off_leaves_the_results_so_far(tmp_path: Path) -> None
     output = tmp_path / "results"
     program = (
         "import sys; from pathlib import Path; from gpu_kit.runner import Runner, Stage\n"
-        "first = Stage(name='first', file='a.txt', limit_s=60, command=[sys.executable, '-c', 'print(1234)'])\n"
-        f"second = Stage(name='second', file='b.txt', limit_s=60, command=[sys.executable, '-c', {LASTING!r}])\n"
+        "first = Stage(name='first', file='a.txt', limit_s=60, command=[sys.executable, '-c', "
+        "'print(1234)'])\n"
+        "second = Stage(name='second', file='b.txt', limit_s=60, command=[sys.executable, '-c', "
+        f"{LASTING!r}])\n"
         f"Runner(Path({str(output)!r}), limit_s=600, directory=Path.cwd()).run([first, second])"
     )
     process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.DEVNULL)
@@ -316,17 +347,26 @@ def test_stages_name_tests_that_exist_and_fill_few_files() -> None:
 
 
 def test_every_test_file_for_devices_is_in_a_stage() -> None:
-    named = {word for each in chosen_stages([], Path(sys.executable), Path("results")) for word in each.command}
+    named = {
+        word
+        for each in chosen_stages([], Path(sys.executable), Path("results"))
+        for word in each.command
+    }
     assert {f"tests/gpu/{file.name}" for file in (ROOT / "tests/gpu").glob("test_*.py")} <= named
 
 
 def test_stages_are_chosen_by_name_and_keep_their_order() -> None:
-    assert [each.name for each in chosen_stages(["large", "pair"], Path(sys.executable), Path("results"))] == ["pair", "large"]
+    assert [
+        each.name
+        for each in chosen_stages(["large", "pair"], Path(sys.executable), Path("results"))
+    ] == ["pair", "large"]
 
 
 def test_a_stage_that_does_not_exist_is_refused_with_those_that_do() -> None:
     command = [sys.executable, "-m", "gpu_kit", "run", "--stages", "larch"]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    answer = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
     assert answer.returncode == 2
     assert "no stage larch; expected some of setup, probe, pair" in answer.stderr
 
@@ -334,7 +374,9 @@ def test_a_stage_that_does_not_exist_is_refused_with_those_that_do() -> None:
 def rehearse(output: Path, stages: str) -> subprocess.CompletedProcess[str]:
     words = ["run", "400", "--rehearse", "--stages", stages, "--output", str(output)]
     command = [sys.executable, "-m", "gpu_kit", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=450, check=False)
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=450, check=False
+    )
 
 
 def test_a_rehearsal_runs_a_stage_on_the_host(tmp_path: Path) -> None:
@@ -371,7 +413,8 @@ def test_the_environment_has_shoal_from_its_sources_with_its_entry_points_and_th
     prepare(tmp_path / "place", root=project(tmp_path, here))
     ask = (
         "import shoal, torch, shoal_worker; from importlib.metadata import entry_points, version; "
-        "print(shoal.__file__, version('shoal-worker'), [e.value for e in entry_points(group='torchrun.handlers')])"
+        "print(shoal.__file__, version('shoal-worker'), [e.value for e in "
+        "entry_points(group='torchrun.handlers')])"
     )
     answer = subprocess.run(
         [str(python_of(tmp_path / "place")), "-c", ask],

@@ -1,4 +1,5 @@
-"""No modules import each other in a circle, annotations included. The layers in pyproject.toml hold the same of packages."""
+"""No modules import each other in a circle, annotations included. The layers in pyproject.toml hold
+the same of packages."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ import grimp
 import pytest
 
 
-@pytest.mark.parametrize("package", ["shoal_worker", "shoal_coordinator", "shoal_ps_server", "shoal_common", "shoal"])
+@pytest.mark.parametrize(
+    "package", ["shoal_worker", "shoal_coordinator", "shoal_ps_server", "shoal_common", "shoal"]
+)
 def test_modules_import_each_other_in_no_circle(package: str) -> None:
     graph = grimp.build_graph(package, cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    list(graphlib.TopologicalSorter(imports).static_order())  # raises CycleError, which names the circle
+    # raises CycleError, which names the circle
+    list(graphlib.TopologicalSorter(imports).static_order())

@@ -13,7 +13,9 @@ PRODUCT = list(itertools.product(*AXES.values()))
 def test_all_values_of_different_axes_meet_in_about_as_few_cases_as_can_be() -> None:
     chosen = covering(PRODUCT)
     for one, other in itertools.combinations(range(3), 2):
-        assert {(case[one], case[other]) for case in chosen} == {(case[one], case[other]) for case in PRODUCT}
+        assert {(case[one], case[other]) for case in chosen} == {
+            (case[one], case[other]) for case in PRODUCT
+        }
     assert 12 <= len(chosen) <= 14, "twelve pairs of strategies and kinds"
 
 

@@ -1,4 +1,5 @@
-"""docs/security.md says of every RPC who may call it, and of every listening flag what it is, as the code has it."""
+"""docs/security.md says of every RPC who may call it, and of every listening flag what it is, as
+the code has it."""
 
 from __future__ import annotations
 
@@ -23,13 +24,21 @@ LOCAL = {"up", "demo", "certs", "plan"}
 
 def rows() -> dict[str, set[str]]:
     """RPC -> roles, as the page has them."""
-    found = re.findall(r"^\| `(Coordinator|ParameterServer)/(\w+)` \|([^|]*)\|$", PAGE, re.MULTILINE)
+    found = re.findall(
+        r"^\| `(Coordinator|ParameterServer)/(\w+)` \|([^|]*)\|$", PAGE, re.MULTILINE
+    )
     names = "|".join(Role)
-    return {f"/shoal.v1.{service}/{method}": set(re.findall(rf"\b({names})\b", roles)) for service, method, roles in found}
+    return {
+        f"/shoal.v1.{service}/{method}": set(re.findall(rf"\b({names})\b", roles))
+        for service, method, roles in found
+    }
 
 
 def test_the_page_has_each_rpc_with_its_roles() -> None:
-    assert rows() == {method: {str(role) for role in roles - {Role.ADMIN}} for method, roles in {**COORDINATOR, **SERVER}.items()}
+    assert rows() == {
+        method: {str(role) for role in roles - {Role.ADMIN}}
+        for method, roles in {**COORDINATOR, **SERVER}.items()
+    }
 
 
 def test_the_page_explains_each_role() -> None:
@@ -55,7 +64,11 @@ def test_the_page_has_each_port_and_each_flag_of_security_that_a_service_takes(
 
     monkeypatch.setattr(argparse.ArgumentParser, "add_argument", noting)
     parse(arguments)
-    secure = {flag for flag in flags if re.match(r"--(tls|token|redis-(file|ca)|listen|http|bulk-port|insecure)", flag)} - {"--token"}
+    secure = {
+        flag
+        for flag in flags
+        if re.match(r"--(tls|token|redis-(file|ca)|listen|http|bulk-port|insecure)", flag)
+    } - {"--token"}
     assert secure
     assert {flag for flag in secure if f"`{flag}`" not in PAGE} == set()
 
@@ -65,7 +78,8 @@ def test_every_command_that_speaks_to_a_cluster_has_the_flags() -> None:
     with_flags = {
         name
         for name, command in group.commands.items()
-        if {"--tls-ca", "--tls-cert", "--tls-key", "--token-file"} <= {option for each in command.params for option in each.opts}
+        if {"--tls-ca", "--tls-cert", "--tls-key", "--token-file"}
+        <= {option for each in command.params for option in each.opts}
     }
     assert with_flags == set(group.commands) - LOCAL
     for name in with_flags:

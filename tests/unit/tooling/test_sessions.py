@@ -8,16 +8,28 @@ import pytest
 
 from tests.sessions import Session, alike, blocks_of
 
-SHOWN = "killed rank 1 of job train-bc39ee: SIGKILL to pid 9692\n[0]: step 5 is lost: reset by peer\n[0]: epoch 9: loss 0.1\n"
+SHOWN = (
+    "killed rank 1 of job train-bc39ee: SIGKILL to pid 9692\n[0]: step 5 is lost: reset by "
+    "peer\n[0]: epoch 9: loss 0.1\n"
+)
 
 
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
         (SHOWN, True),
-        ("killed rank 2 of job train-0f3912: SIGKILL to pid 17\n[2]: step 71 is lost: closed\n[0]: epoch 9: loss 12.5\n", True),
-        ("[2]: step 71 is lost: closed\nkilled rank 2 of job train-0f3912: SIGKILL to pid 17\n[0]: epoch 9: loss 12.5\n", True),
-        ("killed rank 2 of job train-0f3912: SIGKILL to pid 17\n[0]: epoch 9: loss 12.5\n", True),  # it was killed between two steps
+        (
+            "killed rank 2 of job train-0f3912: SIGKILL to pid 17\n[2]: step 71 is lost: "
+            "closed\n[0]: epoch 9: loss 12.5\n",
+            True,
+        ),
+        (
+            "[2]: step 71 is lost: closed\nkilled rank 2 of job train-0f3912: SIGKILL to pid "
+            "17\n[0]: epoch 9: loss 12.5\n",
+            True,
+        ),
+        # it was killed between two steps
+        ("killed rank 2 of job train-0f3912: SIGKILL to pid 17\n[0]: epoch 9: loss 12.5\n", True),
         (SHOWN.replace("epoch", "step"), False),
         (SHOWN + "Traceback\n", False),
         ("", False),
@@ -28,8 +40,14 @@ def test_numbers_and_names_may_differ_and_words_may_not(said: str, expected: boo
 
 
 def test_how_many_workers_there_are_is_compared() -> None:
-    assert alike("running, generation 1, 3 of 3 workers have a rank\n", "running, generation 7, 3 of 3 workers have a rank\n")
-    assert not alike("running, generation 1, 3 of 3 workers have a rank\n", "running, generation 1, 2 of 3 workers have a rank\n")
+    assert alike(
+        "running, generation 1, 3 of 3 workers have a rank\n",
+        "running, generation 7, 3 of 3 workers have a rank\n",
+    )
+    assert not alike(
+        "running, generation 1, 3 of 3 workers have a rank\n",
+        "running, generation 1, 2 of 3 workers have a rank\n",
+    )
 
 
 def test_dots_stand_for_any_lines() -> None:
@@ -38,10 +56,25 @@ def test_dots_stand_for_any_lines() -> None:
 
 
 def test_a_worker_and_its_launcher_do_not_wait_for_each_other_and_each_has_its_order() -> None:
-    shown = "shoal: rank 1 ended\nshoal: went on\n[0]: epoch 9 is done\n...\n[0]: the digest is 3\nshoal: came to its end\n"
-    assert alike(shown, "shoal: rank 1 ended\n[0]: epoch 9 is done\nshoal: went on\n[0]: the digest is 3\nshoal: came to its end\n")
-    assert not alike(shown, "shoal: went on\nshoal: rank 1 ended\n[0]: epoch 9 is done\n[0]: the digest is 3\nshoal: came to its end\n")
-    assert not alike(shown, "shoal: rank 1 ended\nshoal: went on\n[0]: the digest is 3\n[0]: epoch 9 is done\nshoal: came to its end\n")
+    shown = (
+        "shoal: rank 1 ended\nshoal: went on\n[0]: epoch 9 is done\n...\n[0]: the digest is "
+        "3\nshoal: came to its end\n"
+    )
+    assert alike(
+        shown,
+        "shoal: rank 1 ended\n[0]: epoch 9 is done\nshoal: went on\n[0]: the digest is 3\nshoal: "
+        "came to its end\n",
+    )
+    assert not alike(
+        shown,
+        "shoal: went on\nshoal: rank 1 ended\n[0]: epoch 9 is done\n[0]: the digest is 3\nshoal: "
+        "came to its end\n",
+    )
+    assert not alike(
+        shown,
+        "shoal: rank 1 ended\nshoal: went on\n[0]: the digest is 3\n[0]: epoch 9 is done\nshoal: "
+        "came to its end\n",
+    )
 
 
 def follow(folder: Path, page: str) -> Session:
@@ -55,11 +88,19 @@ def follow(folder: Path, page: str) -> Session:
 
 
 def test_a_file_is_written_and_a_terminal_keeps_its_variables(tmp_path: Path) -> None:
-    page = '```python title="a.txt"\nhello\n```\n\n```console\n$ NAME=me\n$ cat a.txt; echo $NAME\nhello\nme\n```\n'
-    assert follow(tmp_path, page).printed == [("NAME=me", ""), ("cat a.txt; echo $NAME", "hello\nme\n")]
+    page = (
+        '```python title="a.txt"\nhello\n```\n\n```console\n$ NAME=me\n$ cat a.txt; echo '
+        "$NAME\nhello\nme\n```\n"
+    )
+    assert follow(tmp_path, page).printed == [
+        ("NAME=me", ""),
+        ("cat a.txt; echo $NAME", "hello\nme\n"),
+    ]
 
 
-def test_a_command_beside_one_that_goes_on_is_typed_until_it_prints_what_is_shown(tmp_path: Path) -> None:
+def test_a_command_beside_one_that_goes_on_is_typed_until_it_prints_what_is_shown(
+    tmp_path: Path,
+) -> None:
     page = """```console title="first terminal"
 $ echo begun > state; until grep -q go state; do sleep 0.02; done; echo over
 ```
@@ -85,6 +126,9 @@ def test_what_is_not_shown_or_fails_is_told_with_what_was_printed(tmp_path: Path
 
 
 def test_what_a_slow_machine_says_beside_it_is_not_compared() -> None:
-    said = "[0]: the others wait for rank 1 (vm): it works 5.9 s of each step, they 7 ms\nshoal: step 256 of 256 (100%), 0:00:00 left\ndone"
+    said = (
+        "[0]: the others wait for rank 1 (vm): it works 5.9 s of each step, they 7 ms\nshoal: "
+        "step 256 of 256 (100%), 0:00:00 left\ndone"
+    )
     assert alike("done", said)
     assert not alike("done", "[0]: generation 1 stands\ndone")

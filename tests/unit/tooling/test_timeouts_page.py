@@ -25,7 +25,9 @@ def worker(name: str) -> float:
 
 
 def run(**given: Any) -> RunSettings:
-    return RunSettings(command=("true",), program="true", job_id="job", workers=1, endpoint="localhost:1", **given)
+    return RunSettings(
+        command=("true",), program="true", job_id="job", workers=1, endpoint="localhost:1", **given
+    )
 
 
 def policy(*names: str) -> list[float]:
@@ -33,7 +35,10 @@ def policy(*names: str) -> list[float]:
 
 
 def join_graces() -> list[float]:
-    return [run(nodes=nodes).effective_join_grace.total_seconds() for nodes in (NodeRange(1, 2), NodeRange(2, 2))]
+    return [
+        run(nodes=nodes).effective_join_grace.total_seconds()
+        for nodes in (NodeRange(1, 2), NodeRange(2, 2))
+    ]
 
 
 WORKERS: Final = (
@@ -45,18 +50,27 @@ WORKERS: Final = (
 )
 SECONDS: Final[dict[str, list[float]]] = {
     **{f"`{name}`": [worker(name)] for name in WORKERS},
-    "`--shutdown-timeout`": [run(nodes=NodeRange(1, 1)).shutdown_grace(elastic=elastic).total_seconds() for elastic in (True, False)],
+    "`--shutdown-timeout`": [
+        run(nodes=NodeRange(1, 1)).shutdown_grace(elastic=elastic).total_seconds()
+        for elastic in (True, False)
+    ],
     "join grace (`last_call_timeout`, `join_grace_ms`)": join_graces(),
     "`join_timeout`": [run(nodes=NodeRange(1, 1)).join_timeout.total_seconds()],
     "heartbeat interval": [_SPEC.heartbeat_interval_ms / 1000],
     "lease (`lease_ms`)": [_SPEC.lease_ms / 1000],
     "closed stream (`closed_within_ms`)": policy("closed_within_ms"),
-    "absence (`absence_ms`; `quiet_absence_ms` for launchers)": policy("absence_ms", "quiet_absence_ms"),
+    "absence (`absence_ms`; `quiet_absence_ms` for launchers)": policy(
+        "absence_ms", "quiet_absence_ms"
+    ),
     "stall (`stall_timeout_ms`)": [_SPEC.stall_timeout_ms / 1000],
-    "explaining a step that stands (`explain_after_ms`, `explain_again_ms`)": policy("explain_after_ms", "explain_again_ms"),
+    "explaining a step that stands (`explain_after_ms`, `explain_again_ms`)": policy(
+        "explain_after_ms", "explain_again_ms"
+    ),
     "looking for peers out of reach": [stall_watch.LOOK_AFTER_S, stall_watch._LOOK_AGAIN_S],
     "kept out (`kept_out_ms`, `longest_kept_out_ms`)": policy("kept_out_ms", "longest_kept_out_ms"),
-    "straggler (`straggler_after_ms`, `straggler_until_ms`)": policy("straggler_after_ms", "straggler_until_ms"),
+    "straggler (`straggler_after_ms`, `straggler_until_ms`)": policy(
+        "straggler_after_ms", "straggler_until_ms"
+    ),
     "settling (`settle_ms`, `longest_settle_ms`)": policy("settle_ms", "longest_settle_ms"),
     "settling after a time-out (`timeout_settle_ms`)": policy("timeout_settle_ms"),
     "reconnecting (`reconnect_ms`)": policy("reconnect_ms"),
@@ -69,7 +83,11 @@ SECONDS: Final[dict[str, list[float]]] = {
 def table() -> dict[str, str]:
     """The page's timeouts, each with its default."""
     lines = _PAGE.read_text().partition("## What each timeout means")[2].splitlines()
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines
+        if line.startswith("|")
+    ]
     return {row[0]: row[1] for row in rows[2:]}
 
 
@@ -82,12 +100,19 @@ def test_the_defaults_on_the_page_are_those_of_the_code(subtests: pytest.Subtest
     for name, expected in SECONDS.items():
         with subtests.test(name):
             values = re.findall(r"(\d+(?:\.\d+)?) (ms|s|min|h|day)\b", defaults[name])
-            assert [float(number) * _UNITS[unit] for number, unit in values] == pytest.approx(expected)
+            assert [float(number) * _UNITS[unit] for number, unit in values] == pytest.approx(
+                expected
+            )
 
 
 def test_what_the_page_says_in_words_is_so_as_well() -> None:
     assert writer.DISK_PATIENCE == shards._TIMEOUT
     assert Policy().fresh_generation_ms == 10_000
     for lease_ms, expected in ((500, 50), (3_000, 300), (600_000, 1_000)):
-        assert JobSpec(job_id="job", min_workers=1, max_workers=1, lease_ms=lease_ms).heartbeat_interval_ms == expected
+        assert (
+            JobSpec(
+                job_id="job", min_workers=1, max_workers=1, lease_ms=lease_ms
+            ).heartbeat_interval_ms
+            == expected
+        )
     assert timedelta(days=1).total_seconds() == worker("SHOAL_AWAY_TIMEOUT_S")

@@ -1,6 +1,8 @@
-"""docs/troubleshooting.md has an entry for each reason that an error of Shoal's can carry, and for no other.
+"""docs/troubleshooting.md has an entry for each reason that an error of Shoal's can carry, and for
+no other.
 
-Reasons are read out of the code. An error whose reason is written in a form that is not known here fails the test, too.
+Reasons are read out of the code. An error whose reason is written in a form that is not known here
+fails the test, too.
 """
 
 from __future__ import annotations
@@ -17,24 +19,36 @@ import pytest
 from shoal_ps_server.consistency.clocks import ConsistencyMode
 
 _ROOT: Final = Path(__file__).parents[3]
-_PACKAGES: Final = ("common/shoal_common", "coordinator/shoal_coordinator", "ps_server/shoal_ps_server", "worker/shoal_worker", "sdk/shoal")
+_PACKAGES: Final = (
+    "common/shoal_common",
+    "coordinator/shoal_coordinator",
+    "ps_server/shoal_ps_server",
+    "worker/shoal_worker",
+    "sdk/shoal",
+)
 _PAGE: Final = (_ROOT / "docs/troubleshooting.md").read_text()
 _ENTRY: Final = re.compile(r"^- (\*\*`\w+`\*\*(?:, \*\*`\w+`\*\*)*) (.*)$", re.MULTILINE)
 _REASON: Final = re.compile(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)*")
 
 _MADE: Final = {
     "f'{self._mode.upper()}_WAIT_TIMEOUT'": {
-        f"{mode.value.upper()}_WAIT_TIMEOUT" for mode in ConsistencyMode if mode is not ConsistencyMode.ASP
+        f"{mode.value.upper()}_WAIT_TIMEOUT"
+        for mode in ConsistencyMode
+        if mode is not ConsistencyMode.ASP
     }
 }
 """Reasons that are put together."""
 _PASSED_ON: Final = {
     ("common/shoal_common/rpc/status.py", "reason"),  # of a status that came by gRPC
-    ("coordinator/shoal_coordinator/membership/leaving.py", "refusal"),  # a Refusal: why a member was put out
-    ("coordinator/shoal_coordinator/membership/runs.py", "reason"),  # a Refusal: of which run somebody is not
-    ("coordinator/shoal_coordinator/service/jobs.py", "reason"),  # a Refusal: why a coordinator has ended
+    # a Refusal: why a member was put out
+    ("coordinator/shoal_coordinator/membership/leaving.py", "refusal"),
+    # a Refusal: of which run somebody is not
+    ("coordinator/shoal_coordinator/membership/runs.py", "reason"),
+    # a Refusal: why a coordinator has ended
+    ("coordinator/shoal_coordinator/service/jobs.py", "reason"),
     ("worker/shoal_worker/checkpoint/saving.py", "told['reason']"),  # of the rank that reads
-    ("worker/shoal_worker/checkpoint/writer.py", "each['reason'] or None"),  # of another rank that writes
+    # of another rank that writes
+    ("worker/shoal_worker/checkpoint/writer.py", "each['reason'] or None"),
 }
 """Where a variable holds the reason of another error, or a member of Refusal."""
 _GRPCS_OWN: Final = {"UNIMPLEMENTED"}
@@ -52,9 +66,19 @@ def _own_constants(module: ast.Module) -> dict[str, str]:
     """The module's names for strings."""
     found = {}
     for node in module.body:
-        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0] if isinstance(node, ast.Assign) else None
+        target = (
+            node.target
+            if isinstance(node, ast.AnnAssign)
+            else node.targets[0]
+            if isinstance(node, ast.Assign)
+            else None
+        )
         value = node.value if isinstance(node, ast.AnnAssign | ast.Assign) else None
-        if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, str):
+        if (
+            isinstance(target, ast.Name)
+            and isinstance(value, ast.Constant)
+            and isinstance(value.value, str)
+        ):
             found[target.id] = value.value
     return found
 
@@ -65,31 +89,55 @@ def _constants(module: ast.Module) -> dict[str, str]:
     for node in module.body:
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             file = f"/{node.module.replace('.', '/')}.py"
-            there = next((_own_constants(each) for path, each in _modules().items() if path.endswith(file)), {})
-            found |= {each.asname or each.name: there[each.name] for each in node.names if each.name in there}
+            there = next(
+                (_own_constants(each) for path, each in _modules().items() if path.endswith(file)),
+                {},
+            )
+            found |= {
+                each.asname or each.name: there[each.name]
+                for each in node.names
+                if each.name in there
+            }
     return found
 
 
 def _given(module: ast.Module) -> Iterator[ast.expr]:
-    """What errors get as their reason: `reason=` where one is made, `default_reason` in its class."""
+    """What errors get as their reason: `reason=` where one is made, `default_reason` in its
+    class."""
     for node in ast.walk(module):
         if isinstance(node, ast.Call):
             kind = ast.unparse(node.func)
-            yield from (each.value for each in node.keywords if each.arg == "reason" and _makes_an_error(kind, each.value))
+            yield from (
+                each.value
+                for each in node.keywords
+                if each.arg == "reason" and _makes_an_error(kind, each.value)
+            )
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            if any(isinstance(target, ast.Name) and target.id == "default_reason" for target in targets):
+            if any(
+                isinstance(target, ast.Name) and target.id == "default_reason" for target in targets
+            ):
                 yield node.value
 
 
 def _makes_an_error(kind: str, value: ast.expr) -> bool:
-    """`reason=` also says why somebody leaves or is drained, and where a part of a model comes from."""
-    constant = isinstance(value, ast.Constant) and isinstance(value.value, str) and _REASON.fullmatch(value.value)
-    return bool(constant) or re.search(r"(Error|MembershipChanged|\bkind|\btype\(error\)|_class_of\(.*\))$", kind) is not None
+    """`reason=` also says why somebody leaves or is drained, and where a part of a model comes
+    from."""
+    constant = (
+        isinstance(value, ast.Constant)
+        and isinstance(value.value, str)
+        and _REASON.fullmatch(value.value)
+    )
+    return (
+        bool(constant)
+        or re.search(r"(Error|MembershipChanged|\bkind|\btype\(error\)|_class_of\(.*\))$", kind)
+        is not None
+    )
 
 
 def _reasons(value: ast.expr, constants: dict[str, str], file: str) -> set[str]:
-    """The reasons that an expression can be; empty: it passes on that of another error. Raises LookupError for what is not known."""
+    """The reasons that an expression can be; empty: it passes on that of another error. Raises
+    LookupError for what is not known."""
     text = ast.unparse(value)
     match value:
         case ast.Constant(value=str(name)):
@@ -115,7 +163,9 @@ def _refusals() -> set[str]:
         node.attr
         for module in _modules().values()
         for node in ast.walk(module)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "Refusal"
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "Refusal"
     }
 
 
@@ -127,11 +177,17 @@ def _given_in(module: ast.Module, file: str = "") -> set[str]:
 
 @functools.cache
 def _in_code() -> frozenset[str]:
-    return frozenset().union(*(_given_in(module, file) for file, module in _modules().items()), _refusals(), _GRPCS_OWN)
+    return frozenset().union(
+        *(_given_in(module, file) for file, module in _modules().items()), _refusals(), _GRPCS_OWN
+    )
 
 
 def _on_page() -> list[str]:
-    return [reason for names, _ in _ENTRY.findall(_PAGE.partition("\n## Reasons\n")[2]) for reason in re.findall(r"`(\w+)`", names)]
+    return [
+        reason
+        for names, _ in _ENTRY.findall(_PAGE.partition("\n## Reasons\n")[2])
+        for reason in re.findall(r"`(\w+)`", names)
+    ]
 
 
 def test_each_reason_in_the_code_has_an_entry() -> None:
@@ -148,17 +204,26 @@ def test_each_reason_has_one_entry() -> None:
 
 
 def test_reasons_are_upper_case_and_fit_an_error_info() -> None:
-    assert [reason for reason in _in_code() if not _REASON.fullmatch(reason) or len(reason) > 63] == []
+    assert [
+        reason for reason in _in_code() if not _REASON.fullmatch(reason) or len(reason) > 63
+    ] == []
 
 
 def test_every_entry_of_the_list_has_the_form_that_is_looked_for() -> None:
-    listed = [line for line in _PAGE.partition("\n## Reasons\n")[2].splitlines() if line.startswith("-")]
+    listed = [
+        line for line in _PAGE.partition("\n## Reasons\n")[2].splitlines() if line.startswith("-")
+    ]
     assert [line for line in listed if not _ENTRY.fullmatch(line)] == []
 
 
 def test_the_page_names_no_other_reason_anywhere() -> None:
-    """In its first part as well: what looks like a reason and is none is the name of a variable or of a file."""
-    known = set(_on_page()) | {name for name in re.findall(r"\b[A-Z]+(?:_[A-Z0-9]+)+\b", _PAGE) if name.startswith(_VARIABLES)}
+    """In its first part as well: what looks like a reason and is none is the name of a variable or
+    of a file."""
+    known = set(_on_page()) | {
+        name
+        for name in re.findall(r"\b[A-Z]+(?:_[A-Z0-9]+)+\b", _PAGE)
+        if name.startswith(_VARIABLES)
+    }
     assert sorted(set(re.findall(r"`([A-Z]+(?:_[A-Z0-9]+)+)`", _PAGE)) - known) == []
 
 
@@ -173,7 +238,11 @@ _VARIABLES: Final = ("SHOAL_", "CUDA_", "GLOO_", "OMP_", "XDG_")
         ("raise PreconditionError('x', reason='NEWER' if a > b else 'OLDER')", {"NEWER", "OLDER"}),
         ("_WHY: Final = 'A_B'\nraise errors.PreconditionError('x', reason=_WHY)", {"A_B"}),
         ("class OwnError(DeadlineError):\n    default_reason = 'A_B'", {"A_B"}),
-        ("class LostError(StateLostError):\n    def __init__(self):\n        super().__init__('x', reason='A_B')", {"A_B"}),
+        (
+            "class LostError(StateLostError):\n    def __init__(self):\n        "
+            "super().__init__('x', reason='A_B')",
+            {"A_B"},
+        ),
         ("raise kind(str(error), reason=error.reason)", set()),
         ("client.stop_job('job', reason='asked to')", set()),
     ],
@@ -189,7 +258,9 @@ def test_a_form_that_is_not_known_is_no_reason_to_overlook_one() -> None:
 
 def _anchors(page: str) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 

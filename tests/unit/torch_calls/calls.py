@@ -1,7 +1,9 @@
-"""torch's own calls on a distributed model, under every strategy: which are right, and which raise and name what to call instead.
+"""torch's own calls on a distributed model, under every strategy: which are right, and which raise
+and name what to call instead.
 
-docs/torch-calls.md is written from this (page.py), and the tests run it (test_torch_calls.py): each call is made on the distributed model
-and on a plain one that one process trains on the same samples.
+docs/torch-calls.md is written from this (page.py), and the tests run it (test_torch_calls.py): each
+call is made on the distributed model and on a plain one that one process trains on the same
+samples.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class Call:
 
     says: str
     do: Callable[[Any, Any, Any], Any]
-    """Called with the model, the optimizer and the user's module; returns what is to be compared, if anything."""
+    """Called with the model, the optimizer and the user's module; returns what is to be compared,
+    if anything."""
     gradients: bool = False
     """Between `backward()` and `step()`; else between steps."""
     loops: bool = False
@@ -67,7 +70,10 @@ def _hybrid(**options: Any) -> dict[str, Any]:
 KINDS: Final[Mapping[str, Kind]] = {
     "whole": Kind(
         says="`ddp`, `local_sgd`",
-        rows={"ddp": {"strategy": "ddp"}, "local_sgd": {"strategy": "local_sgd", "sync_every": 1000}},
+        rows={
+            "ddp": {"strategy": "ddp"},
+            "local_sgd": {"strategy": "local_sgd", "sync_every": 1000},
+        },
     ),
     "state": Kind(
         says="`zero1`, `zero2`, `hybrid` without stages and split layers",
@@ -80,7 +86,8 @@ KINDS: Final[Mapping[str, Kind]] = {
         },
     ),
     "cut": Kind(
-        says="`zero3`, `fsdp`, `hsdp`, `tensor`, `pipeline`, other `hybrid`s, and any with `param_dtype=` or `offload=`",
+        says="`zero3`, `fsdp`, `hsdp`, `tensor`, `pipeline`, other `hybrid`s, and any with "
+        "`param_dtype=` or `offload=`",
         rows={
             "zero3": {"strategy": "zero3"},
             "fsdp": {"strategy": "fsdp"},
@@ -122,7 +129,10 @@ def _named(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _other(net: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
     """Values for all parameters that it does not have."""
-    return {f"{prefix}{name}": torch.full(p.shape, 0.01 * (i + 1), dtype=p.dtype) for i, (name, p) in enumerate(net.named_parameters())}
+    return {
+        f"{prefix}{name}": torch.full(p.shape, 0.01 * (i + 1), dtype=p.dtype)
+        for i, (name, p) in enumerate(net.named_parameters())
+    }
 
 
 def _load_model(model: Any, _: Any, net: nn.Module) -> None:
@@ -214,7 +224,9 @@ CALLS: Final[list[Call]] = [
     ),
     Call(
         says="`p.grad.mul_(...)`, `p.grad.norm()`",
-        do=lambda model, optimizer, net: [gradient.mul_(0.5).norm() for gradient in _gradients(model)],
+        do=lambda model, optimizer, net: [
+            gradient.mul_(0.5).norm() for gradient in _gradients(model)
+        ],
         gradients=True,
         state=CLIP,
         cut=CLIP,
@@ -228,12 +240,22 @@ CALLS: Final[list[Call]] = [
     Call(
         says="`model.clip_grad_norm_(1.0)`",
         do=lambda model, optimizer, net: (
-            model.clip_grad_norm_(0.05) if model is not net else nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+            model.clip_grad_norm_(0.05)
+            if model is not net
+            else nn.utils.clip_grad_norm_(net.parameters(), 0.05)
         ),
         gradients=True,
     ),
-    Call(says="`optimizer.zero_grad()` before `step()`", do=lambda model, optimizer, net: optimizer.zero_grad(), gradients=True),
-    Call(says="`model.zero_grad()` before `step()`", do=lambda model, optimizer, net: model.zero_grad(), gradients=True),
+    Call(
+        says="`optimizer.zero_grad()` before `step()`",
+        do=lambda model, optimizer, net: optimizer.zero_grad(),
+        gradients=True,
+    ),
+    Call(
+        says="`model.zero_grad()` before `step()`",
+        do=lambda model, optimizer, net: model.zero_grad(),
+        gradients=True,
+    ),
     Call(
         says="`module.zero_grad()` before `step()`",
         do=lambda model, optimizer, net: net.zero_grad(),
@@ -241,29 +263,71 @@ CALLS: Final[list[Call]] = [
         state=ZERO,
         cut=ZERO,
     ),
-    Call(says="`module.zero_grad()` after `step()`", do=lambda model, optimizer, net: net.zero_grad()),
+    Call(
+        says="`module.zero_grad()` after `step()`", do=lambda model, optimizer, net: net.zero_grad()
+    ),
     Call(
         says="`p.numel()`, `p.shape`, `p.requires_grad`",
         do=lambda model, optimizer, net: torch.tensor(
-            [[p.numel(), *p.shape[:1], p.size(-1), p.dim(), p.requires_grad] for p in model.parameters()]
+            [
+                [p.numel(), *p.shape[:1], p.size(-1), p.dim(), p.requires_grad]
+                for p in model.parameters()
+            ]
         ),
     ),
-    Call(says="`repr(p)`", do=lambda model, optimizer, net: len(repr(list(model.parameters()))) > 0),
-    Call(says="`model.state_dict()`", do=lambda model, optimizer, net: _named(model.state_dict()), cut=WHOLE),
-    Call(says="`module.state_dict()`", do=lambda model, optimizer, net: _named(net.state_dict()), cut=WHOLE),
-    Call(says="`model.load_state_dict(...)`", do=_load_model, cut=LOAD),
-    Call(says="`module.load_state_dict(...)`", do=lambda model, optimizer, net: net.load_state_dict(_other(net)) and None, cut=VALUES),
     Call(
-        says="`torch.nn.utils.parameters_to_vector`",
-        do=lambda model, optimizer, net: nn.utils.parameters_to_vector(model.parameters()).detach().clone(),
+        says="`repr(p)`", do=lambda model, optimizer, net: len(repr(list(model.parameters()))) > 0
+    ),
+    Call(
+        says="`model.state_dict()`",
+        do=lambda model, optimizer, net: _named(model.state_dict()),
+        cut=WHOLE,
+    ),
+    Call(
+        says="`module.state_dict()`",
+        do=lambda model, optimizer, net: _named(net.state_dict()),
+        cut=WHOLE,
+    ),
+    Call(says="`model.load_state_dict(...)`", do=_load_model, cut=LOAD),
+    Call(
+        says="`module.load_state_dict(...)`",
+        do=lambda model, optimizer, net: net.load_state_dict(_other(net)) and None,
         cut=VALUES,
     ),
-    Call(says="`p.mul_(...)`, `p.data.mul_(...)`", do=_each(lambda p: p.data.mul_(0.9)), loops=True, cut=VALUES),
-    Call(says="`p.data_ptr()`", do=lambda model, optimizer, net: all(p.data_ptr() for p in model.parameters()), cut=VALUES),
-    Call(says="`torch.nn.init.constant_(p, ...)`", do=_each(lambda p: nn.init.constant_(p, 0.02)), loops=True, cut=VALUES),
-    Call(says="`copy.deepcopy(model)`, `AveragedModel(model)`", do=lambda model, optimizer, net: _values(copy.deepcopy(model))),
+    Call(
+        says="`torch.nn.utils.parameters_to_vector`",
+        do=lambda model, optimizer, net: (
+            nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        ),
+        cut=VALUES,
+    ),
+    Call(
+        says="`p.mul_(...)`, `p.data.mul_(...)`",
+        do=_each(lambda p: p.data.mul_(0.9)),
+        loops=True,
+        cut=VALUES,
+    ),
+    Call(
+        says="`p.data_ptr()`",
+        do=lambda model, optimizer, net: all(p.data_ptr() for p in model.parameters()),
+        cut=VALUES,
+    ),
+    Call(
+        says="`torch.nn.init.constant_(p, ...)`",
+        do=_each(lambda p: nn.init.constant_(p, 0.02)),
+        loops=True,
+        cut=VALUES,
+    ),
+    Call(
+        says="`copy.deepcopy(model)`, `AveragedModel(model)`",
+        do=lambda model, optimizer, net: _values(copy.deepcopy(model)),
+    ),
     Call(says="`AveragedModel(model).update_parameters(model)`", do=_averaged, cut=VALUES),
-    Call(says="`copy.deepcopy(module)`", do=lambda model, optimizer, net: _values(copy.deepcopy(net)), cut=CLONE),
+    Call(
+        says="`copy.deepcopy(module)`",
+        do=lambda model, optimizer, net: _values(copy.deepcopy(net)),
+        cut=CLONE,
+    ),
     Call(
         says="`torch.save(model, path)`",
         do=lambda model, optimizer, net: _values(_saved(model)),
@@ -277,7 +341,10 @@ CALLS: Final[list[Call]] = [
         state=BEFORE,
         cut=BEFORE,
     ),
-    Call(says="`model.to(...)` that changes nothing", do=lambda model, optimizer, net: model.to("cpu") and None),
+    Call(
+        says="`model.to(...)` that changes nothing",
+        do=lambda model, optimizer, net: model.to("cpu") and None,
+    ),
     Call(
         says="`model.requires_grad_(True)`, `model.train()`, `model.eval()`",
         do=lambda model, optimizer, net: model.requires_grad_().eval().train() and None,
@@ -285,7 +352,9 @@ CALLS: Final[list[Call]] = [
     Call(says="`model(x)` in evaluation mode, on every rank", do=_outputs),
     Call(
         says="`optimizer.register_step_pre_hook(...)`, `register_step_post_hook(...)`",
-        do=lambda model, optimizer, net: optimizer.register_step_post_hook(lambda *_: None).remove(),
+        do=lambda model, optimizer, net: optimizer.register_step_post_hook(
+            lambda *_: None
+        ).remove(),
         state=LOOP,
         cut=LOOP,
     ),
@@ -296,9 +365,14 @@ CALLS: Final[list[Call]] = [
     ),
     Call(
         says="`p.numel()`, `p.shape` in `optimizer.param_groups`",
-        do=lambda model, optimizer, net: [torch.tensor([p.numel(), *p.shape]) for p in _members(optimizer)],
+        do=lambda model, optimizer, net: [
+            torch.tensor([p.numel(), *p.shape]) for p in _members(optimizer)
+        ],
     ),
-    Call(says="`optimizer.state_dict()`, on every rank", do=lambda model, optimizer, net: _optimizer_state(optimizer)),
+    Call(
+        says="`optimizer.state_dict()`, on every rank",
+        do=lambda model, optimizer, net: _optimizer_state(optimizer),
+    ),
     Call(
         says="`torch.save(optimizer, path)`",
         do=lambda model, optimizer, net: _saved(optimizer) and None,

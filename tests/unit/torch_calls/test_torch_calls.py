@@ -1,4 +1,5 @@
-"""torch's own calls on a distributed model are right, or raise and name what to call instead: the table of calls.py."""
+"""torch's own calls on a distributed model are right, or raise and name what to call instead: the
+table of calls.py."""
 
 from __future__ import annotations
 
@@ -48,12 +49,19 @@ class Plain:
 
 
 def run(kind: str, options: dict[str, Any], *, micro: bool) -> list[str]:
-    """Makes each call in a step of its own. Returns what was neither right nor refused as it should be."""
+    """Makes each call in a step of its own. Returns what was neither right nor refused as it should
+    be."""
     net, plain, wrong = network(), Plain(), list[str]()
     model, optimizer = shoal.as_distributed(
-        net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), minimum_parameter_group_size=1, consistency_check_every=4, **options
+        net,
+        torch.optim.SGD(net.parameters(), 0.1, momentum=0.9),
+        minimum_parameter_group_size=1,
+        consistency_check_every=4,
+        **options,
     )
-    loader = shoal.ElasticDataLoader(data(), global_batch_size=BATCH, micro_batch_size=2 if micro else None, shuffle=False)
+    loader = shoal.ElasticDataLoader(
+        data(), global_batch_size=BATCH, micro_batch_size=2 if micro else None, shuffle=False
+    )
     x, y = data().tensors
     local = options["strategy"] == "local_sgd"
 
@@ -77,7 +85,11 @@ def run(kind: str, options: dict[str, Any], *, micro: bool) -> list[str]:
         for inputs, targets in step:
             model.train_step(inputs, targets, functional.cross_entropy)
             own.append((inputs, targets))
-        batch = (torch.cat([one for one, _ in own]), torch.cat([one for _, one in own])) if local else None
+        batch = (
+            (torch.cat([one for one, _ in own]), torch.cat([one for _, one in own]))
+            if local
+            else None
+        )
         samples = slice(number * BATCH, (number + 1) * BATCH)
         plain.backward(*(batch or (x[samples], y[samples])))
         if number == len(CALLS):
@@ -108,7 +120,8 @@ def differences(found: Any, expected: Any) -> list[str]:
 
 
 def _cases() -> list[object]:
-    """`make test` runs each strategy on two ranks, one in two with micro-batches; `make parity` all."""
+    """`make test` runs each strategy on two ranks, one in two with micro-batches; `make parity`
+    all."""
     rows = [(kind, row) for kind in KINDS for row in KINDS[kind].rows]
     return [
         pytest.param(
@@ -124,8 +137,14 @@ def _cases() -> list[object]:
 
 
 @pytest.mark.parametrize(("kind", "row", "micro"), _cases())
-def test_torchs_own_calls_are_right_or_name_what_to_call_instead(kind: str, row: str, micro: bool) -> None:
-    for rank, wrong in enumerate(shoal.launch(lambda: run(kind, dict(KINDS[kind].rows[row]), micro=micro), world_size=world_of(row))):
+def test_torchs_own_calls_are_right_or_name_what_to_call_instead(
+    kind: str, row: str, micro: bool
+) -> None:
+    for rank, wrong in enumerate(
+        shoal.launch(
+            lambda: run(kind, dict(KINDS[kind].rows[row]), micro=micro), world_size=world_of(row)
+        )
+    ):
         assert not wrong, f"rank {rank}: " + "\n".join(wrong)
 
 
@@ -137,14 +156,23 @@ def test_the_committed_table_is_that_of_the_calls() -> None:
 
 
 def test_every_strategy_is_in_the_table() -> None:
-    assert {options["strategy"] for kind in KINDS.values() for options in kind.rows.values()} == set(registry.names()) - {"async_sgd"}
+    assert {
+        options["strategy"] for kind in KINDS.values() for options in kind.rows.values()
+    } == set(registry.names()) - {"async_sgd"}
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
-def test_a_penalty_on_parameters_that_are_freed_between_the_passes_is_refused_and_not_nought(strategy: str) -> None:
+def test_a_penalty_on_parameters_that_are_freed_between_the_passes_is_refused_and_not_nought(
+    strategy: str,
+) -> None:
     def rank() -> None:
         net = network()
-        model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, minimum_parameter_group_size=1)
+        model, _ = shoal.as_distributed(
+            net,
+            torch.optim.SGD(net.parameters(), 0.1),
+            strategy=strategy,
+            minimum_parameter_group_size=1,
+        )
         for x, y in shoal.ElasticDataLoader(data(), global_batch_size=BATCH):
             loss = functional.cross_entropy(model(x), y)
             (loss + sum(p.square().sum() for p in model.parameters())).backward()
@@ -155,12 +183,15 @@ def test_a_penalty_on_parameters_that_are_freed_between_the_passes_is_refused_an
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_ddp_reduces_gradients_that_were_given_other_memory(micro_batch_size: int | None) -> None:
-    """torch's `model.float()` gives parameters, and the gradients in them, other memory, and forgets the hooks of both."""
+    """torch's `model.float()` gives parameters, and the gradients in them, other memory, and
+    forgets the hooks of both."""
 
     def rank() -> list[torch.Tensor]:
         net = network()
         model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
-        loader = shoal.ElasticDataLoader(data(), global_batch_size=BATCH, micro_batch_size=micro_batch_size)
+        loader = shoal.ElasticDataLoader(
+            data(), global_batch_size=BATCH, micro_batch_size=micro_batch_size
+        )
         for step in loader.steps() if micro_batch_size else ([batch] for batch in loader):
             for x, y in step:
                 functional.cross_entropy(model(x), y).backward()

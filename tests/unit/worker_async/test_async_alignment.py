@@ -11,7 +11,8 @@ def at(clock: int, **by_others: int) -> Position:
 
 
 def test_a_worker_goes_to_the_furthest_of_its_places() -> None:
-    # On the second server, which counts from elsewhere, it was placed before an iteration began, and on the first one after that.
+    # On the second server, which counts from elsewhere, it was placed before an iteration began,
+    # and on the first one after that.
     assert aligned([at(7, a=107), at(3, a=106), at(9, a=107)]) == [None, 4, None]
 
 

@@ -1,4 +1,5 @@
-"""A worker's blocks of leases against the coordinator's own ledger, with answers that are late, lost or refused."""
+"""A worker's blocks of leases against the coordinator's own ledger, with answers that are late,
+lost or refused."""
 
 from __future__ import annotations
 
@@ -52,17 +53,28 @@ class FakeJob:
             raise self.refusal
         self.requests.append(request)
         ledger = self.ledgers.setdefault(
-            (request["loader"], request["epoch"]), Ledger(Epoch(batches=request["batches_in_epoch"], first_key=FIRST_KEY))
+            (request["loader"], request["epoch"]),
+            Ledger(Epoch(batches=request["batches_in_epoch"], first_key=FIRST_KEY)),
         )
         repeated = ledger.repeated("me", request["sequence"])
         assert repeated is None or request["sequence"] == repeated.sequence, "numbers grow"
         ledger.finish("me", request["finished"])
         ledger.take_back("me", request["returned"])
-        batches = ledger.lease("me", request["want"], request["sequence"], members=self.members) if repeated is None else repeated.batches
+        batches = (
+            ledger.lease("me", request["want"], request["sequence"], members=self.members)
+            if repeated is None
+            else repeated.batches
+        )
         if not self.released.is_set():
             self.waiting.set()
             assert self.released.wait(20)
-        return SimpleNamespace(batches=batches, epoch_done=ledger.is_done, retry_after_ms=1, first_key=FIRST_KEY, newest_epoch=0)
+        return SimpleNamespace(
+            batches=batches,
+            epoch_done=ledger.is_done,
+            retry_after_ms=1,
+            first_key=FIRST_KEY,
+            newest_epoch=0,
+        )
 
     def leased(self, loader: str = "a", epoch: int = 0) -> tuple[int, ...]:
         """What the coordinator takes for this worker's."""
@@ -70,7 +82,8 @@ class FakeJob:
 
 
 def train(seconds: float) -> None:
-    """A step's computing: the pace of finished batches is what leases go by, so it takes real time."""
+    """A step's computing: the pace of finished batches is what leases go by, so it takes real
+    time."""
     time.sleep(seconds)
 
 
@@ -82,7 +95,9 @@ def stay_away(seconds: float) -> None:
 class Loop:
     """A loader's loop, a batch at a time."""
 
-    def __init__(self, leases: CoordinatorLeases, *, loader: str = "a", epoch: int = 0, batches: int = 1000) -> None:
+    def __init__(
+        self, leases: CoordinatorLeases, *, loader: str = "a", epoch: int = 0, batches: int = 1000
+    ) -> None:
         self._leases = leases
         self._place = {"loader": loader, "epoch": epoch, "batches_in_epoch": batches}
         self.finished: tuple[int, ...] = ()
@@ -136,7 +151,9 @@ def test_steps_ask_nobody_once_there_is_a_block(job: FakeJob, make) -> None:
     assert job.ledgers["a", 0].close().returned[0] == 200
 
 
-def test_a_worker_that_becomes_slower_gives_back_what_it_will_not_come_to(job: FakeJob, make) -> None:
+def test_a_worker_that_becomes_slower_gives_back_what_it_will_not_come_to(
+    job: FakeJob, make
+) -> None:
     loop = Loop(make(0.6))
     for _ in range(30):
         loop.step()
@@ -162,8 +179,11 @@ def test_a_worker_that_stands_still_gives_back_what_it_has_not_begun(job: FakeJo
     eventually(lambda: len(job.leased()) > 5, "a block again")
 
 
-def test_a_worker_that_waited_long_for_its_next_batch_did_not_stand_still(job: FakeJob, make) -> None:
-    """What it gets then it keeps: all who wait would hand the last batches round among each other for ever."""
+def test_a_worker_that_waited_long_for_its_next_batch_did_not_stand_still(
+    job: FakeJob, make
+) -> None:
+    """What it gets then it keeps: all who wait would hand the last batches round among each other
+    for ever."""
     loop = Loop(make(0.1))
     loop.step()
     job.away.set()
@@ -202,7 +222,8 @@ def test_a_loop_that_is_left_with_a_batch_at_hand_keeps_that_alone(job: FakeJob,
 
 
 def test_a_stopped_job_ends_the_wait_and_what_is_finished_is_told(job: FakeJob, make) -> None:
-    """The job is stopped while the loop waits for a batch, and the coordinator's answer comes after that: the batch goes back."""
+    """The job is stopped while the loop waits for a batch, and the coordinator's answer comes after
+    that: the batch goes back."""
     loop = Loop(make(0.0))
     assert [loop.step() for _ in range(3)] == [0, 1, 2]
     job.released.clear()
@@ -216,7 +237,9 @@ def test_a_stopped_job_ends_the_wait_and_what_is_finished_is_told(job: FakeJob, 
     assert job.ledgers["a", 0].close().returned == (3,)
 
 
-def test_a_worker_that_is_to_leave_and_cannot_say_so_goes_after_some_seconds(job: FakeJob, make, monkeypatch) -> None:
+def test_a_worker_that_is_to_leave_and_cannot_say_so_goes_after_some_seconds(
+    job: FakeJob, make, monkeypatch
+) -> None:
     monkeypatch.setattr("shoal_worker.asynchronous.leases._LAST_WORD_S", 0.3)
     loop = Loop(make(0.0))
     loop.step()
@@ -225,7 +248,11 @@ def test_a_worker_that_is_to_leave_and_cannot_say_so_goes_after_some_seconds(job
     with pytest.raises(Drained):
         loop.step()
     loop.batch = None
-    with pytest.raises(Exception, match=r"waited .* for the coordinator to hear of batches of loader 'a': away; see that it runs"):
+    with pytest.raises(
+        Exception,
+        match=r"waited .* for the coordinator to hear of batches of loader 'a': away; see that it "
+        r"runs",
+    ):
         loop.leave()
     job.away.clear()
     eventually(lambda: job.leased() == (), "it to hear of them all the same")

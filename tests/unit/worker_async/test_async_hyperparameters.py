@@ -27,7 +27,15 @@ def server_optimizer(optimizer: torch.optim.Optimizer) -> ServerOptimizer:
 
 def test_sgd_goes_with_all_its_settings() -> None:
     spec = server_optimizer(
-        torch.optim.SGD(parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True, maximize=True, dampening=0)
+        torch.optim.SGD(
+            parameters(),
+            lr=0.1,
+            momentum=0.9,
+            weight_decay=0.01,
+            nesterov=True,
+            maximize=True,
+            dampening=0,
+        )
     ).spec
     assert spec.name == "sgd"
     assert dict(spec.hyperparameters) == {
@@ -42,7 +50,11 @@ def test_sgd_goes_with_all_its_settings() -> None:
 
 
 def test_adamw_goes_with_all_its_settings() -> None:
-    spec = server_optimizer(torch.optim.AdamW(parameters(), lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.2, amsgrad=True)).spec
+    spec = server_optimizer(
+        torch.optim.AdamW(
+            parameters(), lr=0.1, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.2, amsgrad=True
+        )
+    ).spec
     assert spec.name == "adamw"
     assert dict(spec.hyperparameters) == {
         "lr": 0.1,
@@ -62,9 +74,19 @@ def test_a_learning_rate_in_a_tensor_is_its_value() -> None:
 
 def test_parameter_groups_name_their_tensors() -> None:
     first, second = parameters()
-    optimizer = torch.optim.SGD([{"params": [first], "lr": 0.1}, {"params": [], "lr": 0.7}, {"params": [second], "lr": 0.2}], lr=0.5)
+    optimizer = torch.optim.SGD(
+        [
+            {"params": [first], "lr": 0.1},
+            {"params": [], "lr": 0.7},
+            {"params": [second], "lr": 0.2},
+        ],
+        lr=0.5,
+    )
     spec = server_optimizer(optimizer).spec
-    assert [(list(group.tensors), group.hyperparameters["lr"]) for group in spec.groups] == [(["p0"], 0.1), (["p1"], 0.2)]
+    assert [(list(group.tensors), group.hyperparameters["lr"]) for group in spec.groups] == [
+        (["p0"], 0.1),
+        (["p1"], 0.2),
+    ]
 
 
 class Halving(torch.optim.SGD):
@@ -77,12 +99,16 @@ class Halving(torch.optim.SGD):
     ids=["adamax", "subclass", "lbfgs"],
 )
 def test_an_optimizer_that_servers_do_not_have_is_refused_by_name(make: Make) -> None:
-    with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD, .* and shoal\.optim\.DelayedNesterov;"):
+    with pytest.raises(
+        ConfigurationError, match=r"torch\.optim\.SGD, .* and shoal\.optim\.DelayedNesterov;"
+    ):
         server_optimizer(make(parameters()))
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.RMSprop])
-def test_a_dtype_that_an_optimizer_makes_nan_of_is_refused_by_name(kind: type[torch.optim.Optimizer]) -> None:
+def test_a_dtype_that_an_optimizer_makes_nan_of_is_refused_by_name(
+    kind: type[torch.optim.Optimizer],
+) -> None:
     half = [torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))]
     with pytest.raises(ConfigurationError, match=f"is float16, of which {kind.__name__} makes NaN"):
         server_optimizer(kind(half))
@@ -91,7 +117,9 @@ def test_a_dtype_that_an_optimizer_makes_nan_of_is_refused_by_name(kind: type[to
 
 def test_a_weight_decay_that_servers_would_apply_otherwise_is_refused() -> None:
     optimizer = torch.optim.AdamW([{"params": parameters(), "decoupled_weight_decay": False}])
-    with pytest.raises(ConfigurationError, match="decoupled_weight_decay=False in a parameter group of AdamW"):
+    with pytest.raises(
+        ConfigurationError, match="decoupled_weight_decay=False in a parameter group of AdamW"
+    ):
         server_optimizer(optimizer)
 
 
@@ -117,7 +145,10 @@ def test_a_change_goes_to_each_group() -> None:
     optimizer.param_groups[1]["lr"] = 0.4
     hyperparameters, groups = servers.change(servers.look())
     assert hyperparameters["lr"] == 0.1
-    assert [(list(group.tensors), group.hyperparameters["lr"]) for group in groups] == [(["p0"], 0.1), (["p1"], 0.4)]
+    assert [(list(group.tensors), group.hyperparameters["lr"]) for group in groups] == [
+        (["p0"], 0.1),
+        (["p1"], 0.4),
+    ]
     # It decides which state is kept, and servers refuse to be told it again.
     assert all("amsgrad" not in group.hyperparameters for group in groups)
     assert isinstance(groups[0], pb.ParameterGroup)
@@ -131,11 +162,18 @@ def test_amsgrad_cannot_change() -> None:
         servers.look()
 
 
-def test_lamb_says_which_tensors_have_several_trust_ratios(caplog: pytest.LogCaptureFixture) -> None:
+def test_lamb_says_which_tensors_have_several_trust_ratios(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     shard_map = coordinator_pb.ShardMap(
-        tensors=[coordinator_pb.TensorSpec(name=name, shape=shape) for name, shape in (("p0", [4, 2]), ("p1", [2]))],
+        tensors=[
+            coordinator_pb.TensorSpec(name=name, shape=shape)
+            for name, shape in (("p0", [4, 2]), ("p1", [2]))
+        ],
         partitions=[
-            coordinator_pb.Partition(pieces=[coordinator_pb.Piece(tensor_index=index, offset=offset, length=length)])
+            coordinator_pb.Partition(
+                pieces=[coordinator_pb.Piece(tensor_index=index, offset=offset, length=length)]
+            )
             for index, offset, length in ((0, 0, 6), (0, 6, 2), (1, 0, 2))
         ],
     )
@@ -144,7 +182,8 @@ def test_lamb_says_which_tensors_have_several_trust_ratios(caplog: pytest.LogCap
     assert not caplog.text
     server_optimizer(LAMB(parameters())).check_layout(shard_map)
     assert (
-        "LAMB takes each piece of up to 8 MiB of a larger tensor as a tensor of its own, with a trust ratio of its own: p0" in caplog.text
+        "LAMB takes each piece of up to 8 MiB of a larger tensor as a tensor of its own, with a "
+        "trust ratio of its own: p0" in caplog.text
     )
     shard_map.partitions[1].pieces[0].length = 1
     with pytest.raises(ConfigurationError, match="parameter 'p0' has rows of 2 elements"):
@@ -154,6 +193,11 @@ def test_lamb_says_which_tensors_have_several_trust_ratios(caplog: pytest.LogCap
 def test_delay_compensation_goes_with_the_optimizer_and_not_with_maximize() -> None:
     held = parameters()
     names = {id(p): f"p{number}" for number, p in enumerate(held)}
-    assert ServerOptimizer(torch.optim.SGD(held), names, delay_compensation=0.04).spec.delay_compensation == 0.04
+    assert (
+        ServerOptimizer(
+            torch.optim.SGD(held), names, delay_compensation=0.04
+        ).spec.delay_compensation
+        == 0.04
+    )
     with pytest.raises(ConfigurationError, match="negate the loss"):
         ServerOptimizer(torch.optim.SGD(held, maximize=True), names, delay_compensation=0.04)

@@ -19,15 +19,25 @@ def shard_map(*, addresses: dict[int, str]) -> pb.ShardMap:
             pb.TensorSpec(name="c", shape=[2], dtype="float64"),
         ],
         partitions=[
-            pb.Partition(partition_id=0, pieces=[pb.Piece(tensor_index=0, offset=0, length=4)], primary=0),
+            pb.Partition(
+                partition_id=0, pieces=[pb.Piece(tensor_index=0, offset=0, length=4)], primary=0
+            ),
             pb.Partition(
                 partition_id=1,
-                pieces=[pb.Piece(tensor_index=0, offset=4, length=2), pb.Piece(tensor_index=1, offset=0, length=2)],
+                pieces=[
+                    pb.Piece(tensor_index=0, offset=4, length=2),
+                    pb.Piece(tensor_index=1, offset=0, length=2),
+                ],
                 primary=1,
             ),
-            pb.Partition(partition_id=2, pieces=[pb.Piece(tensor_index=2, offset=0, length=2)], primary=1),
+            pb.Partition(
+                partition_id=2, pieces=[pb.Piece(tensor_index=2, offset=0, length=2)], primary=1
+            ),
         ],
-        servers=[pb.ServerStatus(server_index=index, address=address) for index, address in addresses.items()],
+        servers=[
+            pb.ServerStatus(server_index=index, address=address)
+            for index, address in addresses.items()
+        ],
     )
 
 
@@ -42,7 +52,10 @@ def test_each_server_gets_its_runs_of_elements() -> None:
     declared = tensors()
     first, second = shares(shard_map(addresses={1: "one:1", 0: "zero:1"}), declared)
     assert (first.index, first.address, first.epoch) == (0, "zero:1", 3)
-    assert [(each.partition_id, each.length, each.size_bytes) for each in second.partitions] == [(1, 4, 16), (2, 2, 16)]
+    assert [(each.partition_id, each.length, each.size_bytes) for each in second.partitions] == [
+        (1, 4, 16),
+        (2, 2, 16),
+    ]
     packed, alone = second.partitions
     values = {tensor.name: tensor.values() for tensor in declared}
     assert packed.gathered(values).tolist() == [4.0, 5.0, 7.0, 8.0]
@@ -54,17 +67,28 @@ def test_what_is_received_goes_to_each_tensor_of_a_partition() -> None:
     packed, alone = shares(shard_map(addresses={0: "zero:1", 1: "one:1"}), declared)[1].partitions
     targets = {tensor.name: tensor.target() for tensor in declared}
     packed.landing(targets).copy_(torch.tensor([-1.0, -2.0, -3.0, -4.0]))
-    assert declared[0].parameter.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "nothing, until all of it is there"
+    assert declared[0].parameter.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], (
+        "nothing, until all of it is there"
+    )
     packed.landed(targets)
     alone.landing(targets).copy_(torch.tensor([-5.0, -6.0]))
     alone.landed(targets)
-    assert [tensor.parameter.tolist() for tensor in declared] == [[0.0, 1.0, 2.0, 3.0, -1.0, -2.0], [-3.0, -4.0], [-5.0, -6.0]]
+    assert [tensor.parameter.tolist() for tensor in declared] == [
+        [0.0, 1.0, 2.0, 3.0, -1.0, -2.0],
+        [-3.0, -4.0],
+        [-5.0, -6.0],
+    ]
 
 
 def test_a_default_device_of_the_scripts_changes_nothing() -> None:
-    packed, _ = shares(shard_map(addresses={0: "zero:1", 1: "one:1"}), declared := tensors())[1].partitions
+    packed, _ = shares(shard_map(addresses={0: "zero:1", 1: "one:1"}), declared := tensors())[
+        1
+    ].partitions
     with torch.device("meta"):
-        assert packed.landing({tensor.name: tensor.target() for tensor in declared}).device.type == "cpu"
+        assert (
+            packed.landing({tensor.name: tensor.target() for tensor in declared}).device.type
+            == "cpu"
+        )
 
 
 def test_a_tensor_without_a_gradient_is_left_out_of_its_partition() -> None:
@@ -77,7 +101,10 @@ def test_a_tensor_without_a_gradient_is_left_out_of_its_partition() -> None:
 
 
 def test_a_server_without_a_part_is_left_alone() -> None:
-    assert [share.index for share in shares(shard_map(addresses={0: "a:1", 1: "b:1", 2: "c:1"}), tensors())] == [0, 1]
+    assert [
+        share.index
+        for share in shares(shard_map(addresses={0: "a:1", 1: "b:1", 2: "c:1"}), tensors())
+    ] == [0, 1]
 
 
 def test_a_map_that_names_no_address_for_a_part_is_refused() -> None:

@@ -8,8 +8,17 @@ from shoal_worker.asynchronous.leases import LocalLeases
 from shoal_worker.elastic.loader_interface import Leases
 
 
-def ask(source: LocalLeases, *, epoch: int = 0, finished: tuple[int, ...] = (), want: int = 1, loader: str = "train") -> Leases:
-    return source.lease(loader=loader, epoch=epoch, batches_in_epoch=3, finished=finished, want=want)
+def ask(
+    source: LocalLeases,
+    *,
+    epoch: int = 0,
+    finished: tuple[int, ...] = (),
+    want: int = 1,
+    loader: str = "train",
+) -> Leases:
+    return source.lease(
+        loader=loader, epoch=epoch, batches_in_epoch=3, finished=finished, want=want
+    )
 
 
 def test_an_epoch_is_done_when_its_last_batch_is_finished() -> None:

@@ -1,4 +1,5 @@
-"""What a worker does when partitions move at moments that only servers which keep to a script can choose."""
+"""What a worker does when partitions move at moments that only servers which keep to a script can
+choose."""
 
 from __future__ import annotations
 
@@ -57,15 +58,23 @@ class Cluster:
         self.epoch += 1
 
     def shard_map(self) -> coordinator_pb2.ShardMap:
-        pieces = [coordinator_pb2.Piece(tensor_index=index, offset=0, length=2) for index in range(len(NAMES))]
+        pieces = [
+            coordinator_pb2.Piece(tensor_index=index, offset=0, length=2)
+            for index in range(len(NAMES))
+        ]
         return coordinator_pb2.ShardMap(
             epoch=self.epoch,
-            tensors=[coordinator_pb2.TensorSpec(name=name, shape=[2], dtype="float32") for name in NAMES],
+            tensors=[
+                coordinator_pb2.TensorSpec(name=name, shape=[2], dtype="float32") for name in NAMES
+            ],
             partitions=[
                 coordinator_pb2.Partition(partition_id=number, primary=owner, pieces=[piece])
                 for number, (owner, piece) in enumerate(zip(self.owners, pieces, strict=True))
             ],
-            servers=[coordinator_pb2.ServerStatus(server_index=index, address=f"server-{index}:1") for index in range(3)],
+            servers=[
+                coordinator_pb2.ServerStatus(server_index=index, address=f"server-{index}:1")
+                for index in range(3)
+            ],
         )
 
 
@@ -80,37 +89,76 @@ class Client:
         self.is_closed = True
 
     def get_server(self, member_id: str = "") -> pb.GetServerResponse:
-        mine = [(number, each) for number, each in enumerate(self._cluster.held) if self._cluster.owners[number] == self._server]
+        mine = [
+            (number, each)
+            for number, each in enumerate(self._cluster.held)
+            if self._cluster.owners[number] == self._server
+        ]
         versions = [
-            pb.PartitionVersion(partition_id=number, version=each.version, sequence=each.sequence, moving=number in self._cluster.moving)
+            pb.PartitionVersion(
+                partition_id=number,
+                version=each.version,
+                sequence=each.sequence,
+                moving=number in self._cluster.moving,
+            )
             for number, each in mine
         ]
         self._cluster.looked()
-        return pb.GetServerResponse(job_id="job", server_index=self._server, optimizer=pb.OptimizerSpec(name="sgd"), partitions=versions)
+        return pb.GetServerResponse(
+            job_id="job",
+            server_index=self._server,
+            optimizer=pb.OptimizerSpec(name="sgd"),
+            partitions=versions,
+        )
 
-    def advance_clock(self, job_id: str, member_id: str, *, has_read: bool = False, shard_map_epoch: int = 0, **more: Any) -> None:
+    def advance_clock(
+        self,
+        job_id: str,
+        member_id: str,
+        *,
+        has_read: bool = False,
+        shard_map_epoch: int = 0,
+        **more: Any,
+    ) -> None:
         self._answers("has_read" if has_read else "clock", shard_map_epoch or self._cluster.epoch)
 
-    def push(self, outgoing: Iterable[tuple[pb.PushHeader, memoryview]], *, deadline: timedelta) -> list[pb.PartitionResult]:
+    def push(
+        self, outgoing: Iterable[tuple[pb.PushHeader, memoryview]], *, deadline: timedelta
+    ) -> list[pb.PartitionResult]:
         results = []
         for header, _ in outgoing:
             if header.partition_id in self._cluster.moving:
-                raise UnavailableError("it is moving", reason="PARTITION_MOVING", retry_after=timedelta(milliseconds=1))
+                raise UnavailableError(
+                    "it is moving", reason="PARTITION_MOVING", retry_after=timedelta(milliseconds=1)
+                )
             self._answers("push", header.shard_map_epoch)
             held = self._cluster.held[header.partition_id]
             duplicate = header.sequence <= held.sequence
             if not duplicate:
                 held.sequence, held.version = header.sequence, held.version + 1
-            results.append(pb.PartitionResult(partition_id=header.partition_id, version=held.version, duplicate=duplicate))
+            results.append(
+                pb.PartitionResult(
+                    partition_id=header.partition_id, version=held.version, duplicate=duplicate
+                )
+            )
         return results
 
-    def pull(self, request: pb.PullRequest, room: Callable[[pb.PullHeader], memoryview], *, deadline: timedelta) -> list[pb.PullHeader]:
+    def pull(
+        self,
+        request: pb.PullRequest,
+        room: Callable[[pb.PullHeader], memoryview],
+        *,
+        deadline: timedelta,
+    ) -> list[pb.PullHeader]:
         self._answers("pull", request.shard_map_epoch)
         headers = []
         for asked in request.partitions:
             held = self._cluster.held[asked.partition_id]
             header = pb.PullHeader(
-                partition_id=asked.partition_id, version=held.version, unchanged=held.version <= asked.newer_than, codec=pb.CODEC_RAW
+                partition_id=asked.partition_id,
+                version=held.version,
+                unchanged=held.version <= asked.newer_than,
+                codec=pb.CODEC_RAW,
             )
             if not header.unchanged:
                 room(header)[:] = torch.full((2,), held.value).view(torch.uint8).numpy().data
@@ -137,7 +185,9 @@ def member_of(cluster: Cluster) -> Iterator[tuple[ParameterServers, Mapping[str,
         straggler_patience=timedelta(seconds=9),
         shard_map=cluster.shard_map,
         waits=ServerWaits(),
-        server_client=lambda address: cast(ParameterServerClient, Client(cluster, int(address.split(":")[0][-1]))),
+        server_client=lambda address: cast(
+            ParameterServerClient, Client(cluster, int(address.split(":")[0][-1]))
+        ),
     )
     servers = ParameterServers(
         cast(Job, job),
@@ -157,7 +207,9 @@ def member_of(cluster: Cluster) -> Iterator[tuple[ParameterServers, Mapping[str,
 
 def iteration(*, batch: int = 0, pull: bool = True) -> Iteration:
     gradients = {name: torch.ones(2) for name in NAMES}
-    return Iteration(clock=1, revision=Revision(number=0, groups=()), gradients=gradients, pull=pull, batch=batch)
+    return Iteration(
+        clock=1, revision=Revision(number=0, groups=()), gradients=gradients, pull=pull, batch=batch
+    )
 
 
 def test_with_bsp_nothing_is_pulled_again_that_others_may_have_pushed_to_since() -> None:
@@ -168,7 +220,8 @@ def test_with_bsp_nothing_is_pulled_again_that_others_may_have_pushed_to_since()
             while (0, "has_read") not in cluster.said:
                 pass  # the other server's thread says so
             cluster.move(1, to=2)
-            cluster.held[0] = Held(version=9, value=99.0, sequence=cluster.held[0].sequence)  # another member's next iteration
+            # another member's next iteration
+            cluster.held[0] = Held(version=9, value=99.0, sequence=cluster.held[0].sequence)
 
     with member_of(cluster) as (servers, parameters):
         cluster.before = move_while_the_other_goes_on
@@ -178,8 +231,11 @@ def test_with_bsp_nothing_is_pulled_again_that_others_may_have_pushed_to_since()
         assert (2, "has_read") in cluster.said
 
 
-def test_what_was_pushed_before_a_partition_moved_is_not_owed_as_if_it_had_been_pushed_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A push was given up, its server has it; the same batch is pushed again, and the partition moves before that arrives."""
+def test_what_was_pushed_before_a_partition_moved_is_not_owed_as_if_it_had_been_pushed_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A push was given up, its server has it; the same batch is pushed again, and the partition
+    moves before that arrives."""
     cluster = Cluster()
     settled: list[tuple[int, bool]] = []
 
@@ -200,7 +256,9 @@ def test_what_was_pushed_before_a_partition_moved_is_not_owed_as_if_it_had_been_
         assert [applied for partition, applied in settled if partition == 1] == [True, False]
 
 
-def test_while_a_partition_moves_what_stands_before_it_in_a_push_is_not_sent_again_and_again() -> None:
+def test_while_a_partition_moves_what_stands_before_it_in_a_push_is_not_sent_again_and_again() -> (
+    None
+):
     cluster = Cluster(owners=[0, 0])
     looks: list[int] = []
 
@@ -215,7 +273,8 @@ def test_while_a_partition_moves_what_stands_before_it_in_a_push_is_not_sent_aga
         cluster.looked = arrives_in_the_end
         servers.exchange(iteration(pull=False))
         assert len(looks) >= 4
-        assert [said for said in cluster.said if said[1] == "push"].count((0, "push")) == 2  # before, and after it has moved
+        # before, and after it has moved
+        assert [said for said in cluster.said if said[1] == "push"].count((0, "push")) == 2
         assert [each.sequence for each in cluster.held] == [1, 1]
 
 

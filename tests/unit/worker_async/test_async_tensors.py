@@ -83,7 +83,10 @@ def test_a_dtype_that_servers_do_not_hold_is_refused_by_name() -> None:
 def test_a_parameter_that_was_converted_after_the_start_is_refused() -> None:
     tensor = host(torch.zeros(2))
     tensor.parameter.data = tensor.parameter.data.double()
-    with pytest.raises(ConfigurationError, match=r"is now torch\.float64 of shape \(2,\), the servers hold torch\.float32"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"is now torch\.float64 of shape \(2,\), the servers hold torch\.float32",
+    ):
         tensor.target()
 
 
@@ -93,14 +96,23 @@ def test_a_gradient_that_is_not_finite_is_refused_by_name(poison: float) -> None
     bad[3] = poison
     good = HostTensor("good", nn.Parameter(torch.zeros(1)), trained=True)
     good.parameter.grad = torch.ones(1)
-    with pytest.raises(InvalidRequestError, match=r"the gradient of 'layer\.weight' has 1 of 10 values") as refusal:
+    with pytest.raises(
+        InvalidRequestError, match=r"the gradient of 'layer\.weight' has 1 of 10 values"
+    ) as refusal:
         check_gradients([good, host(torch.zeros(10), gradient=bad)])
     assert refusal.value.reason == "GRADIENT_NOT_FINITE"
 
 
 def test_large_finite_gradients_are_not_mistaken_for_infinite_ones() -> None:
     check_gradients([host(torch.zeros(4), gradient=torch.full((4,), 3e38))])
-    check_gradients([host(torch.zeros(4, dtype=torch.float16), gradient=torch.full((4,), 6e4, dtype=torch.float16))])
+    check_gradients(
+        [
+            host(
+                torch.zeros(4, dtype=torch.float16),
+                gradient=torch.full((4,), 6e4, dtype=torch.float16),
+            )
+        ]
+    )
 
 
 def test_a_sparse_gradient_is_refused() -> None:

@@ -24,9 +24,13 @@ def heard() -> Iterator[Future[str]]:
 
 def test_a_signal_that_did_not_wake_the_waiting_thread_is_heard(heard: Future[str]) -> None:
     # As one that came just before the wait began: the main thread is not woken by it.
-    late = threading.Timer(_LATE_S, lambda: heard.done() or heard.set_result("only when the wait was over"))
+    late = threading.Timer(
+        _LATE_S, lambda: heard.done() or heard.set_result("only when the wait was over")
+    )
     late.start()
-    elsewhere = threading.Timer(0.5, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1))
+    elsewhere = threading.Timer(
+        0.5, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+    )
     elsewhere.start()
     wait_for_all([heard])
     late.cancel()

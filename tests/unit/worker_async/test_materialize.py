@@ -16,9 +16,15 @@ def on_meta() -> nn.Sequential:
 
 def test_the_optimizer_holds_the_new_parameters() -> None:
     net = on_meta()
-    optimizer = torch.optim.SGD([{"params": net[0].parameters()}, {"params": [net[1].bias]}], lr=1.0)
+    optimizer = torch.optim.SGD(
+        [{"params": net[0].parameters()}, {"params": [net[1].bias]}], lr=1.0
+    )
     materialize(net, optimizer, torch.device("cpu"))
-    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [id(net[0].weight), id(net[0].bias), id(net[1].bias)]
+    assert [id(p) for group in optimizer.param_groups for p in group["params"]] == [
+        id(net[0].weight),
+        id(net[0].bias),
+        id(net[1].bias),
+    ]
     assert not any(tensor.is_meta for tensor in net.state_dict().values())
 
 

@@ -18,7 +18,9 @@ def test_batches_come_round_by_round_and_the_last_round_of_an_epoch_may_be_short
     assert lease(finished=(), want=1).batches == (0,)
     assert source.round_of("a") == range(3)
     assert lease(finished=(0,), want=5).batches == (1, 2)
-    assert lease(finished=(1,), want=5).batches == (), "none of the next round before this one is pushed"
+    assert lease(finished=(1,), want=5).batches == (), (
+        "none of the next round before this one is pushed"
+    )
     assert lease(finished=(2,), want=2).batches == (3, 4)
     assert lease(finished=(3, 4), want=2).batches == (5,)
     assert lease(finished=(5,), want=2).batches == (6,)
@@ -53,6 +55,11 @@ def test_a_round_whose_last_batch_is_at_hand_may_still_be_finished() -> None:
 def test_epochs_and_loaders_have_rounds_of_their_own() -> None:
     source, lease = leases()
     lease(finished=(), want=1)
-    assert source.lease(loader="b", epoch=0, batches_in_epoch=2, finished=(), want=9).batches == (0, 1)
+    assert source.lease(loader="b", epoch=0, batches_in_epoch=2, finished=(), want=9).batches == (
+        0,
+        1,
+    )
     assert (source.round_of("a"), source.round_of("b")) == (range(3), range(2))
-    assert source.lease(loader="a", epoch=1, batches_in_epoch=7, finished=(), want=1).batches == (0,)
+    assert source.lease(loader="a", epoch=1, batches_in_epoch=7, finished=(), want=1).batches == (
+        0,
+    )

@@ -23,7 +23,9 @@ def reader() -> Iterator[RowReader]:
     reader.close()
 
 
-@pytest.mark.parametrize("error", [UnavailableError("away"), CorruptDataError("on the way", reason="CHECKSUM_MISMATCH")])
+@pytest.mark.parametrize(
+    "error", [UnavailableError("away"), CorruptDataError("on the way", reason="CHECKSUM_MISMATCH")]
+)
 def test_what_passes_is_repeated(reader: RowReader, error: ShoalError) -> None:
     outcomes = [error, error, None]
 
@@ -36,7 +38,11 @@ def test_what_passes_is_repeated(reader: RowReader, error: ShoalError) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [CorruptDataError("a damaged file", reason="FILE_CORRUPT"), InvalidRequestError("rows", reason="ROWS_INVALID")]
+    "error",
+    [
+        CorruptDataError("a damaged file", reason="FILE_CORRUPT"),
+        InvalidRequestError("rows", reason="ROWS_INVALID"),
+    ],
 )
 def test_what_no_repetition_cures_is_raised_at_once(reader: RowReader, error: ShoalError) -> None:
     attempts: list[int] = []

@@ -1,4 +1,5 @@
-"""An optimizer on the parameter servers is a declaration: servers, workers and their errors know it by that alone."""
+"""An optimizer on the parameter servers is a declaration: servers, workers and their errors know it
+by that alone."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from shoal_worker.asynchronous.options import ServerOptimizer
 NADAM = OptimizerDeclaration(
     name="nadam",
     torch_class="NAdam",
-    defaults={"lr": 2e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0, "momentum_decay": 4e-3}
+    defaults={
+        "lr": 2e-3,
+        "beta1": 0.9,
+        "beta2": 0.999,
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "momentum_decay": 4e-3,
+    }
     | {"decoupled_weight_decay": 0.0, "maximize": 0.0},
     switches=frozenset({"decoupled_weight_decay", "maximize"}),
     structural=frozenset({"momentum_decay"}),
@@ -41,7 +49,9 @@ def test_a_new_optimizer_is_a_declaration() -> None:
     optimizer = torch.optim.NAdam([own], lr=0.1, momentum_decay=0.01)
     spec = ServerOptimizer(optimizer, {id(own): "w"}).spec
     settings = optimizer_settings(name=spec.name, hyperparameters=dict(spec.hyperparameters))
-    spec = PartitionSpec(partition_id=0, pieces=(Piece(tensor="w", offset=0, length=4),), element=BY_NAME["float32"])
+    spec = PartitionSpec(
+        partition_id=0, pieces=(Piece(tensor="w", offset=0, length=4),), element=BY_NAME["float32"]
+    )
     built = PartitionOptimizer(there, spec, settings)
     for _ in range(3):
         own.grad = torch.randn(4)
@@ -58,7 +68,10 @@ def test_errors_know_a_new_optimizer() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(ConfigurationError, match=r"torch\.optim\.SGD, .* and torch\.optim\.NAdam"):
         ServerOptimizer(torch.optim.Adamax([parameter]), {id(parameter): "w"})
-    expected = "expected one of adagrad, adam, adamw, delayed_nesterov, lamb, nadam, rmsprop, rowwise_adagrad, sgd"
+    expected = (
+        "expected one of adagrad, adam, adamw, delayed_nesterov, lamb, nadam, rmsprop, "
+        "rowwise_adagrad, sgd"
+    )
     with pytest.raises(InvalidRequestError, match=expected):
         optimizer_settings(name="adamax", hyperparameters={})
 

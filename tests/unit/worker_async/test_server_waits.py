@@ -1,4 +1,5 @@
-"""Whose waits for a parameter server excuse a worker that makes no progress: the training thread's."""
+"""Whose waits for a parameter server excuse a worker that makes no progress: the training
+thread's."""
 
 from __future__ import annotations
 
@@ -91,7 +92,9 @@ def test_a_background_thread_that_collects_reports_nothing() -> None:
 
 
 @pytest.mark.parametrize("awaited", [False, True])
-def test_rows_that_are_read_ahead_are_a_wait_only_once_the_training_thread_needs_them(awaited: bool) -> None:
+def test_rows_that_are_read_ahead_are_a_wait_only_once_the_training_thread_needs_them(
+    awaited: bool,
+) -> None:
     asked, over = threading.Event(), threading.Event()
 
     def shard_map() -> None:

@@ -19,7 +19,11 @@ from torch import nn
 
 
 def table(num_embeddings: int | None = None, dim: int = 4, **options: Any) -> SparseEmbedding:
-    return SparseEmbedding(num_embeddings, dim, **{"name": "users", "optimizer": partial(torch.optim.SGD, lr=0.5), **options})
+    return SparseEmbedding(
+        num_embeddings,
+        dim,
+        **{"name": "users", "optimizer": partial(torch.optim.SGD, lr=0.5), **options},
+    )
 
 
 def values_of(module: SparseEmbedding, ids: list[int]) -> torch.Tensor:
@@ -29,7 +33,9 @@ def values_of(module: SparseEmbedding, ids: list[int]) -> torch.Tensor:
 
 def test_it_looks_rows_up_as_an_embedding_does() -> None:
     users = table(100, seed=3)
-    weight = torch.from_numpy(initial_rows(np.arange(100), 4, seed=3, initializer="normal", scale=0.01))
+    weight = torch.from_numpy(
+        initial_rows(np.arange(100), 4, seed=3, initializer="normal", scale=0.01)
+    )
     ids = torch.tensor([[5, 5, 99], [0, 7, 5]])
     assert torch.equal(users(ids), nn.functional.embedding(ids, weight))
     assert users(ids.int()).shape == (2, 3, 4)
@@ -69,13 +75,19 @@ def test_its_steps_are_those_of_torchs_embedding_with_sparse_gradients() -> None
                 module(ids).square().sum().backward()
         users.apply_gradients()
         plain.step()
-    torch.testing.assert_close(values_of(users, list(range(50))), reference.weight.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        values_of(users, list(range(50))), reference.weight.detach(), rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_are_those_of_torch(mode: str) -> None:
-    bags = SparseEmbeddingBag(50, 4, name="items", mode=mode, optimizer=partial(torch.optim.SGD, lr=0.5), scale=1.0)
-    reference = nn.EmbeddingBag(50, 4, mode=mode, _weight=values_of(table(50, scale=1.0), list(range(50))))
+    bags = SparseEmbeddingBag(
+        50, 4, name="items", mode=mode, optimizer=partial(torch.optim.SGD, lr=0.5), scale=1.0
+    )
+    reference = nn.EmbeddingBag(
+        50, 4, mode=mode, _weight=values_of(table(50, scale=1.0), list(range(50)))
+    )
     ids, offsets = torch.tensor([3, 4, 3, 9, 9, 1]), torch.tensor([0, 2, 2, 5])
     for given in ((ids, offsets), (ids.reshape(2, 3),)):
         torch.testing.assert_close(bags(*given), reference(*given))
@@ -89,7 +101,9 @@ def test_bags_are_those_of_torch(mode: str) -> None:
     torch.testing.assert_close(torch.from_numpy(found.values), reference.weight.grad[[1, 3, 4, 9]])
     if mode == "sum":
         weights = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-        torch.testing.assert_close(bags(ids, offsets, weights), reference(ids, offsets, per_sample_weights=weights))
+        torch.testing.assert_close(
+            bags(ids, offsets, weights), reference(ids, offsets, per_sample_weights=weights)
+        )
 
 
 def test_gradients_are_those_that_a_backward_pass_came_to_and_nobody_dropped() -> None:
@@ -156,8 +170,14 @@ def test_a_copy_has_rows_of_its_own_and_pickling_is_refused() -> None:
         ({"max_rows": 2**64}, "max_rows=18446744073709551616"),
         ({"max_age": 2**64}, "max_age=18446744073709551616"),
         ({"seed": 1.5}, "seed=1.5: expected a whole number"),
-        ({"optimizer": torch.optim.AdamW}, "optimizer=torch.optim.adamw.AdamW; the rows of a table are trained by torch.optim.SGD"),
-        ({"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)}, "momentum=0.9 for the rows of a table"),
+        (
+            {"optimizer": torch.optim.AdamW},
+            "optimizer=torch.optim.adamw.AdamW; the rows of a table are trained by torch.optim.SGD",
+        ),
+        (
+            {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)},
+            "momentum=0.9 for the rows of a table",
+        ),
     ],
 )
 def test_what_cannot_work_is_one_clear_error(change: dict[str, Any], problem: str) -> None:
@@ -209,7 +229,10 @@ def test_a_large_table_has_more_buckets() -> None:
 def test_strategies_without_servers_refuse_it_and_say_which_takes_it(strategy: str) -> None:
     model = nn.Sequential(table(), nn.Linear(4, 1))
     try:
-        with pytest.raises(ConfigurationError, match=f"sparse table 'users'.* strategy='{strategy}' knows none: take ddp or async_sgd"):
+        with pytest.raises(
+            ConfigurationError,
+            match=f"sparse table 'users'.* strategy='{strategy}' knows none: take ddp or async_sgd",
+        ):
             shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 0.1), strategy=strategy)
     finally:
         set_session(None)

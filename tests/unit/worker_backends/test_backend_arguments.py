@@ -1,4 +1,5 @@
-"""What backends refuse before anything is sent. A world of one over torch's in-memory store: no network is needed to be told no."""
+"""What backends refuse before anything is sent. A world of one over torch's in-memory store: no
+network is needed to be told no."""
 
 from __future__ import annotations
 
@@ -11,8 +12,19 @@ import pytest
 import shoal
 import torch
 import torch.distributed as dist
-from shoal_common.errors import ConfigurationError, InvalidRequestError, MembershipChanged, PreconditionError
-from shoal_worker.backends import CommunicationBackend, ReduceOp, backend_class, backend_names, registry
+from shoal_common.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    MembershipChanged,
+    PreconditionError,
+)
+from shoal_worker.backends import (
+    CommunicationBackend,
+    ReduceOp,
+    backend_class,
+    backend_names,
+    registry,
+)
 from shoal_worker.backends.gloo.backend import GlooBackend
 
 
@@ -45,11 +57,16 @@ def test_a_new_backend_is_a_class_and_a_line(monkeypatch: pytest.MonkeyPatch) ->
         backend_class("glo")
     net = torch.nn.Linear(1, 1)
     with pytest.raises(ConfigurationError, match=r"backend='new'.*'inmemory'"):
-        shoal.launch(lambda: shoal.as_distributed(net, torch.optim.SGD(net.parameters()), backend="new"), world_size=1)
+        shoal.launch(
+            lambda: shoal.as_distributed(net, torch.optim.SGD(net.parameters()), backend="new"),
+            world_size=1,
+        )
 
 
 def test_an_unknown_backend_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ConfigurationError, match="backend='glo': expected one of gloo, inmemory, mpi, nccl"):
+    with pytest.raises(
+        ConfigurationError, match="backend='glo': expected one of gloo, inmemory, mpi, nccl"
+    ):
         backend_class("glo")
 
 
@@ -72,12 +89,17 @@ def test_a_rank_outside_the_world_is_refused(rank: int, world_size: int) -> None
 
 def test_a_timeout_of_nought_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="connect_timeout"):
-        GlooBackend().initialize(rank=0, world_size=1, store=dist.HashStore(), connect_timeout=timedelta(0))
+        GlooBackend().initialize(
+            rank=0, world_size=1, store=dist.HashStore(), connect_timeout=timedelta(0)
+        )
 
 
 def test_a_hostname_of_another_machine_is_refused() -> None:
     backend = GlooBackend()
-    with pytest.raises(ConfigurationError, match=r"hostname='192\.0\.2\.1'.*expected an address or name of this host"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"hostname='192\.0\.2\.1'.*expected an address or name of this host",
+    ):
         backend.initialize(rank=0, world_size=1, store=dist.HashStore(), hostname="192.0.2.1")
 
 
@@ -88,14 +110,21 @@ def test_ranks_of_different_address_families_are_told_so() -> None:
         backend = GlooBackend()
         with pytest.raises(ConfigurationError) as refused:
             backend.initialize(
-                rank=rank, world_size=2, store=store, hostname=["127.0.0.1", "::1"][rank], connect_timeout=timedelta(seconds=30)
+                rank=rank,
+                world_size=2,
+                store=store,
+                hostname=["127.0.0.1", "::1"][rank],
+                connect_timeout=timedelta(seconds=30),
             )
         return str(refused.value)
 
     with ThreadPoolExecutor(2) as ranks:
         told = list(ranks.map(connect, range(2)))
     for each in told:
-        assert "rank 0 listens at 127.0.0.1 and rank 1 at ::1: Gloo connects ranks of one family alone" in each
+        assert (
+            "rank 0 listens at 127.0.0.1 and rank 1 at ::1: Gloo connects ranks of one family alone"
+            in each
+        )
         assert "--local-addr" in each
 
 
@@ -137,7 +166,9 @@ def test_arguments_that_cannot_work_are_named(alone: GlooBackend) -> None:
     grid = torch.ones(2, 2)
     with pytest.raises(InvalidRequestError, match=r"non-contiguous.*\.contiguous\(\)"):
         alone.all_reduce(grid.t())
-    with pytest.raises(InvalidRequestError, match=r"layout torch\.sparse_coo: pass tensor\.to_dense"):
+    with pytest.raises(
+        InvalidRequestError, match=r"layout torch\.sparse_coo: pass tensor\.to_dense"
+    ):
         alone.all_reduce(torch.zeros(2, 2, layout=torch.sparse_coo))
     with pytest.raises(InvalidRequestError, match=r"AVERAGE of torch\.int64"):
         alone.all_reduce(torch.ones(2, dtype=torch.int64), ReduceOp.AVERAGE)
@@ -151,14 +182,18 @@ def test_arguments_that_cannot_work_are_named(alone: GlooBackend) -> None:
         alone.broadcast(grid, 1)
     with pytest.raises(InvalidRequestError, match="tensor missing; only rank 0 gives one"):
         alone.scatter(grid, None, 0)
-    with pytest.raises(InvalidRequestError, match=r"output_sizes=\[1\]; expected 1 sizes that sum to 2"):
+    with pytest.raises(
+        InvalidRequestError, match=r"output_sizes=\[1\]; expected 1 sizes that sum to 2"
+    ):
         alone.all_to_all(grid, grid, [1], [2])
     with pytest.raises(InvalidRequestError, match="destination=0 is this rank itself"):
         alone.send(grid, 0)
     assert alone.is_initialized
 
 
-def test_an_unsupported_dtype_is_the_callers_error_and_leaves_the_group_whole(alone: GlooBackend) -> None:
+def test_an_unsupported_dtype_is_the_callers_error_and_leaves_the_group_whole(
+    alone: GlooBackend,
+) -> None:
     with pytest.raises(RuntimeError) as caught:
         alone.all_reduce(torch.ones(2, dtype=torch.complex64), ReduceOp.MAX)
     assert not isinstance(caught.value, MembershipChanged)

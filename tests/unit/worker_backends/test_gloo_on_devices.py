@@ -1,5 +1,5 @@
-"""In which order a work of Gloo's finishes and is waited for where its tensors are on a device, whoever finishes it. No device is needed:
-what is asked of its streams is written down."""
+"""In which order a work of Gloo's finishes and is waited for where its tensors are on a device,
+whoever finishes it. No device is needed: what is asked of its streams is written down."""
 
 from __future__ import annotations
 
@@ -31,7 +31,11 @@ class Written:
         self.what.append("end")
 
     def come_after(self) -> None:
-        self.what.append(f"after, in {'the caller' if threading.current_thread() is threading.main_thread() else 'another thread'}")
+        self.what.append(
+            "after, in the caller"
+            if threading.current_thread() is threading.main_thread()
+            else "after, in another thread"
+        )
 
 
 def native(done: Callable[[], bool]) -> Any:
@@ -49,13 +53,23 @@ def native(done: Callable[[], bool]) -> Any:
 
 
 def work_of(gloo: Any, order: Written, *, finishes: bool = True) -> InterruptibleWork:
-    owner = SimpleNamespace(waits=Waits(), finished=lambda work: None, loss=lambda name, error: "lost")
-    return InterruptibleWork("reduce_scatter", gloo, cast(Any, owner), (lambda: order.what.append("finish")) if finishes else None, order)
+    owner = SimpleNamespace(
+        waits=Waits(), finished=lambda work: None, loss=lambda name, error: "lost"
+    )
+    return InterruptibleWork(
+        "reduce_scatter",
+        gloo,
+        cast(Any, owner),
+        (lambda: order.what.append("finish")) if finishes else None,
+        order,
+    )
 
 
 @pytest.mark.parametrize("finishes", [True, False])
 @pytest.mark.parametrize("followed", [False, True], ids=["by who waits", "by another thread"])
-def test_what_is_computed_from_a_result_is_in_order_and_each_wait_comes_after_it(finishes: bool, followed: bool) -> None:
+def test_what_is_computed_from_a_result_is_in_order_and_each_wait_comes_after_it(
+    finishes: bool, followed: bool
+) -> None:
     order = Written()
     gloo = native(lambda: True)
     work = work_of(gloo, order, finishes=finishes)

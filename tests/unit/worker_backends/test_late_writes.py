@@ -1,4 +1,5 @@
-"""After a group has ended, no caller gets its tensors back while a thread of Gloo's may still write into them."""
+"""After a group has ended, no caller gets its tensors back while a thread of Gloo's may still write
+into them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from shoal_worker.replicated.buckets import Flight
 
 _NAME_OF_GLOOS_THREADS = b"pt_gloo_runloop"
 _LONG_S = 0.5
-"""Longer than an operation mostly takes to end; how long is nobody's to say, as where other processes have the cores."""
+"""Longer than an operation mostly takes to end; how long is nobody's to say, as where other
+processes have the cores."""
 
 
 class BusyCollective:
@@ -100,12 +102,15 @@ class FlightGroup:
 
 
 def test_gradients_are_not_handed_back_while_a_collective_of_an_ended_group_still_runs() -> None:
-    """What is handed back is used by the redo of the step; a write that comes later would be in its sums."""
+    """What is handed back is used by the redo of the step; a write that comes later would be in its
+    sums."""
     gradient = torch.zeros(4)
     native = BusyCollective(gradient)
     work = InterruptibleWork("all_reduce", cast(Any, native), cast(Any, Owner()), None)
     step = SimpleNamespace(lost=None)
-    session = SimpleNamespace(step=step, group=FlightGroup(work), mark_lost=lambda error: setattr(step, "lost", error))
+    session = SimpleNamespace(
+        step=step, group=FlightGroup(work), mark_lost=lambda error: setattr(step, "lost", error)
+    )
     flight = Flight(cast(Any, session))
     flight.send(gradient)
     found: list[list[float]] = []
@@ -116,7 +121,10 @@ def test_gradients_are_not_handed_back_while_a_collective_of_an_ended_group_stil
         found.append(gradient.tolist())
         landed.set()
 
-    threads = [threading.Thread(target=land), threading.Thread(target=end_works, args=([work], "a peer is gone", _nothing))]
+    threads = [
+        threading.Thread(target=land),
+        threading.Thread(target=end_works, args=([work], "a peer is gone", _nothing)),
+    ]
     for thread in threads:
         thread.start()
     early = landed.wait(_LONG_S)
@@ -129,7 +137,9 @@ def test_gradients_are_not_handed_back_while_a_collective_of_an_ended_group_stil
 
 def test_a_collective_of_an_ended_group_whose_thread_sleeps_is_not_waited_for() -> None:
     """It would sleep until its timeout, as one does that is in the middle of a message."""
-    native = SimpleNamespace(is_completed=lambda: False, get_future=torch.futures.Future, wait=_never)
+    native = SimpleNamespace(
+        is_completed=lambda: False, get_future=torch.futures.Future, wait=_never
+    )
     work = InterruptibleWork("all_reduce", cast(Any, native), cast(Any, Owner()), None)
     sleeps, may_end = threading.Event(), threading.Event()
 
@@ -154,7 +164,10 @@ def test_a_collective_of_an_ended_group_whose_thread_sleeps_is_not_waited_for() 
 def test_nothing_can_be_read_from_the_connections_of_an_ended_group_once_they_are_drained() -> None:
     """The kernel keeps what had come before the end, and gives it to who reads after it."""
     before = set(listeners())
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as peer,
+    ):
         (listener,) = [one for inode, one in listeners().items() if inode not in before]
         gloos, _ = server.accept()
         gloos.settimeout(10)
@@ -174,7 +187,10 @@ def test_nothing_can_be_read_from_the_connections_of_an_ended_group_once_they_ar
 
 def test_connections_are_drained_before_their_copies_are_let_go() -> None:
     before = set(listeners())
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as peer:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as peer,
+    ):
         (listener,) = [one for inode, one in listeners().items() if inode not in before]
         gloos, _ = server.accept()
         gloos.settimeout(10)

@@ -1,4 +1,5 @@
-"""The NCCL backend on a device without a GPU (tests/fake_device): ends, memory, errors and connecting."""
+"""The NCCL backend on a device without a GPU (tests/fake_device): ends, memory, errors and
+connecting."""
 
 from __future__ import annotations
 
@@ -12,7 +13,12 @@ from typing import Any, NoReturn, cast
 import pytest
 import torch
 import torch.distributed as dist
-from shoal_common.errors import ConfigurationError, DeadlineError, InvalidRequestError, MembershipChanged
+from shoal_common.errors import (
+    ConfigurationError,
+    DeadlineError,
+    InvalidRequestError,
+    MembershipChanged,
+)
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.nccl.backend import NCCLBackend
 from shoal_worker.backends.nccl.device import WATCHDOG
@@ -24,8 +30,11 @@ from tests.fake_device.ranks import PATIENCE, SEEDS, ProcessEnded, Ranks, close,
 from tests.zygote.children import eventually
 
 _SHORT = timedelta(seconds=0.2)
-ends_in_a_thread = pytest.mark.filterwarnings("ignore:Exception in thread shoal-nccl-limit:pytest.PytestUnhandledThreadExceptionWarning")
-"""Marks tests in which the process would also have ended by the thread that keeps the time of an abort."""
+ends_in_a_thread = pytest.mark.filterwarnings(
+    "ignore:Exception in thread shoal-nccl-limit:pytest.PytestUnhandledThreadExceptionWarning"
+)
+"""Marks tests in which the process would also have ended by the thread that keeps the time of an
+abort."""
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +59,10 @@ def test_ranks_connect_reduce_and_leave() -> None:
         backends[rank].all_gather(gathered, tensor)
         return tensor.tolist(), gathered.sum().item(), backends[rank].sum_numbers([rank, 1.0])
 
-    assert in_threads([lambda rank=rank: use(rank) for rank in range(3)]) == [([6.0] * 4, 72.0, [3.0, 3.0])] * 3
+    assert (
+        in_threads([lambda rank=rank: use(rank) for rank in range(3)])
+        == [([6.0] * 4, 72.0, [3.0, 3.0])] * 3
+    )
     close(backends)
     with pytest.raises(MembershipChanged, match="was shut down"):
         backends[0].all_reduce(torch.ones(1))
@@ -70,18 +82,27 @@ def test_a_collective_returns_before_it_has_run_and_a_wait_lasts_until_it_has() 
 
 
 def test_numbers_and_messages_of_hosts_do_not_wait_for_the_device() -> None:
-    """Both ranks have queued work on the device that does not end: the other's kernel is another one."""
+    """Both ranks have queued work on the device that does not end: the other's kernel is another
+    one."""
     ranks = Ranks(2)
     backends = ranks.form()
     started(backends[0], torch.ones(3))
     started(backends[1], torch.ones(5))
-    assert in_threads([lambda backend=backend: backend.sum_numbers([1.0, 2.0]) for backend in backends]) == [[2.0, 4.0]] * 2
+    assert (
+        in_threads(
+            [lambda backend=backend: backend.sum_numbers([1.0, 2.0]) for backend in backends]
+        )
+        == [[2.0, 4.0]] * 2
+    )
     close(backends)
 
 
 @pytest.mark.parametrize("blocking", ["0", "1"])
-def test_parts_are_exchanged_with_equal_sizes_and_without(blocking: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch raises "operation in progress" where parts are equal, no sizes are given and the communicator does not block."""
+def test_parts_are_exchanged_with_equal_sizes_and_without(
+    blocking: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises "operation in progress" where parts are equal, no sizes are given and the
+    communicator does not block."""
     monkeypatch.setenv("SHOAL_NCCL_BLOCKING", blocking)
     ranks = Ranks(2)
     backends = ranks.form()
@@ -94,7 +115,9 @@ def test_parts_are_exchanged_with_equal_sizes_and_without(blocking: str, monkeyp
         by_group = []
         for name in ("all_to_all_single", "alltoall_base"):  # as torch's Python and C++ call it
             by_group.append(torch.empty(4))
-            getattr(backends[rank].process_group, name)(by_group[-1], given, [], [], AllToAllOptions()).wait()
+            getattr(backends[rank].process_group, name)(
+                by_group[-1], given, [], [], AllToAllOptions()
+            ).wait()
         assert all(torch.equal(each, by_backend) for each in by_group)
         return by_backend.tolist(), uneven.tolist()
 
@@ -115,12 +138,17 @@ def test_parts_are_exchanged_with_equal_sizes_and_without(blocking: str, monkeyp
     ],
     ids=["shorter", "of another dtype", "of three rows", "without rows"],
 )
-def test_an_exchange_of_tensors_that_do_not_match_is_refused(output: torch.Tensor, given: torch.Tensor) -> None:
-    """NCCL is told one count and takes the pointers as they are: it would write past the end of a shorter output."""
+def test_an_exchange_of_tensors_that_do_not_match_is_refused(
+    output: torch.Tensor, given: torch.Tensor
+) -> None:
+    """NCCL is told one count and takes the pointers as they are: it would write past the end of a
+    shorter output."""
     backends = Ranks(2).form()
     for backend in backends:
         with pytest.raises(InvalidRequestError, match="expected as many elements of one dtype"):
-            cast(Any, backend.process_group).all_to_all_single(output, given, [], [], AllToAllOptions())
+            cast(Any, backend.process_group).all_to_all_single(
+                output, given, [], [], AllToAllOptions()
+            )
     close(backends)
 
 
@@ -181,7 +209,9 @@ def test_a_peer_that_is_gone_ends_a_collective_that_spins() -> None:
 def test_a_collective_that_takes_too_long_ends_the_group() -> None:
     ranks = Ranks(2)
     backends = ranks.form(timeout=_SHORT)
-    with pytest.raises(MembershipChanged, match=r"allreduce on rank 0 of 2 takes longer than 0:00:00\.2"):
+    with pytest.raises(
+        MembershipChanged, match=r"allreduce on rank 0 of 2 takes longer than 0:00:00\.2"
+    ):
         started(backends[0], torch.ones(3)).wait()
     assert not backends[0].is_initialized
     close(backends)
@@ -198,13 +228,15 @@ def test_an_abort_that_does_not_complete_ends_the_process() -> None:
     assert isinstance(ended, ProcessEnded)
     assert ended.args[0] == 75
     assert "cuda:0 did not come to rest within 0.2 s" in ended.args[1]
-    assert isinstance(outcome(backends[0].shutdown), ProcessEnded)  # nor is the memory given to the next group
+    # nor is the memory given to the next group
+    assert isinstance(outcome(backends[0].shutdown), ProcessEnded)
     ranks.machine.release_aborts()
     close(backends)
 
 
 def test_heartbeats_go_on_while_an_abort_takes_long() -> None:
-    """torch 2.11 asks a work under the mutex that an abort holds, and keeps the GIL: asked then, it stops all threads of Python."""
+    """torch 2.11 asks a work under the mutex that an abort holds, and keeps the GIL: asked then, it
+    stops all threads of Python."""
     ranks = Ranks(2)
     ranks.machine.freeze_s = 3.0
     backends = ranks.form()
@@ -229,7 +261,8 @@ def test_heartbeats_go_on_while_an_abort_takes_long() -> None:
 
 @contextlib.contextmanager
 def heartbeats() -> Iterator[tuple[Callable[[], int], Callable[[], float]]]:
-    """Runs a thread that beats a hundred times a second. Gives its beats so far, and the longest pause between two in seconds."""
+    """Runs a thread that beats a hundred times a second. Gives its beats so far, and the longest
+    pause between two in seconds."""
     done, pauses = threading.Event(), [0.0]
 
     def beat() -> None:
@@ -249,8 +282,9 @@ def heartbeats() -> Iterator[tuple[Callable[[], int], Callable[[], float]]]:
 
 
 @ends_in_a_thread
-def test_a_host_that_is_held_up_in_the_device_does_not_keep_a_stuck_abort_from_ending_the_process() -> None:
-    """The thread that issues collectives reads a loss, behind the kernel that the abort does not end, and comes to no wait of Shoal's."""
+def test_a_host_blocked_in_the_device_does_not_keep_a_stuck_abort_from_ending_the_process() -> None:
+    """The thread that issues collectives reads a loss, behind the kernel that the abort does not
+    end, and comes to no wait of Shoal's."""
     ranks = Ranks(2)
     backends = ranks.form(limit=_SHORT)
     ended: list[str] = []
@@ -279,13 +313,18 @@ def test_a_device_that_has_failed_ends_the_process_of_its_rank() -> None:
         ended = outcome(call)
         assert isinstance(ended, ProcessEnded)
         assert ended.args[0] == 75
-        assert "cuda:0 has failed (CUDA error: an illegal memory access was encountered)" in ended.args[1]
+        assert (
+            "cuda:0 has failed (CUDA error: an illegal memory access was encountered)"
+            in ended.args[1]
+        )
 
 
 def test_a_device_that_has_failed_does_not_connect_anew_for_ever() -> None:
     ranks = Ranks(2)
     ranks.machine.failed[0] = "unspecified launch failure"
-    ended, other = ranks.form(connect_timeout=timedelta(seconds=2), connect_limit=timedelta(seconds=2))
+    ended, other = ranks.form(
+        connect_timeout=timedelta(seconds=2), connect_limit=timedelta(seconds=2)
+    )
     assert isinstance(ended, ProcessEnded)
     assert "cuda:0 has failed (CUDA error: unspecified launch failure)" in ended.args[1]
     assert isinstance(other, DeadlineError | MembershipChanged | NCCLBackend)
@@ -300,8 +339,12 @@ def test_where_all_ranks_leave_the_communicator_is_finalized_and_not_aborted() -
     backends = ranks.form()
     for work in [started(backend, torch.ones(3)) for backend in backends]:
         work.wait()
-    assert in_threads([lambda backend=backend: leave(backend) for backend in backends]) == [True] * 3
-    assert [(stream.destroyed, stream.aborting) for stream in ranks.machine.streams] == [(True, False)] * 3
+    assert (
+        in_threads([lambda backend=backend: leave(backend) for backend in backends]) == [True] * 3
+    )
+    assert [(stream.destroyed, stream.aborting) for stream in ranks.machine.streams] == [
+        (True, False)
+    ] * 3
     with pytest.raises(MembershipChanged, match="was shut down"):
         backends[0].all_reduce(torch.ones(1))
 
@@ -317,13 +360,16 @@ def test_a_rank_that_leaves_alone_does_not_wait_for_long_and_aborts() -> None:
 
 @pytest.mark.parametrize("where", ["in the group", "in a part"])
 def test_what_is_not_done_when_all_leave_is_aborted(where: str) -> None:
-    """A step that one rank has begun and the others have not: its collective will never run, and a finalization would wait for it. Nor is
-    it waited for as long as a collective may take."""
+    """A step that one rank has begun and the others have not: its collective will never run, and a
+    finalization would wait for it. Nor is it waited for as long as a collective may take."""
     ranks = Ranks(2)
     wholes, parts = ranks.form(), ranks.form()
     started((wholes if where == "in the group" else parts)[0], torch.ones(3))
     begun = time.monotonic()
-    assert in_threads([lambda whole=whole: whole.all_leave(_SHORT) for whole in wholes]) == [False, False]
+    assert in_threads([lambda whole=whole: whole.all_leave(_SHORT) for whole in wholes]) == [
+        False,
+        False,
+    ]
     assert time.monotonic() - begun < PATIENCE.total_seconds() / 2
     close([*parts, *wholes])
     assert all(stream.aborted and not stream.finalizing for stream in ranks.machine.streams)
@@ -333,8 +379,9 @@ def test_what_is_not_done_when_all_leave_is_aborted(where: str) -> None:
 def test_a_rank_that_dies_as_all_leave_holds_the_others_up_for_a_while_only(
     dies: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch holds the locks that an abort needs: nothing can free a finalization, and it is given up. In the end torch's own time for it is
-    over; then neither an abort nor the group's destructor may touch what may be half destroyed."""
+    """torch holds the locks that an abort needs: nothing can free a finalization, and it is given
+    up. In the end torch's own time for it is over; then neither an abort nor the group's destructor
+    may touch what may be half destroyed."""
     ranks = Ranks(2)
     backends = ranks.form(finalize_limit=_SHORT)
     monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1")
@@ -350,7 +397,10 @@ def test_a_rank_that_dies_as_all_leave_holds_the_others_up_for_a_while_only(
 
     assert in_threads([lambda: leave(backends[0]), die]) == [True, True]
     assert "a group on cuda:0 was not finalized within 0.2 s" in caplog.text
-    eventually(lambda: "a group on cuda:0 could not be finalized: NCCL timeout" in caplog.text, "torch's time to be over")
+    eventually(
+        lambda: "a group on cuda:0 could not be finalized: NCCL timeout" in caplog.text,
+        "torch's time to be over",
+    )
     assert (own.finalizing, own.destroyed, own.aborting) == (True, False, False)
     assert not other.destroyed
     close(backends)
@@ -362,7 +412,10 @@ def test_an_abort_that_comes_after_a_finalization_has_begun_is_none() -> None:
     """torch would hand NCCL a communicator that was destroyed: the process would crash."""
     ranks = Ranks(2)
     backends = ranks.form()
-    assert in_threads([lambda backend=backend: backend.all_leave(PATIENCE) for backend in backends]) == [True] * 2
+    assert (
+        in_threads([lambda backend=backend: backend.all_leave(PATIENCE) for backend in backends])
+        == [True] * 2
+    )
     waits = [backend.finalize() for backend in backends]
     in_threads([lambda backend=backend: backend.abort("superseded") for backend in backends])
     in_threads(waits)
@@ -374,7 +427,10 @@ def test_an_abort_that_comes_after_a_finalization_has_begun_is_none() -> None:
 def test_a_finalization_after_an_abort_has_begun_is_none() -> None:
     ranks = Ranks(2)
     backends = ranks.form()
-    assert in_threads([lambda backend=backend: backend.all_leave(PATIENCE) for backend in backends]) == [True] * 2
+    assert (
+        in_threads([lambda backend=backend: backend.all_leave(PATIENCE) for backend in backends])
+        == [True] * 2
+    )
     backends[0].abort("superseded")
     backends[0].finalize()()
     assert (stream_of(ranks, 0).finalizing, stream_of(ranks, 0).aborted) == (False, True)
@@ -409,7 +465,9 @@ def test_an_error_of_nccl_ends_the_group_and_leaves_memory_quiet(seed: int) -> N
     work = started(backends[0], tensor)
     ranks.devices[0].natives[0]._stream.error = "unhandled system error, remote process exited"
     with pytest.raises(
-        MembershipChanged, match=r"allreduce on rank 0 of 2 failed: NCCL error: unhandled system error, remote process exited"
+        MembershipChanged,
+        match=r"allreduce on rank 0 of 2 failed: NCCL error: unhandled system error, remote "
+        r"process exited",
     ):
         work.wait()
     tensor.fill_(5)
@@ -421,8 +479,16 @@ def test_an_error_of_nccl_ends_the_group_and_leaves_memory_quiet(seed: int) -> N
 @pytest.mark.parametrize(
     ("tensor", "op", "says"),
     [
-        (torch.ones(3, dtype=torch.int16), dist.ReduceOp.SUM, "Input tensor data type is not supported for NCCL process group"),
-        (torch.ones(3, dtype=torch.int32), dist.ReduceOp.BAND, r"Cannot use ReduceOp\.BAND with NCCL"),
+        (
+            torch.ones(3, dtype=torch.int16),
+            dist.ReduceOp.SUM,
+            "Input tensor data type is not supported for NCCL process group",
+        ),
+        (
+            torch.ones(3, dtype=torch.int32),
+            dist.ReduceOp.BAND,
+            r"Cannot use ReduceOp\.BAND with NCCL",
+        ),
         (torch.ones(4, 4).t(), dist.ReduceOp.SUM, "Tensors must be contiguous"),
     ],
 )
@@ -462,7 +528,9 @@ def test_sparse_gradients_are_summed() -> None:
 # --- what torch's watchdog does meanwhile
 
 
-def test_the_watchdog_neither_kills_nor_sleeps_whatever_the_user_has_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watchdog_neither_kills_nor_sleeps_whatever_the_user_has_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     monkeypatch.setenv("TORCH_NCCL_DESYNC_DEBUG", "1")
     monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000")
@@ -471,7 +539,9 @@ def test_the_watchdog_neither_kills_nor_sleeps_whatever_the_user_has_set(monkeyp
     natives = [device.natives[0] for device in ranks.devices]
     work = started(backends[0], torch.ones(3))
     ranks.machine.pass_time(3600)  # as the first step does that compiles, or a peer that loads data
-    assert [(native.would_have_killed, native.would_have_slept_s) for native in natives] == [(None, 0.0)] * 2
+    assert [(native.would_have_killed, native.would_have_slept_s) for native in natives] == [
+        (None, 0.0)
+    ] * 2
     assert not work.is_completed()  # nor has it failed
     natives[0]._stream.error = "remote process exited"
     ranks.machine.pass_time(1)
@@ -512,7 +582,9 @@ def test_a_peer_that_does_not_come_is_a_deadline_and_nccl_is_not_asked() -> None
     ranks = Ranks(2)
     backend = ranks.backend(0)
     with pytest.raises(DeadlineError, match=r"ranks .* did not come"):
-        backend.initialize(rank=0, world_size=2, store=dist.HashStore(), connect_timeout=timedelta(seconds=1))
+        backend.initialize(
+            rank=0, world_size=2, store=dist.HashStore(), connect_timeout=timedelta(seconds=1)
+        )
     assert not ranks.devices[0].natives
 
 
@@ -524,11 +596,15 @@ def test_a_library_that_does_not_connect_is_given_up_and_leaves_nothing() -> Non
 
     def connect(rank: int) -> None:
         backend = ranks.backend(rank, connect_limit=timedelta(seconds=1))
-        backend.initialize(rank=rank, world_size=2, store=store, connect_timeout=timedelta(seconds=1))
+        backend.initialize(
+            rank=rank, world_size=2, store=store, connect_timeout=timedelta(seconds=1)
+        )
 
     for given_up in in_threads([lambda rank=rank: connect(rank) for rank in range(2)]):
         assert isinstance(given_up, DeadlineError | MembershipChanged)
-    eventually(lambda: all(stream.aborted for stream in ranks.machine.streams), "all streams to be aborted")
+    eventually(
+        lambda: all(stream.aborted for stream in ranks.machine.streams), "all streams to be aborted"
+    )
     assert not ranks.machine.frozen
     eventually(lambda: not (nccl_threads() - before), "threads of NCCL to end")
 
@@ -542,7 +618,9 @@ def test_connecting_ends_at_once_when_it_is_given_up() -> None:
 
     def connect(rank: int) -> float:
         try:
-            backends[rank].initialize(rank=rank, world_size=2, store=store, connect_timeout=timedelta(seconds=4))
+            backends[rank].initialize(
+                rank=rank, world_size=2, store=store, connect_timeout=timedelta(seconds=4)
+            )
         except MembershipChanged:
             return time.monotonic()
         raise AssertionError("connected")
@@ -558,8 +636,11 @@ def test_connecting_ends_at_once_when_it_is_given_up() -> None:
     eventually(lambda: not (nccl_threads() - before), "threads of NCCL to end")
 
 
-def test_where_communicators_block_a_dead_peer_holds_nobody_up_but_the_thread_that_connects(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing can abort what torch has no handle of. When the peer comes after all, the communicator is aborted and never used."""
+def test_where_communicators_block_a_dead_peer_holds_nobody_up_but_the_thread_that_connects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing can abort what torch has no handle of. When the peer comes after all, the
+    communicator is aborted and never used."""
     monkeypatch.setenv("SHOAL_NCCL_BLOCKING", "1")
     before = nccl_threads()
     ranks = Ranks(2)
@@ -583,25 +664,35 @@ def test_where_communicators_block_a_dead_peer_holds_nobody_up_but_the_thread_th
     assert [each.name for each in nccl_threads() - before] == ["shoal-nccl-forming"] * 2
     for stream in ranks.machine.streams:
         stream.communicator.stand()
-    eventually(lambda: all(stream.aborted for stream in ranks.machine.streams), "late communicators to be aborted")
+    eventually(
+        lambda: all(stream.aborted for stream in ranks.machine.streams),
+        "late communicators to be aborted",
+    )
     eventually(lambda: not (nccl_threads() - before), "threads of NCCL to end")
     assert not any(stream.queue for stream in ranks.machine.streams)
     close(backends)
 
 
-def test_ranks_connect_and_reduce_where_communicators_block(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_connect_and_reduce_where_communicators_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SHOAL_NCCL_BLOCKING", "1")
     ranks = Ranks(3)
     backends = ranks.form()
-    assert {native._options.config.blocking for device in ranks.devices for native in device.natives} == {1}
+    assert {
+        native._options.config.blocking for device in ranks.devices for native in device.natives
+    } == {1}
     tensors = [torch.ones(2) for _ in range(3)]
     in_threads([lambda rank=rank: backends[rank].all_reduce(tensors[rank]) for rank in range(3)])
     assert [tensor.tolist() for tensor in tensors] == [[3.0] * 2] * 3
     close(backends)
 
 
-def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch holds meanwhile the lock that the abort of the whole needs; as long as that may be, it is waited for."""
+def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch holds meanwhile the lock that the abort of the whole needs; as long as that may be, it
+    is waited for."""
     monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
     ranks, limit = Ranks(4), timedelta(seconds=2)
     wholes = ranks.form(limit=timedelta(seconds=1))
@@ -613,7 +704,10 @@ def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_
         parts[rank].initialize(rank=rank, world_size=2, store=store, connect_timeout=limit)
 
     def die() -> None:
-        eventually(lambda: sum(stream.splits for stream in ranks.machine.streams) == 2, "two ranks to split")
+        eventually(
+            lambda: sum(stream.splits for stream in ranks.machine.streams) == 2,
+            "two ranks to split",
+        )
         for whole in wholes:
             whole.abort("a fault")
         for part in parts:
@@ -626,7 +720,9 @@ def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_
 
 
 @ends_in_a_thread
-def test_once_parts_were_split_off_an_abort_may_take_no_longer_than_any(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_once_parts_were_split_off_an_abort_may_take_no_longer_than_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
     ranks = Ranks(2)
     wholes, store = ranks.form(limit=_SHORT), dist.HashStore()
@@ -650,7 +746,9 @@ def nccl_threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.name.startswith("shoal-nccl")}
 
 
-def test_ranks_of_which_some_would_split_and_others_connect_are_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_which_some_would_split_and_others_connect_are_refused_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(FakeCuda, "splits", property(lambda device: device.number == 1))
     for refused in Ranks(3).form():
         assert isinstance(refused, ConfigurationError)

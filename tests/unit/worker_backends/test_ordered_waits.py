@@ -1,4 +1,5 @@
-"""Collectives that the device waits for and the host does not, until it asks once for all of them; on a device without a GPU."""
+"""Collectives that the device waits for and the host does not, until it asks once for all of them;
+on a device without a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ _SHORT = timedelta(seconds=0.2)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_is_computed_next_finds_the_result_and_the_host_has_waited_for_nothing(seed: int) -> None:
+def test_what_is_computed_next_finds_the_result_and_the_host_has_waited_for_nothing(
+    seed: int,
+) -> None:
     ranks = Ranks(3, seed)
     backends = ranks.form()
 
@@ -45,13 +48,16 @@ def test_what_is_computed_next_finds_the_result_and_the_host_has_waited_for_noth
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_collective_that_is_lost_raises_where_the_host_asks_and_memory_is_quiet_then(seed: int) -> None:
+def test_a_collective_that_is_lost_raises_where_the_host_asks_and_memory_is_quiet_then(
+    seed: int,
+) -> None:
     ranks = Ranks(2, seed)
     backends = ranks.form()
     tensor = torch.ones(3)
     work = started(backends[0], tensor)
     threading.Thread(target=backends[1].abort, args=["a fault"]).start()
-    assert outcome(lambda: backends[0].order(work)) is None or not backends[0].is_initialized  # by chance the end was noticed before
+    # by chance the end was noticed before
+    assert outcome(lambda: backends[0].order(work)) is None or not backends[0].is_initialized
     with pytest.raises(MembershipChanged):
         backends[0].settle()
     tensor.fill_(5)
@@ -68,7 +74,10 @@ def test_an_error_that_nccl_notices_behind_the_order_is_told_where_the_host_asks
     works = [started(backend, tensor) for backend, tensor in zip(backends, tensors, strict=True)]
     backends[0].order(works[0])
     ranks.devices[0].natives[0]._stream.error = "unhandled system error, remote process exited"
-    with pytest.raises(MembershipChanged, match=r"allreduce on rank 0 of 2 failed: NCCL error: unhandled system error"):
+    with pytest.raises(
+        MembershipChanged,
+        match=r"allreduce on rank 0 of 2 failed: NCCL error: unhandled system error",
+    ):
         backends[0].settle()
     assert not backends[0].is_initialized
     close(backends)
@@ -84,12 +93,15 @@ def test_works_that_have_run_are_let_go_of_when_the_next_is_ordered() -> None:
 
 
 def test_a_host_that_is_held_up_behind_a_collective_is_freed_when_that_takes_too_long() -> None:
-    """A host that reads a loss waits for its device's stream, and the stream for a peer that stands still."""
+    """A host that reads a loss waits for its device's stream, and the stream for a peer that stands
+    still."""
     ranks = Ranks(2)
     backends = ranks.form(timeout=_SHORT)
     assert outcome(lambda: backends[0].order(started(backends[0], torch.ones(3)))) is None
     eventually(lambda: not backends[0].is_initialized, "the group to end")
-    with pytest.raises(MembershipChanged, match=r"allreduce on rank 0 of 2 takes longer than 0:00:00\.2"):
+    with pytest.raises(
+        MembershipChanged, match=r"allreduce on rank 0 of 2 takes longer than 0:00:00\.2"
+    ):
         backends[0].settle()
     close(backends)
 
@@ -100,10 +112,14 @@ def test_time_is_counted_from_when_a_collective_is_the_next_to_run() -> None:
     (backend,) = ranks.form(timeout=_SHORT)
     for _ in range(2):
         backend.order(started(backend, torch.ones(3)))
-    assert not threading.Event().wait(2 * _SHORT.total_seconds())  # they have run, and the host has not asked
+    # they have run, and the host has not asked
+    assert not threading.Event().wait(2 * _SHORT.total_seconds())
     backend.settle()
     close([backend])
-    eventually(lambda: not [t for t in threading.enumerate() if t.name == "shoal-nccl-time"], "the looking thread to end")
+    eventually(
+        lambda: not [t for t in threading.enumerate() if t.name == "shoal-nccl-time"],
+        "the looking thread to end",
+    )
 
 
 def test_a_device_that_fails_behind_the_order_ends_the_process_of_its_rank() -> None:
@@ -114,14 +130,19 @@ def test_a_device_that_fails_behind_the_order_ends_the_process_of_its_rank() -> 
     ranks.machine.failed[0] = "an illegal memory access was encountered"
     ended = outcome(backends[0].settle)
     assert isinstance(ended, ProcessEnded)
-    assert "cuda:0 has failed (CUDA error: an illegal memory access was encountered)" in ended.args[1]
+    assert (
+        "cuda:0 has failed (CUDA error: an illegal memory access was encountered)" in ended.args[1]
+    )
 
 
 # --- a group, and its parts
 
 
 def _generation(rank: int, size: int) -> Generation:
-    peers = tuple(Peer(rank=each, member_id=str(each), host="", donor_address="", joining=False) for each in range(size))
+    peers = tuple(
+        Peer(rank=each, member_id=str(each), host="", donor_address="", joining=False)
+        for each in range(size)
+    )
     return Generation(number=1, nonce="", peers=peers, rank=rank, interrupts_below=0)
 
 
@@ -195,7 +216,9 @@ def test_waits_of_the_host_are_noted() -> None:
     backends = ranks.form()
     begun: list[str] = []
     with mock.patch.object(Waits, "begin", lambda _, what: begun.append(what)):
-        in_threads([lambda backend=backend: started(backend, torch.ones(3)).wait() for backend in backends])
+        in_threads(
+            [lambda backend=backend: started(backend, torch.ones(3)).wait() for backend in backends]
+        )
     assert "allreduce" in begun
     assert isinstance(backends[0], NCCLBackend)
     close(backends)

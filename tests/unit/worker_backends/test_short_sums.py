@@ -22,13 +22,18 @@ _LONG = timedelta(seconds=60)
 
 
 @contextlib.contextmanager
-def connected(size: int, timeout: timedelta = _LONG) -> Iterator[tuple[list[ShortSums], ThreadPoolExecutor]]:
+def connected(
+    size: int, timeout: timedelta = _LONG
+) -> Iterator[tuple[list[ShortSums], ThreadPoolExecutor]]:
     """So many ranks, and a thread for each."""
     sums = [ShortSums("127.0.0.1", rank, size) for rank in range(size)]
     doors = {rank: Door.parse(str(one.door)) for rank, one in enumerate(sums)}
     with ThreadPoolExecutor(size) as threads:
         try:
-            for done in [threads.submit(one.connect, doors, deadline=time.monotonic() + 60, timeout=timeout) for one in sums]:
+            for done in [
+                threads.submit(one.connect, doors, deadline=time.monotonic() + 60, timeout=timeout)
+                for one in sums
+            ]:
                 done.result(60)
             yield sums, threads
         finally:
@@ -38,18 +43,27 @@ def connected(size: int, timeout: timedelta = _LONG) -> Iterator[tuple[list[Shor
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7, 8, 9])
 def test_all_ranks_get_the_sum_in_rank_order(size: int) -> None:
-    given = torch.rand(size, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(size)) * 1e9
+    given = (
+        torch.rand(size, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+        * 1e9
+    )
     expected = given[0].clone()
     for row in given[1:]:
         expected += row
     with connected(size) as (sums, threads):
         for _ in range(5):
             mine = [row.clone() for row in given]
-            for done in [threads.submit(one.all_reduce, tensor) for one, tensor in zip(sums, mine, strict=True)]:
+            for done in [
+                threads.submit(one.all_reduce, tensor)
+                for one, tensor in zip(sums, mine, strict=True)
+            ]:
                 done.result(60)
             for tensor in mine:
                 assert torch.equal(tensor, expected)
-            summing = [threads.submit(one.sum_numbers, array("d", row.tolist())) for one, row in zip(sums, given, strict=True)]
+            summing = [
+                threads.submit(one.sum_numbers, array("d", row.tolist()))
+                for one, row in zip(sums, given, strict=True)
+            ]
             assert [done.result(60) for done in summing] == [expected.tolist()] * size
 
 
@@ -72,9 +86,14 @@ def test_a_rank_may_be_a_sum_ahead() -> None:
 @pytest.mark.parametrize("other", [torch.ones(3), torch.ones(5)], ids=["fewer", "more"])
 def test_ranks_that_sum_different_things_are_told_so(other: torch.Tensor) -> None:
     with connected(2) as (sums, threads):
-        first, second = threads.submit(sums[0].all_reduce, torch.ones(4)), threads.submit(sums[1].all_reduce, other)
+        first, second = (
+            threads.submit(sums[0].all_reduce, torch.ones(4)),
+            threads.submit(sums[1].all_reduce, other),
+        )
         for done in (first, second):
-            with pytest.raises(PreconditionError, match=r"sends (12|16|20) bytes for sum 1 where this rank expects") as caught:
+            with pytest.raises(
+                PreconditionError, match=r"sends (12|16|20) bytes for sum 1 where this rank expects"
+            ) as caught:
                 done.result(60)
             assert caught.value.reason == "RANKS_DIVERGED"
 
@@ -88,7 +107,10 @@ def test_a_rank_that_has_gone_ends_the_sum() -> None:
 
 
 def test_a_rank_that_does_not_answer_is_named_after_the_timeout() -> None:
-    with connected(2, timedelta(milliseconds=200)) as (sums, _), pytest.raises(TimeoutError, match="Timed out waiting 200ms for rank 1,"):
+    with (
+        connected(2, timedelta(milliseconds=200)) as (sums, _),
+        pytest.raises(TimeoutError, match="Timed out waiting 200ms for rank 1,"),
+    ):
         sums[0].all_reduce(torch.ones(4))
 
 
@@ -103,13 +125,19 @@ def test_a_rank_that_does_not_come_is_named() -> None:
 
 def test_a_rank_that_says_late_who_it_is_is_let_in() -> None:
     sums = [ShortSums("127.0.0.1", rank, 2) for rank in range(2)]
-    with ThreadPoolExecutor(2) as threads, socket.create_connection((sums[0].door.host, sums[0].door.port)) as late:
+    with (
+        ThreadPoolExecutor(2) as threads,
+        socket.create_connection((sums[0].door.host, sums[0].door.port)) as late,
+    ):
         doors = {0: sums[0].door, 1: sums[1].door}
-        first = threads.submit(sums[0].connect, doors, deadline=time.monotonic() + 60, timeout=_LONG)
+        first = threads.submit(
+            sums[0].connect, doors, deadline=time.monotonic() + 60, timeout=_LONG
+        )
         hello = struct.pack("<16sI", sums[0].door.token.encode(), 1)
         for part in (hello[:7], hello[7:]):
             assert not first.done()
-            time.sleep(0.6)  # being late is the case: a rank that stands still, after it has connected
+            # being late is the case: a rank that stands still, after it has connected
+            time.sleep(0.6)
             late.sendall(part)
         first.result(60)
     for one in sums:
@@ -120,7 +148,9 @@ def test_connecting_is_given_up_at_once() -> None:
     sums = [ShortSums("127.0.0.1", rank, 2) for rank in range(2)]
     doors = {rank: one.door for rank, one in enumerate(sums)}
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(sums[0].connect, doors, deadline=time.monotonic() + 60, timeout=_LONG)
+        waiting = threads.submit(
+            sums[0].connect, doors, deadline=time.monotonic() + 60, timeout=_LONG
+        )
         sums[0].shut_down()
         with pytest.raises(OSError, match="given up"):
             waiting.result(10)
@@ -145,12 +175,21 @@ def _goes_away(door: socket.socket) -> None:
 def test_strangers_at_the_door_keep_nobody_out(behaviour: Callable[[socket.socket], None]) -> None:
     sums = [ShortSums("127.0.0.1", rank, 2) for rank in range(2)]
     doors = {rank: one.door for rank, one in enumerate(sums)}
-    with ThreadPoolExecutor(2) as threads, socket.create_connection((doors[0].host, doors[0].port)) as stranger:
+    with (
+        ThreadPoolExecutor(2) as threads,
+        socket.create_connection((doors[0].host, doors[0].port)) as stranger,
+    ):
         behaviour(stranger)
-        for done in [threads.submit(one.connect, doors, deadline=time.monotonic() + 60, timeout=_LONG) for one in sums]:
+        for done in [
+            threads.submit(one.connect, doors, deadline=time.monotonic() + 60, timeout=_LONG)
+            for one in sums
+        ]:
             done.result(60)
         tensors = [torch.tensor([1.0]), torch.tensor([2.0])]
-        for done in [threads.submit(one.all_reduce, tensor) for one, tensor in zip(sums, tensors, strict=True)]:
+        for done in [
+            threads.submit(one.all_reduce, tensor)
+            for one, tensor in zip(sums, tensors, strict=True)
+        ]:
             done.result(60)
     assert tensors == [torch.tensor([3.0])] * 2
     for one in sums:
@@ -158,7 +197,8 @@ def test_strangers_at_the_door_keep_nobody_out(behaviour: Callable[[socket.socke
 
 
 def test_a_forked_child_keeps_no_connection_open() -> None:
-    """Else peers would not notice that this rank has died, for as long as its DataLoader's workers live."""
+    """Else peers would not notice that this rank has died, for as long as its DataLoader's workers
+    live."""
     with connected(2) as (sums, threads):
         release, told = os.pipe(), os.pipe()
         child = os.fork()

@@ -1,4 +1,5 @@
-"""Whole training steps over the NCCL backend on a device without a GPU: ranks as threads, with real sessions and loaders."""
+"""Whole training steps over the NCCL backend on a device without a GPU: ranks as threads, with real
+sessions and loaders."""
 
 from __future__ import annotations
 
@@ -26,13 +27,25 @@ from tests.fake_device.machine import Machine
 _TIMEOUT = timedelta(seconds=60)
 _WORLD = 4
 _STEPS = 3
-_ON_THE_DEVICE = ("allreduce", "all_gather_single", "reduce_scatter_single", "all_to_all_single", "recv", "send", "broadcast")
+_ON_THE_DEVICE = (
+    "allreduce",
+    "all_gather_single",
+    "reduce_scatter_single",
+    "all_to_all_single",
+    "recv",
+    "send",
+    "broadcast",
+)
 
 
 def model_with_rows(*, sparse: bool) -> nn.Module:
     """Returns a network that begins with an embedding; few of its rows are used in a step."""
     return nn.Sequential(
-        nn.Embedding(20, 8, sparse=sparse), nn.Linear(8, 16), nn.Tanh(), *(nn.Linear(16, 16) for _ in range(5)), nn.Linear(16, 1)
+        nn.Embedding(20, 8, sparse=sparse),
+        nn.Linear(8, 16),
+        nn.Tanh(),
+        *(nn.Linear(16, 16) for _ in range(5)),
+        nn.Linear(16, 1),
     )
 
 
@@ -53,7 +66,9 @@ def model_with_blocks() -> nn.Module:
 
 def examples() -> torch.utils.data.TensorDataset:
     draw = torch.Generator().manual_seed(0)
-    return torch.utils.data.TensorDataset(torch.randint(0, 20, (48,), generator=draw), torch.randn(48, 1, generator=draw))
+    return torch.utils.data.TensorDataset(
+        torch.randint(0, 20, (48,), generator=draw), torch.randn(48, 1, generator=draw)
+    )
 
 
 def train(prototype: nn.Module, strategy: str, options: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -71,7 +86,9 @@ def train(prototype: nn.Module, strategy: str, options: dict[str, Any]) -> dict[
     return {name: value.clone() for name, value in state.items()}
 
 
-def on_devices(machine: Machine, prototype: nn.Module, strategy: str, options: dict[str, Any]) -> list[Any]:
+def on_devices(
+    machine: Machine, prototype: nn.Module, strategy: str, options: dict[str, Any]
+) -> list[Any]:
     """What each rank's training came to."""
     store, own, done = dist.HashStore(), threading.local(), threading.Barrier(_WORLD)
 
@@ -83,21 +100,28 @@ def on_devices(machine: Machine, prototype: nn.Module, strategy: str, options: d
 
     def be(rank: int) -> dict[str, torch.Tensor]:
         own.device = FakeCuda(machine, rank)
-        seat = worlds.Seat(rank=rank, world_size=_WORLD, store=store, timeout=_TIMEOUT, backend="nccl")
+        seat = worlds.Seat(
+            rank=rank, world_size=_WORLD, store=store, timeout=_TIMEOUT, backend="nccl"
+        )
         with worlds.entered(seat):
             with leaving_together(done, _TIMEOUT):
                 trained = train(prototype, strategy, options)
             shutdown()
             return trained
 
-    with mock.patch.object(fixed, "backend_class", return_value=Own), worlds.installed(), passes_on_threads_of_autograd() as passes:
+    with (
+        mock.patch.object(fixed, "backend_class", return_value=Own),
+        worlds.installed(),
+        passes_on_threads_of_autograd() as passes,
+    ):
         outcomes = in_threads([lambda rank=rank: be(rank) for rank in range(_WORLD)])
         assert passes() >= _WORLD * _STEPS
         return outcomes
 
 
 def trained_as_by_one_process(strategy: str, options: dict[str, Any], *, sparse: bool) -> Machine:
-    """Trains on devices, checks that it comes to what one process does and leaves nothing behind, and returns the devices."""
+    """Trains on devices, checks that it comes to what one process does and leaves nothing behind,
+    and returns the devices."""
     torch.manual_seed(0)
     prototype = model_with_rows(sparse=sparse)
     (expected,) = shoal.launch(train, prototype, "ddp", {}, world_size=1)
@@ -108,7 +132,8 @@ def trained_as_by_one_process(strategy: str, options: dict[str, Any], *, sparse:
         for name, value in expected.items():
             torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
     assert not any(machine.busy(device) for device in range(_WORLD))
-    assert all(stream.destroyed for stream in machine.streams)  # the groups of parts, too, were finalized and not aborted
+    # the groups of parts, too, were finalized and not aborted
+    assert all(stream.destroyed for stream in machine.streams)
     assert not machine.crashes
     assert not machine.frozen
     return machine
@@ -126,10 +151,16 @@ def trained_as_by_one_process(strategy: str, options: dict[str, Any], *, sparse:
         ("tensor", {}, False),
         ("pipeline", {"schedule": "1f1b", "micro_batches": 4}, False),
         ("pipeline", {"schedule": "zero_bubble", "micro_batches": 4}, False),
-        ("hybrid", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batches": 4}, False),
+        (
+            "hybrid",
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "micro_batches": 4},
+            False,
+        ),
     ],
 )
-def test_training_on_devices_comes_to_what_one_process_does(strategy: str, options: dict[str, Any], sparse: bool) -> None:
+def test_training_on_devices_comes_to_what_one_process_does(
+    strategy: str, options: dict[str, Any], sparse: bool
+) -> None:
     trained_as_by_one_process(strategy, options, sparse=sparse)
 
 
@@ -156,24 +187,38 @@ def test_parts_that_are_split_off_train_as_those_that_connect(
         ("zero2", {}, 0),
         ("zero3", {"shard_modules": [Block]}, 0),
         ("hsdp", {"shard_size": 2, "shard_modules": [Block]}, 0),
-        # Whether the ranks were given one batch, in each step; and in the first the forms of what goes between stages.
+        # Whether the ranks were given one batch, in each step; and in the first the forms of what
+        # goes between stages.
         ("pipeline", {"schedule": "1f1b", "micro_batches": 4}, _WORLD * _STEPS + _WORLD),
         ("local_sgd", {"sync_every": 3}, 0),
         ("local_sgd", {"sync_every": 3, "average_optimizer_state": True, "outer_momentum": 0.5}, 0),
     ],
 )
-def test_the_host_waits_for_no_block_in_a_step(strategy: str, options: dict[str, Any], most: int) -> None:
-    """Between steps it does: for parameters that are fetched after an update, and for the state in the end."""
+def test_the_host_waits_for_no_block_in_a_step(
+    strategy: str, options: dict[str, Any], most: int
+) -> None:
+    """Between steps it does: for parameters that are fetched after an update, and for the state in
+    the end."""
     torch.manual_seed(0)
     prototype = model_with_blocks()
     local = strategy == "local_sgd"
-    expected, *_ = shoal.launch(train, prototype, strategy if local else "ddp", options if local else {}, world_size=_WORLD if local else 1)
+    expected, *_ = shoal.launch(
+        train,
+        prototype,
+        strategy if local else "ddp",
+        options if local else {},
+        world_size=_WORLD if local else 1,
+    )
     in_steps: list[str] = []
     begin = Waits.begin
 
     def count(waits: Waits, what: str) -> None:
         world = worlds.own_world()
-        step = world.session.lifecycle.current if world is not None and world.session is not None else None
+        step = (
+            world.session.lifecycle.current
+            if world is not None and world.session is not None
+            else None
+        )
         if step is not None and step.control is None and what in _ON_THE_DEVICE:
             in_steps.append(what)
         begin(waits, what)

@@ -1,4 +1,5 @@
-"""A checkpoint is there and whole or not there at all, and is read only if every byte is as it was written."""
+"""A checkpoint is there and whole or not there at all, and is read only if every byte is as it was
+written."""
 
 import contextlib
 import json
@@ -17,20 +18,36 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shoal_common.errors import ConfigurationError, CorruptDataError, DeadlineError, StaleGenerationError, UnavailableError
+from shoal_common.errors import (
+    ConfigurationError,
+    CorruptDataError,
+    DeadlineError,
+    StaleGenerationError,
+    UnavailableError,
+)
 from shoal_worker.checkpoint import manifest
-from shoal_worker.checkpoint.files import begin, check_place, latest, read_checkpoint, write_checkpoint
+from shoal_worker.checkpoint.files import (
+    begin,
+    check_place,
+    latest,
+    read_checkpoint,
+    write_checkpoint,
+)
 from shoal_worker.checkpoint.manifest import CheckpointInfo
 from shoal_worker.state.digest import state_digest
 from shoal_worker.state.tree import Snapshot
 
 
 def info(step=1, **fields):
-    return CheckpointInfo(**{"step": step, "strategy": "ddp", "world_size": 3, "generation": 2, **fields})
+    return CheckpointInfo(
+        **{"step": step, "strategy": "ddp", "world_size": 3, "generation": 2, **fields}
+    )
 
 
 def write(directory, state, step=1, *, keep=3, fence=lambda: None, **fields):
-    return write_checkpoint(Path(directory), Snapshot.take(state), info(step, **fields), fence=fence, keep=keep)
+    return write_checkpoint(
+        Path(directory), Snapshot.take(state), info(step, **fields), fence=fence, keep=keep
+    )
 
 
 def sample_state(seed=0):
@@ -70,13 +87,30 @@ def test_what_is_unusual_comes_back_too(tmp_path):
     del state["strange names"]
     state |= {
         "model": OrderedDict(
-            [("__metadata__", torch.ones(1)), ("", torch.zeros(2)), ("a/b", tied), ("again", tied), ("~whole", torch.ones(3))]
+            [
+                ("__metadata__", torch.ones(1)),
+                ("", torch.zeros(2)),
+                ("a/b", tied),
+                ("again", tied),
+                ("~whole", torch.ones(3)),
+            ]
         ),
         "dtypes": [
             torch.ones(2, 2, dtype=dtype)
-            for dtype in (torch.complex128, torch.bfloat16, torch.float8_e4m3fn, torch.bool, torch.uint64, torch.float8_e5m2fnuz)
+            for dtype in (
+                torch.complex128,
+                torch.bfloat16,
+                torch.float8_e4m3fn,
+                torch.bool,
+                torch.uint64,
+                torch.float8_e5m2fnuz,
+            )
         ],
-        "empty": [torch.zeros(0, 4), torch.zeros((), dtype=torch.complex128), torch.zeros(0, 3, dtype=torch.complex128)],
+        "empty": [
+            torch.zeros(0, 4),
+            torch.zeros((), dtype=torch.complex128),
+            torch.zeros(0, 3, dtype=torch.complex128),
+        ],
         "0": torch.ones(1),
     }
     back = read_checkpoint(write(tmp_path, state)).state
@@ -121,7 +155,7 @@ def test_a_snapshot_is_apart_from_the_live_tensors(tmp_path):
     assert all(tensor.is_contiguous() for tensor in snapshot.tensors.values())
 
 
-# ------------------------------------------------------------------------------------------------------- which, and how many
+# ------------------------------------------------------------------------------ which, and how many
 
 
 def test_the_latest_is_the_highest_step(tmp_path):
@@ -152,17 +186,21 @@ def test_the_one_written_is_kept_though_older_than_the_rest(tmp_path):
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path, monkeypatch, exchange):
     if not exchange:
-        monkeypatch.setattr(manifest, "_RENAME_EXCHANGE", 1 << 20)  # what a file system that cannot answers: EINVAL
+        # what a file system that cannot answers: EINVAL
+        monkeypatch.setattr(manifest, "_RENAME_EXCHANGE", 1 << 20)
     write(tmp_path, {"a": 1})
     write(tmp_path, {"a": 2})
     assert read_checkpoint(tmp_path / "step-1").state == {"a": 2}
     assert listing(tmp_path) == ["step-1"]
 
 
-# ---------------------------------------------------------------------------------------------------------------- failures
+# ----------------------------------------------------------------------------------------- failures
 
 
-@pytest.mark.parametrize("error", [StaleGenerationError("generation 2 is over"), DeadlineError("the coordinator did not answer")])
+@pytest.mark.parametrize(
+    "error",
+    [StaleGenerationError("generation 2 is over"), DeadlineError("the coordinator did not answer")],
+)
 def test_a_writer_that_is_fenced_off_publishes_nothing(tmp_path, error):
     write(tmp_path, {"a": 1}, 1, keep=1)
 
@@ -220,7 +258,7 @@ def test_keeping_none_is_refused(tmp_path):
         write(tmp_path, {"a": 1}, keep=0)
 
 
-# ------------------------------------------------------------------------------------------------------------------ damage
+# ------------------------------------------------------------------------------------------- damage
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +266,11 @@ def pristine(tmp_path_factory):
     return write(tmp_path_factory.mktemp("pristine"), sample_state())
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=200,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_one_flipped_bit_anywhere_is_found_or_changes_nothing(pristine, tmp_path_factory, data):
     damaged = tmp_path_factory.mktemp("damaged") / "step-1"
@@ -289,7 +331,9 @@ def test_a_newer_format_is_refused_naming_the_release_that_wrote_it(pristine, tm
     assert raised.value.reason == "FILE_NEWER"
 
 
-@pytest.mark.parametrize("changes", [{"info": {}}, {"structure": {}}, {"files": {}}, {"xxh3_64": None}])
+@pytest.mark.parametrize(
+    "changes", [{"info": {}}, {"structure": {}}, {"files": {}}, {"xxh3_64": None}]
+)
 def test_an_edited_manifest_is_found(pristine, tmp_path, changes):
     with pytest.raises(CorruptDataError) as raised:
         read_checkpoint(edited(pristine, tmp_path, **changes))
@@ -304,7 +348,9 @@ def test_what_shoal_did_not_write_is_foreign(tmp_path, text):
     assert raised.value.reason == "FILE_FOREIGN"
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"\xff\xfe", b"{", b'{"a": ' + b"9" * 5000 + b"}"])
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b"\xff\xfe", b"{", b'{"a": ' + b"9" * 5000 + b"}"]
+)
 def test_a_manifest_that_is_no_json_is_corrupt(tmp_path, content):
     (tmp_path / "checkpoint.json").write_bytes(content)
     with pytest.raises(CorruptDataError, match="cannot be read"):
@@ -333,13 +379,16 @@ def test_a_pickle_in_a_checkpoints_place_is_never_loaded(pristine, tmp_path):
     assert not trap.exists()
 
 
-# ------------------------------------------------------------------------------------------------------------------- kills
+# -------------------------------------------------------------------------------------------- kills
 
 
 def save_for_ever(directory, step, told):
     while True:
         step += 1
-        state = {"model": {f"w{i}": torch.full((60_000,), float(step)) for i in range(4)}, "step": step}
+        state = {
+            "model": {f"w{i}": torch.full((60_000,), float(step)) for i in range(4)},
+            "step": step,
+        }
         write(directory, state, step, keep=1)
         told.send(step)
 
@@ -347,7 +396,8 @@ def save_for_ever(directory, step, told):
 @pytest.mark.slow
 def test_kill_9_in_the_middle_of_saves_always_leaves_a_whole_checkpoint(tmp_path):
     """With keep=1, where a mistake in the order of renaming and removing would leave none."""
-    # Not plain fork: other tests have left threads in this process, and a fork keeps the locks that they held.
+    # Not plain fork: other tests have left threads in this process, and a fork keeps the locks that
+    # they held.
     forked = multiprocessing.get_context("forkserver")
     forked.set_forkserver_preload(["shoal_worker.checkpoint.files"])
     step = 0
@@ -358,7 +408,8 @@ def test_kill_9_in_the_middle_of_saves_always_leaves_a_whole_checkpoint(tmp_path
         try:
             assert hear.poll(60)
             told = hear.recv()
-            time.sleep(0.0033 * round_)  # no wait for a condition: the moment of the kill is what varies
+            # no wait for a condition: the moment of the kill is what varies
+            time.sleep(0.0033 * round_)
         finally:
             process.kill()
             process.join()
@@ -385,7 +436,11 @@ def test_leftovers_of_other_hosts_and_of_living_processes_are_left_alone(tmp_pat
     dead = subprocess.Popen(["true"])
     dead.wait()
     host = manifest._host()
-    names = [f".step-5.{host}.{os.getppid()}.{token}.tmp", f".step-5.elsewhere.{dead.pid}.{token}.tmp", ".step-5.mine.tmp"]
+    names = [
+        f".step-5.{host}.{os.getppid()}.{token}.tmp",
+        f".step-5.elsewhere.{dead.pid}.{token}.tmp",
+        ".step-5.mine.tmp",
+    ]
     for name in [*names, f".step-5.{host}.{dead.pid}.{token}.tmp"]:
         (tmp_path / name).mkdir()
     write(tmp_path, {"a": 1})
@@ -397,7 +452,12 @@ def test_checkpoints_of_another_run_are_neither_pruned_nor_taken_for_ones_own(tm
         write(tmp_path, sample_state(), step, run="older")
     for step in (3, 4, 5):
         write(tmp_path, sample_state(), step, keep=2, run="own")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-2", "step-4", "step-5"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-1",
+        "step-2",
+        "step-4",
+        "step-5",
+    ]
     assert latest(tmp_path).name == latest(tmp_path, run="own").name == "step-5"
     assert latest(tmp_path, run="older").name == "step-2"
     assert latest(tmp_path, run="none") is None
@@ -407,5 +467,8 @@ def test_a_directory_in_which_another_run_is_ahead_is_refused(tmp_path):
     write(tmp_path, sample_state(), 60, run="older")
     check_place(tmp_path, 60, "own")
     check_place(tmp_path, 5, "older")
-    with pytest.raises(ConfigurationError, match=r"holds step-60 of another run.*step 5: give each run a directory of its own"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"holds step-60 of another run.*step 5: give each run a directory of its own",
+    ):
         check_place(tmp_path, 5, "own")

@@ -34,7 +34,10 @@ def save_a_model(directory: Path) -> None:
 
 def test_a_checkpoint_that_is_written_counts_with_its_time(tmp_path: Path) -> None:
     save_a_model(tmp_path)
-    assert (told("checkpoints_total", outcome="written"), told("checkpoints_total", outcome="failed")) == (1, 0)
+    assert (
+        told("checkpoints_total", outcome="written"),
+        told("checkpoints_total", outcome="failed"),
+    ) == (1, 0)
     assert told("checkpoint_seconds_count") == 1
     assert (told("checkpoint_timestamp_seconds") or 0) > 1.7e9
 
@@ -45,5 +48,8 @@ def test_one_that_cannot_be_written_counts_as_failed(tmp_path: Path) -> None:
     place.write_text("")
     with pytest.raises(ShoalError):
         save_a_model(place / "of-this-run")
-    assert (told("checkpoints_total", outcome="written"), told("checkpoint_timestamp_seconds")) == (0, 0)
+    assert (told("checkpoints_total", outcome="written"), told("checkpoint_timestamp_seconds")) == (
+        0,
+        0,
+    )
     assert told("checkpoints_total", outcome="failed") == 1

@@ -73,7 +73,9 @@ def test_an_error_is_raised_once_by_the_next_call_and_logged_at_once(writer, cal
 
 def test_a_job_that_takes_too_long_is_named_and_goes_on(writer):
     go, done = threading.Event(), []
-    writer.submit(lambda: go.wait(20) and done.append(1), what="writing step-7 to ckpt", timeout=SOON)
+    writer.submit(
+        lambda: go.wait(20) and done.append(1), what="writing step-7 to ckpt", timeout=SOON
+    )
     with pytest.raises(DeadlineError, match="writing step-7 to ckpt"):
         writer.submit(lambda: None, what="the next", timeout=timedelta(seconds=0.05))
     go.set()

@@ -52,7 +52,7 @@ def test_it_is_missed_when_who_was_to_complete_it_has_gone(tmp_path: Path) -> No
     assert raised.value.reason == "CHECKPOINT_NOT_WRITTEN"
 
 
-def test_in_a_directory_that_may_be_another_machines_nothing_is_missed_unless_an_older_one_of_the_run_shows_that_it_is_not(
+def test_in_a_possibly_foreign_directory_nothing_is_missed_unless_an_older_one_of_the_run_is_there(
     tmp_path: Path,
 ) -> None:
     awaited(tmp_path / "step-7", shared=False, gone=True)

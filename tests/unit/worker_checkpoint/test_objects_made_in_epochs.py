@@ -1,4 +1,5 @@
-"""Objects that a script makes anew in each epoch, or for each phase, have their own state after a resume, or are refused."""
+"""Objects that a script makes anew in each epoch, or for each phase, have their own state after a
+resume, or are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class Training:
         self.rates: list[float] = []
 
     def loader(self, **options: Any) -> shoal.ElasticDataLoader:
-        return shoal.ElasticDataLoader(TensorDataset(torch.ones(4 * STEPS_AN_EPOCH, 2)), global_batch_size=4, **options)
+        return shoal.ElasticDataLoader(
+            TensorDataset(torch.ones(4 * STEPS_AN_EPOCH, 2)), global_batch_size=4, **options
+        )
 
     def step(self, rows: torch.Tensor) -> None:
         self.optimizer.zero_grad()
@@ -59,7 +62,9 @@ def cosine_in_each_epoch(directory: Path, stop_at: int | None) -> list[float]:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stop_at", [2, 4, 6, 11])
-def test_a_scheduler_made_in_each_epoch_goes_on_with_its_own_state(stop_at: int, world_size: int, tmp_path: Path) -> None:
+def test_a_scheduler_made_in_each_epoch_goes_on_with_its_own_state(
+    stop_at: int, world_size: int, tmp_path: Path
+) -> None:
     whole = shoal.launch(lambda: cosine_in_each_epoch(tmp_path / "none", 10**6), world_size=1)[0]
     before = shoal.launch(lambda: cosine_in_each_epoch(tmp_path, stop_at), world_size=1)[0]
     for after in shoal.launch(lambda: cosine_in_each_epoch(tmp_path, None), world_size=world_size):
@@ -83,15 +88,24 @@ def named(scheduler: LRScheduler) -> LRScheduler:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda training: CosineAnnealingLR(training.raw, 9), lambda training: AveragedModel(training.model)], ids=["cosine", "average"]
+    "make",
+    [
+        lambda training: CosineAnnealingLR(training.raw, 9),
+        lambda training: AveragedModel(training.model),
+    ],
+    ids=["cosine", "average"],
 )
-def test_an_object_made_between_two_batches_is_refused_unless_it_has_a_name(make: Callable[[Training], object]) -> None:
+def test_an_object_made_between_two_batches_is_refused_unless_it_has_a_name(
+    make: Callable[[Training], object],
+) -> None:
     with pytest.raises(ConfigurationError, match=r"was made between two batches.*register_state"):
         shoal.launch(lambda: made_at(2, make), world_size=1)
 
 
 def test_an_object_made_between_two_batches_may_be_named() -> None:
-    shoal.launch(lambda: made_at(2, lambda training: named(CosineAnnealingLR(training.raw, 9))), world_size=2)
+    shoal.launch(
+        lambda: made_at(2, lambda training: named(CosineAnnealingLR(training.raw, 9))), world_size=2
+    )
 
 
 def test_an_object_made_in_a_loop_over_torchs_own_loader_is_refused_unless_it_has_a_name() -> None:
@@ -134,7 +148,10 @@ def test_a_state_that_no_object_claims_is_reported_and_given_to_none_that_is_mad
         ((last_epoch, _),) = shoal.launch(go_on, world_size=1)
     assert last_epoch == 0
     assert "has that of shoal.scheduler.0, which this script had not made" in caplog.text
-    assert "has that of mine, the loader 'train', and this script has made nothing of that name" in caplog.text
+    assert (
+        "has that of mine, the loader 'train', and this script has made nothing of that name"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("names", [(None, None), ("one", "two")])
@@ -168,5 +185,7 @@ def test_a_second_loader_under_the_name_of_one_that_is_gone_is_refused() -> None
             for (rows,) in training.loader(name="train"):
                 training.step(rows)
 
-    with pytest.raises(ConfigurationError, match="a training loader named 'train' has given out steps and is gone"):
+    with pytest.raises(
+        ConfigurationError, match="a training loader named 'train' has given out steps and is gone"
+    ):
         shoal.launch(rank, world_size=1)

@@ -1,4 +1,5 @@
-"""A learning rate that changes with the epochs is the run's, wherever in an epoch the checkpoint was written that it goes on from."""
+"""A learning rate that changes with the epochs is the run's, wherever in an epoch the checkpoint
+was written that it goes on from."""
 
 from __future__ import annotations
 
@@ -15,12 +16,15 @@ STEPS_AN_EPOCH = 2
 
 
 def train(directory: Path, loop: str, stop_at: int | None) -> list[float]:
-    """The learning rate of each step that was taken here. Stops behind the save of step `stop_at`."""
+    """The learning rate of each step that was taken here. Stops behind the save of step
+    `stop_at`."""
     torch.manual_seed(0)
     net = nn.Linear(2, 1)
     raw = torch.optim.SGD(net.parameters(), 1.0)
     model, optimizer = shoal.as_distributed(net, raw)
-    loader = shoal.ElasticDataLoader(TensorDataset(torch.ones(8, 2)), global_batch_size=8 // STEPS_AN_EPOCH)
+    loader = shoal.ElasticDataLoader(
+        TensorDataset(torch.ones(8, 2)), global_batch_size=8 // STEPS_AN_EPOCH
+    )
     scheduler = torch.optim.lr_scheduler.StepLR(raw, 1, gamma=0.5)
     if stop_at is None:
         shoal.resume(directory)
@@ -40,7 +44,9 @@ def train(directory: Path, loop: str, stop_at: int | None) -> list[float]:
 
 @pytest.mark.parametrize("loop", ["epochs", "range"])
 @pytest.mark.parametrize("stop_at", [3, 4])
-def test_a_resumed_run_has_the_learning_rates_of_one_that_was_not_stopped(loop: str, stop_at: int, tmp_path: Path) -> None:
+def test_a_resumed_run_has_the_learning_rates_of_one_that_was_not_stopped(
+    loop: str, stop_at: int, tmp_path: Path
+) -> None:
     (before,) = shoal.launch(lambda: train(tmp_path, loop, stop_at), world_size=1)
     (after,) = shoal.launch(lambda: train(tmp_path, loop, None), world_size=1)
     assert before + after == [0.5**epoch for epoch in range(EPOCHS) for _ in range(STEPS_AN_EPOCH)]

@@ -1,4 +1,5 @@
-"""Rows in a checkpoint's files: written share by share, read for any number of buckets, and refused where they are not as written."""
+"""Rows in a checkpoint's files: written share by share, read for any number of buckets, and refused
+where they are not as written."""
 
 from __future__ import annotations
 
@@ -22,7 +23,12 @@ NAMES = ("users", "which words/they use")
 
 def spec(buckets: int) -> TableSpec:
     return TableSpec.with_defaults(
-        buckets=buckets, seed=0, initializer="normal", scale=0.1, optimizer="adagrad", hyperparameters={"lr": 0.1}
+        buckets=buckets,
+        seed=0,
+        initializer="normal",
+        scale=0.1,
+        optimizer="adagrad",
+        hyperparameters={"lr": 0.1},
     )
 
 
@@ -72,8 +78,15 @@ def test_any_number_of_buckets_is_made_of_any_other(tmp_path: Path, buckets: int
             bucket = found.bucket(table, number, buckets)
             data = b"".join(pieces(bucket))
             assert data == b"".join(image(table, number, buckets).encoded().parts)
-            assert (bucket.nbytes, bucket.checksum) == (len(data), image(table, number, buckets).encoded().checksum())
-            assert found.version(table, number, buckets) == read_bucket(memoryview(data)).version == 300
+            assert (bucket.nbytes, bucket.checksum) == (
+                len(data),
+                image(table, number, buckets).encoded().checksum(),
+            )
+            assert (
+                found.version(table, number, buckets)
+                == read_bucket(memoryview(data)).version
+                == 300
+            )
 
 
 def test_a_table_of_any_name_has_files_of_its_own() -> None:

@@ -1,4 +1,5 @@
-"""Checkpoints that the ranks write together: each its own shard, read whole by any strategy, any number of ranks, and by plain torch."""
+"""Checkpoints that the ranks write together: each its own shard, read whole by any strategy, any
+number of ranks, and by plain torch."""
 
 from __future__ import annotations
 
@@ -37,7 +38,11 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.norm, self.outer = nn.Linear(5, 13), nn.BatchNorm1d(13), nn.Linear(13, 5).to(torch.float64)
+        self.inner, self.norm, self.outer = (
+            nn.Linear(5, 13),
+            nn.BatchNorm1d(13),
+            nn.Linear(13, 5).to(torch.float64),
+        )
         self.inner.bias.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,15 +69,21 @@ class Net(nn.Module):
 def make(strategy: str) -> tuple[Any, Any, Any]:
     torch.manual_seed(1)
     net = Net()
-    own = {dtype: [p for p in net.parameters() if p.dtype is dtype] for dtype in (torch.float32, torch.float64)}
+    own = {
+        dtype: [p for p in net.parameters() if p.dtype is dtype]
+        for dtype in (torch.float32, torch.float64)
+    }
     groups = [{"params": own[torch.float32], "lr": 0.05}, {"params": own[torch.float64]}]
-    model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(groups, 1e-2), strategy=strategy, minimum_parameter_group_size=8)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.AdamW(groups, 1e-2), strategy=strategy, minimum_parameter_group_size=8
+    )
     data = torch.utils.data.TensorDataset(torch.arange(48) % 7, (torch.arange(48) * 3) % 7)
     return model, optimizer, shoal.ElasticDataLoader(data, global_batch_size=12)
 
 
 def train(strategy: str, directory: Path, steps: int = STEPS, **options: Any) -> dict[str, Any]:
-    """Trains from the newest checkpoint, if there is one, and saves; returns what one process would hold."""
+    """Trains from the newest checkpoint, if there is one, and saves; returns what one process would
+    hold."""
     model, optimizer, loader = make(strategy)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     shoal.register_state(scheduler=scheduler)
@@ -100,7 +111,9 @@ def listing(path: Path) -> list[str]:
 
 def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
     """Model and optimizer state, bit for bit."""
-    assert {n: t.tolist() for n, t in found["model"].items()} == {n: t.tolist() for n, t in expected["model"].items()}
+    assert {n: t.tolist() for n, t in found["model"].items()} == {
+        n: t.tolist() for n, t in expected["model"].items()
+    }
     assert found["optimizer"]["param_groups"] == expected["optimizer"]["param_groups"]
     assert state_digest(found["optimizer"]["state"]) == state_digest(expected["optimizer"]["state"])
 
@@ -115,7 +128,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 def test_each_rank_writes_its_own_shard(saved: tuple[Path, dict[str, Any]]) -> None:
     path, _ = saved
-    assert listing(path) == ["checkpoint.json", *(f"shard-0000{n}-of-00003.safetensors" for n in (1, 2, 3))]
+    assert listing(path) == [
+        "checkpoint.json",
+        *(f"shard-0000{n}-of-00003.safetensors" for n in (1, 2, 3)),
+    ]
     sizes = [(path / f"shard-0000{n}-of-00003.safetensors").stat().st_size for n in (2, 3)]
     whole = sum(t.nbytes for t in saved[1]["model"].values()) * 3
     assert max(sizes) < whole
@@ -130,20 +146,32 @@ def test_a_plain_module_loads_it(saved: tuple[Path, dict[str, Any]]) -> None:
     assert shoal.load_full_state(path).keys() == net.state_dict().keys()
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # it says so in one process
+# it says so in one process
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_torchs_own_checkpoint_reader_reads_the_shards(saved: tuple[Path, dict[str, Any]]) -> None:
     path, state = saved
     flat = {
-        f"model/{name}": torch.empty(value.numel(), dtype=value.dtype) for name, value in state["model"].items() if name != "head.weight"
+        f"model/{name}": torch.empty(value.numel(), dtype=value.dtype)
+        for name, value in state["model"].items()
+        if name != "head.weight"
     }
     dcp.load(flat, storage_reader=dcp.HuggingFaceStorageReader(str(path)), no_dist=True)
-    assert all(flat[f"model/{name}"].view(value.shape).equal(value) for name, value in state["model"].items() if f"model/{name}" in flat)
+    assert all(
+        flat[f"model/{name}"].view(value.shape).equal(value)
+        for name, value in state["model"].items()
+        if f"model/{name}" in flat
+    )
 
 
 def test_the_state_is_as_if_it_had_been_gathered(tmp_path: Path) -> None:
     for name, options in (("gathered", {"sharded": False}), ("parts", {})):
-        shoal.launch(lambda name=name, options=options: train("zero2", tmp_path / name, **options), world_size=2)
-    gathered, parts = (read_checkpoint(tmp_path / name / f"step-{STEPS}") for name in ("gathered", "parts"))
+        shoal.launch(
+            lambda name=name, options=options: train("zero2", tmp_path / name, **options),
+            world_size=2,
+        )
+    gathered, parts = (
+        read_checkpoint(tmp_path / name / f"step-{STEPS}") for name in ("gathered", "parts")
+    )
     assert "model.safetensors" in listing(tmp_path / "gathered" / f"step-{STEPS}")
     runs = [one.state.pop("run") for one in (parts, gathered)]
     assert runs == [parts.info.run, gathered.info.run]
@@ -161,11 +189,16 @@ def _loads() -> list[Any]:
         for savers, readers in [(1 + (s + r) % 3, 1 + (s + 2 * r + 1) % 3)]
     ]
     diagonal = {(s, STRATEGIES[(n + 2) % len(STRATEGIES)]) for n, s in enumerate(STRATEGIES)}
-    return [pytest.param(*cell, marks=() if (cell[0], cell[2]) in diagonal else pytest.mark.matrix) for cell in cells]
+    return [
+        pytest.param(*cell, marks=() if (cell[0], cell[2]) in diagonal else pytest.mark.matrix)
+        for cell in cells
+    ]
 
 
 @pytest.mark.parametrize(("saver", "savers", "reader", "readers"), _loads())
-def test_any_strategy_and_world_size_loads_what_any_other_saved(tmp_path: Path, saver: str, savers: int, reader: str, readers: int) -> None:
+def test_any_strategy_and_world_size_loads_what_any_other_saved(
+    tmp_path: Path, saver: str, savers: int, reader: str, readers: int
+) -> None:
     (expected, *_) = shoal.launch(train, saver, tmp_path, world_size=savers)
     if saver == "local_sgd":  # each rank's optimizer state is its own; what is saved is their mean
         expected["optimizer"] = read_checkpoint(tmp_path / f"step-{STEPS}").state["optimizer"]
@@ -183,7 +216,8 @@ def test_training_goes_on_from_it_as_if_it_had_not_stopped(tmp_path: Path) -> No
 def test_a_directory_that_not_all_ranks_see_is_refused_or_the_first_rank_writes_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On machines of their own, one name means another place for each rank. Here these places have different names.
+    # On machines of their own, one name means another place for each rank. Here these places have
+    # different names.
     monkeypatch.setattr(saving, "_check_named_alike", lambda *arguments: None)
 
     def own_directory(sharded: bool | None) -> None:
@@ -196,18 +230,26 @@ def test_a_directory_that_not_all_ranks_see_is_refused_or_the_first_rank_writes_
     assert "model.safetensors" in listing(tmp_path / "None" / "0" / f"step-{STEPS}")
 
 
-# ------------------------------------------------------------------------------------------------------------------ damage
+# ------------------------------------------------------------------------------------------- damage
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(
+    max_examples=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(data=st.data())
 def test_one_flipped_bit_or_a_cut_anywhere_is_found(
-    saved: tuple[Path, dict[str, Any]], tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+    saved: tuple[Path, dict[str, Any]],
+    tmp_path_factory: pytest.TempPathFactory,
+    data: st.DataObject,
 ) -> None:
     pristine, _ = saved
     damaged = tmp_path_factory.mktemp("damaged") / pristine.name
     shutil.copytree(pristine, damaged)
-    file = damaged / data.draw(st.sampled_from([name for name in listing(pristine) if name != "checkpoint.json"]))
+    file = damaged / data.draw(
+        st.sampled_from([name for name in listing(pristine) if name != "checkpoint.json"])
+    )
     raw = bytearray(file.read_bytes())
     place = data.draw(st.integers(0, len(raw) - 1))
     if data.draw(st.booleans()):
@@ -221,11 +263,23 @@ def test_one_flipped_bit_or_a_cut_anywhere_is_found(
     shutil.rmtree(damaged.parent)
 
 
-@pytest.mark.parametrize("damage", ["a shard is missing", "a shard is another's", "the mark is missing", "the mark is cut"])
-def test_what_is_not_complete_is_told(saved: tuple[Path, dict[str, Any]], tmp_path: Path, damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    ["a shard is missing", "a shard is another's", "the mark is missing", "the mark is cut"],
+)
+def test_what_is_not_complete_is_told(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path, damage: str
+) -> None:
     damaged = tmp_path / saved[0].name
     shutil.copytree(saved[0], damaged)
-    second, third, mark = (damaged / n for n in ("shard-00002-of-00003.safetensors", "shard-00003-of-00003.safetensors", "checkpoint.json"))
+    second, third, mark = (
+        damaged / n
+        for n in (
+            "shard-00002-of-00003.safetensors",
+            "shard-00003-of-00003.safetensors",
+            "checkpoint.json",
+        )
+    )
     match damage:
         case "a shard is missing":
             second.unlink()
@@ -270,7 +324,9 @@ def _with_a_span_of_nothing(document: dict[str, Any]) -> None:
         (_with_a_span_of_nothing, "says what cannot be"),
     ],
 )
-def test_a_manifest_that_lies_is_told(saved: tuple[Path, dict[str, Any]], tmp_path: Path, lie: Callable[[Any], None], told: str) -> None:
+def test_a_manifest_that_lies_is_told(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path, lie: Callable[[Any], None], told: str
+) -> None:
     damaged = tmp_path / saved[0].name
     shutil.copytree(saved[0], damaged)
     document = json.loads((damaged / "checkpoint.json").read_text())
@@ -286,7 +342,7 @@ def test_where_there_is_none_that_is_told(tmp_path: Path) -> None:
         shoal.load_full_state(tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------------------------ faults
+# ------------------------------------------------------------------------------------------- faults
 
 
 def test_a_save_at_the_end_of_a_launch_is_complete_when_that_returns(tmp_path: Path) -> None:
@@ -303,7 +359,8 @@ def test_a_save_at_the_end_of_a_launch_is_complete_when_that_returns(tmp_path: P
 
 
 def shards_of(*numbers: int, state: dict[str, Any] | None = None) -> Shards:
-    """The part of one rank that writes these shards, of two that hold four elements each of a vector with two tensors in it."""
+    """The part of one rank that writes these shards, of two that hold four elements each of a
+    vector with two tensors in it."""
     vector, values = torch.empty(7, device="meta"), torch.arange(8.0)
     model = {"a": vector[:3], "b": vector[3:].view(2, 2), "count": torch.tensor(5)}
     runs = {n: [Run(vector=vector, begin=4 * n, values=values[4 * n : 4 * n + 4])] for n in numbers}
@@ -323,15 +380,24 @@ def complete(directory: Path, mine: Shards, others: Shards | None, **options: An
 
 def test_shards_make_up_the_whole_and_replace_older_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "step-6").mkdir()
-    shutil.copy(complete(tmp_path, shards_of(0), shards_of(1)) / "checkpoint.json", tmp_path / "step-6")  # type: ignore[operator]  # it is a path
+    # it is a path
+    shutil.copy(
+        complete(tmp_path, shards_of(0), shards_of(1)) / "checkpoint.json", tmp_path / "step-6"
+    )  # type: ignore[operator]
     path = complete(tmp_path, shards_of(1), shards_of(0))
     assert path is not None
     state = read_checkpoint(path).state["model"]
-    assert (state["a"].tolist(), state["b"].tolist(), state["count"].item()) == ([0, 1, 2], [[3, 4], [5, 6]], 5)
+    assert (state["a"].tolist(), state["b"].tolist(), state["count"].item()) == (
+        [0, 1, 2],
+        [[3, 4], [5, 6]],
+        5,
+    )
     assert listing(tmp_path) == ["step-7"]
 
 
-def test_a_rank_that_goes_away_before_its_shard_is_written_takes_the_checkpoint_with_it(tmp_path: Path) -> None:
+def test_a_rank_that_goes_away_before_its_shard_is_written_takes_the_checkpoint_with_it(
+    tmp_path: Path,
+) -> None:
     assert complete(tmp_path, shards_of(0), None) is None
     assert listing(tmp_path) == []
 
@@ -342,12 +408,16 @@ def test_a_rank_that_cannot_write_its_shard_is_named(tmp_path: Path) -> None:
     with pytest.raises(shoal.UnavailableError, match="this rank's part of it: "):
         shards_of(1).write_aside(temporary)
     with pytest.raises(shoal.UnavailableError, match="shard 2 failed: ") as raised:
-        write_sharded(temporary, shards_of(0), INFO, gone=lambda _: False, fence=lambda: None, keep=1)
+        write_sharded(
+            temporary, shards_of(0), INFO, gone=lambda _: False, fence=lambda: None, keep=1
+        )
     assert raised.value.reason == "CHECKPOINT_NOT_WRITTEN"
     assert listing(tmp_path) == []
 
 
-def test_a_rank_that_cannot_write_its_shard_failed_before_anyone_could_read_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_write_its_shard_failed_before_anyone_could_read_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By the times of failures the launcher says which one led to the others."""
     temporary = begin(tmp_path, INFO.step)
     (temporary / "shard-00002-of-00002.safetensors").mkdir()
@@ -359,11 +429,15 @@ def test_a_rank_that_cannot_write_its_shard_failed_before_anyone_could_read_of_i
     assert raised.value.failed_at <= told_at[0]
 
 
-def test_a_first_rank_that_cannot_write_its_shard_failed_then_and_not_when_it_is_told(tmp_path: Path) -> None:
+def test_a_first_rank_that_cannot_write_its_shard_failed_then_and_not_when_it_is_told(
+    tmp_path: Path,
+) -> None:
     temporary = begin(tmp_path, INFO.step)
     (temporary / "shard-00001-of-00002.safetensors").mkdir()
     with pytest.raises(shoal.UnavailableError) as raised:
-        write_sharded(temporary, shards_of(0), INFO, gone=lambda _: False, fence=lambda: None, keep=1)
+        write_sharded(
+            temporary, shards_of(0), INFO, gone=lambda _: False, fence=lambda: None, keep=1
+        )
     assert raised.value.failed_at is not None
     assert raised.value.failed_at <= time.time()
 
@@ -372,15 +446,25 @@ def test_whatever_keeps_a_rank_from_writing_its_shard_is_told_at_once(tmp_path: 
     temporary = begin(tmp_path, INFO.step)
     unwritable = dataclasses.replace(shards_of(1), mine={1: {"a": (0, torch.ones(3).to_sparse())}})
     writer = CheckpointWriter()
-    writer.submit(lambda: unwritable.write_aside(temporary), what="writing step-7", timeout=timedelta(seconds=30))
+    writer.submit(
+        lambda: unwritable.write_aside(temporary),
+        what="writing step-7",
+        timeout=timedelta(seconds=30),
+    )
     with pytest.raises(shoal.UnavailableError, match=r"shard 2 failed: ValueError: .*sparse"):
-        write_sharded(temporary, shards_of(0), INFO, gone=lambda _: False, fence=lambda: None, keep=1)
-    with pytest.raises(ValueError, match="sparse"):  # at the next save of the rank, or when it leaves
+        write_sharded(
+            temporary, shards_of(0), INFO, gone=lambda _: False, fence=lambda: None, keep=1
+        )
+    with pytest.raises(ValueError, match="sparse"):
+        # at the next save of the rank, or when it leaves
         writer.wait(timedelta(seconds=30))
 
 
 def test_ranks_whose_states_differ_are_told_when_they_save(tmp_path: Path) -> None:
-    with pytest.raises(shoal.UnavailableError, match="do not make up tensor 'mine'; did the ranks register different state"):
+    with pytest.raises(
+        shoal.UnavailableError,
+        match="do not make up tensor 'mine'; did the ranks register different state",
+    ):
         complete(tmp_path, shards_of(1, state={"mine": torch.ones(2)}), shards_of(0))
     assert listing(tmp_path) == []
 
@@ -401,8 +485,11 @@ def test_a_part_of_what_was_given_up_is_dropped(tmp_path: Path) -> None:
     assert listing(tmp_path) == []
 
 
-def test_what_is_given_up_is_gone_at_once_for_ranks_that_are_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that found half of it removed would take that for its own disk's failure, and be named as the first to fail."""
+def test_what_is_given_up_is_gone_at_once_for_ranks_that_are_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that found half of it removed would take that for its own disk's failure, and be named as
+    the first to fail."""
     temporary = begin(tmp_path, INFO.step)
     remove_tree = shutil.rmtree
 
@@ -412,5 +499,10 @@ def test_what_is_given_up_is_gone_at_once_for_ranks_that_are_writing(tmp_path: P
         remove_tree(path)
 
     monkeypatch.setattr(shutil, "rmtree", another_rank_writes)
-    assert write_sharded(temporary, shards_of(0), INFO, gone=lambda _: True, fence=lambda: None, keep=1) is None
+    assert (
+        write_sharded(
+            temporary, shards_of(0), INFO, gone=lambda _: True, fence=lambda: None, keep=1
+        )
+        is None
+    )
     assert listing(tmp_path) == []

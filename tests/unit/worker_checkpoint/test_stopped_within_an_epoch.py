@@ -1,4 +1,5 @@
-"""A run that stops within an epoch goes on there, wherever it saves; or it is warned that it does not."""
+"""A run that stops within an epoch goes on there, wherever it saves; or it is warned that it does
+not."""
 
 from __future__ import annotations
 
@@ -21,8 +22,11 @@ class Numbered(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return torch.tensor([float(index)]), index
 
 
-def train(directory: Path, batch: int, stop_at: int | None, *, loop: str, save: str) -> list[tuple[int, int]]:
-    """Trains up to step `stop_at`, saves, and returns the (epoch, sample) pairs that this rank trained on."""
+def train(
+    directory: Path, batch: int, stop_at: int | None, *, loop: str, save: str
+) -> list[tuple[int, int]]:
+    """Trains up to step `stop_at`, saves, and returns the (epoch, sample) pairs that this rank
+    trained on."""
     torch.manual_seed(0)
     net = nn.Linear(1, 1)
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-6))
@@ -47,13 +51,20 @@ def train(directory: Path, batch: int, stop_at: int | None, *, loop: str, save: 
     return seen
 
 
-@pytest.mark.parametrize("stops", [(4, 9, 17, None), (11, 16, None)], ids=["within epochs", "between epochs as well"])
+@pytest.mark.parametrize(
+    "stops", [(4, 9, 17, None), (11, 16, None)], ids=["within epochs", "between epochs as well"]
+)
 def test_a_script_that_breaks_out_of_its_loops_and_saves_behind_them_goes_on_within_the_epoch(
     stops: tuple[int | None, ...], tmp_path: Path
 ) -> None:
     seen: list[tuple[int, int]] = []
-    for (world_size, batch), stop_at in zip([(2, 10), (3, 7), (1, 7), (2, 12)], stops, strict=False):
-        for part in shoal.launch(lambda b=batch, s=stop_at: train(tmp_path, b, s, loop="epochs", save="behind"), world_size=world_size):
+    for (world_size, batch), stop_at in zip(
+        [(2, 10), (3, 7), (1, 7), (2, 12)], stops, strict=False
+    ):
+        for part in shoal.launch(
+            lambda b=batch, s=stop_at: train(tmp_path, b, s, loop="epochs", save="behind"),
+            world_size=world_size,
+        ):
             seen += part
     assert sorted(set(seen)) == [(epoch, index) for epoch in range(2) for index in range(SAMPLES)]
 
@@ -64,12 +75,16 @@ def test_a_save_that_gives_up_the_rest_of_an_epoch_is_warned_of_once(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         shoal.launch(lambda: train(tmp_path, 10, 4, loop=loop, save=save), world_size=1)
-    warned = [record.getMessage() for record in caplog.records if "was left early" in record.getMessage()]
+    warned = [
+        record.getMessage() for record in caplog.records if "was left early" in record.getMessage()
+    ]
     assert len(warned) == 1
     assert "loader 'loader' was left early, in epoch 0 at step 4" in warned[0]
 
 
-def test_a_save_inside_the_loop_or_at_the_end_of_an_epoch_is_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_inside_the_loop_or_at_the_end_of_an_epoch_is_not_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         shoal.launch(lambda: train(tmp_path, 10, None, loop="range", save="behind"), world_size=1)
     assert "left early" not in caplog.text

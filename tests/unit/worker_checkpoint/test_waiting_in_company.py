@@ -32,7 +32,9 @@ def test_a_write_that_takes_longer_than_a_collective_may_loses_no_rank() -> None
     def rank() -> bool:
         writer = CheckpointWriter()
         if shoal.rank() == 1:
-            writer.submit(lambda: threading.Event().wait(DISK_S), what="writing", timeout=COLLECTIVE)
+            writer.submit(
+                lambda: threading.Event().wait(DISK_S), what="writing", timeout=COLLECTIVE
+            )
         operation(lambda channel: in_company(channel, writer.done_within))
         return writer.busy
 
@@ -40,7 +42,9 @@ def test_a_write_that_takes_longer_than_a_collective_may_loses_no_rank() -> None
 
 
 def test_what_the_first_rank_reads_is_its_own() -> None:
-    assert shoal.launch(lambda: operation(lambda channel: on_first(channel, lambda: "read")), world_size=3) == ["read", None, None]
+    assert shoal.launch(
+        lambda: operation(lambda channel: on_first(channel, lambda: "read")), world_size=3
+    ) == ["read", None, None]
 
 
 def test_what_reading_raises_is_raised_on_the_rank_that_reads() -> None:
@@ -55,19 +59,31 @@ def test_a_disk_that_never_answers_is_given_up() -> None:
     never = threading.Event()
     try:
         with pytest.raises(DeadlineError, match="is the disk there"):
-            shoal.launch(lambda: operation(lambda channel: on_first(channel, never.wait, patience=timedelta(seconds=0.1))), world_size=2)
+            shoal.launch(
+                lambda: operation(
+                    lambda channel: on_first(channel, never.wait, patience=timedelta(seconds=0.1))
+                ),
+                world_size=2,
+            )
     finally:
         never.set()
 
 
-def test_a_disk_that_is_waited_for_is_named(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_is_waited_for_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(waiting, "EVERY_S", 0.5)
 
     def rank() -> None:
         writer = CheckpointWriter()
         if shoal.rank() == 1:
-            writer.submit(lambda: threading.Event().wait(DISK_S), what="writing", timeout=COLLECTIVE)
+            writer.submit(
+                lambda: threading.Event().wait(DISK_S), what="writing", timeout=COLLECTIVE
+            )
         operation(lambda channel: in_company(channel, writer.done_within))
 
     shoal.launch(rank, world_size=2, timeout=COLLECTIVE)
-    assert "waiting for a checkpoint's files for 1 s: the disks of ranks [1] of 2 have not answered" in caplog.text
+    assert (
+        "waiting for a checkpoint's files for 1 s: the disks of ranks [1] of 2 have not answered"
+        in caplog.text
+    )

@@ -1,4 +1,5 @@
-"""Checkpoints go where the script named, whatever its directory is later, and may be read by those whom the umask allows."""
+"""Checkpoints go where the script named, whatever its directory is later, and may be read by those
+whom the umask allows."""
 
 from __future__ import annotations
 
@@ -25,8 +26,12 @@ def umask_022() -> Iterator[None]:
 def train(strategy: str) -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-3), strategy=strategy)
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(8, 64)), global_batch_size=4)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.AdamW(net.parameters(), 1e-3), strategy=strategy
+    )
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(torch.ones(8, 64)), global_batch_size=4
+    )
     for (x,) in loader:
         model(x).square().mean().backward()
         optimizer.step()
@@ -34,7 +39,9 @@ def train(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_relative_directory_is_that_of_the_call(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_directory_is_that_of_the_call(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
     here.mkdir()
     elsewhere.mkdir()
@@ -53,18 +60,26 @@ def test_a_relative_directory_is_that_of_the_call(strategy: str, tmp_path: Path,
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("call", ["save_checkpoint", "resume"])
-def test_ranks_that_name_different_directories_are_told_so(strategy: str, call: str, tmp_path: Path) -> None:
+def test_ranks_that_name_different_directories_are_told_so(
+    strategy: str, call: str, tmp_path: Path
+) -> None:
     def rank() -> None:
         train(strategy)
         getattr(shoal, call)(tmp_path / f"of-{shoal.rank()}")
 
-    with pytest.raises(ConfigurationError, match=rf"{call}: rank 0 names the directory .*of-0', and rank 1 names .*of-1'; name the same"):
+    with pytest.raises(
+        ConfigurationError,
+        match=rf"{call}: rank 0 names the directory .*of-0', and rank 1 names .*of-1'; name the "
+        r"same",
+    ):
         shoal.launch(rank, world_size=2)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_umask_says_who_may_read_a_checkpoint(strategy: str, tmp_path: Path, umask_022: None) -> None:
+def test_the_umask_says_who_may_read_a_checkpoint(
+    strategy: str, tmp_path: Path, umask_022: None
+) -> None:
     def rank() -> None:
         train(strategy)
         shoal.save_checkpoint(tmp_path)
@@ -73,4 +88,6 @@ def test_the_umask_says_who_may_read_a_checkpoint(strategy: str, tmp_path: Path,
     shoal.launch(rank, world_size=2)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert files
-    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {path.name: "0o644" for path in files}
+    assert {path.name: oct(path.stat().st_mode & 0o777) for path in files} == {
+        path.name: "0o644" for path in files
+    }

@@ -1,4 +1,5 @@
-"""A session that does only what a loader sees of one, and a world of ranks in one thread that it can be used in."""
+"""A session that does only what a loader sees of one, and a world of ranks in one thread that it
+can be used in."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ class FakeSession:
         self.calls = []
         self.sources = {}
         self.waiting = {}
-        """States that begin_step hands to their sources: what a joiner or a rank behind gets from its peers."""
+        """States that begin_step hands to their sources: what a joiner or a rank behind gets from
+        its peers."""
         self.stopped = False
         self.coordinator = None
         self.sums = None
@@ -42,7 +44,8 @@ class FakeSession:
         self.calls.append(("assign", share))
 
     def sum_numbers(self, values, *, or_own=False):
-        """Sums over the ranks of a simulated world, which all come here (see `test_stream_world.py`); alone, what is given."""
+        """Sums over the ranks of a simulated world, which all come here (see
+        `test_stream_world.py`); alone, what is given."""
         return [*values] if self.sums is None or or_own else self.sums(values)
 
     def begin_micro_batch(self, *, index, weight, key, weigh):
@@ -131,7 +134,8 @@ class FakeCoordinator:
 
 @dataclass
 class Rank:
-    """One rank of a simulated world: its session, its loader, and the training loop's place in it."""
+    """One rank of a simulated world: its session, its loader, and the training loop's place in
+    it."""
 
     session: FakeSession
     loader: ElasticDataLoader
@@ -139,7 +143,8 @@ class Rank:
     seen: list = field(default_factory=list)
 
     def take(self):
-        """The loop asks for its next batch (or batches, with steps()); None at the end of the iteration."""
+        """The loop asks for its next batch (or batches, with steps()); None at the end of the
+        iteration."""
         with self.session.current():
             if self.iterator is None:
                 micro = self.loader.plan.micro_batch_size is not None
@@ -148,14 +153,19 @@ class Rank:
             if got is None:
                 self.iterator = None
                 return None
-            return [sample for batch in got for sample in batch.tolist()] if hasattr(got, "number") else got.tolist()
+            return (
+                [sample for batch in got for sample in batch.tolist()]
+                if hasattr(got, "number")
+                else got.tolist()
+            )
 
     def commit(self):
         with self.session.current():
             return self.loader.committed(self.session.placement)
 
     def rest_of_first_epoch(self, most=None):
-        """Takes and commits the steps of the first epoch that are left, or so many; returns what each had."""
+        """Takes and commits the steps of the first epoch that are left, or so many; returns what
+        each had."""
         taken = []
         while self.loader.epoch == 0 and (most is None or len(taken) < most):
             taken.append(self.take())

@@ -9,13 +9,16 @@ import psutil
 
 
 def assert_workers_die_with(program: str) -> None:
-    """Runs a program that says "ready" when it has at least two data workers, kills it, and waits for their end."""
+    """Runs a program that says "ready" when it has at least two data workers, kills it, and waits
+    for their end."""
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         assert process.stdout.readline().strip() == "ready"
         children = psutil.Process(process.pid).children(recursive=True)
-        workers = [child for child in children if "resource_tracker" not in " ".join(child.cmdline())]
+        workers = [
+            child for child in children if "resource_tracker" not in " ".join(child.cmdline())
+        ]
         assert len(workers) >= 2
     finally:
         process.kill()

@@ -5,7 +5,10 @@ from shoal_worker.data.loader import ElasticDataLoader
 
 def loader_of(n=10, dataset=None, **options):
     """A loader of the numbers below `n`, four in a step, in order."""
-    return ElasticDataLoader(list(range(n)) if dataset is None else dataset, **{"global_batch_size": 4, "shuffle": False, **options})
+    return ElasticDataLoader(
+        list(range(n)) if dataset is None else dataset,
+        **{"global_batch_size": 4, "shuffle": False, **options},
+    )
 
 
 def run_epoch(loader, session):

@@ -42,7 +42,8 @@ class Seeking(Numbers):
 
 
 class Forgetful(Seeking):
-    """One whose state leads to another place than it was taken at, as that of a shuffle buffer does."""
+    """One whose state leads to another place than it was taken at, as that of a shuffle buffer
+    does."""
 
     def load_state_dict(self, state):
         super().load_state_dict({**state, "at": state["at"] + 3})

@@ -1,4 +1,5 @@
-"""Batches made inline and by data workers are the same, and data workers never outlive, disturb or mislead the training."""
+"""Batches made inline and by data workers are the same, and data workers never outlive, disturb or
+mislead the training."""
 
 import os
 import random
@@ -28,7 +29,10 @@ class Noisy(Dataset):
         return self._n
 
     def __getitem__(self, index):
-        return torch.tensor([float(index), torch.rand(()).item(), np.random.rand(), random.random()], dtype=torch.float64)
+        return torch.tensor(
+            [float(index), torch.rand(()).item(), np.random.rand(), random.random()],
+            dtype=torch.float64,
+        )
 
 
 def run_epoch(loader, session):
@@ -40,7 +44,9 @@ def run_epoch(loader, session):
 
 
 def all_equal(one, other):
-    return len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
 
 
 def noisy(**options):
@@ -85,7 +91,8 @@ def test_what_the_loop_draws_depends_on_the_step_alone_and_not_on_how_its_batch_
             loader.committed(session.placement)
         return loop
 
-    session.begin_micro_batch = lambda *, index, weight, key, weigh: seed_generators(key)  # as the session does
+    # as the session does
+    session.begin_micro_batch = lambda *, index, weight, key, weigh: seed_generators(key)
     inline = drawn(0)
     assert drawn(1) == inline
     assert len(set(inline)) == len(inline)
@@ -164,8 +171,11 @@ def test_a_change_to_the_dataset_between_epochs_reaches_the_data_workers(session
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_after_an_error_in_the_dataset_the_loop_can_be_entered_again_where_it_was(session, workers, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 100.0)  # how long torch waits for one that was not told to end
+def test_after_an_error_in_the_dataset_the_loop_can_be_entered_again_where_it_was(
+    session, workers, tmp_path, monkeypatch
+):
+    # how long torch waits for one that was not told to end
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 100.0)
     broken = tmp_path / "broken"
     broken.touch()
 
@@ -229,7 +239,11 @@ class WorkerFacts(Dataset):
         return 2
 
     def __getitem__(self, index):
-        return int(signal.getsignal(signal.SIGINT) == signal.SIG_IGN), int(get_worker_info() is not None), os.getpid()
+        return (
+            int(signal.getsignal(signal.SIGINT) == signal.SIG_IGN),
+            int(get_worker_info() is not None),
+            os.getpid(),
+        )
 
 
 def test_data_workers_leave_ctrl_c_to_the_rank(session):
@@ -242,7 +256,11 @@ def test_data_workers_leave_ctrl_c_to_the_rank(session):
 def _workers(pid):
     """Living children that are not multiprocessing's own."""
     found = psutil.Process(pid).children()
-    return [c for c in found if c.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(c.cmdline())]
+    return [
+        c
+        for c in found
+        if c.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in " ".join(c.cmdline())
+    ]
 
 
 def _children():
@@ -259,7 +277,9 @@ def test_a_tensor_dataset_gives_the_batches_that_stacking_its_rows_gives():
     columns = torch.randn(6, 2, 3), torch.arange(6), torch.rand(6) > 0.5, torch.randn(3, 6).t()
     for dataset in (TensorDataset(*columns), Scaled(*columns)):
         fetcher = Fetcher(dataset, collate_fn=default_collate, num_workers=0, pin_memory=False)
-        batch = fetcher.fetch(Request(epoch=0, indices=(4, 0, 5), key=(0, 0, 0, 0)), lambda: iter(()))
+        batch = fetcher.fetch(
+            Request(epoch=0, indices=(4, 0, 5), key=(0, 0, 0, 0)), lambda: iter(())
+        )
         expected = default_collate([dataset[index] for index in (4, 0, 5)])
         assert type(batch) is type(expected)
         assert all_equal(batch, expected)

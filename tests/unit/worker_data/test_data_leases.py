@@ -1,4 +1,5 @@
-"""Leased batches: first come first served, one RPC a step, a dead member's dealt again, none handed out twice to one member."""
+"""Leased batches: first come first served, one RPC a step, a dead member's dealt again, none handed
+out twice to one member."""
 
 import pytest
 import torch
@@ -21,7 +22,10 @@ def alone(session, coordinator):
 @pytest.fixture
 def members(make_rank, coordinator):
     def start(count, **options):
-        ranks = [make_rank(lambda: make(**options), Placement(generation=1, rank=r, world_size=count)) for r in range(count)]
+        ranks = [
+            make_rank(lambda: make(**options), Placement(generation=1, rank=r, world_size=count))
+            for r in range(count)
+        ]
         for rank in ranks:
             rank.session.coordinator = coordinator
         return ranks
@@ -38,7 +42,11 @@ def test_one_member_gets_every_batch_once_with_one_call_a_step(alone):
     assert seen == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
     assert len(loader) == loader.global_step == 4
     left = ("lease", 0, (), 0)
-    assert alone.said("lease") == [("lease", 0, (), 1), *[("lease", 0, (b,), 1) for b in range(4)], left]
+    assert alone.said("lease") == [
+        ("lease", 0, (), 1),
+        *[("lease", 0, (b,), 1) for b in range(4)],
+        left,
+    ]
     assert loader.state_dict()["epoch"] == 1
     assert len(alone.said("end_epoch")) == 1
 
@@ -112,7 +120,9 @@ def test_leaving_the_loop_gives_back_what_was_leased_ahead(members, coordinator)
     assert done == 9
 
 
-def test_a_batch_that_was_handed_out_is_not_given_back_while_its_step_may_still_be_finished(alone, coordinator):
+def test_a_batch_that_was_handed_out_is_not_given_back_while_its_step_may_still_be_finished(
+    alone, coordinator
+):
     loader = make(12)
     for _ in loader:
         break
@@ -152,7 +162,9 @@ def test_a_finished_batch_is_told_again_when_the_call_failed(alone, coordinator)
     assert coordinator.held[0].keys() == {1}
 
 
-def test_the_record_of_leased_batches_tells_how_often_each_sample_was_trained_on(members, coordinator, tmp_path, monkeypatch):
+def test_the_record_of_leased_batches_tells_how_often_each_sample_was_trained_on(
+    members, coordinator, tmp_path, monkeypatch
+):
     monkeypatch.setenv("SHOAL_RECORD_DIR", str(tmp_path))
     one, two = members(2)
     one.take(), two.take()

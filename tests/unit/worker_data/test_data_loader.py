@@ -3,7 +3,12 @@
 import math
 
 import pytest
-from shoal_common.errors import ConfigurationError, CorruptDataError, InternalError, PreconditionError
+from shoal_common.errors import (
+    ConfigurationError,
+    CorruptDataError,
+    InternalError,
+    PreconditionError,
+)
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.data.sampling import permutation
 from shoal_worker.elastic.loader_interface import Placement
@@ -11,7 +16,7 @@ from torch.utils.data import Subset
 
 from tests.unit.worker_data.loaders import loader_of, run_epoch
 
-# ------------------------------------------------------------------------------------------------------- the plain form
+# ----------------------------------------------------------------------------------- the plain form
 
 
 def test_one_iteration_is_one_step_and_each_sample_comes_once(session):
@@ -32,7 +37,11 @@ def test_each_rank_gets_its_part_and_a_rank_without_samples_a_stand_in_of_weight
     taken = []
     while (batches := [rank.take() for rank in ranks])[0] is not None:
         taken.append((batches, [rank.commit() for rank in ranks]))
-    assert taken == [([[0, 1], [2], [3]], [2, 1, 1]), ([[4, 5], [6], [7]], [2, 1, 1]), ([[8], [9], [8]], [1, 1, 0])]
+    assert taken == [
+        ([[0, 1], [2], [3]], [2, 1, 1]),
+        ([[4, 5], [6], [7]], [2, 1, 1]),
+        ([[8], [9], [8]], [1, 1, 0]),
+    ]
     share = ranks[2].session.said("assign")[-1][1]
     assert (share.weight, share.total_weight, share.micro_batches) == (0.0, 2.0, None)
 
@@ -137,14 +146,21 @@ def test_next_on_an_iteration_that_is_over_says_why(session):
     assert len(run_epoch(loader, session)) == 3
     resumed = loader_of(name="resumed")
     resumed.load_state_dict(loader.state_dict())
-    with pytest.raises(StopIteration, match=r"'resumed' has no batches: the run is past its epoch .* train=False"):
+    with pytest.raises(
+        StopIteration, match=r"'resumed' has no batches: the run is past its epoch .* train=False"
+    ):
         next(iter(resumed))
 
 
 def test_a_joiner_passes_over_loops_in_which_its_peers_are_not(session):
     loader, other = loader_of(name="first"), loader_of(name="second")
     session.is_elsewhere = lambda source, epoch: (source.name, epoch) != ("second", 1)
-    assert [len(run_epoch(each, session)) for each in (loader, other, loader, other)] == [0, 0, 0, 3]
+    assert [len(run_epoch(each, session)) for each in (loader, other, loader, other)] == [
+        0,
+        0,
+        0,
+        3,
+    ]
     assert loader.state_dict()["samples"] == loader.state_dict()["epoch"] == 0
 
 
@@ -161,7 +177,7 @@ def test_a_commit_without_a_step_is_a_bug_that_is_told(session):
         loader_of().committed(session.placement)
 
 
-# -------------------------------------------------------------------------------------------------------------- epochs()
+# ----------------------------------------------------------------------------------------- epochs()
 
 
 def test_epochs_starts_where_the_run_stands(session):
@@ -185,7 +201,9 @@ def test_a_joiner_learns_its_epoch_at_the_head_of_epochs(make_rank):
             donor.take()
         donor.commit()
     assert donor.loader.state_dict()["samples"] == 4
-    joiner = make_rank(loader_of, Placement(generation=2, rank=1, world_size=2), donor.loader.state_dict())
+    joiner = make_rank(
+        loader_of, Placement(generation=2, rank=1, world_size=2), donor.loader.state_dict()
+    )
     with joiner.session.current():
         for epoch in joiner.loader.epochs(9):
             assert epoch == 1
@@ -207,13 +225,17 @@ def test_a_joiner_with_a_plain_range_of_epochs_passes_over_those_before_the_curs
     assert len(joiner.session.said("end_epoch")) == 2
 
 
-def test_members_move_their_cursor_to_a_new_epoch_ahead_of_the_border_where_joiners_are_fed(session):
+def test_members_move_their_cursor_to_a_new_epoch_ahead_of_the_border_where_joiners_are_fed(
+    session,
+):
     loader = loader_of()
     for _ in loader:
         loader.committed(session.placement)
         break
     told = []
-    session.begin_step = lambda source: told.append(source.state_dict()["epoch"]) or session.placement
+    session.begin_step = lambda source: (
+        told.append(source.state_dict()["epoch"]) or session.placement
+    )
     next(iter(loader))
     assert told == [1]
 
@@ -243,7 +265,7 @@ def test_two_loaders_keep_separate_cursors(session):
     assert next(b).tolist() == [4, 5, 6, 7]
 
 
-# ---------------------------------------------------------------------------------------------------------- micro-batches
+# ------------------------------------------------------------------------------------ micro-batches
 
 
 def test_plain_iteration_with_micro_batches_is_refused_naming_steps(session):
@@ -252,11 +274,20 @@ def test_plain_iteration_with_micro_batches_is_refused_naming_steps(session):
 
 
 def test_steps_hand_out_whole_micro_batches_and_perhaps_none(make_rank):
-    ranks = [make_rank(lambda: loader_of(micro_batch_size=3), Placement(generation=1, rank=r, world_size=3)) for r in range(3)]
+    ranks = [
+        make_rank(
+            lambda: loader_of(micro_batch_size=3), Placement(generation=1, rank=r, world_size=3)
+        )
+        for r in range(3)
+    ]
     taken = []
     while (batches := [rank.take() for rank in ranks])[0] is not None:
         taken.append((batches, [rank.commit() for rank in ranks]))
-    assert taken == [([[0, 1, 2], [3], []], [3, 1, 0]), ([[4, 5, 6], [7], []], [3, 1, 0]), ([[8, 9], [], []], [2, 0, 0])]
+    assert taken == [
+        ([[0, 1, 2], [3], []], [3, 1, 0]),
+        ([[4, 5, 6], [7], []], [3, 1, 0]),
+        ([[8, 9], [], []], [2, 0, 0]),
+    ]
     assert [call[0] for call in ranks[2].session.calls[1:4]] == ["begin", "assign", "finish"]
     assert ranks[1].session.said("micro")[0] == ("micro", 1, 1.0, (0, 0, 0, 1))
 
@@ -269,7 +300,18 @@ def test_the_session_hears_of_micro_batches_in_order(session):
             session.calls.append(("backward",))
         loader.committed(session.placement)
     kinds = [call[0] for call in session.calls[1:]]
-    assert kinds == ["begin", "assign", "micro", "backward", "end_micro", "micro", "backward", "end_micro", "finish", "end_epoch"]
+    assert kinds == [
+        "begin",
+        "assign",
+        "micro",
+        "backward",
+        "end_micro",
+        "micro",
+        "backward",
+        "end_micro",
+        "finish",
+        "end_epoch",
+    ]
     share = session.said("assign")[0][1]
     assert (share.weight, share.total_weight, share.micro_batches) == (4.0, 4.0, 2)
 
@@ -295,7 +337,7 @@ def test_steps_without_micro_batches_hold_one_batch(session):
     assert [call[0] for call in session.calls[1:]] == ["begin", "assign", "micro", "end_micro"]
 
 
-# ---------------------------------------------------------------------------------------------------------------- weights
+# ------------------------------------------------------------------------------------------ weights
 
 
 def test_weight_fn_replaces_the_number_of_samples_and_leaves_the_total_open(session):
@@ -320,7 +362,7 @@ def test_a_weight_that_cannot_be_is_refused(session, weight):
         next(iter(loader_of(weight_fn=lambda batch: weight)))
 
 
-# ------------------------------------------------------------------------------------------------------------------ state
+# -------------------------------------------------------------------------------------------- state
 
 
 def test_a_cursor_in_samples_goes_on_with_another_batch_size(session):
@@ -348,8 +390,12 @@ def test_a_cursor_whose_rest_is_dropped_under_the_new_batch_size_moves_to_the_ne
 
 
 def test_a_cursor_within_an_epoch_of_another_split_of_the_dataset_is_refused(session):
-    """As a joiner's is whose script splits without a seed: it alone ends then, and not its peers."""
-    loader, other = (loader_of(name=name, dataset=Subset(range(20), indices)) for name, indices in (("a", range(10)), ("b", range(10, 20))))
+    """As a joiner's is whose script splits without a seed: it alone ends then, and not its
+    peers."""
+    loader, other = (
+        loader_of(name=name, dataset=Subset(range(20), indices))
+        for name, indices in (("a", range(10)), ("b", range(10, 20)))
+    )
     next(iter(loader))
     loader.committed(session.placement)
     state = loader.state_dict()
@@ -361,7 +407,12 @@ def test_a_cursor_within_an_epoch_of_another_split_of_the_dataset_is_refused(ses
 
 @pytest.mark.parametrize(
     ("options", "named"),
-    [({"seed": 1}, "seed=0"), ({"shuffle": False}, "shuffle=True"), ({"n": 11}, "length=10"), ({"sampler": range(10)}, "order")],
+    [
+        ({"seed": 1}, "seed=0"),
+        ({"shuffle": False}, "shuffle=True"),
+        ({"n": 11}, "length=10"),
+        ({"sampler": range(10)}, "order"),
+    ],
 )
 def test_a_cursor_within_an_epoch_of_another_order_is_refused(session, options, named):
     loader = loader_of(name="a", shuffle=True)
@@ -382,7 +433,13 @@ def test_between_epochs_another_order_is_allowed(session):
 
 
 @pytest.mark.parametrize(
-    "state", [{}, {"version": 2}, {"version": 1, "epoch": -1}, {"version": 1, "epoch": 0, "samples": "4", "step": 0, "global_step": 0}]
+    "state",
+    [
+        {},
+        {"version": 2},
+        {"version": 1, "epoch": -1},
+        {"version": 1, "epoch": 0, "samples": "4", "step": 0, "global_step": 0},
+    ],
 )
 def test_a_state_that_is_none_is_corrupt_data(session, state):
     with pytest.raises(CorruptDataError):
@@ -401,7 +458,10 @@ def test_a_loader_meets_each_session_once(session):
 
 
 def test_the_batch_after_the_one_at_hand_can_be_looked_at(make_rank):
-    ranks = [make_rank(lambda: loader_of(12), Placement(generation=1, rank=r, world_size=2)) for r in range(2)]
+    ranks = [
+        make_rank(lambda: loader_of(12), Placement(generation=1, rank=r, world_size=2))
+        for r in range(2)
+    ]
     for expected in ([4, 5], [6, 7]), ([8, 9], [10, 11]), (None, None):
         for rank, upcoming in zip(ranks, expected, strict=True):
             rank.take()

@@ -1,4 +1,5 @@
-"""What a loader can be made of: samplers, datasets and arguments; and loaders for evaluation, which take no part in steps."""
+"""What a loader can be made of: samplers, datasets and arguments; and loaders for evaluation, which
+take no part in steps."""
 
 import random
 
@@ -20,7 +21,7 @@ from torch.utils.data import (
 
 from tests.unit.worker_data.loaders import loader_of, run_epoch
 
-# ---------------------------------------------------------------------------------------------------------------- samplers
+# ----------------------------------------------------------------------------------------- samplers
 
 
 def test_a_sampler_is_drawn_once_per_epoch_and_each_position_counts_once(session):
@@ -58,7 +59,10 @@ def test_samplers_draw_the_same_on_every_rank_and_differ_by_epoch(make, make_ran
         torch.manual_seed(r)
         random.seed(r)
         np.random.seed(r)
-        rank = make_rank(lambda: loader_of(sampler=make(), global_batch_size=12), Placement(generation=1, rank=0, world_size=1))
+        rank = make_rank(
+            lambda: loader_of(sampler=make(), global_batch_size=12),
+            Placement(generation=1, rank=0, world_size=1),
+        )
         with rank.session.current():
             epochs.append([run_epoch(rank.loader, rank.session) for _ in range(2)])
     assert epochs[0] == epochs[1]
@@ -120,7 +124,7 @@ def test_samplers_that_cannot_work_are_refused(session, sampler, named):
         next(iter(loader_of(sampler=sampler)))
 
 
-# --------------------------------------------------------------------------------------------------------------- arguments
+# ---------------------------------------------------------------------------------------- arguments
 
 
 class Unsized(Dataset):
@@ -141,14 +145,20 @@ class Sharded(IterableDataset):
         return iter(range(3))
 
 
-@pytest.mark.parametrize(("dataset", "named"), [(Unsized(), "__len__"), (3, "__iter__"), (iter([1]), "iterated once"), ([], "empty")])
+@pytest.mark.parametrize(
+    ("dataset", "named"),
+    [(Unsized(), "__len__"), (3, "__iter__"), (iter([1]), "iterated once"), ([], "empty")],
+)
 def test_datasets_that_cannot_be_dealt_are_refused(session, dataset, named):
     with pytest.raises(ConfigurationError, match=named):
         ElasticDataLoader(dataset, global_batch_size=2)
 
 
 def test_an_iterable_dataset_with_positions_is_accepted(session):
-    assert run_epoch(ElasticDataLoader(Sharded(), global_batch_size=2, shuffle=False), session) == [[0, 1], [2]]
+    assert run_epoch(ElasticDataLoader(Sharded(), global_batch_size=2, shuffle=False), session) == [
+        [0, 1],
+        [2],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -173,7 +183,7 @@ def test_arguments_that_cannot_work_are_refused_by_name(session, options, named)
         loader_of(**options)
 
 
-# -------------------------------------------------------------------------------------------------------------- evaluation
+# --------------------------------------------------------------------------------------- evaluation
 
 
 def test_an_evaluation_loader_yields_every_sample_in_order_and_takes_no_part_in_steps(session):
@@ -185,7 +195,9 @@ def test_an_evaluation_loader_yields_every_sample_in_order_and_takes_no_part_in_
 
 
 @pytest.mark.parametrize("drawn", [7, 13])
-def test_an_evaluation_has_every_sample_of_a_sampler_that_draws_another_number_than_it_says(session, drawn):
+def test_an_evaluation_has_every_sample_of_a_sampler_that_draws_another_number_than_it_says(
+    session, drawn
+):
     class Sampler:
         def __len__(self):
             return 10
@@ -194,14 +206,19 @@ def test_an_evaluation_has_every_sample_of_a_sampler_that_draws_another_number_t
             return (index % 10 for index in range(drawn))
 
     loader = loader_of(train=False, sampler=Sampler())
-    assert [sample for batch in loader for sample in batch.tolist()] == [index % 10 for index in range(drawn)]
+    assert [sample for batch in loader for sample in batch.tolist()] == [
+        index % 10 for index in range(drawn)
+    ]
     assert len(loader) == -(-drawn // 4)
 
 
 def test_evaluation_batches_come_by_number_in_the_size_of_micro_batches(session):
     batches = loader_of(train=False, micro_batch_size=3).evaluation_batches()
     assert len(batches) == 4
-    assert [(number, batch.tolist()) for number, batch in batches.read([0, 3])] == [(0, [0, 1, 2]), (3, [9])]
+    assert [(number, batch.tolist()) for number, batch in batches.read([0, 3])] == [
+        (0, [0, 1, 2]),
+        (3, [9]),
+    ]
 
 
 def test_steps_of_an_evaluation_loader_and_evaluation_with_a_training_loader_are_refused(session):

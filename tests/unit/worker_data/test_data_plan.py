@@ -1,4 +1,5 @@
-"""Every position of an epoch is dealt exactly once, for any sizes and any sequence of world sizes, and the order is fixed for ever."""
+"""Every position of an epoch is dealt exactly once, for any sizes and any sequence of world sizes,
+and the order is fixed for ever."""
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +35,13 @@ def walk(plan, world_of_step):
 @given(plans(), worlds)
 def test_every_position_is_dealt_once_for_any_sequence_of_world_sizes(plan, sizes):
     steps = walk(plan, lambda index: sizes[index % len(sizes)])
-    dealt = [position for ranks in steps for blocks in ranks for block in blocks for position in block.positions]
+    dealt = [
+        position
+        for ranks in steps
+        for blocks in ranks
+        for block in blocks
+        for position in block.positions
+    ]
     assert dealt == list(range(plan.counted))
     assert len(steps) == len(plan)
     assert plan.counted == plan.length or plan.drop_last
@@ -82,7 +89,9 @@ def test_micro_batches_are_the_same_whatever_the_world(plan, one, other):
 @given(st.integers(0, 200), st.lists(st.integers(1, 40), min_size=1, max_size=10))
 def test_the_batch_size_may_change_at_any_step(length, sizes):
     cursor, index, dealt = 0, 0, []
-    while step := EpochPlan(length=length, global_batch_size=sizes[index % len(sizes)]).step(cursor):
+    while step := EpochPlan(length=length, global_batch_size=sizes[index % len(sizes)]).step(
+        cursor
+    ):
         dealt += step
         cursor, index = step.stop, index + 1
     assert dealt == list(range(length))

@@ -1,4 +1,5 @@
-"""The sample record survives SIGKILL line by line, and the audit counts what the rules of recovery say counts."""
+"""The sample record survives SIGKILL line by line, and the audit counts what the rules of recovery
+say counts."""
 
 import json
 import os
@@ -13,22 +14,42 @@ from shoal_worker.data.record import SampleRecord, audit
 
 
 def dealt(generation, step, samples, *, epoch=0, rank=0, index=None, begin=None, **fields):
-    line = {"kind": "dealt", "loader": "loader", "generation": generation, "epoch": epoch, "step": step, "rank": rank}
+    line = {
+        "kind": "dealt",
+        "loader": "loader",
+        "generation": generation,
+        "epoch": epoch,
+        "step": step,
+        "rank": rank,
+    }
     begin = 2 * step if begin is None else begin
-    line |= {"index": rank if index is None else index, "begin": begin, "first": samples[0] if samples else begin}
+    line |= {
+        "index": rank if index is None else index,
+        "begin": begin,
+        "first": samples[0] if samples else begin,
+    }
     return line | {"samples": samples, "expected": 4, "dataset": 4, "drawn": False} | fields
 
 
 def committed(generation, step, *, epoch=0, begin=None):
     begin = 2 * step if begin is None else begin
-    return {"kind": "committed", "loader": "loader", "generation": generation, "epoch": epoch, "step": step, "begin": begin}
+    return {
+        "kind": "committed",
+        "loader": "loader",
+        "generation": generation,
+        "epoch": epoch,
+        "step": step,
+        "begin": begin,
+    }
 
 
 @pytest.fixture
 def judge(tmp_path):
     def write_and_audit(**members):
         for member, lines in members.items():
-            (tmp_path / f"{member}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            (tmp_path / f"{member}.jsonl").write_text(
+                "".join(json.dumps(line) + "\n" for line in lines)
+            )
         verdict = audit(tmp_path)
         (epoch,) = verdict.epochs
         assert verdict.exactly_once == epoch.exactly_once
@@ -47,20 +68,30 @@ def test_a_step_is_the_union_of_what_all_members_were_handed(judge):
 
 
 def test_a_dead_members_part_of_a_step_that_a_survivor_committed_counts(judge):
-    assert judge(a=[dealt(1, 0, [0]), committed(1, 0), dealt(2, 1, [2, 3]), committed(2, 1)], b=[dealt(1, 0, [1], rank=1)]).exactly_once
+    assert judge(
+        a=[dealt(1, 0, [0]), committed(1, 0), dealt(2, 1, [2, 3]), committed(2, 1)],
+        b=[dealt(1, 0, [1], rank=1)],
+    ).exactly_once
 
 
 def test_the_highest_generation_of_a_step_counts(judge):
     """The dead member had applied the step; the survivors, who had not, did it again."""
     epoch = judge(
-        a=[dealt(1, 0, [0]), dealt(2, 0, [0, 1]), committed(2, 0), dealt(2, 1, [2, 3]), committed(2, 1)],
+        a=[
+            dealt(1, 0, [0]),
+            dealt(2, 0, [0, 1]),
+            committed(2, 0),
+            dealt(2, 1, [2, 3]),
+            committed(2, 1),
+        ],
         b=[dealt(1, 0, [1], rank=1), committed(1, 0)],
     )
     assert epoch.exactly_once
 
 
 def test_what_a_later_generation_rolled_back_does_not_count_even_if_it_cuts_steps_otherwise(judge):
-    """Steps 0 and 1 of generation 1; then a checkpoint from the beginning, resumed with another batch size."""
+    """Steps 0 and 1 of generation 1; then a checkpoint from the beginning, resumed with another
+    batch size."""
     epoch = judge(
         a=[dealt(1, 0, [0, 1]), committed(1, 0), dealt(1, 1, [2, 3]), committed(1, 1)],
         b=[dealt(2, 0, [0, 1, 2, 3]), committed(2, 0)],
@@ -69,7 +100,15 @@ def test_what_a_later_generation_rolled_back_does_not_count_even_if_it_cuts_step
 
 
 def test_a_step_dealt_twice_in_one_generation_counts_once(judge):
-    assert judge(a=[dealt(1, 0, [0, 1]), dealt(1, 0, [0, 1]), committed(1, 0), dealt(1, 1, [2, 3]), committed(1, 1)]).exactly_once
+    assert judge(
+        a=[
+            dealt(1, 0, [0, 1]),
+            dealt(1, 0, [0, 1]),
+            committed(1, 0),
+            dealt(1, 1, [2, 3]),
+            committed(1, 1),
+        ]
+    ).exactly_once
 
 
 def test_samples_of_steps_that_never_committed_are_lost_and_named(judge):
@@ -90,7 +129,14 @@ def test_a_dropped_tail_is_not_lost(judge):
 
 def test_samples_that_a_sampler_draws_twice_count_by_position(judge):
     fields = {"drawn": True, "dataset": 9}
-    epoch = judge(a=[dealt(1, 0, [7, 7], first=0, **fields), committed(1, 0), dealt(1, 1, [7, 8], first=2, **fields), committed(1, 1)])
+    epoch = judge(
+        a=[
+            dealt(1, 0, [7, 7], first=0, **fields),
+            committed(1, 0),
+            dealt(1, 1, [7, 8], first=2, **fields),
+            committed(1, 1),
+        ]
+    )
     assert epoch.exactly_once
 
 
@@ -122,7 +168,9 @@ def test_a_loader_writes_its_record_where_the_environment_says(session, tmp_path
     loader = ElasticDataLoader(list(range(4)), global_batch_size=4, shuffle=False)
     for _ in loader:
         loader.committed(session.placement)
-    lines = [json.loads(line) for line in (tmp_path / "records" / "m1.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "records" / "m1.jsonl").read_text().splitlines()
+    ]
     assert lines == [
         dealt(0, 0, [0, 1, 2, 3]),
         committed(0, 0),
@@ -141,7 +189,9 @@ for step in range(10**9):
 
 
 def test_every_line_written_before_a_sigkill_is_there(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
     told = [int(process.stdout.readline()) for _ in range(200)]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()

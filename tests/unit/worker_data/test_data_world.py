@@ -1,4 +1,5 @@
-"""Whole runs of simulated ranks that die, join and lose steps at random: every sample counts exactly once, by the records they leave."""
+"""Whole runs of simulated ranks that die, join and lose steps at random: every sample counts
+exactly once, by the records they leave."""
 
 import itertools
 import tempfile
@@ -11,12 +12,15 @@ from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.data.record import audit
 from shoal_worker.elastic.loader_interface import Placement
 
-EVENTS = st.sampled_from(["commit", "commit", "commit", "kill behind", "kill ahead", "fall behind", "lost", "join"])
+EVENTS = st.sampled_from(
+    ["commit", "commit", "commit", "kill behind", "kill ahead", "fall behind", "lost", "join"]
+)
 EPOCHS = 2
 
 
 class World:
-    """Ranks in lock-step, with faults by the session's rules: the highest state wins; a step that no survivor applied is done again."""
+    """Ranks in lock-step, with faults by the session's rules: the highest state wins; a step that
+    no survivor applied is done again."""
 
     def __init__(self, directory, make_rank, n, options):
         self._directory = directory
@@ -39,9 +43,11 @@ class World:
     def _happen(self, event):
         if event == "lost":
             self._reform()
-        elif event == "kill behind" and len(self.ranks) > 1:  # before its part arrived: the step is void everywhere
+        elif event == "kill behind" and len(self.ranks) > 1:
+            # before its part arrived: the step is void everywhere
             self._kill(self.ranks[-1])
-        elif event == "kill ahead" and len(self.ranks) > 1:  # it alone applied the step, and takes that with it
+        elif event == "kill ahead" and len(self.ranks) > 1:
+            # it alone applied the step, and takes that with it
             self._commit(self.ranks[-1:])
             self._kill(self.ranks[-1])
         elif event == "fall behind":  # the first applied the step; the others take its state
@@ -74,7 +80,9 @@ class World:
     def _reform(self):
         self._generation += 1
         for number, rank in enumerate(self.ranks):
-            rank.session.placement = Placement(generation=self._generation, rank=number, world_size=len(self.ranks))
+            rank.session.placement = Placement(
+                generation=self._generation, rank=number, world_size=len(self.ranks)
+            )
 
     def _commit(self, ranks):
         for rank in ranks:
@@ -84,7 +92,8 @@ class World:
         return [self._take(rank) for rank in self.ranks]
 
     def _take(self, rank):
-        """The next batch in the first epochs; None when they are over. A joiner passes over epochs before its cursor."""
+        """The next batch in the first epochs; None when they are over. A joiner passes over epochs
+        before its cursor."""
         while rank.loader.state_dict()["epoch"] < EPOCHS:
             if (got := rank.take()) is not None:
                 return got
@@ -101,7 +110,9 @@ class World:
     drawn=st.booleans(),
     events=st.lists(EVENTS, max_size=25),
 )
-def test_every_sample_counts_exactly_once_whatever_happens_to_the_ranks(make_rank, n, batch, micro, shuffle, drop_last, drawn, events):
+def test_every_sample_counts_exactly_once_whatever_happens_to_the_ranks(
+    make_rank, n, batch, micro, shuffle, drop_last, drawn, events
+):
     batch = min(batch, n)
     options = {
         "global_batch_size": batch,
@@ -114,5 +125,7 @@ def test_every_sample_counts_exactly_once_whatever_happens_to_the_ranks(make_ran
         World(Path(directory), make_rank, n, options).run(iter(events))
         verdict = audit(Path(directory))
     whole = n // batch * batch if drop_last else n
-    assert [(epoch.epoch, epoch.expected, epoch.once) for epoch in verdict.epochs] == [(e, whole, whole) for e in range(EPOCHS)]
+    assert [(epoch.epoch, epoch.expected, epoch.once) for epoch in verdict.epochs] == [
+        (e, whole, whole) for e in range(EPOCHS)
+    ]
     assert verdict.exactly_once

@@ -41,7 +41,9 @@ def long_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return directory
 
 
-def test_data_workers_pass_batches_however_long_the_name_of_the_temporary_directory_is(long_directory: Path) -> None:
+def test_data_workers_pass_batches_however_long_the_name_of_the_temporary_directory_is(
+    long_directory: Path,
+) -> None:
     fetcher = Fetcher(Numbers(), collate_fn=torch.stack, num_workers=1, pin_memory=False)
     try:
         batch = fetcher.fetch(REQUEST, lambda: iter([REQUEST]))
@@ -51,7 +53,9 @@ def test_data_workers_pass_batches_however_long_the_name_of_the_temporary_direct
     assert tempfile.gettempdir() == str(long_directory)
 
 
-def test_a_short_temporary_directory_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_short_temporary_directory_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     config: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     monkeypatch.setitem(config, "tempdir", None)
     monkeypatch.setattr(tempfile, "tempdir", "/tmp")
@@ -59,8 +63,15 @@ def test_a_short_temporary_directory_is_left_alone(monkeypatch: pytest.MonkeyPat
     assert config["tempdir"] is None
 
 
-def test_a_batch_that_cannot_be_sent_is_an_error_within_seconds(capfd: pytest.CaptureFixture[str]) -> None:
-    fetcher = Fetcher(Numbers(), collate_fn=lambda samples: (samples, lambda: None), num_workers=1, pin_memory=False)
+def test_a_batch_that_cannot_be_sent_is_an_error_within_seconds(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    fetcher = Fetcher(
+        Numbers(),
+        collate_fn=lambda samples: (samples, lambda: None),
+        num_workers=1,
+        pin_memory=False,
+    )
     began = time.monotonic()
     try:
         with pytest.raises(RuntimeError, match="exited unexpectedly"):
@@ -86,10 +97,14 @@ time.sleep(60)
 """
 
 
-def test_the_death_of_a_helper_thread_ends_the_process_with_a_message(zygote: Zygote, tmp_path: Path) -> None:
+def test_the_death_of_a_helper_thread_ends_the_process_with_a_message(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(FAILING)
     process = zygote.start("script", [str(script)], output=tmp_path / "log")
     assert process.wait() == PUT_OUT
-    assert [line for line in process.said().splitlines() if line.endswith("reported")] == ["somebody-elses reported"]
+    assert [line for line in process.said().splitlines() if line.endswith("reported")] == [
+        "somebody-elses reported"
+    ]
     assert "its thread shoal-link ended with ZeroDivisionError: division by zero" in process.said()

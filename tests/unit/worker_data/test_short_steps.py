@@ -1,4 +1,5 @@
-"""A step with fewer samples than ranks: a rank without any gets a batch that says that it counts for nothing."""
+"""A step with fewer samples than ranks: a rank without any gets a batch that says that it counts
+for nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +28,10 @@ def sums(world_size: int, **options: object) -> tuple[float, float]:
                 loss = model(x).square().mean()
                 loss.backward()
                 if optimizer.step():
-                    total, count = total + loss.detach() * loader.batch_weight, count + loader.batch_weight
+                    total, count = (
+                        total + loss.detach() * loader.batch_weight,
+                        count + loader.batch_weight,
+                    )
                 optimizer.zero_grad()
         everyones = shoal.all_reduce({"total": total, "count": count})
         return everyones["total"].item(), everyones["count"]
@@ -53,5 +57,10 @@ def test_a_stand_in_has_no_weight_by_a_weight_function_either() -> None:
 def test_a_rank_without_samples_is_told_once_how_to_count(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         sums(2)
-    (warned,) = [record.getMessage() for record in caplog.records if "batch_weight" in record.getMessage()]
-    assert "step 1 of epoch 0 has 1 samples for 2 ranks, so rank 1 gets a copy of another rank's" in warned
+    (warned,) = [
+        record.getMessage() for record in caplog.records if "batch_weight" in record.getMessage()
+    ]
+    assert (
+        "step 1 of epoch 0 has 1 samples for 2 ranks, so rank 1 gets a copy of another rank's"
+        in warned
+    )

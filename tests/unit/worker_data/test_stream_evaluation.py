@@ -1,4 +1,5 @@
-"""How a stream's batches are dealt for evaluation: each counts once, whatever dies on the way, and as few ranks as can be read a shard."""
+"""How a stream's batches are dealt for evaluation: each counts once, whatever dies on the way, and
+as few ranks as can be read a shard."""
 
 import functools
 import itertools
@@ -14,7 +15,9 @@ from tests.unit.worker_data.test_stream_world import shards_of
 
 
 def batches_of(stream, size):
-    return shoal.ElasticDataLoader(stream, global_batch_size=size, train=False, collate_fn=list).evaluation_batches()
+    return shoal.ElasticDataLoader(
+        stream, global_batch_size=size, train=False, collate_fn=list
+    ).evaluation_batches()
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -1,4 +1,5 @@
-"""Streams of Hugging Face's `datasets` from local files, without a network: the same items after a resume, sought or passed over."""
+"""Streams of Hugging Face's `datasets` from local files, without a network: the same items after a
+resume, sought or passed over."""
 
 import json
 from pathlib import Path
@@ -17,8 +18,12 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("rows")
     for part in range(4):
         rows = range(part * ROWS // 4, (part + 1) * ROWS // 4)
-        (folder / f"{part}.jsonl").write_text("".join(json.dumps({"number": row, "text": f"row {row}"}) + "\n" for row in rows))
-    pandas.DataFrame({"number": range(ROWS), "text": [f"row {row}" for row in range(ROWS)]}).to_parquet(folder / "all.parquet")
+        (folder / f"{part}.jsonl").write_text(
+            "".join(json.dumps({"number": row, "text": f"row {row}"}) + "\n" for row in rows)
+        )
+    pandas.DataFrame(
+        {"number": range(ROWS), "text": [f"row {row}" for row in range(ROWS)]}
+    ).to_parquet(folder / "all.parquet")
     return folder
 
 
@@ -33,10 +38,16 @@ def streamed(files: Path, kind):
 
     datasets.disable_progress_bars()
     if kind == "parquet":
-        return datasets.load_dataset("parquet", data_files=str(files / "all.parquet"), split="train", streaming=True)
-    rows = datasets.load_dataset("json", data_files=sorted(map(str, files.glob("*.jsonl"))), split="train", streaming=True)
+        return datasets.load_dataset(
+            "parquet", data_files=str(files / "all.parquet"), split="train", streaming=True
+        )
+    rows = datasets.load_dataset(
+        "json", data_files=sorted(map(str, files.glob("*.jsonl"))), split="train", streaming=True
+    )
     if kind == "mapped":
-        return rows.map(lambda row: {"number": row["number"] + 1000}).filter(lambda row: row["number"] % 3)
+        return rows.map(lambda row: {"number": row["number"] + 1000}).filter(
+            lambda row: row["number"] % 3
+        )
     return rows.shuffle(seed=3, buffer_size=20) if kind == "shuffled" else rows
 
 
@@ -53,11 +64,15 @@ def test_shards_of_a_stream_are_sought_in(files, make_rank, caplog, workers):
     def rank(state=None):
         rows = streamed(files, "jsonl")
         assert rows.num_shards == 4
-        shards = shoal.ShardedStream(range(4), lambda number: rows.shard(num_shards=4, index=number))
+        shards = shoal.ShardedStream(
+            range(4), lambda number: rows.shard(num_shards=4, index=number)
+        )
         return rank_of(make_rank, shards, state, micro_batch_size=4, num_workers=workers)
 
     whole = rank().rest_of_first_epoch()
-    assert sorted(row for step in whole for row in step) == sorted(row["text"] for row in streamed(files, "jsonl"))
+    assert sorted(row for step in whole for row in step) == sorted(
+        row["text"] for row in streamed(files, "jsonl")
+    )
     first = rank()
     begun = first.rest_of_first_epoch(3)
     state = json.loads(json.dumps(first.loader.state_dict()))
@@ -69,14 +84,18 @@ def test_shards_of_a_stream_are_sought_in(files, make_rank, caplog, workers):
     assert "passes over" not in caplog.text
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "mapped", "shuffled", "read by a data worker"])
+@pytest.mark.parametrize(
+    "kind", ["jsonl", "parquet", "mapped", "shuffled", "read by a data worker"]
+)
 def test_a_stream_goes_on_where_it_was_and_each_row_comes_once(files, make_rank, kind, caplog):
     def rank(state=None):
         stream = streamed(files, kind)
         return rank_of(make_rank, stream, state, num_workers=int("worker" in kind))
 
     whole = rank().rest_of_first_epoch()
-    assert sorted(row for step in whole for row in step) == sorted(row["text"] for row in streamed(files, kind))
+    assert sorted(row for step in whole for row in step) == sorted(
+        row["text"] for row in streamed(files, kind)
+    )
     first = rank()
     begun = first.rest_of_first_epoch(3)
     state = json.loads(json.dumps(first.loader.state_dict()))
@@ -84,13 +103,16 @@ def test_a_stream_goes_on_where_it_was_and_each_row_comes_once(files, make_rank,
     first.loader._supply._close()  # its threads would be left running
     rest = rank(state).rest_of_first_epoch()
     assert begun + rest == whole
-    assert ("leads to another item" in caplog.text) == (kind == "shuffled"), "what is in a shuffle buffer is in no state_dict"
+    assert ("leads to another item" in caplog.text) == (kind == "shuffled"), (
+        "what is in a shuffle buffer is in no state_dict"
+    )
 
 
 def test_a_stream_is_shuffled_anew_each_epoch(files, make_rank):
     stream = streamed(files, "shuffled")
     rank = make_rank(
-        lambda: shoal.ElasticDataLoader(stream, global_batch_size=ROWS, collate_fn=Texts), Placement(generation=1, rank=0, world_size=1)
+        lambda: shoal.ElasticDataLoader(stream, global_batch_size=ROWS, collate_fn=Texts),
+        Placement(generation=1, rank=0, world_size=1),
     )
     epochs = []
     for _ in range(2):

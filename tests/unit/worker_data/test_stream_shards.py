@@ -1,4 +1,5 @@
-"""How a list of shards becomes steps, as plain values: seeded schedules of shards, lanes and owners."""
+"""How a list of shards becomes steps, as plain values: seeded schedules of shards, lanes and
+owners."""
 
 import json
 import random
@@ -28,7 +29,12 @@ def settle(read, lengths, sizes):
 
 
 def items_of(allotment, lanes):
-    return [(part.shard, part.offset + i) for lane in range(lanes) for part in allotment.segments(lane) for i in range(part.items)]
+    return [
+        (part.shard, part.offset + i)
+        for lane in range(lanes)
+        for part in allotment.segments(lane)
+        for i in range(part.items)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -51,7 +57,9 @@ def test_each_item_of_all_shards_comes_once_in_whole_steps(seed):
             continue
         assert items, "a step without items, and no end"
         assert len(items) == sum(sizes) or read.is_over(len(lengths))
-    assert sorted(seen) == [(shard, place) for shard, length in enumerate(lengths) for place in range(length)]
+    assert sorted(seen) == [
+        (shard, place) for shard, length in enumerate(lengths) for place in range(length)
+    ]
     assert all(step == sum(sizes) for step in steps[:-1]), "only an epoch's last step is short"
 
 

@@ -1,4 +1,5 @@
-"""Data workers that read streams: the same items as without them, ahead, also over errors, deaths, states and epochs; none is left."""
+"""Data workers that read streams: the same items as without them, ahead, also over errors, deaths,
+states and epochs; none is left."""
 
 import json
 import multiprocessing
@@ -37,8 +38,13 @@ def workers_of_other_tests():
 
 
 def workers_of_this_test():
-    """Returns the living data workers of the test that calls it. Other children, such as the zygote, are not looked at."""
-    return [psutil.Process(each.pid) for each in multiprocessing.active_children() if each.pid not in _of_others]
+    """Returns the living data workers of the test that calls it. Other children, such as the
+    zygote, are not looked at."""
+    return [
+        psutil.Process(each.pid)
+        for each in multiprocessing.active_children()
+        if each.pid not in _of_others
+    ]
 
 
 def epochs(loader, session, n=2):
@@ -56,7 +62,14 @@ class Drawing(Numbers):
 
     def __iter__(self):
         for number in super().__iter__():
-            yield torch.tensor([number, int(torch.randint(1000, ())), np.random.randint(1000), random.randrange(1000)])
+            yield torch.tensor(
+                [
+                    number,
+                    int(torch.randint(1000, ())),
+                    np.random.randint(1000),
+                    random.randrange(1000),
+                ]
+            )
 
 
 def drawing_shards():
@@ -74,11 +87,15 @@ def drawing_shards():
 )
 def test_data_workers_change_nothing_and_none_is_left(session, make, workers, options):
     alone = epochs(shoal.ElasticDataLoader(make(), global_batch_size=8, **options), session)
-    loader = shoal.ElasticDataLoader(make(), global_batch_size=8, num_workers=workers, name="workers", **options)
+    loader = shoal.ElasticDataLoader(
+        make(), global_batch_size=8, num_workers=workers, name="workers", **options
+    )
     assert epochs(loader, session) == alone
     assert len(alone) >= 4
     assert not workers_of_this_test()
-    evaluation = shoal.ElasticDataLoader(make(), global_batch_size=8, num_workers=workers, train=False)
+    evaluation = shoal.ElasticDataLoader(
+        make(), global_batch_size=8, num_workers=workers, train=False
+    )
     expected = shoal.ElasticDataLoader(make(), global_batch_size=8, train=False)
     assert [batch.tolist() for batch in evaluation] == [batch.tolist() for batch in expected]
     assert not workers_of_this_test()
@@ -88,16 +105,24 @@ class Where(Numbers):
     """Says which process reads, and what a stream would split itself by."""
 
     def __iter__(self):
-        return (torch.tensor([os.getpid(), int(get_worker_info() is None)]) for _ in super().__iter__())
+        return (
+            torch.tensor([os.getpid(), int(get_worker_info() is None)]) for _ in super().__iter__()
+        )
 
 
 def shards_of_where():
     return shoal.ShardedStream(range(2), lambda shard: iter(Where(9)))
 
 
-@pytest.mark.parametrize(("make", "workers", "processes"), [(lambda: Where(9), 1, 1), (shards_of_where, 2, 2)])
-def test_the_stream_is_read_by_other_processes_which_it_does_not_split_itself_by(session, make, workers, processes):
-    loader = shoal.ElasticDataLoader(make(), global_batch_size=8, micro_batch_size=4, num_workers=workers)
+@pytest.mark.parametrize(
+    ("make", "workers", "processes"), [(lambda: Where(9), 1, 1), (shards_of_where, 2, 2)]
+)
+def test_the_stream_is_read_by_other_processes_which_it_does_not_split_itself_by(
+    session, make, workers, processes
+):
+    loader = shoal.ElasticDataLoader(
+        make(), global_batch_size=8, micro_batch_size=4, num_workers=workers
+    )
     read = {tuple(item) for step in epochs(loader, session, 1) for item in step}
     assert len({pid for pid, _ in read} - {os.getpid()}) == len(read) == processes
     assert all(whole for _, whole in read)
@@ -125,8 +150,12 @@ def kill_one():
 
 
 @pytest.mark.parametrize("make", [lambda: Numbers(100, 1), lambda: shards_of((50, 50))])
-def test_a_dead_data_worker_is_an_error_that_says_so_and_the_loop_can_be_entered_again(session, make):
-    loader = shoal.ElasticDataLoader(make(), global_batch_size=10, micro_batch_size=5, num_workers=1, shuffle=None)
+def test_a_dead_data_worker_is_an_error_that_says_so_and_the_loop_can_be_entered_again(
+    session, make
+):
+    loader = shoal.ElasticDataLoader(
+        make(), global_batch_size=10, micro_batch_size=5, num_workers=1, shuffle=None
+    )
     seen = []
 
     def loop(kills):
@@ -173,7 +202,9 @@ def test_an_item_that_cannot_be_sent_is_refused(session):
         def __iter__(self):
             return ((lambda number=number: number) for number in super().__iter__())
 
-    loader = shoal.ElasticDataLoader(Lambdas(10), global_batch_size=2, num_workers=1, collate_fn=list)
+    loader = shoal.ElasticDataLoader(
+        Lambdas(10), global_batch_size=2, num_workers=1, collate_fn=list
+    )
     with pytest.raises(ConfigurationError, match="leave num_workers out"):
         next(iter(loader))
 
@@ -184,7 +215,11 @@ def test_a_run_goes_on_with_and_without_data_workers_where_it_was(make_rank, kin
     def rank(workers, state=None):
         stream = shards_read_by(kind, (9, 0, 14, 20)) if sharded else kind(43)
         return make_rank(
-            lambda: shoal.ElasticDataLoader(stream, global_batch_size=4, micro_batch_size=2, num_workers=workers), ALONE, state
+            lambda: shoal.ElasticDataLoader(
+                stream, global_batch_size=4, micro_batch_size=2, num_workers=workers
+            ),
+            ALONE,
+            state,
         )
 
     alone = rank(0).rest_of_first_epoch()
@@ -208,7 +243,9 @@ def test_a_change_to_the_stream_between_epochs_reaches_its_data_worker(session):
             seen.append(batch.tolist())
             loader.committed(session.placement)
         stream.step = 3
-    assert seen == [[0, 1, 2, 3], [1, 0, 3, 2]], "the second epoch is told its number, and has the other step"
+    assert seen == [[0, 1, 2, 3], [1, 0, 3, 2]], (
+        "the second epoch is told its number, and has the other step"
+    )
 
 
 def test_questions_and_answers_that_are_long_do_not_wait_for_each_other():
@@ -226,13 +263,25 @@ def test_questions_and_answers_that_are_long_do_not_wait_for_each_other():
 
 
 def test_tensors_come_from_a_data_worker_as_they_were(session):
-    tensors = [torch.arange(6).view(2, 3).t(), torch.randn(2, dtype=torch.bfloat16), torch.tensor(True), torch.zeros(0), torch.randn(3)[1:]]
+    tensors = [
+        torch.arange(6).view(2, 3).t(),
+        torch.randn(2, dtype=torch.bfloat16),
+        torch.tensor(True),
+        torch.zeros(0),
+        torch.randn(3)[1:],
+    ]
     loader = shoal.ElasticDataLoader(
-        shoal.ShardedStream([0], lambda _: tensors), global_batch_size=5, micro_batch_size=5, num_workers=1, collate_fn=list
+        shoal.ShardedStream([0], lambda _: tensors),
+        global_batch_size=5,
+        micro_batch_size=5,
+        num_workers=1,
+        collate_fn=list,
     )
     steps = loader.steps()
     given = next(iter(next(steps)))
-    assert [(each.dtype, each.tolist()) for each in given] == [(each.dtype, each.tolist()) for each in tensors]
+    assert [(each.dtype, each.tolist()) for each in given] == [
+        (each.dtype, each.tolist()) for each in tensors
+    ]
     for each in given:
         each.zero_()  # it is the rank's own
     steps.close()
@@ -240,7 +289,13 @@ def test_tensors_come_from_a_data_worker_as_they_were(session):
 
 def test_a_step_whose_loop_was_left_says_so(session):
     for stream in (Numbers(9), shards_of((9,))):
-        step = next(iter(shoal.ElasticDataLoader(stream, global_batch_size=4, micro_batch_size=2, num_workers=1).steps()))
+        step = next(
+            iter(
+                shoal.ElasticDataLoader(
+                    stream, global_batch_size=4, micro_batch_size=2, num_workers=1
+                ).steps()
+            )
+        )
         with pytest.raises(PreconditionError, match="inside of the loop"):
             next(iter(step))
 
@@ -262,4 +317,6 @@ def test_data_workers_die_with_a_killed_rank():
 
 def test_data_workers_end_with_a_process_that_leaves_its_loop_open():
     script = KILLED.replace("time.sleep(60)", "pass")
-    subprocess.run([sys.executable, "-c", script], stdout=subprocess.DEVNULL, timeout=60, check=True)
+    subprocess.run(
+        [sys.executable, "-c", script], stdout=subprocess.DEVNULL, timeout=60, check=True
+    )

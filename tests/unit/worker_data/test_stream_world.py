@@ -1,5 +1,5 @@
-"""Whole runs of simulated ranks over streams, with deaths, joins and lost steps at random: every item counts exactly once, and the steps
-are those of one rank."""
+"""Whole runs of simulated ranks over streams, with deaths, joins and lost steps at random: every
+item counts exactly once, and the steps are those of one rank."""
 
 import concurrent.futures
 import functools
@@ -21,7 +21,8 @@ EVENTS = ["commit", "commit", "commit", "kill behind", "kill ahead", "fall behin
 
 
 class StreamWorld(World):
-    """Ranks that read streams. In a step they meet where the session sums their numbers: each takes it on a thread of its own."""
+    """Ranks that read streams. In a step they meet where the session sums their numbers: each takes
+    it on a thread of its own."""
 
     def __init__(self, directory, make_rank, make_stream, options):
         self._make_stream = make_stream
@@ -35,7 +36,9 @@ class StreamWorld(World):
         meeting = Meeting(len(self.ranks))
         for rank in self.ranks:
             rank.session.sums = meeting.sum
-        if len(self.ranks) == 1 or not isinstance(self.ranks[0].loader.dataset, shoal.ShardedStream):
+        if len(self.ranks) == 1 or not isinstance(
+            self.ranks[0].loader.dataset, shoal.ShardedStream
+        ):
             taken = super()._take_all()
         else:
             with concurrent.futures.ThreadPoolExecutor(len(self.ranks)) as threads:
@@ -43,7 +46,10 @@ class StreamWorld(World):
         if taken[0] is not None:
             loader = self.ranks[0].loader
             weights = [rank.session.said("assign")[-1][1].weight for rank in self.ranks]
-            items = [item for part, weight in zip(taken, weights, strict=True) if weight for item in part]  # nought: a stand-in
+            # nought: a stand-in
+            items = [
+                item for part, weight in zip(taken, weights, strict=True) if weight for item in part
+            ]
             self.steps.append(((loader.epoch, loader.step), items))
         return taken
 
@@ -59,14 +65,22 @@ _thread = threading.local()
 def session_of_thread(monkeypatch):
     """A thread that takes a rank's step finds the rank's session."""
     of_process = iteration.current_loader_session
-    monkeypatch.setattr(iteration, "current_loader_session", lambda: getattr(_thread, "session", None) or of_process())
+    monkeypatch.setattr(
+        iteration,
+        "current_loader_session",
+        lambda: getattr(_thread, "session", None) or of_process(),
+    )
 
 
 class Meeting:
     """Where the ranks add up what each gives."""
 
     def __init__(self, world):
-        self._barrier, self._lock, self._given = threading.Barrier(world, timeout=20), threading.Lock(), []
+        self._barrier, self._lock, self._given = (
+            threading.Barrier(world, timeout=20),
+            threading.Lock(),
+            [],
+        )
 
     def sum(self, values):
         with self._lock:
@@ -126,30 +140,54 @@ def test_a_stream_is_dealt_as_to_one_rank_whatever_happens(make_rank, tmp_path, 
     events = [draw.choice(EVENTS) for _ in range(25)]
     steps = run(tmp_path / "faulty", make_rank, lambda: kind(n, 7 if n % 7 else 1), options, events)
     assert steps == alone
-    whole = n // options["global_batch_size"] * options["global_batch_size"] if options["drop_last"] else n
+    whole = (
+        n // options["global_batch_size"] * options["global_batch_size"]
+        if options["drop_last"]
+        else n
+    )
     verdict = audit(tmp_path / "faulty")
-    assert [(epoch.epoch, epoch.expected, epoch.once, epoch.repeated) for epoch in verdict.epochs] == [
-        (e, whole, whole, 0) for e in range(EPOCHS)
-    ]
+    assert [
+        (epoch.epoch, epoch.expected, epoch.once, epoch.repeated) for epoch in verdict.epochs
+    ] == [(e, whole, whole, 0) for e in range(EPOCHS)]
 
 
-KINDS_OF_SHARDS = [shards_of, functools.partial(shards_read_by, Seeking), functools.partial(shards_read_by, Forgetful)]
+KINDS_OF_SHARDS = [
+    shards_of,
+    functools.partial(shards_read_by, Seeking),
+    functools.partial(shards_read_by, Forgetful),
+]
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_shards_are_dealt_as_to_one_rank_whatever_happens(make_rank, tmp_path, seed):
     draw, shards_of = random.Random(seed), KINDS_OF_SHARDS[seed % 3]
-    lengths = [draw.choice([0, 1, 3, 10, 25]) for _ in range(draw.randint(1, 8))] + [draw.randint(1, 9)]
+    lengths = [draw.choice([0, 1, 3, 10, 25]) for _ in range(draw.randint(1, 8))] + [
+        draw.randint(1, 9)
+    ]
     micro = draw.randint(1, 4)
-    options = {"global_batch_size": draw.randint(micro, 12), "micro_batch_size": micro, "shuffle": draw.random() < 0.5}
+    options = {
+        "global_batch_size": draw.randint(micro, 12),
+        "micro_batch_size": micro,
+        "shuffle": draw.random() < 0.5,
+    }
     alone = run(tmp_path / "alone", make_rank, lambda: shards_of(lengths), options, [])
-    steps = run(tmp_path / "faulty", make_rank, lambda: shards_of(lengths), options, [draw.choice(EVENTS) for _ in range(25)])
+    steps = run(
+        tmp_path / "faulty",
+        make_rank,
+        lambda: shards_of(lengths),
+        options,
+        [draw.choice(EVENTS) for _ in range(25)],
+    )
     assert steps == alone
     for epoch in range(EPOCHS):
         items = [item for (of, _), step in sorted(steps.items()) if of == epoch for item in step]
-        assert sorted(items) == [1000 * shard + i for shard, length in enumerate(lengths) for i in range(length)]
+        assert sorted(items) == [
+            1000 * shard + i for shard, length in enumerate(lengths) for i in range(length)
+        ]
     verdict = audit(tmp_path / "faulty")
-    assert [(epoch.expected, epoch.once, epoch.repeated) for epoch in verdict.epochs] == [(sum(lengths), sum(lengths), 0)] * EPOCHS
+    assert [(epoch.expected, epoch.once, epoch.repeated) for epoch in verdict.epochs] == [
+        (sum(lengths), sum(lengths), 0)
+    ] * EPOCHS
 
 
 def test_each_shard_is_read_by_one_rank(make_rank, tmp_path):
@@ -171,11 +209,20 @@ def test_each_shard_is_read_by_one_rank(make_rank, tmp_path):
 def test_what_a_stream_draws_is_the_same_after_it_was_passed_over(make_rank, tmp_path):
     class Augmented(Numbers):
         def __iter__(self):
-            return (number + 100 * int(torch.randint(1000, ())) + 10**6 * random.randrange(1000) for number in super().__iter__())
+            return (
+                number + 100 * int(torch.randint(1000, ())) + 10**6 * random.randrange(1000)
+                for number in super().__iter__()
+            )
 
     options = {"global_batch_size": 4}
     alone = run(tmp_path / "alone", make_rank, lambda: Augmented(20), options, [])
-    faulty = run(tmp_path / "faulty", make_rank, lambda: Augmented(20), options, ["commit", "join", "commit", "kill behind", "join"])
+    faulty = run(
+        tmp_path / "faulty",
+        make_rank,
+        lambda: Augmented(20),
+        options,
+        ["commit", "join", "commit", "kill behind", "join"],
+    )
     assert faulty == alone
 
 
@@ -184,7 +231,8 @@ def test_a_source_with_a_state_is_sought_in_and_another_is_passed_over(make_rank
     for kind in (Numbers, Seeking, Forgetful):
         stream = kind(40)
         first = make_rank(
-            lambda stream=stream: shoal.ElasticDataLoader(stream, global_batch_size=10), Placement(generation=1, rank=0, world_size=1)
+            lambda stream=stream: shoal.ElasticDataLoader(stream, global_batch_size=10),
+            Placement(generation=1, rank=0, world_size=1),
         )
         for _ in range(3):
             first.take()
@@ -197,12 +245,15 @@ def test_a_source_with_a_state_is_sought_in_and_another_is_passed_over(make_rank
         )
         assert resumed.take() == stream.order()[30:]
         read[kind] = again.read
-    assert read == {Numbers: 40, Seeking: 0, Forgetful: 40}  # the copy of it that seeks counts for itself
+    # the copy of it that seeks counts for itself
+    assert read == {Numbers: 40, Seeking: 0, Forgetful: 40}
 
 
 @pytest.mark.parametrize(("kind", "passed_over"), [(Seeking, 0), (Numbers, 12), (Forgetful, 12)])
 @pytest.mark.parametrize("how", ["resume", "death", "join"])
-def test_a_reader_of_a_shard_with_a_state_is_sought_in_and_another_is_passed_over(make_rank, tmp_path, kind, passed_over, how, caplog):
+def test_a_reader_of_a_shard_with_a_state_is_sought_in_and_another_is_passed_over(
+    make_rank, tmp_path, kind, passed_over, how, caplog
+):
     read = []
     options = {"global_batch_size": 8, "micro_batch_size": 4, "shuffle": False}
     world = StreamWorld(tmp_path, make_rank, lambda: shards_read_by(kind, (40, 40), read), options)
@@ -223,19 +274,27 @@ def test_a_reader_of_a_shard_with_a_state_is_sought_in_and_another_is_passed_ove
     taken = [sorted(items) for items in world._take_all()]
     assert sorted(item for part in taken for item in part) == [*range(12, 16), *range(1012, 1016)]
     in_vain = 1 if kind is Forgetful else 0  # the item that its state leads to
-    looks = {"resume": 0, "death": 0, "join": 2}[how]  # at the first item of the epoch's first shard: in "death" both had before
-    one = 5 + passed_over + in_vain  # the items of the step and one ahead; a rank that stays has one of them
+    # at the first item of the epoch's first shard: in "death" both had before
+    looks = {"resume": 0, "death": 0, "join": 2}[how]
+    # the items of the step and one ahead; a rank that stays has one of them
+    one = 5 + passed_over + in_vain
     assert len(read) == looks + (2 * one if how == "resume" else one + 4)
     assert ("leads to another item" in caplog.text) == (kind is Forgetful)
 
 
-def test_a_state_that_is_too_long_to_be_told_in_each_step_is_said_so_once_and_the_shard_is_passed_over(make_rank, tmp_path, caplog):
+def test_a_state_too_long_to_send_in_each_step_is_reported_once_and_the_shard_is_passed_over(
+    make_rank, tmp_path, caplog
+):
     class Long(Seeking):
         def state_dict(self):
             return {**super().state_dict(), "buffer": "x" * 100_000}
 
     options = {"global_batch_size": 4, "micro_batch_size": 4}
     events = ["commit", "fall behind", "join", "kill behind"]
-    steps = run(tmp_path / "faulty", make_rank, lambda: shards_read_by(Long, (20, 20)), options, events)
-    assert steps == run(tmp_path / "alone", make_rank, lambda: shards_read_by(Numbers, (20, 20)), options, [])
+    steps = run(
+        tmp_path / "faulty", make_rank, lambda: shards_read_by(Long, (20, 20)), options, events
+    )
+    assert steps == run(
+        tmp_path / "alone", make_rank, lambda: shards_read_by(Numbers, (20, 20)), options, []
+    )
     assert caplog.text.count("passes over what was trained on") == 1

@@ -1,4 +1,5 @@
-"""Streams in a loader: what is refused, what is found of a source that differs, state, evaluation."""
+"""Streams in a loader: what is refused, what is found of a source that differs, state,
+evaluation."""
 
 import json
 
@@ -21,7 +22,9 @@ def loader_of(stream, **options):
 
 
 def shards(lengths=(3, 5)):
-    return shoal.ShardedStream(range(len(lengths)), lambda shard: range(10 * shard, 10 * shard + lengths[shard]))
+    return shoal.ShardedStream(
+        range(len(lengths)), lambda shard: range(10 * shard, 10 * shard + lengths[shard])
+    )
 
 
 @pytest.mark.parametrize(
@@ -111,7 +114,7 @@ def test_an_error_in_the_source_ends_the_loop_and_the_epoch_goes_on_where_it_was
     assert seen + run_epoch(loader, session) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-# ----------------------------------------------------------------------------------------- a source that does not repeat itself
+# ------------------------------------------------------------- a source that does not repeat itself
 
 
 class Changed(Numbers):
@@ -152,7 +155,9 @@ def test_a_shard_that_gives_other_items_when_another_rank_goes_on_with_it_is_an_
     first = make_rank(lambda: loader_of(stream(0), micro_batch_size=2), ALONE)
     first.take()
     first.commit()
-    again = make_rank(lambda: loader_of(stream(7), micro_batch_size=2), ALONE, first.loader.state_dict())
+    again = make_rank(
+        lambda: loader_of(stream(7), micro_batch_size=2), ALONE, first.loader.state_dict()
+    )
     with pytest.raises(PreconditionError, match="shard 0 did not repeat itself"):
         again.take()
 
@@ -163,7 +168,8 @@ def test_what_a_rank_reads_is_compared_with_the_others(make_rank):
         rank.take()
         return rank.loader.dealing
 
-    assert dealing(Changed(9, {})) == dealing(Changed(9, {})) == dealing(Changed(9, {8: 5}))  # not read yet
+    # not read yet
+    assert dealing(Changed(9, {})) == dealing(Changed(9, {})) == dealing(Changed(9, {8: 5}))
     assert dealing(Changed(9, {})) != dealing(Changed(9, {3: 5}))
     assert dealing(Changed(4, {})) != dealing(Changed(9, {})), "it ends elsewhere"
     assert json.loads(dealing(Changed(4, {})))["what the stream gave"].endswith("an end after 4")
@@ -189,10 +195,12 @@ def test_items_that_differ_have_different_fingerprints(one, other):
 
 
 def test_what_machines_have_differently_is_in_no_fingerprint():
-    assert fingerprint({"x": 0.1, "__url__": "/a"}) == fingerprint({"x": 0.1000001, "__url__": "/b"})
+    assert fingerprint({"x": 0.1, "__url__": "/a"}) == fingerprint(
+        {"x": 0.1000001, "__url__": "/b"}
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------- state
+# -------------------------------------------------------------------------------------------- state
 
 
 def test_a_state_goes_on_with_another_batch_size(make_rank):
@@ -206,11 +214,19 @@ def test_a_state_goes_on_with_another_batch_size(make_rank):
 
 
 def test_shards_go_on_with_another_batch_size(make_rank):
-    first = make_rank(lambda: loader_of(shards((9, 9, 9)), micro_batch_size=1, shuffle=False), ALONE)
+    first = make_rank(
+        lambda: loader_of(shards((9, 9, 9)), micro_batch_size=1, shuffle=False), ALONE
+    )
     seen = first.take()
     first.commit()
     state = json.loads(json.dumps(first.loader.state_dict()))
-    again = make_rank(lambda: loader_of(shards((9, 9, 9)), global_batch_size=5, micro_batch_size=5, shuffle=False), ALONE, state)
+    again = make_rank(
+        lambda: loader_of(
+            shards((9, 9, 9)), global_batch_size=5, micro_batch_size=5, shuffle=False
+        ),
+        ALONE,
+        state,
+    )
     while again.loader.epoch == 0:
         seen += again.take() or []
         again.commit()
@@ -236,11 +252,16 @@ def test_a_state_of_something_else_is_refused(session, change, error, named):
 
 
 class Changeable(Numbers):
-    """Gives what a collate_fn can change in place: a tensor, a list, and an array within a dictionary."""
+    """Gives what a collate_fn can change in place: a tensor, a list, and an array within a
+    dictionary."""
 
     def __iter__(self):
         for number in super().__iter__():
-            yield {"tensor": torch.tensor([number]), "list": [number, [number]], "more": {"array": np.array([number])}}
+            yield {
+                "tensor": torch.tensor([number]),
+                "list": [number, [number]],
+                "more": {"array": np.array([number])},
+            }
 
 
 def in_place(items):
@@ -252,8 +273,12 @@ def in_place(items):
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_what_a_collate_fn_does_to_items_in_place_is_not_done_twice_when_a_step_is_done_again(session, sharded):
-    stream = shoal.ShardedStream([0], lambda shard: iter(Changeable(6))) if sharded else Changeable(6)
+def test_what_a_collate_fn_does_to_items_in_place_is_not_done_twice_when_a_step_is_done_again(
+    session, sharded
+):
+    stream = (
+        shoal.ShardedStream([0], lambda shard: iter(Changeable(6))) if sharded else Changeable(6)
+    )
     loader = loader_of(stream, collate_fn=in_place, **({"micro_batch_size": 4} if sharded else {}))
     first = next(iter(next(iter(loader.steps()))))
     again = next(iter(next(iter(loader.steps()))))

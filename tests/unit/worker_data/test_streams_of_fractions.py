@@ -1,4 +1,5 @@
-"""Streams that give nothing but numbers with a fraction, which fingerprints leave out: one that splits itself by rank is told of."""
+"""Streams that give nothing but numbers with a fraction, which fingerprints leave out: one that
+splits itself by rank is told of."""
 
 from __future__ import annotations
 
@@ -25,9 +26,14 @@ class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
 
 def train(splits: bool, sharded: bool, strategy: str = "ddp") -> int:
     net = nn.Linear(3, 1)
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy
+    )
     if sharded:
-        stream = shoal.ShardedStream(range(4), lambda shard: ITEMS[shard * 8 + (shoal.rank() if splits else 0) : (shard + 1) * 8])
+        stream = shoal.ShardedStream(
+            range(4),
+            lambda shard: ITEMS[shard * 8 + (shoal.rank() if splits else 0) : (shard + 1) * 8],
+        )
         loader: Any = shoal.ElasticDataLoader(stream, global_batch_size=8, micro_batch_size=2)
     else:
         loader = shoal.ElasticDataLoader(Stream(splits), global_batch_size=8)
@@ -41,7 +47,9 @@ def train(splits: bool, sharded: bool, strategy: str = "ddp") -> int:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_one_that_splits_itself_is_told_of_in_the_first_step(sharded: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_that_splits_itself_is_told_of_in_the_first_step(
+    sharded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     assert shoal.launch(train, False, sharded, world_size=2) == [8, 8]
     assert "other numbers on another rank" not in caplog.text
     shoal.launch(train, True, sharded, world_size=2)
@@ -54,7 +62,10 @@ class Changed(torch.utils.data.IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         draw = np.random.default_rng()
-        yield from ({"number": number, "x": item * float(draw.uniform(0.5, 1.5))} for number, item in enumerate(ITEMS))
+        yield from (
+            {"number": number, "x": item * float(draw.uniform(0.5, 1.5))}
+            for number, item in enumerate(ITEMS)
+        )
 
 
 def train_on_changed() -> int:
@@ -68,7 +79,9 @@ def train_on_changed() -> int:
     return int(loader.global_step)
 
 
-def test_items_that_are_changed_at_random_are_no_difference_where_a_number_tells_them_apart(caplog: pytest.LogCaptureFixture) -> None:
+def test_items_that_are_changed_at_random_are_no_difference_where_a_number_tells_them_apart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert shoal.launch(train_on_changed, world_size=2) == [4, 4]
     assert "other numbers on another rank" not in caplog.text
 

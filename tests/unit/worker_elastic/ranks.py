@@ -1,5 +1,5 @@
-"""Ranks as threads of one process, for tests of what happens when a generation forms: a scripted coordinator, collectives between the
-threads, and real state over real sockets."""
+"""Ranks as threads of one process, for tests of what happens when a generation forms: a scripted
+coordinator, collectives between the threads, and real state over real sockets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _PATIENCE_S = 60.0
 
 
 class Room:
-    """One generation's collectives. A rank that is gone fails those that it did not take part in."""
+    """One generation's collectives. A rank that is gone fails those that it did not take part
+    in."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -47,7 +48,10 @@ class Room:
             said = self._rounds[number]
             said[rank] = value
             self._changed.notify_all()
-            whole = self._changed.wait_for(lambda: len(said) == self._size or self._gone, _PATIENCE_S) and len(said) == self._size
+            whole = (
+                self._changed.wait_for(lambda: len(said) == self._size or self._gone, _PATIENCE_S)
+                and len(said) == self._size
+            )
         if not whole:
             raise MembershipChanged("a rank is gone")
         return [said[r] for r in range(self._size)]
@@ -91,7 +95,13 @@ class Model:
 
     strategy, asynchronous, backend_name, in_parts = "test", False, "gloo", False
     row_store = None
-    data_parallel_rank, data_parallel_size, idle, lacks_ranks, leads_replica = 0, 1, False, False, True
+    data_parallel_rank, data_parallel_size, idle, lacks_ranks, leads_replica = (
+        0,
+        1,
+        False,
+        False,
+        True,
+    )
     consistency_check_every = 0
     steps_alone = False
     least_samples = 1
@@ -118,7 +128,8 @@ class Model:
         """Every rank holds all of it."""
 
     def bring_together(self, channel: Channel) -> None:
-        """As strategies do whose models are in parts: a rank without values has nothing to say, and says nothing."""
+        """As strategies do whose models are in parts: a rank without values has nothing to say, and
+        says nothing."""
         if self.has_values():
             channel.exchange(b"")
 
@@ -148,7 +159,9 @@ class Model:
 class Member:
     """One rank."""
 
-    def __init__(self, model: Model, *, state: StateName | None = None, live: bool = True, torn: bool = False) -> None:
+    def __init__(
+        self, model: Model, *, state: StateName | None = None, live: bool = True, torn: bool = False
+    ) -> None:
         self.model = model
         self.held = HeldState(live=live)
         self.held.set_engine(cast(Any, model))
@@ -158,9 +171,21 @@ class Member:
         self.donor = StateDonor("127.0.0.1")
         self.group: RoomGroup | None = None
         self.next: list[RoomGroup] = []
-        link = SimpleNamespace(newest=1, newest_generation=None, refused=None, stopped=None, draining=None, ready=lambda: None)
-        self.membership = SimpleNamespace(link=link, group=None, form=self._form, failed=lambda error: None)
-        settings, metrics = WorkerSettings(rendezvous_timeout_s=60, collective_timeout_s=60), WorkerMetrics()
+        link = SimpleNamespace(
+            newest=1,
+            newest_generation=None,
+            refused=None,
+            stopped=None,
+            draining=None,
+            ready=lambda: None,
+        )
+        self.membership = SimpleNamespace(
+            link=link, group=None, form=self._form, failed=lambda error: None
+        )
+        settings, metrics = (
+            WorkerSettings(rendezvous_timeout_s=60, collective_timeout_s=60),
+            WorkerMetrics(),
+        )
         self.formation = Formation(
             cast(Membership, self.membership),
             self.held,
@@ -176,7 +201,8 @@ class Member:
 
 
 def form(members: Sequence[Member], work: Callable[[Member], Any]) -> list[Any]:
-    """Has all `members` form one generation of the ranks in this order by doing `work`; returns what it returned, or raised."""
+    """Has all `members` form one generation of the ranks in this order by doing `work`; returns
+    what it returned, or raised."""
     room = Room(len(members))
     for rank, member in enumerate(members):
         peers = tuple(
@@ -189,7 +215,12 @@ def form(members: Sequence[Member], work: Callable[[Member], Any]) -> list[Any]:
             )
             for r in range(len(members))
         )
-        member.next.append(RoomGroup(room, Generation(number=1, nonce="0" * 32, peers=peers, rank=rank, interrupts_below=0)))
+        member.next.append(
+            RoomGroup(
+                room,
+                Generation(number=1, nonce="0" * 32, peers=peers, rank=rank, interrupts_below=0),
+            )
+        )
 
     def run(member: Member) -> Any:
         try:

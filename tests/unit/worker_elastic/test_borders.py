@@ -1,4 +1,5 @@
-"""What a rank does at a border: obeys what all ranks agreed on in the control word, and leaves when it was put out."""
+"""What a rank does at a border: obeys what all ranks agreed on in the control word, and leaves when
+it was put out."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -47,10 +48,20 @@ def rank() -> SimpleNamespace:
     metrics = WorkerMetrics()
     departure = Departure(None, member.held)
     strategy.steps = StepLifecycle(
-        member.held, member.formation, departure, operation=lambda kind: None, progress=ProgressMeter(metrics), metrics=metrics
+        member.held,
+        member.formation,
+        departure,
+        operation=lambda kind: None,
+        progress=ProgressMeter(metrics),
+        metrics=metrics,
     )
     member.membership.link.finished_steps = 0
-    return SimpleNamespace(steps=strategy.steps, strategy=strategy, link=member.membership.link, membership=member.membership)
+    return SimpleNamespace(
+        steps=strategy.steps,
+        strategy=strategy,
+        link=member.membership.link,
+        membership=member.membership,
+    )
 
 
 def take_step(rank: SimpleNamespace) -> StepStatus:
@@ -60,7 +71,9 @@ def take_step(rank: SimpleNamespace) -> StepStatus:
     return status
 
 
-def test_a_rank_that_was_told_of_a_stop_takes_one_more_step_with_those_that_were_not(rank: SimpleNamespace) -> None:
+def test_a_rank_that_was_told_of_a_stop_takes_one_more_step_with_those_that_were_not(
+    rank: SimpleNamespace,
+) -> None:
     assert take_step(rank)
     rank.link.stopped = "enough"
     assert take_step(rank)  # its control word tells the others
@@ -92,7 +105,9 @@ def test_a_member_that_was_put_out_lets_go_of_its_group_and_says_why(rank: Simpl
     assert rank.membership.left == ["the coordinator put this member out"]
 
 
-def test_state_that_was_damaged_on_the_way_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_state_that_was_damaged_on_the_way_is_asked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What the peer holds is whole, so it is no reason to end the run; a damaged file is."""
 
     def damaged(*_: Any, **__: Any) -> None:
@@ -122,8 +137,13 @@ class Counted:
         self.count = state["count"]
 
 
-def test_a_loop_that_is_left_at_a_lost_step_leaves_registered_objects_to_the_script(rank: SimpleNamespace) -> None:
-    seen, source = Counted(), SimpleNamespace(is_over=False, under_way=False, name="loader", epoch=0)
+def test_a_loop_that_is_left_at_a_lost_step_leaves_registered_objects_to_the_script(
+    rank: SimpleNamespace,
+) -> None:
+    seen, source = (
+        Counted(),
+        SimpleNamespace(is_over=False, under_way=False, name="loader", epoch=0),
+    )
     registered = rank.steps._held.registered
     registered.register("seen", seen, copied=True)
     registered.step_begins()

@@ -1,4 +1,5 @@
-"""What scripts tell each other between steps: every rank gets the same, and what cannot be is one clear error on all of them."""
+"""What scripts tell each other between steps: every rank gets the same, and what cannot be is one
+clear error on all of them."""
 
 from __future__ import annotations
 
@@ -37,12 +38,17 @@ def test_numbers_are_added_up_as_what_they_are():
     assert _launched(lambda rank: shoal.all_reduce(rank + 1)) == [6, 6, 6]
     assert _launched(lambda rank: shoal.all_reduce(rank + 1, "mean")) == [2.0, 2.0, 2.0]
     assert _launched(lambda rank: shoal.all_reduce(0.5 * rank, "max")) == [1.0, 1.0, 1.0]
-    assert _launched(lambda rank: shoal.all_reduce(2**60 + rank, "min")) == [2**60] * 3, "whole numbers stay exact"
+    assert _launched(lambda rank: shoal.all_reduce(2**60 + rank, "min")) == [2**60] * 3, (
+        "whole numbers stay exact"
+    )
 
 
 def test_tensors_and_what_holds_them_keep_their_shape_and_type():
     def run(rank):
-        told = {"hits": torch.tensor([rank, 1], dtype=torch.int32), "loss": (torch.tensor(0.5 * rank, requires_grad=True), [rank])}
+        told = {
+            "hits": torch.tensor([rank, 1], dtype=torch.int32),
+            "loss": (torch.tensor(0.5 * rank, requires_grad=True), [rank]),
+        }
         return shoal.all_reduce(told), shoal.all_reduce(told, "mean")
 
     for total, mean in _launched(run):
@@ -55,7 +61,9 @@ def test_tensors_and_what_holds_them_keep_their_shape_and_type():
 
 def test_sums_of_small_types_do_not_wrap():
     def run(rank):
-        return shoal.all_reduce(torch.tensor([200], dtype=torch.uint8)), shoal.all_reduce(torch.tensor([True, rank == 0]))
+        return shoal.all_reduce(torch.tensor([200], dtype=torch.uint8)), shoal.all_reduce(
+            torch.tensor([True, rank == 0])
+        )
 
     for bytes_, hits in _launched(run):
         assert bytes_.item() == 600
@@ -63,13 +71,21 @@ def test_sums_of_small_types_do_not_wrap():
 
 
 def test_sums_are_the_same_to_the_last_bit_on_all_ranks():
-    for total in (totals := _launched(lambda rank: shoal.all_reduce(torch.rand(1000, generator=torch.Generator().manual_seed(rank))))):
+    for total in (
+        totals := _launched(
+            lambda rank: shoal.all_reduce(
+                torch.rand(1000, generator=torch.Generator().manual_seed(rank))
+            )
+        )
+    ):
         assert torch.equal(total, totals[0])
 
 
 def test_gather_takes_values_that_differ():
     def run(rank):
-        return shoal.gather({"who": f"rank {rank}", "rows": torch.full((rank,), rank), "nothing": None})
+        return shoal.gather(
+            {"who": f"rank {rank}", "rows": torch.full((rank,), rank), "nothing": None}
+        )
 
     for told in _launched(run):
         assert [each["who"] for each in told] == ["rank 0", "rank 1", "rank 2"]
@@ -94,17 +110,42 @@ def test_a_world_of_one_has_its_own_values():
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda rank: shoal.all_reduce(1, "product"), shoal.ConfigurationError, r"op='product'.*sum, mean, max, min"),
-        (lambda rank: shoal.all_reduce(object()), shoal.ConfigurationError, "a value of object: expected plain tensors, numbers"),
-        (lambda rank: shoal.gather(torch.ones(2).to_sparse()), shoal.ConfigurationError, "a value of Tensor: expected plain tensors"),
-        (lambda rank: shoal.all_reduce("word"), shoal.ConfigurationError, "value='word': expected tensors and numbers"),
-        (lambda rank: shoal.broadcast(1, from_rank=3), shoal.ConfigurationError, r"from_rank=3\): expected 0 to 2"),
+        (
+            lambda rank: shoal.all_reduce(1, "product"),
+            shoal.ConfigurationError,
+            r"op='product'.*sum, mean, max, min",
+        ),
+        (
+            lambda rank: shoal.all_reduce(object()),
+            shoal.ConfigurationError,
+            "a value of object: expected plain tensors, numbers",
+        ),
+        (
+            lambda rank: shoal.gather(torch.ones(2).to_sparse()),
+            shoal.ConfigurationError,
+            "a value of Tensor: expected plain tensors",
+        ),
+        (
+            lambda rank: shoal.all_reduce("word"),
+            shoal.ConfigurationError,
+            "value='word': expected tensors and numbers",
+        ),
+        (
+            lambda rank: shoal.broadcast(1, from_rank=3),
+            shoal.ConfigurationError,
+            r"from_rank=3\): expected 0 to 2",
+        ),
         (
             lambda rank: shoal.all_reduce({"loss": torch.zeros(1 + rank // 2)}),
             shoal.PreconditionError,
-            r"value\['loss'\]: rank 0 gave a tensor of \(1,\).* rank 2 gave a tensor of \(2,\).*gather takes values that differ",
+            r"value\['loss'\]: rank 0 gave a tensor of \(1,\).* rank 2 gave a tensor of "
+            r"\(2,\).*gather takes values that differ",
         ),
-        (lambda rank: shoal.all_reduce([1] * (1 + rank)), shoal.PreconditionError, "rank 0 gave list of 1, rank 1 gave list of 2"),
+        (
+            lambda rank: shoal.all_reduce([1] * (1 + rank)),
+            shoal.PreconditionError,
+            "rank 0 gave list of 1, rank 1 gave list of 2",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_error_on_all_ranks(call, kind, message):
@@ -118,7 +159,9 @@ def test_what_cannot_be_is_one_error_on_all_ranks(call, kind, message):
 
 def test_ranks_that_call_different_things_are_told_so():
     def run(rank):
-        with pytest.raises(shoal.PreconditionError, match="the ranks' scripts went different ways") as told:
+        with pytest.raises(
+            shoal.PreconditionError, match="the ranks' scripts went different ways"
+        ) as told:
             shoal.barrier() if rank == 0 else shoal.gather(rank)
         return told.value.reason
 
@@ -128,11 +171,16 @@ def test_ranks_that_call_different_things_are_told_so():
 def test_inside_a_step_is_refused():
     def rank():
         model, _ = _begin()
-        loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 2)), global_batch_size=4)
+        loader = shoal.ElasticDataLoader(
+            torch.utils.data.TensorDataset(torch.zeros(8, 2)), global_batch_size=4
+        )
         batches = iter(loader)
         (rows,) = next(batches)
         model(rows).sum().backward()
-        with pytest.raises(shoal.PreconditionError, match=r"all_reduce sum was called inside a step: call it after optimizer\.step\(\)"):
+        with pytest.raises(
+            shoal.PreconditionError,
+            match=r"all_reduce sum was called inside a step: call it after optimizer\.step\(\)",
+        ):
             shoal.all_reduce(1.0)
 
     shoal.launch(rank, world_size=2)
@@ -143,7 +191,7 @@ def test_print_once_prints_on_one_rank(capsys):
     assert capsys.readouterr().out == "from 0!\n"
 
 
-# ------------------------------------------------------------------------------------------------------------------------- main_first
+# --------------------------------------------------------------------------------------- main_first
 
 
 def _work(directory, name):
@@ -156,11 +204,15 @@ def _work(directory, name):
 
 @pytest.fixture
 def workers(tmp_path):
-    """workers("a", "b") -> processes that run what is within main_first, and stay in it until a file NAME-go is there."""
+    """workers("a", "b") -> processes that run what is within main_first, and stay in it until a
+    file NAME-go is there."""
     made = []
 
     def start(*names):
-        started = [multiprocessing.get_context("fork").Process(target=_work, args=(tmp_path, name)) for name in names]
+        started = [
+            multiprocessing.get_context("fork").Process(target=_work, args=(tmp_path, name))
+            for name in names
+        ]
         for worker in started:
             worker.start()
         made.extend(started)
@@ -199,7 +251,10 @@ def test_when_the_first_one_dies_one_of_the_others_is_first(tmp_path, workers):
     def entered():
         return [name for name in ("second", "third") if (tmp_path / f"{name}-entered").exists()]
 
-    eventually(lambda: entered() and len(list(tmp_path.glob("[st]*-comes"))) == 2, "one of the others, and both there")
+    eventually(
+        lambda: entered() and len(list(tmp_path.glob("[st]*-comes"))) == 2,
+        "one of the others, and both there",
+    )
     time.sleep(0.3)  # what is not to happen has time to
     (alone,) = entered()
     (tmp_path / f"{alone}-go").touch()
@@ -215,7 +270,9 @@ def test_each_block_has_its_first_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def places():
-        return [first_of_machine.next_block(here()) for _ in range(2)] + [first_of_machine.next_block(here())]
+        return [first_of_machine.next_block(here()) for _ in range(2)] + [
+            first_of_machine.next_block(here())
+        ]
 
     def here():
         return inspect.currentframe()
@@ -228,7 +285,9 @@ def test_each_block_has_its_first_one(tmp_path, monkeypatch):
 
 def test_a_child_that_was_forked_within_does_not_keep_the_lock(tmp_path, workers):
     with main_first(str(tmp_path), timeout=timedelta(seconds=5)):
-        child = multiprocessing.get_context("fork").Process(target=eventually, args=((tmp_path / "end").exists, "the end"))
+        child = multiprocessing.get_context("fork").Process(
+            target=eventually, args=((tmp_path / "end").exists, "the end")
+        )
         child.start()
     with main_first(str(tmp_path), timeout=timedelta(seconds=5)):
         assert child.is_alive()
@@ -239,7 +298,10 @@ def test_a_child_that_was_forked_within_does_not_keep_the_lock(tmp_path, workers
 def test_a_wait_for_the_first_one_ends_at_its_deadline(tmp_path, workers):
     workers("first")
     eventually((tmp_path / "first-entered").exists, "the first one")
-    with pytest.raises(shoal.DeadlineError, match=r"has not finished what is within after 0:00:00.1.*main_first\(timeout=\)"):
+    with pytest.raises(
+        shoal.DeadlineError,
+        match=r"has not finished what is within after 0:00:00.1.*main_first\(timeout=\)",
+    ):
         _enter(tmp_path)
 
 

@@ -1,4 +1,5 @@
-"""Who waits in vain: ranks that wait at one place of the run in different things, and nobody else."""
+"""Who waits in vain: ranks that wait at one place of the run in different things, and nobody
+else."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ class Rank:
         self.ended: str | None = None
         self.engine, self.log, self.passes_with = self, [4], ""
         self.course = Course()
-        self.group = SimpleNamespace(rank=number, broken=None, waiting=self.waiting, abort=self._abort)
+        self.group = SimpleNamespace(
+            rank=number, broken=None, waiting=self.waiting, abort=self._abort
+        )
         self.detector = DesyncDetector(cast(Any, self))
 
     def _abort(self, reason: str) -> None:
@@ -66,7 +69,9 @@ class Rank:
         self.waiting.where = where
 
     def steps_of(self, loader: str) -> None:
-        self.step = cast(Any, SimpleNamespace(source=SimpleNamespace(name=loader), course=self.course))
+        self.step = cast(
+            Any, SimpleNamespace(source=SimpleNamespace(name=loader), course=self.course)
+        )
 
 
 @contextmanager
@@ -86,7 +91,9 @@ def look(*ranks: Rank, waited_s: float = 2.0) -> None:
         rank.detector.look(time.monotonic() + waited_s)
 
 
-def test_a_rank_in_an_operation_and_one_in_a_step_are_told_who_is_in_what(ranks: list[Rank]) -> None:
+def test_a_rank_in_an_operation_and_one_in_a_step_are_told_who_is_in_what(
+    ranks: list[Rank],
+) -> None:
     one, other = ranks
     other.steps_of("train")
     with evaluating(one), other.waiting:
@@ -100,8 +107,11 @@ def test_a_rank_in_an_operation_and_one_in_a_step_are_told_who_is_in_what(ranks:
     assert "every_steps=" in other.ended
 
 
-def test_ranks_that_have_issued_different_collectives_in_one_step_are_told(ranks: list[Rank]) -> None:
-    """One rank has caught an error in a forward pass and begun it again: else both would wait until the collectives' deadline."""
+def test_ranks_that_have_issued_different_collectives_in_one_step_are_told(
+    ranks: list[Rank],
+) -> None:
+    """One rank has caught an error in a forward pass and begun it again: else both would wait until
+    the collectives' deadline."""
     one, other = ranks
     for rank in ranks:
         rank.steps_of("train")
@@ -177,10 +187,14 @@ def test_ranks_of_which_one_has_come_further_in_its_course_wait_on(ranks: list[R
 
 
 def test_forward_passes_are_compared_within_a_replica_alone(ranks: list[Rank]) -> None:
-    """Where a model is cut over ranks, each replica may take another number of micro-batches, and ends its batch as the others do."""
+    """Where a model is cut over ranks, each replica may take another number of micro-batches, and
+    ends its batch as the others do."""
     third = Rank(2, cast(Any, ranks[0].waiting._notes))
     for rank, replica, courses in zip(
-        [*ranks, third], "001", [[FORWARD, CLOSING], [FORWARD, FORWARD], [FORWARD, FORWARD, CLOSING]], strict=True
+        [*ranks, third],
+        "001",
+        [[FORWARD, CLOSING], [FORWARD, FORWARD], [FORWARD, FORWARD, CLOSING]],
+        strict=True,
     ):
         rank.steps_of("train")
         rank.passes_with = f"replica {replica}"
@@ -204,7 +218,9 @@ def test_the_course_of_a_step_that_was_left_goes_on_in_the_next_one_at_its_place
         assert course.told(passes=True)["issued"] == [0] * expected
 
 
-def test_ranks_that_wait_in_the_same_thing_or_at_different_places_wait_on(ranks: list[Rank]) -> None:
+def test_ranks_that_wait_in_the_same_thing_or_at_different_places_wait_on(
+    ranks: list[Rank],
+) -> None:
     one, other = ranks
     with evaluating(one), evaluating(other):
         look(one, other)
@@ -235,7 +251,9 @@ def test_at_a_border_nothing_is_compared(ranks: list[Rank]) -> None:
     assert one.ended is other.ended is None
 
 
-def test_a_store_that_is_away_changes_nothing(ranks: list[Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_is_away_changes_nothing(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def away(*_: str) -> bytes:
         raise StoreUnavailableError("Redis did not answer")
 

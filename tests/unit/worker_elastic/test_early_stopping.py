@@ -14,7 +14,11 @@ from torch import nn
 def optimizers(number: int) -> tuple[shoal.ShardedOptimizer, ...]:
     nets = [nn.Linear(2, 1) for _ in range(number)]
     made = tuple(torch.optim.SGD(net.parameters(), 0.1) for net in nets)
-    _, distributed = shoal.as_distributed(tuple(nets), made) if number > 1 else shoal.as_distributed(nets[0], made[0])
+    _, distributed = (
+        shoal.as_distributed(tuple(nets), made)
+        if number > 1
+        else shoal.as_distributed(nets[0], made[0])
+    )
     return distributed if number > 1 else (distributed,)
 
 
@@ -32,13 +36,18 @@ def test_two_metrics_count_by_their_modes_and_names() -> None:
             )
         return answers
 
-    assert shoal.launch(rank, world_size=2) == [[[False] * 3, [False] * 3, [True, False, False]]] * 2
+    assert (
+        shoal.launch(rank, world_size=2) == [[[False] * 3, [False] * 3, [True, False, False]]] * 2
+    )
 
 
 def test_two_optimizers_count_by_themselves() -> None:
     def rank() -> list[bool]:
         one, other = optimizers(2)
-        return [one.should_early_stop(value, patience=2) or other.should_early_stop(-value, patience=2) for value in (1.0, 2.0, 3.0)]
+        return [
+            one.should_early_stop(value, patience=2) or other.should_early_stop(-value, patience=2)
+            for value in (1.0, 2.0, 3.0)
+        ]
 
     assert shoal.launch(rank, world_size=1) == [[False, False, True]]
 
@@ -48,7 +57,10 @@ def test_two_metrics_without_names_are_refused() -> None:
         (optimizer,) = optimizers(1)
         return optimizer.should_early_stop(1.0) or optimizer.should_early_stop(2.0)
 
-    with pytest.raises(ConfigurationError, match=r'called from two places of the script.*should_early_stop\(loss, name="loss"\)'):
+    with pytest.raises(
+        ConfigurationError,
+        match=r'called from two places of the script.*should_early_stop\(loss, name="loss"\)',
+    ):
         shoal.launch(rank, world_size=1)
 
 

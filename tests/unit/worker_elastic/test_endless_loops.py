@@ -1,4 +1,5 @@
-"""A loop over epochs without an end, as of a script that stops at a number of steps, is one whose length is not known."""
+"""A loop over epochs without an end, as of a script that stops at a number of steps, is one whose
+length is not known."""
 
 from __future__ import annotations
 

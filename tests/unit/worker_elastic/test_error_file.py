@@ -1,4 +1,5 @@
-"""What a process that did not catch an exception leaves to its launcher: an account, or an exit status that says it was no bug."""
+"""What a process that did not catch an exception leaves to its launcher: an account, or an exit
+status that says it was no bug."""
 
 from __future__ import annotations
 
@@ -29,15 +30,20 @@ raise {exception}
 
 
 def ended(zygote: Zygote, exception: str, tmp_path: Path) -> tuple[int, str, Path]:
-    """Runs a script that raises it: its exit status, what it said and where its account would be."""
+    """Runs a script that raises it: its exit status, what it said and where its account would
+    be."""
     account = tmp_path / "account.json"
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(exception=exception))
-    process = zygote.start("script", [str(script)], output=tmp_path / "log", TORCHELASTIC_ERROR_FILE=str(account))
+    process = zygote.start(
+        "script", [str(script)], output=tmp_path / "log", TORCHELASTIC_ERROR_FILE=str(account)
+    )
     return process.wait(), process.said(), account
 
 
-def test_a_bug_leaves_an_account_in_the_form_of_torchs_record(zygote: Zygote, tmp_path: Path) -> None:
+def test_a_bug_leaves_an_account_in_the_form_of_torchs_record(
+    zygote: Zygote, tmp_path: Path
+) -> None:
     status, said, account = ended(zygote, "ValueError('a bug')", tmp_path)
     assert (status, "ValueError: a bug" in said) == (1, True)
     content = json.loads(account.read_text())
@@ -46,16 +52,28 @@ def test_a_bug_leaves_an_account_in_the_form_of_torchs_record(zygote: Zygote, tm
     assert content["shoal"]["rank"] == -1
 
 
-def test_a_failure_that_is_raised_later_than_it_happened_is_accounted_for_at_its_own_time(zygote: Zygote, tmp_path: Path) -> None:
-    """As of a checkpoint that is written in the background. Who was told of it may raise before this process does."""
-    failing = "__import__('shoal_common.errors').errors.UnavailableError('the disk is full', reason='CHECKPOINT_NOT_WRITTEN')"
+def test_a_failure_that_is_raised_later_than_it_happened_is_accounted_for_at_its_own_time(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    """As of a checkpoint that is written in the background. Who was told of it may raise before
+    this process does."""
+    failing = (
+        "__import__('shoal_common.errors').errors.UnavailableError('the disk is full', "
+        "reason='CHECKPOINT_NOT_WRITTEN')"
+    )
     setting = f"(error := {failing}, setattr(error, 'failed_at', 12.5))[0]"
     _, said, account = ended(zygote, setting, tmp_path)
     assert json.loads(account.read_text())["shoal"]["unix_s"] == 12.5, said
 
 
-def test_a_peers_death_that_raises_under_the_users_code_ends_the_process_with_a_status_of_its_own(zygote: Zygote, tmp_path: Path) -> None:
-    status, said, account = ended(zygote, "RuntimeError('the step failed') from MembershipChanged('a peer has gone')", tmp_path)
+def test_a_peers_death_that_raises_under_the_users_code_ends_the_process_with_a_status_of_its_own(
+    zygote: Zygote, tmp_path: Path
+) -> None:
+    status, said, account = ended(
+        zygote,
+        "RuntimeError('the step failed') from MembershipChanged('a peer has gone')",
+        tmp_path,
+    )
     assert (status, "MembershipChanged: a peer has gone" in said) == (PUT_OUT, True)
     assert not account.exists()
 
@@ -95,7 +113,9 @@ def test_an_exception_that_hides_what_led_to_it_stands_for_itself() -> None:
 
 
 @pytest.mark.parametrize("reason", ["RANKS_DIVERGED", "REPLICAS_DIVERGED"])
-def test_what_the_scripts_did_is_no_consequence_though_a_failed_collective_told_it(reason: str) -> None:
+def test_what_the_scripts_did_is_no_consequence_though_a_failed_collective_told_it(
+    reason: str,
+) -> None:
     verdict = PreconditionError("the ranks' scripts went different ways", reason=reason)
     verdict.__cause__ = MembershipChanged("the group was ended")
     assert not is_consequence(verdict)

@@ -49,7 +49,10 @@ def test_every_so_many_committed_steps_it_evaluates_and_else_says_none() -> None
         for batch in loader:
             take_step(model, optimizer, batch)
             found[loader.global_step] = shoal.evaluate(model, validation(), count, every_steps=5)
-    assert {step: told for step, told in found.items() if told is not None} == {5: {"samples": 24}, 10: {"samples": 24}}
+    assert {step: told for step, told in found.items() if told is not None} == {
+        5: {"samples": 24},
+        10: {"samples": 24},
+    }
 
 
 def test_every_so_many_committed_steps_it_saves_also_over_a_resume(tmp_path: Path) -> None:
@@ -84,7 +87,9 @@ def test_steps_are_counted_without_a_loader_of_shoals_and_in_micro_batches() -> 
     assert evaluated == [False, False, True] * 4
 
 
-def test_it_is_not_due_again_when_the_step_after_it_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_not_due_again_when_the_step_after_it_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A lost step leaves the run where it was: behind the step that it was due after."""
     model, optimizer, loader = start()
     session = current_session()
@@ -112,7 +117,12 @@ def test_before_the_first_step_and_behind_a_batch_that_was_only_looked_at_nothin
 def test_inside_a_step_it_is_refused_with_the_right_place(tmp_path: Path) -> None:
     model, optimizer, loader = start()
     for batch in loader:
-        with pytest.raises(PreconditionError, match=re.escape("save_checkpoint(every_steps=2) was called inside a step: call it between")):
+        with pytest.raises(
+            PreconditionError,
+            match=re.escape(
+                "save_checkpoint(every_steps=2) was called inside a step: call it between"
+            ),
+        ):
             shoal.save_checkpoint(tmp_path, every_steps=2)
         take_step(model, optimizer, batch)
         shoal.save_checkpoint(tmp_path, every_steps=2)
@@ -144,7 +154,10 @@ def test_an_evaluation_in_which_the_ranks_go_back_to_a_checkpoint_is_of_the_chec
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "5"])
 def test_a_number_of_steps_is_a_whole_number(tmp_path: Path, every: Any) -> None:
     model, *_ = start()
-    with pytest.raises(ConfigurationError, match=re.escape(f"evaluate(every_steps={every!r}): expected a whole number of at least 1")):
+    with pytest.raises(
+        ConfigurationError,
+        match=re.escape(f"evaluate(every_steps={every!r}): expected a whole number of at least 1"),
+    ):
         shoal.evaluate(model, validation(), count, every_steps=every)
     with pytest.raises(ConfigurationError, match="save_checkpoint"):
         shoal.save_checkpoint(tmp_path, every_steps=every)

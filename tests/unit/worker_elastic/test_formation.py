@@ -29,7 +29,11 @@ def border(member: Member) -> ScriptPosition | None:
 
 
 def test_a_rank_that_holds_an_older_state_takes_that_of_the_others() -> None:
-    members = [Member(Model(5.0), state=NEW), Member(Model(4.0), state=OLD), Member(Model(5.0), state=NEW)]
+    members = [
+        Member(Model(5.0), state=NEW),
+        Member(Model(4.0), state=OLD),
+        Member(Model(5.0), state=NEW),
+    ]
     assert form(members, reform) == [None] * 3
     assert [m.model.value for m in members] == [5.0] * 3
     assert {m.held.name for m in members} == {NEW}
@@ -53,7 +57,9 @@ def test_a_state_that_every_holder_has_torn_is_said_to_be_lost_on_all_ranks() ->
 def test_a_state_that_every_holder_has_torn_is_not_given_to_joiners() -> None:
     members = [Member(Model(-1.0), state=NEW, torn=True), Member(Model(0.0), live=False)]
     outcomes = form(members, border)
-    assert [str(o) for o in outcomes] == ["no rank can give its state to the joiners; restart from a checkpoint"] * 2
+    assert [str(o) for o in outcomes] == [
+        "no rank can give its state to the joiners; restart from a checkpoint"
+    ] * 2
     assert not members[1].held.phase.holds_state
 
 
@@ -65,7 +71,12 @@ def test_the_weights_of_the_first_rank_that_is_no_joiner_win(first_is_joiner: bo
         assert [m.model.value for m in members] == [2.0] * 3
         return
     joiner = Member(Model(9.0), live=False)
-    outcomes = form([joiner, *members], lambda m: border(m) if m is joiner else (synchronize(m), m.formation.let_joiners_in(BORDER))[1])
+    outcomes = form(
+        [joiner, *members],
+        lambda m: (
+            border(m) if m is joiner else (synchronize(m), m.formation.let_joiners_in(BORDER))[1]
+        ),
+    )
     assert outcomes == [BORDER, None, None, None]
     assert [m.model.value for m in (joiner, *members)] == [2.0] * 4
 
@@ -109,7 +120,11 @@ def test_the_lowest_rank_speaks_for_all_once_all_hold_the_state() -> None:
 
 
 def test_ranks_at_different_loops_refuse_to_feed_a_joiner() -> None:
-    members = [Member(Model(5.0), state=NEW), Member(Model(5.0), state=NEW), Member(Model(0.0), live=False)]
+    members = [
+        Member(Model(5.0), state=NEW),
+        Member(Model(5.0), state=NEW),
+        Member(Model(0.0), live=False),
+    ]
     places = {id(members[0]): BORDER, id(members[1]): ScriptPosition("other", 2, 0, 5)}
 
     def at_its_place(member: Member) -> None:
@@ -124,7 +139,9 @@ def test_ranks_at_different_loops_refuse_to_feed_a_joiner() -> None:
 def test_joiners_that_find_nobody_start_from_the_checkpoint() -> None:
     members = [Member(Model(1.0), live=False), Member(Model(2.0), live=False)]
     for member in members:
-        member.formation.feeding.fallback = lambda member=member: member.model.restore(Model(7.0).capture()) is None
+        member.formation.feeding.fallback = lambda member=member: (
+            member.model.restore(Model(7.0).capture()) is None
+        )
     assert form(members, border) == [None, None]
     assert [m.model.value for m in members] == [7.0, 7.0]
 

@@ -26,20 +26,37 @@ class Loader:
     ("train", "other", "then", "why_not"),
     [
         ((1, 5, True), (0, 0, False), {"train": (1, 2), "other": (0, 0)}, None),
-        ((1, 5, True), (0, 0, False), {"train": (0, 9), "other": (0, 0)}, "it is in epoch 1 of loader 'train'"),
-        ((1, 5, True), (2, 0, False), {"train": (1, 2), "other": (1, 0)}, "loader 'other' has moved on"),
+        (
+            (1, 5, True),
+            (0, 0, False),
+            {"train": (0, 9), "other": (0, 0)},
+            "it is in epoch 1 of loader 'train'",
+        ),
+        (
+            (1, 5, True),
+            (2, 0, False),
+            {"train": (1, 2), "other": (1, 0)},
+            "loader 'other' has moved on",
+        ),
         ((1, 5, True), (0, 0, False), {"other": (0, 0)}, "it is in epoch 1 of loader 'train'"),
         ((1, 5, False), (0, 0, False), {"train": (1, 5)}, "it is in no loop"),
     ],
 )
 def test_a_script_can_take_the_steps_of_its_loop_again_and_no_others(
-    train: tuple[int, int, bool], other: tuple[int, int, bool], then: dict[str, tuple[int, int]], why_not: str | None
+    train: tuple[int, int, bool],
+    other: tuple[int, int, bool],
+    then: dict[str, tuple[int, int]],
+    why_not: str | None,
 ) -> None:
     held = HeldState(live=True)
-    loaders = [Loader(name, epoch, step, under_way=under) for name, (epoch, step, under) in (("train", train), ("other", other))]
+    loaders = [
+        Loader(name, epoch, step, under_way=under)
+        for name, (epoch, step, under) in (("train", train), ("other", other))
+    ]
     for loader in loaders:
         held.add_source(loader)  # type: ignore[arg-type]  # as much of one as is looked at
     sources = {name: {"epoch": epoch, "step": step} for name, (epoch, step) in then.items()}
     answer = held.cannot_return({"steps": 3, "sources": sources})
     assert answer is None if why_not is None else answer is not None and answer.startswith(why_not)
-    assert held.cannot_return({"steps": held.steps, "sources": sources}) is None  # there is no step to take again
+    # there is no step to take again
+    assert held.cannot_return({"steps": held.steps, "sources": sources}) is None

@@ -8,7 +8,9 @@ from shoal_worker.elastic.group import Group
 
 def group_of_one() -> Group:
     me = Peer(rank=0, member_id="a", host="localhost", donor_address="", joining=False)
-    return Group(Generation(number=1, nonce="0" * 32, peers=(me,), rank=0, interrupts_below=0), None, None)
+    return Group(
+        Generation(number=1, nonce="0" * 32, peers=(me,), rank=0, interrupts_below=0), None, None
+    )
 
 
 def ended(other_end: socket.socket) -> bool:

@@ -1,4 +1,5 @@
-"""The ranks of a large world, as a member knows them: told by what has changed, asked for where it has to know more."""
+"""The ranks of a large world, as a member knows them: told by what has changed, asked for where it
+has to know more."""
 
 from __future__ import annotations
 
@@ -31,26 +32,46 @@ class Coordinator:
             raise MembershipChanged(f"generation {number} is over")
         table = self.tables[number]
         return [
-            Peer(rank=r.rank, member_id=r.member_id, host=r.host, donor_address=r.donor_address, joining=False)
+            Peer(
+                rank=r.rank,
+                member_id=r.member_id,
+                host=r.host,
+                donor_address=r.donor_address,
+                joining=False,
+            )
             for r in (table[rank] for rank in (ranks or range(len(table))))
         ]
 
     def announce(
-        self, number: int, table: list[pb.Rank], before: Generation | None, *, change: pb.RankChange | None = None, digest: bytes = b""
+        self,
+        number: int,
+        table: list[pb.Rank],
+        before: Generation | None,
+        *,
+        change: pb.RankChange | None = None,
+        digest: bytes = b"",
     ) -> Generation:
-        table = [pb.Rank(rank=rank, member_id=r.member_id, host=r.host, donor_address=r.donor_address) for rank, r in enumerate(table)]
+        table = [
+            pb.Rank(rank=rank, member_id=r.member_id, host=r.host, donor_address=r.donor_address)
+            for rank, r in enumerate(table)
+        ]
         self.tables[number] = table
         message = pb.Generation(
             number=number,
             nonce="0" * 32,
             world_size=len(table),
-            table_digest=digest or rank_table.digest(rank_table.line(r.member_id, r.host, r.donor_address, "") for r in table),
+            table_digest=digest
+            or rank_table.digest(
+                rank_table.line(r.member_id, r.host, r.donor_address, "") for r in table
+            ),
             joining=[1, 2],
             most_local_ranks=2,
             change=change,
         )
         mine = next(r.rank for r in table if r.member_id == "c")
-        return parse_generation(pb.MemberDirective(generation=message, rank=mine), MINE, before, self.ask)
+        return parse_generation(
+            pb.MemberDirective(generation=message, rank=mine), MINE, before, self.ask
+        )
 
 
 TABLE = [entry(name, rank) for rank, name in enumerate("abcdef")]
@@ -58,10 +79,20 @@ WITHOUT_B = [each for each in TABLE if each.member_id != "b"]
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_the_first_generation_of_a_run_is_known_by_its_cause_since_numbers_go_on(whole: bool) -> None:
-    for cause, begins in ((pb.Generation.CAUSE_START, True), (pb.Generation.CAUSE_FAILURE, False), (pb.Generation.CAUSE_BORDER, False)):
-        message = pb.Generation(number=8, nonce="0" * 32, cause=cause, world_size=6, ranks=TABLE if whole else ())
-        generation = parse_generation(pb.MemberDirective(generation=message, rank=2), MINE, None, Coordinator().ask)
+def test_the_first_generation_of_a_run_is_known_by_its_cause_since_numbers_go_on(
+    whole: bool,
+) -> None:
+    for cause, begins in (
+        (pb.Generation.CAUSE_START, True),
+        (pb.Generation.CAUSE_FAILURE, False),
+        (pb.Generation.CAUSE_BORDER, False),
+    ):
+        message = pb.Generation(
+            number=8, nonce="0" * 32, cause=cause, world_size=6, ranks=TABLE if whole else ()
+        )
+        generation = parse_generation(
+            pb.MemberDirective(generation=message, rank=2), MINE, None, Coordinator().ask
+        )
         assert generation.begins_run is begins
 
 
@@ -94,7 +125,9 @@ def test_who_knows_the_table_works_in_what_has_changed_and_asks_nobody() -> None
         3,
         [*WITHOUT_B, entry("g", 5)],
         second,
-        change=pb.RankChange(since=2, added=[pb.Rank(rank=5, member_id="g", host="h2", donor_address="h:6")]),
+        change=pb.RankChange(
+            since=2, added=[pb.Rank(rank=5, member_id="g", host="h2", donor_address="h:6")]
+        ),
     )
     assert [(peer.rank, peer.member_id) for peer in third.peers] == list(enumerate("acdefg"))
     assert third.rank == 1
@@ -110,7 +143,9 @@ def test_who_knows_the_table_works_in_what_has_changed_and_asks_nobody() -> None
     ],
     ids=["another table follows", "a rank that there is not", "a gap"],
 )
-def test_a_change_that_does_not_lead_to_the_table_of_the_digest_has_it_asked_for(change: pb.RankChange) -> None:
+def test_a_change_that_does_not_lead_to_the_table_of_the_digest_has_it_asked_for(
+    change: pb.RankChange,
+) -> None:
     coordinator = Coordinator()
     first = coordinator.announce(1, TABLE, None)
     assert first.known is None

@@ -13,15 +13,31 @@ from shoal_worker.settings import WorkerSettings
 
 
 def test_who_could_not_join_may_try_again() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as nobody, socket.create_server(("127.0.0.1", 0)) as metrics:
-        coordinator, listen = (f"127.0.0.1:{server.getsockname()[1]}" for server in (nobody, metrics))
-    settings = WorkerSettings(coordinator=coordinator, job_id="j", member_id="m", metrics_listen=listen, rendezvous_timeout_s=0.1)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as nobody,
+        socket.create_server(("127.0.0.1", 0)) as metrics,
+    ):
+        coordinator, listen = (
+            f"127.0.0.1:{server.getsockname()[1]}" for server in (nobody, metrics)
+        )
+    settings = WorkerSettings(
+        coordinator=coordinator,
+        job_id="j",
+        member_id="m",
+        metrics_listen=listen,
+        rendezvous_timeout_s=0.1,
+    )
     before = set(threading.enumerate())
     for _ in range(2):
-        with pytest.raises(DeadlineError, match=rf"for the coordinator to accept this member .* at {coordinator} \(SHOAL_COORDINATOR\)"):
+        with pytest.raises(
+            DeadlineError,
+            match=rf"for the coordinator to accept this member .* at {coordinator} "
+            r"\(SHOAL_COORDINATOR\)",
+        ):
             open_session(settings)
     deadline = time.monotonic() + 10
-    while left := set(threading.enumerate()) - before:  # grpc may just be starting one, which cannot be joined yet
+    while left := set(threading.enumerate()) - before:
+        # grpc may just be starting one, which cannot be joined yet
         assert time.monotonic() < deadline, [thread.name for thread in left]
         time.sleep(0.01)
     assert find_session() is None

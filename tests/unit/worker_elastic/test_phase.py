@@ -1,4 +1,5 @@
-"""What a process's script is to its job: one phase at a time, and only the moves that have a name."""
+"""What a process's script is to its job: one phase at a time, and only the moves that have a
+name."""
 
 import itertools
 
@@ -47,11 +48,17 @@ def take(phase: ScriptPhase, *moves: str) -> ScriptPhase:
 def invariant(phase: ScriptPhase) -> bool:
     """What the module says of `stopped`, and of who holds the job's state."""
     told = {STOPPED: True, LEFT: True, TORN: phase.stopped is not None}.get(phase.now, False)
-    return (phase.stopped is not None) == told and phase.holds_state == (phase.now not in (REPLAYING, LEFT))
+    return (phase.stopped is not None) == told and phase.holds_state == (
+        phase.now not in (REPLAYING, LEFT)
+    )
 
 
 def test_the_table_knows_every_move() -> None:
-    moves = {name for name, value in vars(ScriptPhase).items() if callable(value) and not name.startswith("_")}
+    moves = {
+        name
+        for name, value in vars(ScriptPhase).items()
+        if callable(value) and not name.startswith("_")
+    }
     assert moves == set(MOVES)
 
 
@@ -79,7 +86,9 @@ def test_a_process_that_is_alone_from_the_start_trains() -> None:
 
 
 @pytest.mark.parametrize("cure", ["mend", "replace"])
-def test_a_torn_state_stays_torn_through_a_stop_and_takes_no_step_when_it_is_whole_again(cure: str) -> None:
+def test_a_torn_state_stays_torn_through_a_stop_and_takes_no_step_when_it_is_whole_again(
+    cure: str,
+) -> None:
     phase = take(ScriptPhase(live=True), "tear", "stop")
     assert phase.now is TORN
     assert phase.stopped == "asked"

@@ -28,7 +28,9 @@ class Clock:
 
 
 @pytest.mark.parametrize("step_s", [0.01, 0.3, 2.5])
-def test_the_rate_is_that_of_the_last_second_or_of_the_last_step_if_that_took_longer(step_s: float) -> None:
+def test_the_rate_is_that_of_the_last_second_or_of_the_last_step_if_that_took_longer(
+    step_s: float,
+) -> None:
     clock = Clock()
     meter = ProgressMeter(WorkerMetrics(), clock=clock)
     assert meter.snapshot().samples_per_s == 0
@@ -53,7 +55,9 @@ def test_the_rate_of_a_worker_that_does_not_get_on_falls() -> None:
     assert rates[-1] < 10
 
 
-def test_the_time_that_a_rank_works_is_told_apart_from_the_time_that_it_waits_for_its_peers() -> None:
+def test_the_time_that_a_rank_works_is_told_apart_from_the_time_that_it_waits_for_its_peers() -> (
+    None
+):
     clock = Clock()
     meter = ProgressMeter(WorkerMetrics(), clock=clock)
     for step in range(10):
@@ -96,7 +100,13 @@ def test_the_processor_time_of_children_counts_as_that_of_their_process() -> Non
 
 
 @pytest.mark.parametrize(
-    "told", [0.25, torch.tensor(0.25), torch.tensor([0.25], dtype=torch.bfloat16), torch.tensor(0.25, requires_grad=True) * 1]
+    "told",
+    [
+        0.25,
+        torch.tensor(0.25),
+        torch.tensor([0.25], dtype=torch.bfloat16),
+        torch.tensor(0.25, requires_grad=True) * 1,
+    ],
 )
 def test_a_loss_is_told_as_a_number_or_as_a_tensor_of_one(told: float | torch.Tensor) -> None:
     metrics = WorkerMetrics()
@@ -115,7 +125,18 @@ def test_a_told_loss_stays_what_it_was_when_the_loop_goes_on_with_its_tensor() -
     assert meter.snapshot().loss == 1.0
 
 
-@pytest.mark.parametrize("told", [torch.zeros(2), torch.zeros((), device="meta"), torch.zeros((), dtype=torch.complex64), "low", None])
+@pytest.mark.parametrize(
+    "told",
+    [
+        torch.zeros(2),
+        torch.zeros((), device="meta"),
+        torch.zeros((), dtype=torch.complex64),
+        "low",
+        None,
+    ],
+)
 def test_what_is_not_one_number_is_no_loss(told: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"shoal\.report\(loss=\.\.\.\): found .*; expected one number"):
+    with pytest.raises(
+        ConfigurationError, match=r"shoal\.report\(loss=\.\.\.\): found .*; expected one number"
+    ):
         ProgressMeter(WorkerMetrics()).loss.tell(told)

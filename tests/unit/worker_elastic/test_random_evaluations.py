@@ -37,7 +37,9 @@ def evaluations(kind: str) -> tuple[list[float], float]:
     net = nn.Linear(4, 1)
     model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01))
     batches: Any = {
-        "shoal's": lambda: shoal.ElasticDataLoader(TensorDataset(ROWS), global_batch_size=8, train=False),
+        "shoal's": lambda: shoal.ElasticDataLoader(
+            TensorDataset(ROWS), global_batch_size=8, train=False
+        ),
         "torch's": lambda: DataLoader(TensorDataset(ROWS), batch_size=8),
         "torch's, drawing": lambda: DataLoader(Noisy(), batch_size=8),
     }[kind]()
@@ -49,7 +51,9 @@ def evaluations(kind: str) -> tuple[list[float], float]:
 def test_an_evaluation_that_draws_is_the_same_on_any_number_of_ranks(kind: str) -> None:
     (alone,) = shoal.launch(lambda: evaluations(kind), world_size=1)
     for world_size in (2, 3):
-        assert shoal.launch(lambda: evaluations(kind), world_size=world_size) == [alone] * world_size
+        assert (
+            shoal.launch(lambda: evaluations(kind), world_size=world_size) == [alone] * world_size
+        )
 
 
 def test_each_evaluation_draws_numbers_of_its_own() -> None:

@@ -35,13 +35,21 @@ def test_equal_states_need_nothing() -> None:
     assert (plan.donors, plan.behind, plan.results_from) == ((0, 1), (), None)
 
 
-def test_a_rank_in_doubt_of_the_step_that_its_peers_closed_applies_it_before_the_generation_stands() -> None:
+def test_a_rank_in_doubt_of_a_step_that_its_peers_committed_applies_it_before_the_generation() -> (
+    None
+):
     plan = reconcile([standing((1, 6), outcomes=6), standing((1, 5), doubt=(1, 6), outcomes=6)])
     assert (plan.decided, plan.behind, plan.moving) == ((1,), (), (1,))
 
 
 def test_a_step_whose_closing_no_survivor_saw_is_void_on_all_at_once() -> None:
-    plan = reconcile([standing((1, 5), doubt=(1, 6), outcomes=6), standing((1, 5), outcomes=6), standing((1, 5), doubt=(1, 6), outcomes=6)])
+    plan = reconcile(
+        [
+            standing((1, 5), doubt=(1, 6), outcomes=6),
+            standing((1, 5), outcomes=6),
+            standing((1, 5), doubt=(1, 6), outcomes=6),
+        ]
+    )
     assert (plan.newest, plan.decided, plan.moving) == (StateName(1, 5), (), ())
 
 
@@ -54,7 +62,9 @@ def test_a_joiner_need_not_have_been_told_of_anything() -> None:
     assert reconcile([standing((1, 6), outcomes=7), standing(None, spectator=True)]).moving == ()
 
 
-def test_a_rank_of_an_older_state_that_is_not_in_doubt_takes_the_newest_from_all_that_hold_it() -> None:
+def test_a_rank_of_an_older_state_that_is_not_in_doubt_takes_the_newest_from_all_that_hold_it() -> (
+    None
+):
     plan = reconcile([standing((1, 6)), standing((1, 5)), standing((1, 6))])
     assert plan.newest == StateName(1, 6)
     assert plan.donors == (0, 2)
@@ -65,7 +75,9 @@ def test_ranks_whose_peers_took_steps_without_them_are_replaced_and_take_no_stat
     in_an_operation = standing((1, 20), operations=1, outcomes=20, interrupted=(1, True))
     in_a_step = standing((1, 20), doubt=(1, 21), outcomes=21, interrupted=(1, False))
     before_its_first_state = standing(None)
-    plan = reconcile([standing((3, 168), outcomes=169), in_an_operation, in_a_step, before_its_first_state])
+    plan = reconcile(
+        [standing((3, 168), outcomes=169), in_an_operation, in_a_step, before_its_first_state]
+    )
     assert plan.overtaken == (1, 2, 3)
     assert (plan.behind, plan.moving, plan.decided) == ((), (), ())
 
@@ -97,14 +109,16 @@ def test_when_every_holder_is_torn_the_state_is_lost() -> None:
     assert reconcile([standing((1, 5), poisoned=True)]).state_lost
 
 
-def test_a_rank_that_has_not_finished_the_first_synchronization_takes_the_state_of_one_that_has() -> None:
+def test_a_rank_that_has_not_finished_the_first_synchronization_takes_anothers_state() -> None:
     plan = reconcile([standing((1, 0)), standing(None)])
     assert plan.behind == (1,)
     assert plan.donors == (0,)
 
 
 def test_results_come_from_the_rank_that_finished_most_operations() -> None:
-    plan = reconcile([standing((1, 5), operations=1), standing((1, 5), operations=3), standing((1, 5))])
+    plan = reconcile(
+        [standing((1, 5), operations=1), standing((1, 5), operations=3), standing((1, 5))]
+    )
     assert plan.results_from == 1
 
 
@@ -125,8 +139,12 @@ def test_a_rank_behind_gets_the_results_that_followed_the_step_it_missed() -> No
 IN_OPERATION, IN_STEP = (3, True), (3, False)
 
 
-def test_ranks_of_one_state_in_an_operation_and_in_a_step_of_one_group_went_different_ways() -> None:
-    assert reconcile([standing((1, 5), interrupted=IN_OPERATION), standing((1, 5), interrupted=IN_STEP)]).apart == (0,)
+def test_ranks_of_one_state_in_an_operation_and_in_a_step_of_one_group_went_different_ways() -> (
+    None
+):
+    assert reconcile(
+        [standing((1, 5), interrupted=IN_OPERATION), standing((1, 5), interrupted=IN_STEP)]
+    ).apart == (0,)
     assert reconcile([standing((1, 5), interrupted=IN_OPERATION)] * 2).apart == ()
     assert reconcile([standing((1, 5), interrupted=IN_STEP)] * 2).apart == ()
 
@@ -158,7 +176,9 @@ standings = st.lists(
 
 
 @given(standings)
-def test_donors_hold_the_newest_state_whole_and_nobody_both_gives_and_takes(ranks: list[Standing]) -> None:
+def test_donors_hold_the_newest_state_whole_and_nobody_both_gives_and_takes(
+    ranks: list[Standing],
+) -> None:
     plan = reconcile(ranks)
     assert not set(plan.donors) & set(plan.behind)
     for rank in plan.donors:
@@ -175,7 +195,9 @@ def test_donors_hold_the_newest_state_whole_and_nobody_both_gives_and_takes(rank
 
 
 @given(standings)
-def test_nobody_waits_for_ranks_that_do_not_move_and_each_that_holds_too_little_is_told_what_to_do(ranks: list[Standing]) -> None:
+def test_nobody_waits_for_ranks_that_do_not_move_and_each_that_holds_too_little_is_told_what_to_do(
+    ranks: list[Standing],
+) -> None:
     plan = reconcile(ranks)
     members = [r for r, s in enumerate(ranks) if not s.spectator]
     assert set(plan.moving) <= set(members)

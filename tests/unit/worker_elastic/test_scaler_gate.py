@@ -1,4 +1,5 @@
-"""A registered GradScaler around a step that was lost: its scale and its books stay as they were before the step."""
+"""A registered GradScaler around a step that was lost: its scale and its books stay as they were
+before the step."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 
 
 class Training:
-    """One parameter, trained with a registered scaler. `scale(...)` of a loss, `step()` and `update()` as in a user's loop."""
+    """One parameter, trained with a registered scaler. `scale(...)` of a loss, `step()` and
+    `update()` as in a user's loop."""
 
     def __init__(self) -> None:
         self.parameter = torch.nn.Parameter(torch.ones(1))

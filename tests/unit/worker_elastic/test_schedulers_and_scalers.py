@@ -1,4 +1,5 @@
-"""Registered state: gates of schedulers and scalers after lost steps, and states that wait for their object."""
+"""Registered state: gates of schedulers and scalers after lost steps, and states that wait for
+their object."""
 
 import copy
 from typing import Any
@@ -72,7 +73,9 @@ def test_peers_and_checkpoints_get_a_registered_object_as_it_was_before_the_lost
     assert registered.capture()["states"]["seen"]["samples"].item() == 0
 
 
-def test_a_large_registered_object_is_not_copied_in_each_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_large_registered_object_is_not_copied_in_each_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     registered, seen = RegisteredState(), Seen()
     seen.samples = torch.zeros(17 << 20)
     registered.register("seen", seen, copied=True)
@@ -83,8 +86,9 @@ def test_a_large_registered_object_is_not_copied_in_each_step(caplog: pytest.Log
         registered.step_void()
     assert seen.samples[0].item() == 2
     assert [record.message for record in caplog.records if "64 MiB" in record.message] == [
-        "the registered object 'seen' holds more than 64 MiB of tensors, or 256 KiB of other values: it is not copied in each step, so "
-        "what a step that is lost does to it stays. Change it behind optimizer.step(), and only if that returned a true value"
+        "the registered object 'seen' holds more than 64 MiB of tensors, or 256 KiB of other "
+        "values: it is not copied in each step, so what a step that is lost does to it stays. "
+        "Change it behind optimizer.step(), and only if that returned a true value"
     ]
 
 
@@ -123,7 +127,9 @@ def test_a_loop_without_a_loader_trains_on_no_sample_twice_after_a_lost_step() -
     assert len(position.history) == 3
 
 
-def test_an_object_with_many_values_is_not_copied_in_each_step(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_object_with_many_values_is_not_copied_in_each_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     registered, position = RegisteredState(), Position()
     position.history = [0.123456789] * 30_000
     registered.register("position", position, copied=True)
@@ -131,7 +137,10 @@ def test_an_object_with_many_values_is_not_copied_in_each_step(caplog: pytest.Lo
         registered.step_begins()
         registered.step_taken(may_be_lost=True)
         registered.step_void()
-    assert len([record for record in caplog.records if "256 KiB of other values" in record.message]) == 1
+    assert (
+        len([record for record in caplog.records if "256 KiB of other values" in record.message])
+        == 1
+    )
 
 
 def test_a_scaler_that_is_not_enabled_may_be_updated_after_a_void_step() -> None:
@@ -150,12 +159,26 @@ def test_what_advanced_in_a_step_is_withdrawn_while_nobody_knows_whether_it_coun
     lr.step()
     registered.withdraw()
     captured = registered.capture()
-    assert (lr.last_epoch, lr.optimizer.param_groups[0]["lr"], captured["scale"], captured["advances"]) == (0, 1.0, None, {"lr": 0})
+    assert (
+        lr.last_epoch,
+        lr.optimizer.param_groups[0]["lr"],
+        captured["scale"],
+        captured["advances"],
+    ) == (0, 1.0, None, {"lr": 0})
     registered.reinstate()
     captured = registered.capture()
-    assert (lr.last_epoch, lr.optimizer.param_groups[0]["lr"], captured["scale"], captured["advances"]) == (1, 0.5, 8.0, {"lr": 1})
+    assert (
+        lr.last_epoch,
+        lr.optimizer.param_groups[0]["lr"],
+        captured["scale"],
+        captured["advances"],
+    ) == (1, 0.5, 8.0, {"lr": 1})
     registered.step_void()
-    assert (lr.last_epoch, lr.optimizer.param_groups[0]["lr"], registered.capture()["scale"]) == (0, 1.0, None)
+    assert (lr.last_epoch, lr.optimizer.param_groups[0]["lr"], registered.capture()["scale"]) == (
+        0,
+        1.0,
+        None,
+    )
 
 
 def test_the_gate_stays_out_of_the_schedulers_state() -> None:
@@ -187,7 +210,9 @@ def test_a_state_waits_for_an_object_that_is_registered_later() -> None:
 
 
 def test_an_object_without_state_is_refused_by_name() -> None:
-    with pytest.raises(ConfigurationError, match=r"register_state\(ema=...\): int has no state_dict"):
+    with pytest.raises(
+        ConfigurationError, match=r"register_state\(ema=...\): int has no state_dict"
+    ):
         RegisteredState().register("ema", 3)
 
 
@@ -223,7 +248,9 @@ def test_an_advance_before_the_step_was_found_lost_is_undone() -> None:
 
 
 @pytest.mark.parametrize("saved_after_it_advanced", [True, False])
-def test_what_a_script_repeats_for_epochs_that_it_passes_over_does_not_advance_again(saved_after_it_advanced: bool) -> None:
+def test_what_a_script_repeats_for_epochs_that_it_passes_over_does_not_advance_again(
+    saved_after_it_advanced: bool,
+) -> None:
     before = RegisteredState()
     lr = run_of(before)
     lr.step()
@@ -298,7 +325,9 @@ def test_the_digest_of_the_settings_follows_whatever_changes_them(lr: float | to
 
 
 @pytest.mark.parametrize(("first", "then"), [(1.0, 1), (0.0, -0.0), (True, 1)])
-def test_equal_numbers_have_one_digest_also_on_a_rank_that_came_later(first: float, then: float) -> None:
+def test_equal_numbers_have_one_digest_also_on_a_rank_that_came_later(
+    first: float, then: float
+) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     member, joiner = RegisteredState(), RegisteredState()
     for registered in (member, joiner):
@@ -321,7 +350,9 @@ def test_which_parameters_are_in_which_group_and_which_are_trained_is_among_the_
     ):
         registered = RegisteredState()
         first.requires_grad_(not frozen)
-        registered.made_from(net.parameters(), torch.optim.SGD([{"params": group, "lr": 0.1} for group in groups]))
+        registered.made_from(
+            net.parameters(), torch.optim.SGD([{"params": group, "lr": 0.1} for group in groups])
+        )
         told.append(str(registered.settings))
     assert len(set(told)) == len(told)
     registered.note_trained([True] * 4)

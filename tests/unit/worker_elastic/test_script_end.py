@@ -11,7 +11,8 @@ import pytest
 PRELUDE = """
 import atexit, importlib.util, sys
 backward = False
-spec = importlib.util.spec_from_file_location("script_end", {path!r})  # without torch, which the package imports
+# without torch, which the package imports
+spec = importlib.util.spec_from_file_location("script_end", {path!r})
 script_end = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(script_end)
 end = script_end.ScriptEnd(in_backward=lambda: backward)
@@ -36,18 +37,28 @@ SOURCE = Path(__file__).parents[3] / "worker" / "shoal_worker" / "elastic" / "sc
         ("raise ValueError('x')", 1, "ValueError: x"),
         ("try: sys.exit(3)\nexcept SystemExit: pass", 0, "None"),
         ("try: sys.exit(0)\nexcept SystemExit: raise ValueError('x')", 1, "ValueError: x"),
-        ("import threading; t = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join()", 0, "None"),
+        (
+            "import threading; t = threading.Thread(target=sys.exit, args=(3,)); t.start(); "
+            "t.join()",
+            0,
+            "None",
+        ),
         # A hook on a thread of autograd's, which hands the exception on.
         (
-            "import concurrent.futures; backward = True\nwith concurrent.futures.ThreadPoolExecutor() as autograd:\n"
+            "import concurrent.futures; backward = True\nwith "
+            "concurrent.futures.ThreadPoolExecutor() as autograd:\n"
             "    error = autograd.submit(sys.exit, 3).exception()\nraise error",
             3,
             "sys.exit(3)",
         ),
     ],
 )
-def test_a_script_that_ended_badly_is_told_from_one_that_ended_well(ending: str, status: int, failure: str, tmp_path: Path) -> None:
+def test_a_script_that_ended_badly_is_told_from_one_that_ended_well(
+    ending: str, status: int, failure: str, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(PRELUDE.format(path=str(SOURCE)) + ending)
-    ended = subprocess.run([sys.executable, "-S", script], capture_output=True, text=True, check=False, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-S", script], capture_output=True, text=True, check=False, timeout=60
+    )
     assert (ended.returncode, ended.stdout.strip()) == (status, failure), ended.stderr

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from shoal_worker.elastic.step import PLACE_WORD_LENGTH, ScriptPosition, agree
 
 numbers = st.integers(0, 2**20 - 1)
-places = st.builds(ScriptPosition, st.just("loader"), numbers, numbers, numbers, st.integers(0, 2**40 - 1))
+places = st.builds(
+    ScriptPosition, st.just("loader"), numbers, numbers, numbers, st.integers(0, 2**40 - 1)
+)
 
 
 def summed(ranks: list[ScriptPosition]) -> list[float]:
@@ -35,9 +37,13 @@ def test_one_of_many_ranks_that_is_a_little_off_is_found(field: str) -> None:
 
 @pytest.mark.parametrize("off", [1, 2**20 - 6, 2**20, 2**39])
 def test_dealings_that_are_alike_in_most_digits_are_told_apart(off: int) -> None:
-    assert not agree(summed([ScriptPosition("a", 1, 0, 0, 5)] * 999 + [ScriptPosition("a", 1, 0, 0, 5 + off)]))
+    assert not agree(
+        summed([ScriptPosition("a", 1, 0, 0, 5)] * 999 + [ScriptPosition("a", 1, 0, 0, 5 + off)])
+    )
 
 
 def test_large_numbers_wrap() -> None:
     assert agree(summed([ScriptPosition("a", 1, 10**7, 10**7, 2**64 - 1)] * 3))
-    assert not agree(summed([ScriptPosition("a", 1, 10**7, 10**7), ScriptPosition("a", 1, 10**7, 10**7 + 1)]))
+    assert not agree(
+        summed([ScriptPosition("a", 1, 10**7, 10**7), ScriptPosition("a", 1, 10**7, 10**7 + 1)])
+    )

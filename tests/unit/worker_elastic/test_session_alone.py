@@ -1,4 +1,5 @@
-"""The session in a world of one: what scripts do around the loop must not disturb the steps in it."""
+"""The session in a world of one: what scripts do around the loop must not disturb the steps in
+it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -22,13 +23,17 @@ def start(
 ) -> tuple[nn.Module, torch.optim.Optimizer, shoal.ElasticDataLoader]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, deterministic=deterministic)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, deterministic=deterministic
+    )
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
     dataset = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
     return model, optimizer, shoal.ElasticDataLoader(dataset, **{"global_batch_size": 8, **options})
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, loader: shoal.ElasticDataLoader) -> list[torch.Tensor]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loader: shoal.ElasticDataLoader
+) -> list[torch.Tensor]:
     for x, y in loader:
         nn.functional.cross_entropy(model(x), y).backward()
         assert optimizer.step()
@@ -93,13 +98,16 @@ def test_a_loop_left_before_the_step_was_finished_may_still_finish_it() -> None:
 
 
 def arriving() -> ScriptPhase:
-    """Makes this process one that was given the job's state, and whose script has not come to its peers' place."""
+    """Makes this process one that was given the job's state, and whose script has not come to its
+    peers' place."""
     phase: ScriptPhase = current_session()._held.phase
     phase.now = Phase.ARRIVING
     return phase
 
 
-def test_a_joiner_that_left_its_loop_before_its_first_step_was_finished_may_still_finish_it() -> None:
+def test_a_joiner_that_left_its_loop_before_its_first_step_was_finished_may_still_finish_it() -> (
+    None
+):
     model, optimizer, loader = start()
     phase = arriving()
     for x, y in loader:
@@ -111,7 +119,9 @@ def test_a_joiner_that_left_its_loop_before_its_first_step_was_finished_may_stil
     assert loader.global_step == 1
 
 
-def test_an_update_that_raises_in_a_joiners_first_step_is_told_by_its_own_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_that_raises_in_a_joiners_first_step_is_told_by_its_own_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, optimizer, loader = start()
     phase = arriving()
 
@@ -124,7 +134,9 @@ def test_an_update_that_raises_in_a_joiners_first_step_is_told_by_its_own_error(
     assert phase.now is Phase.TORN
 
 
-def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_applied(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_applied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, optimizer, loader = start()
     before = [p.clone() for p in model.parameters()]
     steps = current_session().lifecycle
@@ -132,12 +144,20 @@ def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_
     def reduce_with_a_rank_that_takes_the_next_step() -> None:
         step = steps.require()
         words = [
-            step.control_word(border_wanted=False, stop_told=False, leaving=False, settings=0, place=ScriptPosition("loader", 1, 0, number))
+            step.control_word(
+                border_wanted=False,
+                stop_told=False,
+                leaving=False,
+                settings=0,
+                place=ScriptPosition("loader", 1, 0, number),
+            )
             for number in (0, 1)
         ]
         step.decide([a + b for a, b in zip(*words, strict=True)])
 
-    monkeypatch.setattr(model.engine, "finish_reduction", reduce_with_a_rank_that_takes_the_next_step)
+    monkeypatch.setattr(
+        model.engine, "finish_reduction", reduce_with_a_rank_that_takes_the_next_step
+    )
     for x, y in loader:
         nn.functional.cross_entropy(model(x), y).backward()
         break
@@ -173,7 +193,8 @@ def test_a_batch_that_weighs_nothing_may_hold_anything() -> None:
 
 
 def run_two_loaders(resumed_from: Any = None) -> Iterator[tuple[tuple[str, int, int], Any]]:
-    """A script with two loops inside a loop over epochs. After each step: where that was, and the state of the run."""
+    """A script with two loops inside a loop over epochs. After each step: where that was, and the
+    state of the run."""
     set_session(None)
     model, optimizer, second = start(name="second")
     first = shoal.ElasticDataLoader(second.dataset, global_batch_size=12, name="first")
@@ -195,12 +216,16 @@ def test_a_run_with_two_loaders_resumes_from_any_step_where_it_was() -> None:
     places = [place for place, _ in whole]
     assert len(places) == 3 * (3 + 2 + 3)
     for number, (_, state) in enumerate(whole, start=1):
-        assert [place for place, _ in run_two_loaders(state)] == places[number:], f"after step {number}"
+        assert [place for place, _ in run_two_loaders(state)] == places[number:], (
+            f"after step {number}"
+        )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 @pytest.mark.parametrize("taken", [0, 1])
-def test_a_step_whose_inner_loop_was_left_early_is_refused_before_it_is_applied(strategy: str, taken: int) -> None:
+def test_a_step_whose_inner_loop_was_left_early_is_refused_before_it_is_applied(
+    strategy: str, taken: int
+) -> None:
     """Its other samples would count as trained on."""
     model, optimizer, loader = start(micro_batch_size=4, strategy=strategy)
     before = [t.clone() for t in model.gather_full_parameters().values()]
@@ -208,7 +233,9 @@ def test_a_step_whose_inner_loop_was_left_early_is_refused_before_it_is_applied(
     for x, y in step if taken else ():
         nn.functional.cross_entropy(model(x), y).backward()
         break
-    with pytest.raises(PreconditionError, match=f"{taken} of this rank's 2 micro-batches") as refusal:
+    with pytest.raises(
+        PreconditionError, match=f"{taken} of this rank's 2 micro-batches"
+    ) as refusal:
         optimizer.step()
     assert refusal.value.reason == "STEP_NOT_WHOLE"
     assert loader.global_step == 0
@@ -255,7 +282,9 @@ def test_a_deterministic_model_may_be_called_before_the_loop(strategy: str) -> N
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_deterministic_steps_without_micro_batches_are_refused_in_a_loop_of_the_users_own_too(strategy: str) -> None:
+def test_deterministic_steps_without_micro_batches_are_refused_in_a_loop_of_the_users_own_too(
+    strategy: str,
+) -> None:
     model, optimizer, _ = start(strategy=strategy, deterministic=True)
     before = [t.clone() for t in model.gather_full_parameters().values()]
     model(torch.ones(2, 4)).sum().backward()

@@ -49,7 +49,9 @@ def waits(member: Member, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 def spare(*, replica_size: int, world_size: int, rank: int, gone: tuple[str, ...]) -> Member:
     member = Member(cast(Any, Part(replica_size)))
-    member.formation.group = cast(Any, SimpleNamespace(world_size=world_size, rank=rank, ended=False))
+    member.formation.group = cast(
+        Any, SimpleNamespace(world_size=world_size, rank=rank, ended=False)
+    )
     member.membership.last_departures = lambda: gone
     return member
 
@@ -57,18 +59,30 @@ def spare(*, replica_size: int, world_size: int, rank: int, gone: tuple[str, ...
 def test_every_ten_seconds_a_spare_says_how_many_ranks_are_missing_and_who_left_last(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    member = spare(replica_size=4, world_size=6, rank=5, gone=("w7 (its process ended with signal 9)", "w2 (SIGTERM)"))
+    member = spare(
+        replica_size=4,
+        world_size=6,
+        rank=5,
+        gone=("w7 (its process ended with signal 9)", "w2 (SIGTERM)"),
+    )
     with caplog.at_level(logging.WARNING):
         waits(member, 45, monkeypatch)
-    lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("waiting for more ranks")]
+    lines = [
+        record.getMessage()
+        for record in caplog.records
+        if record.getMessage().startswith("waiting for more ranks")
+    ]
     assert len(lines) == 4
     assert lines[0].endswith(
-        "a replica of the model takes 4 ranks, and there are 6, of which this is rank 5: 2 more are missing for one with it; start more "
-        "workers. Gone last: w7 (its process ended with signal 9), w2 (SIGTERM)"
+        "a replica of the model takes 4 ranks, and there are 6, of which this is rank 5: 2 more "
+        "are missing for one with it; start more workers. Gone last: w7 (its process ended with "
+        "signal 9), w2 (SIGTERM)"
     )
 
 
-def test_a_spare_beside_all_replicas_that_were_asked_for_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_spare_beside_all_replicas_that_were_asked_for_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         waits(spare(replica_size=2, world_size=4, rank=3, gone=()), 15, monkeypatch)
     assert "as many replicas as are asked for" in caplog.text
@@ -76,28 +90,39 @@ def test_a_spare_beside_all_replicas_that_were_asked_for_says_so(monkeypatch: py
 
 
 class Client:
-    """A coordinator that has recorded `events`, and answers with those after the one that is named."""
+    """A coordinator that has recorded `events`, and answers with those after the one that is
+    named."""
 
     def __init__(self, *events: tuple[str, str, dict[str, str]]) -> None:
         self.events = list(events)
         self.away = False
 
-    def watch_events(self, job_id: str, *, after_event_id: str, deadline: timedelta) -> Iterator[pb.Event]:
+    def watch_events(
+        self, job_id: str, *, after_event_id: str, deadline: timedelta
+    ) -> Iterator[pb.Event]:
         if self.away:
             raise UnavailableError("away")
         for number, (kind, member_id, attributes) in enumerate(self.events, 1):
             if number > int(after_event_id or 0):
-                yield pb.Event(event_id=str(number), kind=kind, member_id=member_id, attributes=attributes)
+                yield pb.Event(
+                    event_id=str(number), kind=kind, member_id=member_id, attributes=attributes
+                )
 
 
 def test_who_left_last_and_why_is_what_the_coordinator_recorded() -> None:
     client = Client(
         ("member_joined", "w1", {}),
-        ("member_lost", "w1", {"ending": "process_exited", "detail": "its process ended with signal 9"}),
+        (
+            "member_lost",
+            "w1",
+            {"ending": "process_exited", "detail": "its process ended with signal 9"},
+        ),
         ("member_left", "w2", {"ending": "drained", "detail": ""}),
     )
     identity = MemberIdentity(job_id="job", member_id="w0", host="here", pid=1)
-    membership = Membership(cast(CoordinatorClient, client), identity, WorkerSettings(), host="here")
+    membership = Membership(
+        cast(CoordinatorClient, client), identity, WorkerSettings(), host="here"
+    )
     assert membership.last_departures() == ("w2 (drained)", "w1 (its process ended with signal 9)")
     client.events += [("member_lost", name, {"detail": "gone"}) for name in ("w3", "w4")]
     assert membership.last_departures() == ("w4 (gone)", "w3 (gone)", "w2 (drained)")
@@ -111,6 +136,11 @@ def replica_size(options: dict[str, Any]) -> int:
     return cast(int, cast(Any, model).engine.replica_size)
 
 
-@pytest.mark.parametrize(("options", "expected"), [({"strategy": "ddp"}, 1), ({"strategy": "pipeline", "pipeline_parallel_size": 2}, 2)])
-def test_a_strategy_says_how_many_ranks_make_a_replica(options: dict[str, Any], expected: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [({"strategy": "ddp"}, 1), ({"strategy": "pipeline", "pipeline_parallel_size": 2}, 2)],
+)
+def test_a_strategy_says_how_many_ranks_make_a_replica(
+    options: dict[str, Any], expected: int
+) -> None:
     assert shoal.launch(replica_size, options, world_size=2) == [expected] * 2

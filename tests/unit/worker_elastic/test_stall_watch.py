@@ -1,4 +1,5 @@
-"""What is found out while a collective stands: which peers are out of reach, and which connections are busy."""
+"""What is found out while a collective stands: which peers are out of reach, and which connections
+are busy."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ class Link:
 
 
 def generation(*addresses: str) -> Generation:
-    peers = tuple(Peer(rank=r, member_id=f"{r}", host=f"h{r}", donor_address=a, joining=False) for r, a in enumerate(addresses))
+    peers = tuple(
+        Peer(rank=r, member_id=f"{r}", host=f"h{r}", donor_address=a, joining=False)
+        for r, a in enumerate(addresses)
+    )
     return Generation(number=3, nonce="0" * 32, peers=peers, rank=0, interrupts_below=0)
 
 
@@ -68,7 +72,9 @@ def address(server: socket.socket) -> str:
     return f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_collective_that_stands_because_a_peer_is_out_of_reach_is_ended_and_the_peer_named(watched: Any) -> None:
+def test_a_collective_that_stands_because_a_peer_is_out_of_reach_is_ended_and_the_peer_named(
+    watched: Any,
+) -> None:
     with listening() as there, listening() as gone:
         unreached = address(gone)
     with listening() as there:
@@ -77,11 +83,15 @@ def test_a_collective_that_stands_because_a_peer_is_out_of_reach_is_ended_and_th
         with waits.of("all_reduce"):
             eventually(lambda: group.broken, "the end of the group")
     assert link.told[0] == (2,)
-    with pytest.raises(MembershipChanged, match=r"all_reduce timed out: rank 2 \(gone\) out of reach"):
+    with pytest.raises(
+        MembershipChanged, match=r"all_reduce timed out: rank 2 \(gone\) out of reach"
+    ):
         group.all_gather_integers([0])
 
 
-def test_a_collective_that_stands_while_all_peers_are_reached_goes_on_standing(watched: Any) -> None:
+def test_a_collective_that_stands_while_all_peers_are_reached_goes_on_standing(
+    watched: Any,
+) -> None:
     with listening() as there:
         group = Group(generation("", address(there)), None, None)
         link, waits = watched(group)
@@ -107,7 +117,10 @@ def test_the_connection_that_has_something_to_send_all_the_time_is_named_with_it
     ranks = generation("10.0.0.1:1", "10.0.0.2:1", "10.0.0.3:1")
 
     def sent(to_1: tuple[int, float], to_2: tuple[int, float]) -> dict[str, Traffic]:
-        return {f"10.0.0.{n}": Traffic(acknowledged_bytes=size, busy_s=busy) for n, (size, busy) in ((2, to_1), (3, to_2))}
+        return {
+            f"10.0.0.{n}": Traffic(acknowledged_bytes=size, busy_s=busy)
+            for n, (size, busy) in ((2, to_1), (3, to_2))
+        }
 
     links.look(ranks, sent((0, 0.0), (0, 0.0)))
     now[0] += 6.0

@@ -29,7 +29,9 @@ TIMEOUT = timedelta(seconds=60)
 BACKENDS = [InMemoryBackend, GlooBackend]
 
 
-def ranks(make_backend: Callable[[], CommunicationBackend], do: Callable[[Group], Any]) -> list[Any]:
+def ranks(
+    make_backend: Callable[[], CommunicationBackend], do: Callable[[Group], Any]
+) -> list[Any]:
     """What `do(group)` gives on each of four ranks, or how it fails."""
     store, results, done = HashStore(), [None] * WORLD, threading.Barrier(WORLD)
     opening = Opening(
@@ -39,10 +41,15 @@ def ranks(make_backend: Callable[[], CommunicationBackend], do: Callable[[Group]
         connect_timeout=CONNECT_TIMEOUT,
         collective_timeout=TIMEOUT,
     )
-    peers = tuple(Peer(rank=rank, member_id=str(rank), host="", donor_address="", joining=False) for rank in range(WORLD))
+    peers = tuple(
+        Peer(rank=rank, member_id=str(rank), host="", donor_address="", joining=False)
+        for rank in range(WORLD)
+    )
 
     def be(rank: int) -> None:
-        generation = Generation(number=1, nonce="0" * 32, peers=peers, rank=rank, interrupts_below=0)
+        generation = Generation(
+            number=1, nonce="0" * 32, peers=peers, rank=rank, interrupts_below=0
+        )
         backend, own = make_backend(), PrefixStore("all", store)
         opening.initialize(backend, generation, own)
         group = Group(generation, backend, own, opening)
@@ -70,7 +77,9 @@ def two_axes(group: Group) -> tuple[Group, Group]:
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
-def test_each_axis_sums_over_its_own_ranks(make_backend: Callable[[], CommunicationBackend]) -> None:
+def test_each_axis_sums_over_its_own_ranks(
+    make_backend: Callable[[], CommunicationBackend],
+) -> None:
     def do(group: Group) -> Any:
         sums = []
         for part in (*two_axes(group), group):
@@ -78,7 +87,12 @@ def test_each_axis_sums_over_its_own_ranks(make_backend: Callable[[], Communicat
             part.all_reduce(tensor)
             sums.append(int(tensor))
         row, column = group._parts
-        return sums, [peer.rank for peer in row.generation.peers], column.rank, group.subgroup(range(WORLD), "all") is group
+        return (
+            sums,
+            [peer.rank for peer in row.generation.peers],
+            column.rank,
+            group.subgroup(range(WORLD), "all") is group,
+        )
 
     assert ranks(make_backend, do) == [
         ([11, 101, 1111], [0, 1], 0, True),
@@ -89,8 +103,11 @@ def test_each_axis_sums_over_its_own_ranks(make_backend: Callable[[], Communicat
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
-def test_connections_of_one_name_are_apart(make_backend: Callable[[], CommunicationBackend]) -> None:
-    """Several models each connect the ranks for their own passes, under one name: what goes over one connection never meets another's."""
+def test_connections_of_one_name_are_apart(
+    make_backend: Callable[[], CommunicationBackend],
+) -> None:
+    """Several models each connect the ranks for their own passes, under one name: what goes over
+    one connection never meets another's."""
 
     def do(group: Group) -> Any:
         again = [group.connected_again("the models") for _ in range(2)]
@@ -106,11 +123,18 @@ def test_connections_of_one_name_are_apart(make_backend: Callable[[], Communicat
                 part.all_reduce(tensors[0])
         return sums, int(tensors[0])
 
-    assert ranks(make_backend, do) == [([1111, 2222], 4444), ([1111, 2222], 4444), ([1111, 2222], 1111), ([1111, 2222], 1111)]
+    assert ranks(make_backend, do) == [
+        ([1111, 2222], 4444),
+        ([1111, 2222], 4444),
+        ([1111, 2222], 1111),
+        ([1111, 2222], 1111),
+    ]
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
-def test_messages_of_which_few_are_long_come_whole_and_in_order(make_backend: Callable[[], CommunicationBackend]) -> None:
+def test_messages_of_which_few_are_long_come_whole_and_in_order(
+    make_backend: Callable[[], CommunicationBackend],
+) -> None:
     said = [b"short", bytes(range(256)) * 5000, b"", b"other"]
 
     def do(group: Group) -> Any:
@@ -120,7 +144,9 @@ def test_messages_of_which_few_are_long_come_whole_and_in_order(make_backend: Ca
 
 
 @pytest.mark.parametrize("make_backend", BACKENDS)
-def test_a_failure_in_one_part_ends_the_whole_group_for_all(make_backend: Callable[[], CommunicationBackend]) -> None:
+def test_a_failure_in_one_part_ends_the_whole_group_for_all(
+    make_backend: Callable[[], CommunicationBackend],
+) -> None:
     def do(group: Group) -> None:
         row, column = two_axes(group)
         group.exchange(b"")
@@ -176,8 +202,12 @@ def test_a_part_of_one_rank_has_no_peers_and_a_part_has_no_parts() -> None:
         with pytest.raises(ConfigurationError, match=r"expected different ranks from 0 to 3"):
             group.subgroup([0, 4], "too many")
         for division in ([[0, 1], [2, 3]], [[0, 2], [1], [3]]):
-            with pytest.raises(ConfigurationError, match=r"expected one of these parts, and parts of equal size"):
-                group.subgroup([group.rank, (group.rank + 2) % WORLD], "another division's", division)
+            with pytest.raises(
+                ConfigurationError, match=r"expected one of these parts, and parts of equal size"
+            ):
+                group.subgroup(
+                    [group.rank, (group.rank + 2) % WORLD], "another division's", division
+                )
         return float(tensor), alone.rank, alone.world_size, alone.exchange(b"x")
 
     assert ranks(InMemoryBackend, do) == [(1.0, 0, 1, [b"x"])] * WORLD

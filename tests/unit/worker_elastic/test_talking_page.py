@@ -14,13 +14,19 @@ from tests.pages import examples
 @pytest.mark.usefixtures("fresh_session")
 def test_the_pages_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(examples("talking.md")[0], "talking.md", "exec"), {})
-    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["epoch 0", "epoch 1"]
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "epoch 0",
+        "epoch 1",
+    ]
 
 
 def test_the_pages_loss_over_the_whole_batch_trains_the_same_on_any_number_of_ranks() -> None:
     def rank() -> list[float]:
         known: dict[str, object] = {}
-        exec(compile(examples("talking.md")[1], "talking.md, losses over the whole batch", "exec"), known)
+        exec(
+            compile(examples("talking.md")[1], "talking.md, losses over the whole batch", "exec"),
+            known,
+        )
         net = known["net"]
         assert isinstance(net, nn.Module)
         return [float(parameter.detach().norm()) for parameter in net.parameters()]
@@ -58,4 +64,7 @@ def test_a_metric_of_torchmetrics_is_that_of_all_ranks() -> None:
         metric.update(predictions[mine], targets[mine])
         return float(metric.compute())
 
-    assert shoal.launch(rank, world_size=2) == [pytest.approx(float((predictions == targets).float().mean()))] * 2
+    assert (
+        shoal.launch(rank, world_size=2)
+        == [pytest.approx(float((predictions == targets).float().mean()))] * 2
+    )

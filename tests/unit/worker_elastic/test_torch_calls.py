@@ -1,4 +1,5 @@
-"""torch.distributed's own calls with shoal.process_group(): what plain process groups give, and errors on all ranks alike."""
+"""torch.distributed's own calls with shoal.process_group(): what plain process groups give, and
+errors on all ranks alike."""
 
 from __future__ import annotations
 
@@ -26,9 +27,9 @@ def _launched(run, world_size=3):
 
 
 def test_ranks_are_shoals():
-    assert _launched(lambda rank, group: (rank, dist.get_world_size(group), dist.get_process_group_ranks(group))) == [
-        (rank, 3, [0, 1, 2]) for rank in range(3)
-    ]
+    assert _launched(
+        lambda rank, group: (rank, dist.get_world_size(group), dist.get_process_group_ranks(group))
+    ) == [(rank, 3, [0, 1, 2]) for rank in range(3)]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,12 @@ def test_every_collective_gives_what_torch_says():
         gathered = [torch.zeros(1) for _ in range(3)] if rank == 0 else None
         dist.gather(torch.tensor([float(rank)]), gathered, dst=0, group=group)
         mine = torch.zeros(1)
-        dist.scatter(mine, [torch.tensor([10.0 * n]) for n in range(3)] if rank == 1 else None, src=1, group=group)
+        dist.scatter(
+            mine,
+            [torch.tensor([10.0 * n]) for n in range(3)] if rank == 1 else None,
+            src=1,
+            group=group,
+        )
         share = torch.zeros(1)
         dist.reduce_scatter_tensor(share, torch.arange(3.0), group=group)
         swapped = torch.zeros(3)
@@ -80,7 +86,10 @@ def test_every_collective_gives_what_torch_says():
         dist.barrier(group=group)
         values = (parts, whole, root, mine, share, swapped)
         return (
-            [v.tolist() if isinstance(v, torch.Tensor) else [e.tolist() for e in v] for v in values],
+            [
+                v.tolist() if isinstance(v, torch.Tensor) else [e.tolist() for e in v]
+                for v in values
+            ],
             reduced.item(),
             gathered,
             objects,
@@ -93,8 +102,16 @@ def test_every_collective_gives_what_torch_says():
         assert whole == [0, 0, 1, 1, 2, 2]
         assert root == [[1, 1], [1, 1]]
         assert reduced == (6 if rank == 2 else rank + 1)
-        assert (gathered == [torch.tensor([float(n)]) for n in range(3)]) if rank == 0 else gathered is None
-        assert (mine, share, swapped) == ([10.0 * rank], [3.0 * rank], [rank, 10.0 + rank, 20.0 + rank])
+        assert (
+            (gathered == [torch.tensor([float(n)]) for n in range(3)])
+            if rank == 0
+            else gathered is None
+        )
+        assert (mine, share, swapped) == (
+            [10.0 * rank],
+            [3.0 * rank],
+            [rank, 10.0 + rank, 20.0 + rank],
+        )
         assert objects == [{"rank": n, "text": "x" * n} for n in range(3)]
         assert words == ["of 2", 2]
 
@@ -102,7 +119,11 @@ def test_every_collective_gives_what_torch_says():
 @pytest.mark.parametrize(
     ("call", "kind", "message"),
     [
-        (lambda rank, g: dist.all_reduce(torch.zeros(1 + rank), group=g), shoal.InvalidRequestError, "rank 0 gave inputs .* rank 1 gave"),
+        (
+            lambda rank, g: dist.all_reduce(torch.zeros(1 + rank), group=g),
+            shoal.InvalidRequestError,
+            "rank 0 gave inputs .* rank 1 gave",
+        ),
         (
             lambda rank, g: dist.all_reduce(torch.zeros(2), dist.ReduceOp.BAND, group=g),
             shoal.ConfigurationError,
@@ -114,17 +135,29 @@ def test_every_collective_gives_what_torch_says():
             "one for each of 3 ranks",
         ),
         (
-            lambda rank, g: dist.all_gather([torch.zeros(1) for _ in range(3)], torch.zeros(1 + rank), group=g),
+            lambda rank, g: dist.all_gather(
+                [torch.zeros(1) for _ in range(3)], torch.zeros(1 + rank), group=g
+            ),
             shoal.InvalidRequestError,
             "rank 0 expects float32.* from rank 1",
         ),
         (
-            lambda rank, g: dist.all_reduce(torch.zeros(1, dtype=(torch.float32, torch.int64)[rank % 2]), group=g),
+            lambda rank, g: dist.all_reduce(
+                torch.zeros(1, dtype=(torch.float32, torch.int64)[rank % 2]), group=g
+            ),
             shoal.InvalidRequestError,
             "int64",
         ),
-        (lambda rank, g: dist.send(torch.zeros(1), (rank + 1) % 3, group=g), shoal.PreconditionError, "send .*do not survive a fault"),
-        (lambda rank, g: dist.recv(torch.zeros(1), (rank + 1) % 3, group=g), shoal.PreconditionError, "recv .*do not survive a fault"),
+        (
+            lambda rank, g: dist.send(torch.zeros(1), (rank + 1) % 3, group=g),
+            shoal.PreconditionError,
+            "send .*do not survive a fault",
+        ),
+        (
+            lambda rank, g: dist.recv(torch.zeros(1), (rank + 1) % 3, group=g),
+            shoal.PreconditionError,
+            "recv .*do not survive a fault",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_error_on_all_ranks(call, kind, message):
@@ -142,7 +175,9 @@ def test_a_rank_that_was_told_otherwise_stops_the_call_on_all_ranks():
         if rank == 1:
             group._asked = (1, 4)  # what a fault leaves behind
         values = torch.ones(1)
-        with pytest.raises(shoal.MembershipChanged, match="Ask get_rank and get_world_size") as told:
+        with pytest.raises(
+            shoal.MembershipChanged, match="Ask get_rank and get_world_size"
+        ) as told:
             dist.all_reduce(values, group=group)
         assert told.value.reason == "RANKS_CHANGED"
         assert values.item() == 1
@@ -170,11 +205,16 @@ def test_inside_a_step_and_in_a_backward_pass_is_refused():
         group = shoal.process_group()
         with pytest.raises(shoal.PreconditionError, match="in a backward pass"):
             Backward.apply(torch.ones(1, requires_grad=True)).sum().backward()
-        loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.zeros(8, 2)), global_batch_size=4)
+        loader = shoal.ElasticDataLoader(
+            torch.utils.data.TensorDataset(torch.zeros(8, 2)), global_batch_size=4
+        )
         batches = iter(loader)
         (rows,) = next(batches)
         model(rows).sum().backward()
-        with pytest.raises(shoal.PreconditionError, match=r"all_reduce was called inside a step: call it after optimizer\.step\(\)"):
+        with pytest.raises(
+            shoal.PreconditionError,
+            match=r"all_reduce was called inside a step: call it after optimizer\.step\(\)",
+        ):
             dist.all_reduce(torch.ones(1), group=group)
 
     shoal.launch(rank, world_size=2)
@@ -203,7 +243,9 @@ def test_a_default_group_of_the_scripts_own_is_refused():
         assert default is not None, "a launch has one, with the same ranks"
         world.default_pg = dist.ProcessGroup(shoal.world_size() - 1 - shoal.rank(), 2)
         try:
-            with pytest.raises(shoal.PreconditionError, match=r"Leave out torch\.distributed\.init_process_group") as told:
+            with pytest.raises(
+                shoal.PreconditionError, match=r"Leave out torch\.distributed\.init_process_group"
+            ) as told:
                 shoal.process_group()
         finally:
             world.default_pg = default
@@ -218,7 +260,9 @@ def test_a_metric_of_torchmetrics_takes_the_group():
     predictions, targets = torch.arange(20) % 4, torch.arange(20) % 3
 
     def run(rank, group):
-        metric = torchmetrics.classification.MulticlassAccuracy(4, average="micro", process_group=group)
+        metric = torchmetrics.classification.MulticlassAccuracy(
+            4, average="micro", process_group=group
+        )
         kept = torchmetrics.CatMetric(process_group=group)
         mine = slice(0, 12) if rank == 0 else slice(12, 20)
         metric.update(predictions[mine], targets[mine])

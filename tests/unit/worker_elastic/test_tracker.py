@@ -1,4 +1,5 @@
-"""Which step each figure of a tracked run belongs to, however the script tells its loss; and that no sink stops the training."""
+"""Which step each figure of a tracked run belongs to, however the script tells its loss; and that
+no sink stops the training."""
 
 from __future__ import annotations
 
@@ -113,14 +114,17 @@ def test_a_sink_that_cannot_be_written_to_is_given_up_and_training_and_the_other
 ) -> None:
     (tmp_path / "file").write_text("")
     memory = Memory()
-    model, optimizer, loader = begin(shoal.TensorBoard(tmp_path / "file" / "runs"), memory, every_steps=1)
+    model, optimizer, loader = begin(
+        shoal.TensorBoard(tmp_path / "file" / "runs"), memory, every_steps=1
+    )
     with caplog.at_level(logging.ERROR):
         for (x,) in loader:
             model(x).square().mean().backward()
             assert optimizer.step()
             optimizer.zero_grad()
     assert [record.message for record in caplog.records if "is given up" in record.message] == [
-        f"TensorBoard cannot be written to, and is given up: NotADirectoryError: [Errno 20] Not a directory: '{tmp_path / 'file' / 'runs'}'"
+        "TensorBoard cannot be written to, and is given up: NotADirectoryError: [Errno 20] Not a "
+        f"directory: '{tmp_path / 'file' / 'runs'}'"
     ]
     assert len(memory.values["shoal/world_size"]) == STEPS
 
@@ -130,13 +134,17 @@ def test_tensorboard_reads_it_as_one_run(tmp_path: Path) -> None:
     assert points(tmp_path, "shoal/loss") == [(step, float(step)) for step in range(1, STEPS + 1)]
 
 
-def test_without_the_package_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(ConfigurationError, match=r"pip install 'shoal\[tensorboard\]'"):
         shoal.TensorBoard(tmp_path)
 
 
-def test_mlflow_has_one_run_for_each_key_however_often_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mlflow_has_one_run_for_each_key_however_often_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in mlruns.environment(tmp_path).items():
         monkeypatch.setenv(name, value)
     sink = shoal.MLflow(mlruns.EXPERIMENT)
@@ -145,7 +153,10 @@ def test_mlflow_has_one_run_for_each_key_however_often_it_is_opened(tmp_path: Pa
         sink.scalars(step, {"shoal/loss": float(step)})
         sink.close(ended=True)
     found = {run.data.tags["shoal.run"]: run for run in mlruns.runs(tmp_path)}
-    assert {key: mlruns.points(tmp_path, run, "shoal/loss") for key, run in found.items()} == {"a": [(1, 1.0), (3, 3.0)], "b": [(2, 2.0)]}
+    assert {key: mlruns.points(tmp_path, run, "shoal/loss") for key, run in found.items()} == {
+        "a": [(1, 1.0), (3, 3.0)],
+        "b": [(2, 2.0)],
+    }
     assert [run.info.status for run in found.values()] == ["FINISHED"] * 2
     assert len(mlruns.runs(tmp_path)) == 2
 

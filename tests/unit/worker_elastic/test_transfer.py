@@ -77,7 +77,9 @@ def test_a_receiver_asks_some_donors_and_the_next_one_asks_others() -> None:
 def test_a_receiver_may_come_before_the_offer() -> None:
     donor = StateDonor("127.0.0.1")
     answers: list[object] = []
-    receiver = threading.Thread(target=lambda: answers.append(take_state([donor.address], NONCE, timeout=TIMEOUT)))
+    receiver = threading.Thread(
+        target=lambda: answers.append(take_state([donor.address], NONCE, timeout=TIMEOUT))
+    )
     receiver.start()
     with donor.offering({"x": torch.ones(3)}, NONCE):
         receiver.join(60)
@@ -96,13 +98,17 @@ def test_a_wrong_nonce_gets_nothing() -> None:
 def test_a_damaged_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     donor = StateDonor("127.0.0.1")
     honest = transfer._digest
-    monkeypatch.setattr(transfer, "_digest", lambda data: honest(data) if len(data) < 1000 else b"\0" * 8)
+    monkeypatch.setattr(
+        transfer, "_digest", lambda data: honest(data) if len(data) < 1000 else b"\0" * 8
+    )
     # The donor sends the false checksum; only the receiver's own view is honest.
     monkeypatch.setattr(
         transfer,
         "_check",
         lambda data, checksum, address, what: (
-            (_ for _ in ()).throw(CorruptDataError("wrong")) if honest(memoryview(data)) != bytes(checksum) else None
+            (_ for _ in ()).throw(CorruptDataError("wrong"))
+            if honest(memoryview(data)) != bytes(checksum)
+            else None
         ),
     )
     with donor.offering(state(), NONCE), pytest.raises(CorruptDataError):
@@ -119,7 +125,8 @@ def test_donors_that_differ_are_not_mixed(caplog: pytest.LogCaptureFixture) -> N
 def test_a_digest_that_a_device_has_made_is_not_compared_with_the_hosts(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host's donors share the work, though one on a device has equal tensors under another digest."""
+    """The host's donors share the work, though one on a device has equal tensors under another
+    digest."""
     same = {"x": torch.arange(3_000_000.0)}
     made = transfer._encode_header
 
@@ -169,7 +176,10 @@ def test_a_donor_that_is_gone_is_named_with_the_flag_that_says_where_it_is_reach
     donor = StateDonor("127.0.0.1")
     address = donor.address
     donor.close()
-    with pytest.raises(UnavailableError, match=rf"{address} .*start its launcher with --local-addr \(SHOAL_LOCAL_ADDR\)"):
+    with pytest.raises(
+        UnavailableError,
+        match=rf"{address} .*start its launcher with --local-addr \(SHOAL_LOCAL_ADDR\)",
+    ):
         take_state([address], NONCE, timeout=TIMEOUT)
 
 
@@ -204,7 +214,9 @@ def test_a_stranger_is_turned_away_at_its_first_bytes(donor: StateDonor) -> None
         assert _is_closed(stranger)
 
 
-def test_who_says_nothing_is_turned_away_soon(donor: StateDonor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_nothing_is_turned_away_soon(
+    donor: StateDonor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transfer, "_REQUEST_TIMEOUT_S", 0.1)
     with connect(donor) as silent, connect(donor) as trickling:
         trickling.sendall(transfer._MAGIC)
@@ -212,7 +224,9 @@ def test_who_says_nothing_is_turned_away_soon(donor: StateDonor, monkeypatch: py
         assert _is_closed(trickling)
 
 
-def test_more_connections_than_are_served_at_a_time_wait_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_connections_than_are_served_at_a_time_wait_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(transfer, "_REQUEST_TIMEOUT_S", 0.1)
     monkeypatch.setattr(transfer, "_MOST_CONNECTIONS", 8)
     donor = StateDonor("127.0.0.1")
@@ -226,7 +240,9 @@ def test_more_connections_than_are_served_at_a_time_wait_their_turn(monkeypatch:
     assert torch.equal(taken["x"], torch.ones(3))
 
 
-def test_a_donor_outlives_a_lack_of_descriptors(donor: StateDonor, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_donor_outlives_a_lack_of_descriptors(
+    donor: StateDonor, caplog: pytest.LogCaptureFixture
+) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as waiting:
         host, _, port = donor.address.rpartition(":")
@@ -235,7 +251,9 @@ def test_a_donor_outlives_a_lack_of_descriptors(donor: StateDonor, caplog: pytes
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
         try:
             waiting.connect((host, int(port)))
-            eventually(lambda: "Too many open files" in caplog.text, "the donor to lack descriptors")
+            eventually(
+                lambda: "Too many open files" in caplog.text, "the donor to lack descriptors"
+            )
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     with donor.offering({"x": torch.ones(3)}, NONCE):
@@ -254,9 +272,15 @@ def test_a_donor_outlives_a_lack_of_descriptors(donor: StateDonor, caplog: pytes
         {"structure": {"!": "no such kind"}, "tensors": []},
     ],
 )
-def test_what_describes_no_state_is_corrupt_data(donor: StateDonor, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]) -> None:
+def test_what_describes_no_state_is_corrupt_data(
+    donor: StateDonor, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
+) -> None:
     honest = transfer._encode_header
-    monkeypatch.setattr(transfer, "_encode_header", lambda *state: json.dumps(json.loads(honest(*state)) | change).encode())
+    monkeypatch.setattr(
+        transfer,
+        "_encode_header",
+        lambda *state: json.dumps(json.loads(honest(*state)) | change).encode(),
+    )
     with donor.offering({"x": torch.ones(3)}, NONCE), pytest.raises(CorruptDataError):
         take_state([donor.address], NONCE, timeout=TIMEOUT)
 
@@ -269,7 +293,9 @@ def test_a_donor_that_gets_on_too_slowly_is_given_up(monkeypatch: pytest.MonkeyP
         def serve() -> None:
             connection, _ = slow.accept()
             with connection, contextlib.suppress(OSError):  # the receiver has given up
-                connection.sendall(transfer._U64.pack(len(header)) + header + transfer._digest(header))
+                connection.sendall(
+                    transfer._U64.pack(len(header)) + header + transfer._digest(header)
+                )
                 while True:  # a byte now and then: no single read times out
                     connection.sendall(b"x")
                     time.sleep(0.05)  # waits for nothing: the donor's slowness
@@ -312,7 +338,7 @@ def _offers(servers: list[StateDonor], offered: object):
     return stack
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ over TLS
+# ----------------------------------------------------------------------------------------- over TLS
 
 
 @pytest.fixture
@@ -329,7 +355,9 @@ def test_over_tls_a_state_arrives_bit_for_bit(donors: int) -> None:
     servers = [StateDonor("127.0.0.1", secure=True) for _ in range(donors)]
     try:
         with _offers(servers, offered):
-            taken, _ = take_state([s.address for s in servers], NONCE, timeout=TIMEOUT, keys=[s.key for s in servers])
+            taken, _ = take_state(
+                [s.address for s in servers], NONCE, timeout=TIMEOUT, keys=[s.key for s in servers]
+            )
     finally:
         for s in servers:
             s.close()
@@ -342,19 +370,34 @@ def test_over_tls_neither_the_nonce_nor_the_state_can_be_read_on_the_way(over_tl
     secret, seen = b"what nobody else may read", bytearray()
     donor = StateDonor("127.0.0.1", secure=over_tls)
     offered = {"x": torch.frombuffer(bytearray(secret), dtype=torch.uint8)}
-    with contextlib.closing(donor), Relay(donor.address, tap=seen.extend) as relay, donor.offering(offered, NONCE):
-        taken, _ = take_state([relay.address], NONCE, timeout=TIMEOUT, keys=[donor.key] if over_tls else [])
+    with (
+        contextlib.closing(donor),
+        Relay(donor.address, tap=seen.extend) as relay,
+        donor.offering(offered, NONCE),
+    ):
+        taken, _ = take_state(
+            [relay.address], NONCE, timeout=TIMEOUT, keys=[donor.key] if over_tls else []
+        )
     assert bytes(taken["x"].numpy()) == secret
     assert (secret in seen, NONCE.encode() in seen) == (not over_tls, not over_tls)
 
 
 @pytest.mark.parametrize("key", [None, "0" * 32], ids=["in plain text", "for another one's key"])
-def test_who_does_not_speak_tls_or_meets_another_donor_takes_nothing(secure: StateDonor, key: str | None) -> None:
+def test_who_does_not_speak_tls_or_meets_another_donor_takes_nothing(
+    secure: StateDonor, key: str | None
+) -> None:
     with secure.offering({"x": 1}, NONCE), pytest.raises(UnavailableError, match="went away"):
-        take_state([secure.address], NONCE, timeout=timedelta(seconds=10), keys=[] if key is None else [key])
+        take_state(
+            [secure.address],
+            NONCE,
+            timeout=timedelta(seconds=10),
+            keys=[] if key is None else [key],
+        )
 
 
-def test_over_tls_a_stranger_with_the_key_and_without_the_nonce_gets_nothing(secure: StateDonor) -> None:
+def test_over_tls_a_stranger_with_the_key_and_without_the_nonce_gets_nothing(
+    secure: StateDonor,
+) -> None:
     secure.expect(NONCE)
     with secure.offering({"x": 1}, NONCE), pytest.raises(UnavailableError):
         take_state([secure.address], "f" * 32, timeout=TIMEOUT, keys=[secure.key])
@@ -390,9 +433,12 @@ def test_over_tls_an_offer_that_closes_ends_what_is_on_its_way(secure: StateDono
 
 
 def test_a_connection_that_is_shut_down_stays_one_of_tls() -> None:
-    """Whoever sends on it at that moment fails, and sends no plain text: SSLSocket's own method forgets that it speaks TLS."""
+    """Whoever sends on it at that moment fails, and sends no plain text: SSLSocket's own method
+    forgets that it speaks TLS."""
     here, there = socket.socketpair()
-    listening = threading.Thread(target=lambda: channels.put(PairContexts.listener("k").wrap_socket(there, server_side=True)))
+    listening = threading.Thread(
+        target=lambda: channels.put(PairContexts.listener("k").wrap_socket(there, server_side=True))
+    )
     channels: queue.SimpleQueue[ssl.SSLSocket] = queue.SimpleQueue()
     listening.start()
     with PairContexts.caller().wrap_socket(here), channels.get(timeout=60) as channel:

@@ -5,8 +5,17 @@ from __future__ import annotations
 from shoal_worker.elastic.borders import Told, WhoLeaves, who_leaves
 
 
-def told(holds: str, *, asked: bool = False, excluded: bool = False, stopping: bool = False, joiners: bool = False) -> Told:
-    return Told(asked=asked, excluded=excluded, holds=tuple(holds), stopping=stopping, joiners=joiners)
+def told(
+    holds: str,
+    *,
+    asked: bool = False,
+    excluded: bool = False,
+    stopping: bool = False,
+    joiners: bool = False,
+) -> Told:
+    return Told(
+        asked=asked, excluded=excluded, holds=tuple(holds), stopping=stopping, joiners=joiners
+    )
 
 
 def leaves(*now: int, stop: bool = False) -> WhoLeaves:
@@ -18,7 +27,9 @@ def test_nobody_leaves_who_was_not_asked() -> None:
 
 
 def test_ranks_with_copies_elsewhere_leave_together() -> None:
-    assert who_leaves([told("ab", asked=True), told("bc"), told("cd", asked=True), told("da")]) == leaves(0, 2)
+    assert who_leaves(
+        [told("ab", asked=True), told("bc"), told("cd", asked=True), told("da")]
+    ) == leaves(0, 2)
 
 
 def test_of_two_that_hold_the_only_copies_of_a_shard_one_leaves_now() -> None:
@@ -26,7 +37,9 @@ def test_of_two_that_hold_the_only_copies_of_a_shard_one_leaves_now() -> None:
 
 
 def test_who_is_left_out_of_the_next_generation_goes_first() -> None:
-    assert who_leaves([told("ab", asked=True), told("bc", asked=True, excluded=True), told("ca")]) == leaves(1)
+    assert who_leaves(
+        [told("ab", asked=True), told("bc", asked=True, excluded=True), told("ca")]
+    ) == leaves(1)
 
 
 def test_all_stop_where_the_only_copy_would_leave() -> None:
@@ -34,7 +47,9 @@ def test_all_stop_where_the_only_copy_would_leave() -> None:
 
 
 def test_all_stop_where_those_that_are_left_out_have_the_only_copies() -> None:
-    assert who_leaves([told("ab", asked=True, excluded=True), told("ba", asked=True, excluded=True), told("c")]) == leaves(stop=True)
+    assert who_leaves(
+        [told("ab", asked=True, excluded=True), told("ba", asked=True, excluded=True), told("c")]
+    ) == leaves(stop=True)
 
 
 def test_the_only_copy_waits_for_a_joiner() -> None:

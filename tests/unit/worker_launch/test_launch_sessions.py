@@ -1,4 +1,5 @@
-"""Ranks of `shoal.launch` are Shoal's ranks: what the public API does there, and how a launch ends when one of them fails."""
+"""Ranks of `shoal.launch` are Shoal's ranks: what the public API does there, and how a launch ends
+when one of them fails."""
 
 from __future__ import annotations
 
@@ -26,18 +27,27 @@ STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp"]
 DATA = TensorDataset(torch.linspace(-1, 1, 120).view(40, 3), torch.linspace(1, -1, 40).view(40, 1))
 
 
-def distribute(strategy: str, *, seed: int = 0, device: str = "cpu", **options: Any) -> tuple[Any, Any]:
+def distribute(
+    strategy: str, *, seed: int = 0, device: str = "cpu", **options: Any
+) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     with torch.device(device):
         net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
-    return shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-2), strategy=strategy, **options)
+    return shoal.as_distributed(
+        net, torch.optim.AdamW(net.parameters(), 1e-2), strategy=strategy, **options
+    )
 
 
 def sums(model: nn.Module, batch: Any) -> dict[str, Any]:
-    return {"loss": nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum"), "samples": len(batch[0])}
+    return {
+        "loss": nn.functional.mse_loss(model(batch[0]), batch[1], reduction="sum"),
+        "samples": len(batch[0]),
+    }
 
 
-def run_with_all(strategy: str, directory: Path, epochs: int) -> tuple[dict[str, torch.Tensor], dict[str, float], list[bool], int, float]:
+def run_with_all(
+    strategy: str, directory: Path, epochs: int
+) -> tuple[dict[str, torch.Tensor], dict[str, float], list[bool], int, float]:
     """A training script that uses the whole of the API."""
     model, optimizer = distribute(strategy, deterministic=True, minimum_parameter_group_size=1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
@@ -52,15 +62,21 @@ def run_with_all(strategy: str, directory: Path, epochs: int) -> tuple[dict[str,
             if optimizer.step():
                 scheduler.step()
             optimizer.zero_grad()
-        found = shoal.evaluate(model, shoal.ElasticDataLoader(DATA, global_batch_size=8, train=False), sums)
-        own = 2 * shoal.rank() - (shoal.world_size() - 1)  # each rank's own metric; they average to the loss
-        stops.append(optimizer.should_early_stop(found["loss"] + 1e6 * own, min_delta=1e3, patience=2))
+        found = shoal.evaluate(
+            model, shoal.ElasticDataLoader(DATA, global_batch_size=8, train=False), sums
+        )
+        # each rank's own metric; they average to the loss
+        own = 2 * shoal.rank() - (shoal.world_size() - 1)
+        stops.append(
+            optimizer.should_early_stop(found["loss"] + 1e6 * own, min_delta=1e3, patience=2)
+        )
         shoal.save_checkpoint(directory)
     return model.full_state_dict(), found, stops, loader.global_step, scheduler.get_last_lr()[0]
 
 
 def train(strategy: str, before_step: Any) -> int:
-    """A short training run; `before_step(steps)` is called in each step, ahead of optimizer.step()."""
+    """A short training run; `before_step(steps)` is called in each step, ahead of
+    optimizer.step()."""
     model, optimizer = distribute(strategy)
     loader = shoal.ElasticDataLoader(DATA, global_batch_size=10)
     for x, y in loader:
@@ -80,7 +96,13 @@ def test_each_rank_has_a_session_of_its_own_and_so_have_its_threads() -> None:
         shoal.init()
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(current_session).result() is current_session()
-        return shoal.rank(), shoal.world_size(), shoal.generation(), shoal.is_joining(), current_session()
+        return (
+            shoal.rank(),
+            shoal.world_size(),
+            shoal.generation(),
+            shoal.is_joining(),
+            current_session(),
+        )
 
     before = find_session()
     told = shoal.launch(tell, world_size=3)
@@ -89,7 +111,9 @@ def test_each_rank_has_a_session_of_its_own_and_so_have_its_threads() -> None:
     assert find_session() is before
 
 
-def test_the_environment_of_a_job_means_nothing_to_ranks_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_of_a_job_means_nothing_to_ranks_of_a_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("SHOAL_COORDINATOR", "127.0.0.1:1")
     monkeypatch.setenv("WORLD_SIZE", "7")
     assert shoal.launch(shoal.world_size, world_size=2) == [2, 2]
@@ -118,12 +142,20 @@ def test_nothing_of_a_launch_stays_behind() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_run_resumed_on_other_ranks_ends_bitwise_as_one_rank_ends(tmp_path: Path, strategy: str) -> None:
+def test_a_run_resumed_on_other_ranks_ends_bitwise_as_one_rank_ends(
+    tmp_path: Path, strategy: str
+) -> None:
     (expected,) = shoal.launch(run_with_all, "ddp", tmp_path / "one", 3, world_size=1)
     shoal.launch(run_with_all, strategy, tmp_path / "several", 2, world_size=3)
-    assert len(list((tmp_path / "several").glob("step-*"))) == 2, "saves are whole when launch returns"
-    for state, found, stops, steps, rate in shoal.launch(run_with_all, strategy, tmp_path / "several", 3, world_size=2):
-        assert [name for name in expected[0] if not torch.equal(state[name], expected[0][name])] == []
+    assert len(list((tmp_path / "several").glob("step-*"))) == 2, (
+        "saves are whole when launch returns"
+    )
+    for state, found, stops, steps, rate in shoal.launch(
+        run_with_all, strategy, tmp_path / "several", 3, world_size=2
+    ):
+        assert [
+            name for name in expected[0] if not torch.equal(state[name], expected[0][name])
+        ] == []
         assert found == pytest.approx(expected[1])
         assert found["samples"] == len(DATA)
         assert stops == expected[2][2:] == [True]
@@ -162,7 +194,9 @@ def test_a_rank_that_raises_ends_the_others_with_its_reason(strategy: str) -> No
 
 
 def test_a_rank_that_ends_before_the_others_is_named() -> None:
-    with pytest.raises(MembershipChanged, match="rank 1 of group inmemory has shut its backend down"):
+    with pytest.raises(
+        MembershipChanged, match="rank 1 of group inmemory has shut its backend down"
+    ):
         shoal.launch(train, "ddp", lambda steps: shoal.rank() != 1 or steps < 1, world_size=3)
 
 
@@ -185,7 +219,9 @@ def test_ranks_that_train_the_same_module_are_told_to_make_their_own() -> None:
         shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
 
     for _ in range(2):
-        with pytest.raises(ConfigurationError, match=r"ranks 0 and 1 were given the same Linear.*copy\.deepcopy"):
+        with pytest.raises(
+            ConfigurationError, match=r"ranks 0 and 1 were given the same Linear.*copy\.deepcopy"
+        ):
             shoal.launch(share, world_size=2)
 
 
@@ -224,7 +260,8 @@ def test_an_errands_error_is_its_ranks_and_a_failing_rank_ends_the_wait() -> Non
 
 
 def test_ctrl_c_ends_ranks_that_compute() -> None:
-    """Threads that were left computing in torch would end the process by SIGABRT when the interpreter finalizes."""
+    """Threads that were left computing in torch would end the process by SIGABRT when the
+    interpreter finalizes."""
 
     def compute() -> None:
         if dist.get_rank() == 0:
@@ -235,4 +272,6 @@ def test_ctrl_c_ends_ranks_that_compute() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         shoal.launch(compute, world_size=2)
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("shoal-rank")]
+    assert not [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("shoal-rank")
+    ]

@@ -38,7 +38,12 @@ def _usual() -> Any:
 
 def _plan(**options: Any) -> Any:
     net, optimizer, words = _decoder()
-    return plan(net, optimizer, **{"world_size": 8, "example": words, "targets": words, "loss_fn": blocks.loss_fn} | options)
+    return plan(
+        net,
+        optimizer,
+        **{"world_size": 8, "example": words, "targets": words, "loss_fn": blocks.loss_fn}
+        | options,
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,8 +57,14 @@ def _plan(**options: Any) -> Any:
         ({"efficiency": 1.5}, "efficiency=1.5: expected a share above 0, at most 1"),
         ({"ranks_per_host": 0}, "ranks_per_host=0"),
         ({"global_batch_size": 0}, "global_batch_size=0: expected a number of samples"),
-        ({"example": None, "global_batch_size": 8}, "what a sample costs is not known without an example"),
-        ({"example": "words"}, "expected the model's inputs, with a tensor whose rows are the samples"),
+        (
+            {"example": None, "global_batch_size": 8},
+            "what a sample costs is not known without an example",
+        ),
+        (
+            {"example": "words"},
+            "expected the model's inputs, with a tensor whose rows are the samples",
+        ),
         ({"config": ShardingConfiguration(gradient_compression="bf16")}, "plans do not know it"),
     ],
 )
@@ -69,11 +80,14 @@ def test_a_model_without_parameters_and_an_optimizer_of_another_model_are_refuse
     with pytest.raises(ConfigurationError, match="are not the model's"):
         plan(nn.Linear(2, 2), optimizer, world_size=2)
     with pytest.raises(ConfigurationError, match=r"model=int: expected a torch\.nn\.Module"):
-        plan(3, optimizer, world_size=2)  # type: ignore[arg-type]  # a mistake, which is to be named
+        # a mistake, which is to be named
+        plan(3, optimizer, world_size=2)  # type: ignore[arg-type]
 
 
 def test_an_example_that_the_model_does_not_take_is_refused_with_the_models_own_error() -> None:
-    with pytest.raises(ConfigurationError, match="could not be passed through Decoder without values"):
+    with pytest.raises(
+        ConfigurationError, match="could not be passed through Decoder without values"
+    ):
         _plan(example={"sentences": torch.zeros(2, 16, dtype=torch.long)})
 
 
@@ -99,7 +113,9 @@ def test_a_strategy_that_needs_more_than_the_device_has_is_marked_and_says_what_
     assert found.recommended is not None
     assert found.recommended.fits
     assert next(
-        each for each in _plan(device_memory=int(ddp.memory.total / (1 - RESERVE)) + 1000).strategies if each.strategy == "ddp"
+        each
+        for each in _plan(device_memory=int(ddp.memory.total / (1 - RESERVE)) + 1000).strategies
+        if each.strategy == "ddp"
     ).fits
 
 
@@ -113,19 +129,38 @@ def test_the_recommended_one_is_the_quickest_that_gives_the_result_of_one_proces
 
 def test_a_small_model_on_few_ranks_is_not_cut() -> None:
     net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
-    found = plan(net, torch.optim.SGD(net.parameters(), 0.1), world_size=4, example=torch.zeros(4, 8), device_memory="1GB")
+    found = plan(
+        net,
+        torch.optim.SGD(net.parameters(), 0.1),
+        world_size=4,
+        example=torch.zeros(4, 8),
+        device_memory="1GB",
+    )
     assert found.recommended is not None
     assert found.recommended.strategy == "ddp"
 
 
 def test_every_strategy_but_async_sgd_is_in_a_plan_or_has_a_reason() -> None:
     there = {each.strategy for each in _usual().strategies}
-    assert there == {"ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "pipeline", "hybrid", "local_sgd"}
+    assert there == {
+        "ddp",
+        "zero1",
+        "zero2",
+        "zero3",
+        "fsdp",
+        "hsdp",
+        "tensor",
+        "pipeline",
+        "hybrid",
+        "local_sgd",
+    }
 
 
 def test_a_model_that_cannot_be_cut_says_why() -> None:
     net = nn.Sequential(nn.Linear(8, 8))
-    found = plan(net, torch.optim.SGD(net.parameters(), 0.1), world_size=4, example=torch.zeros(1, 8))
+    found = plan(
+        net, torch.optim.SGD(net.parameters(), 0.1), world_size=4, example=torch.zeros(1, 8)
+    )
     pipeline = next(each for each in found.strategies if each.label == "pipeline p4 d1")
     assert pipeline.memory is None
     assert not pipeline.fits
@@ -135,11 +170,20 @@ def test_a_model_that_cannot_be_cut_says_why() -> None:
 
 def test_optimizers_that_are_not_elementwise_are_planned_where_parameters_stay_whole() -> None:
     net, _, words = _decoder()
-    found = plan(net, torch.optim.Adafactor(net.parameters()), world_size=2, example=words, targets=words, loss_fn=blocks.loss_fn)
+    found = plan(
+        net,
+        torch.optim.Adafactor(net.parameters()),
+        world_size=2,
+        example=words,
+        targets=words,
+        loss_fn=blocks.loss_fn,
+    )
     by_name = {each.label: each for each in found.strategies}
     assert by_name["ddp"].fits
     assert by_name["pipeline p2 d1"].fits
-    assert "Adafactor is not known to treat each element by itself" in by_name["tensor t2 d1"].reason
+    assert (
+        "Adafactor is not known to treat each element by itself" in by_name["tensor t2 d1"].reason
+    )
     assert by_name["zero1"].fits
     # Of a matrix Adafactor keeps a row and a column.
     assert by_name["ddp"].memory.optimizer < by_name["ddp"].memory.parameters / 10
@@ -149,7 +193,9 @@ def test_a_plan_without_an_example_has_memory_and_no_times() -> None:
     found = _plan(example=None, targets=None, loss_fn=None)
     assert found.recommended.strategy == "ddp"
     assert all(each.estimate is None for each in found.strategies)
-    assert all(each.memory.activations is None for each in found.strategies if each.memory is not None)
+    assert all(
+        each.memory.activations is None for each in found.strategies if each.memory is not None
+    )
     assert "no example of the model's inputs" in str(found)
 
 
@@ -168,13 +214,20 @@ def test_activations_are_what_autograd_really_keeps() -> None:
         loss = blocks.loss_fn(net(words), words)
     really = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     loss.backward()
-    assert measure(net, words, words, blocks.loss_fn).kept_at_most() == pytest.approx(really, rel=0.01)
+    assert measure(net, words, words, blocks.loss_fn).kept_at_most() == pytest.approx(
+        really, rel=0.01
+    )
 
 
 def test_checkpointed_blocks_keep_their_inputs_and_one_of_them_all_and_compute_twice() -> None:
     whole, again = _usual(), _plan(config=ShardingConfiguration(activation_checkpointing=True))
-    ddp = {name: next(each for each in found.strategies if each.strategy == "ddp") for name, found in (("whole", whole), ("again", again))}
-    passes = measure(blocks.Decoder(64), *[torch.zeros(2, blocks.TOKENS, dtype=torch.long)] * 2, blocks.loss_fn)
+    ddp = {
+        name: next(each for each in found.strategies if each.strategy == "ddp")
+        for name, found in (("whole", whole), ("again", again))
+    }
+    passes = measure(
+        blocks.Decoder(64), *[torch.zeros(2, blocks.TOKENS, dtype=torch.long)] * 2, blocks.loss_fn
+    )
     kept = passes.kept()
     in_blocks = sum(size for path, size in kept.items() if path.startswith("layers."))
     saved = ddp["whole"].memory.activations - ddp["again"].memory.activations
@@ -185,15 +238,25 @@ def test_checkpointed_blocks_keep_their_inputs_and_one_of_them_all_and_compute_t
 
 
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 4), (4, 8), (8, 8)])
-def test_even_stages_under_1f1b_wait_as_long_as_the_paper_says(ranks: int, micro_batches: int) -> None:
-    schedule = training_schedule("1f1b", ranks=ranks, stages_per_rank=1, micro_batches=micro_batches)
+def test_even_stages_under_1f1b_wait_as_long_as_the_paper_says(
+    ranks: int, micro_batches: int
+) -> None:
+    schedule = training_schedule(
+        "1f1b", ranks=ranks, stages_per_rank=1, micro_batches=micro_batches
+    )
     costs = StageCosts(
-        forward_flops=(1.0,) * ranks, backward_share=2.0, kept=(1.0,) * ranks, recomputed=0.0, border_bytes=(0.0,) * (ranks - 1)
+        forward_flops=(1.0,) * ranks,
+        backward_share=2.0,
+        kept=(1.0,) * ranks,
+        recomputed=0.0,
+        border_bytes=(0.0,) * (ranks - 1),
     )
     seconds, bubble = play(schedule, costs, flops_per_second=1.0, bytes_per_second=1.0)
     assert seconds == pytest.approx(3 * (micro_batches + ranks - 1))
     assert bubble == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
-    assert most_in_flight(schedule, costs) == [min(ranks - rank, micro_batches) for rank in range(ranks)]
+    assert most_in_flight(schedule, costs) == [
+        min(ranks - rank, micro_batches) for rank in range(ranks)
+    ]
 
 
 def test_seventy_billion_parameters_on_512_ranks_take_no_memory_to_plan() -> None:
@@ -213,12 +276,28 @@ def test_tables_fit_a_hundred_columns_with_columns_one_below_the_other() -> None
     text = str(_plan(device_memory="1MB", world_size=512))
     lines = text.splitlines()
     assert max(map(len, lines)) <= WIDTH
-    heads = [i for i, line in enumerate(lines) if line.lstrip().startswith(("KiB a rank", "MiB a rank"))]
+    heads = [
+        i for i, line in enumerate(lines) if line.lstrip().startswith(("KiB a rank", "MiB a rank"))
+    ]
     assert len(heads) == 2  # those that fit, and those that are too large
     head = heads[0]
-    rows = [row for start in heads for row in itertools.takewhile(lambda row: row[:2] in ("  ", "* "), lines[start + 1 :])]
+    rows = [
+        row
+        for start in heads
+        for row in itertools.takewhile(lambda row: row[:2] in ("  ", "* "), lines[start + 1 :])
+    ]
     assert rows
-    for word in ("params", "grads", "state", "mirrors", "staging", "activ.", "total", "sent", "bubble"):
+    for word in (
+        "params",
+        "grads",
+        "state",
+        "mirrors",
+        "staging",
+        "activ.",
+        "total",
+        "sent",
+        "bubble",
+    ):
         end = lines[head].index(word) + len(word)
         assert all(row[end - 1] != " " and row[end] == " " for row in rows), word
 
@@ -240,7 +319,14 @@ def test_a_plan_as_json_holds_what_the_table_does() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "amount"), [("80GB", 80 * 10**9), ("80 GiB", 80 * 2**30), (1024, 1024), ("200Gbit/s", 25 * 10**9), ("1.5e3", 1500)]
+    ("text", "amount"),
+    [
+        ("80GB", 80 * 10**9),
+        ("80 GiB", 80 * 2**30),
+        (1024, 1024),
+        ("200Gbit/s", 25 * 10**9),
+        ("1.5e3", 1500),
+    ],
 )
 def test_amounts_are_read_as_people_write_them(text: str | int, amount: int) -> None:
     assert parse_bytes("amount", text) == amount
@@ -249,7 +335,12 @@ def test_amounts_are_read_as_people_write_them(text: str | int, amount: int) -> 
 def test_rates_and_amounts_are_shown_with_a_unit() -> None:
     assert parse_flops("rate", "312T") == parse_flops("rate", "312TFLOP/s") == 312e12
     assert (readable_bytes(1536), readable_bytes(12)) == ("1.5 KiB", "12 B")
-    assert [readable_seconds(s) for s in (1e-5, 0.0123, 1.5, 250.0)] == ["10 us", "12.3 ms", "1.5 s", "250 s"]
+    assert [readable_seconds(s) for s in (1e-5, 0.0123, 1.5, 250.0)] == [
+        "10 us",
+        "12.3 ms",
+        "1.5 s",
+        "250 s",
+    ]
 
 
 _CUT = ("zero1", "zero2", "zero3", "fsdp")
@@ -264,7 +355,8 @@ _CUT = ("zero1", "zero2", "zero3", "fsdp")
     ids=["AdamW", "Adafactor"],
 )
 def test_roles_of_a_plan_are_what_ranks_hold(make: Any, labels: tuple[str, ...]) -> None:
-    """In this process, over `shoal.launch`; with real processes and sockets in tests/integration/worker_planning."""
+    """In this process, over `shoal.launch`; with real processes and sockets in
+    tests/integration/worker_planning."""
     from benchmarks.workers.account import _at_rest, _note_gradients, before_update
 
     words = torch.zeros(2, blocks.TOKENS, dtype=torch.long)
@@ -284,11 +376,22 @@ def test_roles_of_a_plan_are_what_ranks_hold(make: Any, labels: tuple[str, ...])
         return account | _at_rest(model, inner)
 
     net = blocks.Decoder(64)
-    planned = plan(net, make(net.parameters()), world_size=2, example=words, targets=words, loss_fn=blocks.loss_fn, global_batch_size=4)
+    planned = plan(
+        net,
+        make(net.parameters()),
+        world_size=2,
+        example=words,
+        targets=words,
+        loss_fn=blocks.loss_fn,
+        global_batch_size=4,
+    )
     for label in labels:
         each = next(one for one in planned.strategies if one.label == label)
         accounts = shoal.launch(rank, each.strategy, dict(each.options), world_size=2)
         most = {role: max(account[role] for account in accounts) for role in accounts[0]}
         most["mirrors"] = sum(size for role, size in most.items() if role.startswith("mirrored"))
         for role in ("parameters", "gradients", "optimizer", "mirrors"):
-            assert getattr(each.memory, role) == pytest.approx(most[role], rel=0.1, abs=1), (label, role)
+            assert getattr(each.memory, role) == pytest.approx(most[role], rel=0.1, abs=1), (
+                label,
+                role,
+            )

@@ -1,4 +1,5 @@
-"""State that lies on a device: copied while training goes on, sent to a joiner, and compared (the device is a stand-in)."""
+"""State that lies on a device: copied while training goes on, sent to a joiner, and compared (the
+device is a stand-in)."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def state() -> dict[str, torch.Tensor]:
 # --- copies
 
 
-def test_a_snapshot_holds_what_was_there_when_it_was_taken_though_it_arrives_later(lane: LateLane) -> None:
+def test_a_snapshot_holds_what_was_there_when_it_was_taken_though_it_arrives_later(
+    lane: LateLane,
+) -> None:
     live = state()
     before = state_digest(live)
     snapshot = Snapshot.take(live)
@@ -59,7 +62,9 @@ def test_a_snapshot_holds_what_was_there_when_it_was_taken_though_it_arrives_lat
         tensor.zero_()
     assert state_digest(snapshot.state()) == before
     assert lane.sent == snapshot.nbytes
-    assert all(tensor.is_contiguous() and not tensor.is_conj() for tensor in snapshot.tensors.values())
+    assert all(
+        tensor.is_contiguous() and not tensor.is_conj() for tensor in snapshot.tensors.values()
+    )
     assert lane.sent == snapshot.nbytes  # it arrives once
 
 
@@ -76,7 +81,9 @@ def test_what_a_device_has_no_room_to_copy_is_waited_for() -> None:
     assert [each[-1].item() for each in copied] == [99, 199]
 
 
-def test_a_device_whose_free_memory_is_in_pieces_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_whose_free_memory_is_in_pieces_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lane = LateLane()
     copies, tensor = HostCopies(lambda device: lane), torch.arange(100.0)
 
@@ -94,7 +101,10 @@ def test_a_device_whose_free_memory_is_in_pieces_is_waited_for(monkeypatch: pyte
 def test_two_threads_that_wait_for_copies_both_find_them(lane: LateLane) -> None:
     live = {str(number): torch.full((1000,), float(number)) for number in range(50)}
     snapshot, found = Snapshot.take(live), []
-    threads = [threading.Thread(target=lambda: found.append(state_digest(snapshot.state()))) for _ in range(2)]
+    threads = [
+        threading.Thread(target=lambda: found.append(state_digest(snapshot.state())))
+        for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -106,7 +116,9 @@ def test_blocks_follow_each_other_through_two_buffers() -> None:
     lane = LateLane()
     lane.computed = True
     pieces = [torch.arange(each, dtype=torch.int64) for each in (1, 0, 100, 17)]
-    came = [block.clone() for block in DeviceReader(lane, block_bytes=56).blocks(map(bytes_in, pieces))]
+    came = [
+        block.clone() for block in DeviceReader(lane, block_bytes=56).blocks(map(bytes_in, pieces))
+    ]
     assert torch.equal(torch.cat(came), torch.cat([bytes_in(each) for each in pieces]))
     assert [len(block) for block in came] == [8, *[56] * 14, 16, 56, 56, 24]
 
@@ -118,8 +130,13 @@ def test_a_checkpoint_is_of_its_step_though_training_goes_on_while_it_arrives(
     def train(directory: Path) -> None:
         torch.manual_seed(1)
         net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
-        model, optimizer = shoal.as_distributed(net, torch.optim.Adam(net.parameters()), strategy=strategy)
-        loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.randn(48, 8), torch.arange(48) % 4), global_batch_size=8)
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.Adam(net.parameters()), strategy=strategy
+        )
+        loader = shoal.ElasticDataLoader(
+            torch.utils.data.TensorDataset(torch.randn(48, 8), torch.arange(48) % 4),
+            global_batch_size=8,
+        )
         for number, (x, y) in enumerate(loader):
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
@@ -168,22 +185,33 @@ def test_state_is_sent_from_a_device_block_by_block(donors: int, lane: LateLane)
     assert lane.sent == size
 
 
-def test_a_donor_whose_device_fails_gives_nothing_and_the_receiver_is_told(lane: LateLane, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_donor_whose_device_fails_gives_nothing_and_the_receiver_is_told(
+    lane: LateLane, caplog: pytest.LogCaptureFixture
+) -> None:
     donor = StateDonor("127.0.0.1")
     with donor.offering(state(), NONCE):
         lane.failed = True
         with pytest.raises(UnavailableError, match="went away while it sent its state"):
             take_state([donor.address], NONCE, timeout=TIMEOUT)
     donor.close()
-    eventually(lambda: "cannot be read from the device: CUDA error" in caplog.text, lambda: f"a word in the log: {caplog.text!r}")
+    eventually(
+        lambda: "cannot be read from the device: CUDA error" in caplog.text,
+        lambda: f"a word in the log: {caplog.text!r}",
+    )
 
 
 # --- digests
 
 
-def test_a_sum_made_on_the_device_tells_one_bit_and_two_places_that_were_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sum_made_on_the_device_tells_one_bit_and_two_places_that_were_exchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(digest, "_CHUNK", 64)
-    for tensor in (*state().values(), torch.arange(1000, dtype=torch.int16), torch.zeros(130, dtype=torch.uint8)):
+    for tensor in (
+        *state().values(),
+        torch.arange(1000, dtype=torch.int16),
+        torch.zeros(130, dtype=torch.uint8),
+    ):
         sum_of = int(mixed_sum(tensor))
         assert int(mixed_sum(tensor)) == sum_of  # which has left it as it was
         if tensor.numel() < 2:
@@ -202,10 +230,21 @@ def test_sums_do_not_depend_on_how_long_the_zeros_are_alone() -> None:
     assert len(sums) == 49
 
 
-def test_what_ranks_compare_of_a_device_is_read_as_one_number_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_ranks_compare_of_a_device_is_read_as_one_number_a_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(digest, "_is_far", lambda tensor: tensor.dim() > 0)
-    monkeypatch.setattr(digest, "bytes_of", lambda tensor: memoryview(b"x") if tensor.dim() == 0 else pytest.fail("it was brought here"))
-    one, other = [torch.arange(10.0), torch.tensor(1), torch.ones(3)], [torch.arange(10.0), torch.tensor(1), torch.ones(3)]
+    monkeypatch.setattr(
+        digest,
+        "bytes_of",
+        lambda tensor: (
+            memoryview(b"x") if tensor.dim() == 0 else pytest.fail("it was brought here")
+        ),
+    )
+    one, other = (
+        [torch.arange(10.0), torch.tensor(1), torch.ones(3)],
+        [torch.arange(10.0), torch.tensor(1), torch.ones(3)],
+    )
     assert digest_of(one) == digest_of(other)
     other[2][1] = 1.5
     assert digest_of(one) != digest_of(other)

@@ -1,4 +1,5 @@
-"""Models and optimizers as bytes and files: what is damaged, foreign, of another model, or not the same on all ranks changes nothing."""
+"""Models and optimizers as bytes and files: what is damaged, foreign, of another model, or not the
+same on all ranks changes nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +20,9 @@ from shoal_worker.state.serial import dump_tensors, load_tensors
 from torch import nn
 
 STRATEGIES = ["ddp", "zero1", "zero3", "pipeline"]
-IMAGE = dump_tensors({"w": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)}, {"strategy": "ddp", "world_size": 2})
+IMAGE = dump_tensors(
+    {"w": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)}, {"strategy": "ddp", "world_size": 2}
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -34,7 +37,9 @@ def test_one_flipped_bit_or_a_cut_anywhere_is_found(place: int, bit: int, cut: b
         return
     # JSON may be written in more than one way.
     assert metadata == {"format": 1, "strategy": "ddp", "world_size": 2}
-    assert state_digest(tensors) == state_digest({"w": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)})
+    assert state_digest(tensors) == state_digest(
+        {"w": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)}
+    )
     assert not cut
 
 
@@ -45,9 +50,15 @@ def test_one_flipped_bit_or_a_cut_anywhere_is_found(place: int, bit: int, cut: b
         (pickle.dumps({"w": 1}), "FILE_CORRUPT"),
         (IMAGE + b"x", "FILE_CORRUPT"),
         (safetensors.torch.save({"w": torch.ones(2)}), "FILE_FOREIGN"),
-        (safetensors.torch.save({"w": torch.ones(2)}, {"shoal": json.dumps({"format": 2})}), "FILE_NEWER"),
+        (
+            safetensors.torch.save({"w": torch.ones(2)}, {"shoal": json.dumps({"format": 2})}),
+            "FILE_NEWER",
+        ),
         (safetensors.torch.save({"w": torch.ones(2)}, {"shoal": json.dumps([1])}), "FILE_NEWER"),
-        (safetensors.torch.save({"w": torch.ones(2)}, {"shoal": json.dumps({"format": 1})}), "FILE_CORRUPT"),
+        (
+            safetensors.torch.save({"w": torch.ones(2)}, {"shoal": json.dumps({"format": 1})}),
+            "FILE_CORRUPT",
+        ),
     ],
 )
 def test_what_is_no_such_file_is_told_why(data: bytes, reason: str) -> None:
@@ -56,14 +67,16 @@ def test_what_is_no_such_file_is_told_why(data: bytes, reason: str) -> None:
     assert raised.value.reason == reason
 
 
-# ------------------------------------------------------------------------------------------------------------------- ranks
+# -------------------------------------------------------------------------------------------- ranks
 
 
 def trained(strategy: str, width: int = 4, make: Any = torch.optim.AdamW) -> tuple[Any, Any]:
     torch.manual_seed(2)
     net = nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Linear(width, 2))
     model, optimizer = shoal.as_distributed(net, make(net.parameters(), 0.01), strategy=strategy)
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 2)), global_batch_size=4)
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(torch.ones(8, 3), torch.ones(8, 2)), global_batch_size=4
+    )
     for x, y in loader:
         model.train_step(x, y, nn.functional.mse_loss)
         optimizer.step()
@@ -90,22 +103,49 @@ def test_damage_and_others_states_change_nothing_on_any_rank(tmp_path: Path, str
         other = dump_tensors({"another": torch.ones(1)}, {})
         damaged = image[:-1] + bytes([image[-1] ^ 1])
         corrupt = shoal.CorruptDataError
-        refused(model, optimizer, lambda: model.deserialize(damaged), corrupt, "does not match its digest")
+        refused(
+            model,
+            optimizer,
+            lambda: model.deserialize(damaged),
+            corrupt,
+            "does not match its digest",
+        )
         refused(model, optimizer, lambda: model.deserialize(other), corrupt, "another model")
         refused(model, optimizer, lambda: optimizer.deserialize(image), corrupt, "a model's state")
-        refused(model, optimizer, lambda: optimizer.deserialize(state[: len(state) // 2]), corrupt, "not a complete")
+        refused(
+            model,
+            optimizer,
+            lambda: optimizer.deserialize(state[: len(state) // 2]),
+            corrupt,
+            "not a complete",
+        )
         saved = optimizer.state_dict()
         for change, match in [
             (lambda s: s["param_groups"][0].pop("betas"), "lack"),
             (lambda s: s["param_groups"].pop(), "parameters in its groups"),
-            (lambda s: s["state"][0].update(exp_avg=torch.ones(9)), "'exp_avg' of its parameter 0 has shape"),
+            (
+                lambda s: s["state"][0].update(exp_avg=torch.ones(9)),
+                "'exp_avg' of its parameter 0 has shape",
+            ),
             (lambda s: s.pop("state"), "no param_groups and state"),
         ]:
             changed = copy.deepcopy(saved)
             change(changed)
-            refused(model, optimizer, lambda changed=changed: optimizer.load_state_dict(changed), corrupt, match)
+            refused(
+                model,
+                optimizer,
+                lambda changed=changed: optimizer.load_state_dict(changed),
+                corrupt,
+                match,
+            )
         path = tmp_path / f"{shoal.rank()}.safetensors"
-        refused(model, optimizer, lambda: model.load_model(path), shoal.ConfigurationError, "cannot be read")
+        refused(
+            model,
+            optimizer,
+            lambda: model.load_model(path),
+            shoal.ConfigurationError,
+            "cannot be read",
+        )
         optimizer.load_state_dict(saved)
         model.deserialize(image)
 
@@ -120,13 +160,37 @@ def test_ranks_that_are_given_different_states_are_told_and_take_none(strategy: 
         images = [model.serialize(), model.with_parameters({"0.bias": torch.zeros(4)}).serialize()]
         states = [optimizer.state_dict() for _ in range(2)]
         states[1]["param_groups"][0]["lr"] = 0.5
-        refused(model, optimizer, lambda: model.deserialize(images[rank]), different, "rank 1 was given other values")
-        refused(model, optimizer, lambda: optimizer.load_state_dict(states[rank]), different, "rank 1 was given other values")
+        refused(
+            model,
+            optimizer,
+            lambda: model.deserialize(images[rank]),
+            different,
+            "rank 1 was given other values",
+        )
+        refused(
+            model,
+            optimizer,
+            lambda: optimizer.load_state_dict(states[rank]),
+            different,
+            "rank 1 was given other values",
+        )
         own = {"0.bias": torch.full((4,), float(rank))}
-        refused(model, optimizer, lambda: model.with_parameters(own), different, "rank 1 was given other values")
+        refused(
+            model,
+            optimizer,
+            lambda: model.with_parameters(own),
+            different,
+            "rank 1 was given other values",
+        )
         damaged = images[0] if rank == 0 else images[0][:50]
         kinds = [shoal.ConfigurationError, shoal.CorruptDataError]
-        refused(model, optimizer, lambda: model.deserialize(damaged), kinds[rank], "rank 1 was given what it cannot|not a complete")
+        refused(
+            model,
+            optimizer,
+            lambda: model.deserialize(damaged),
+            kinds[rank],
+            "rank 1 was given what it cannot|not a complete",
+        )
 
     shoal.launch(body, world_size=2)
 
@@ -162,7 +226,10 @@ def test_one_rank_alone_is_told_that_the_others_went_elsewhere() -> None:
         model.serialize()
         shoal.evaluate(model, [torch.ones(1, 3)], lambda net, x: {"sum": net(x).sum()})
 
-    with pytest.raises(shoal.PreconditionError, match=r"scripts went different ways \(rank 0: with_parameters, rank 1: evaluate\)"):
+    with pytest.raises(
+        shoal.PreconditionError,
+        match=r"scripts went different ways \(rank 0: with_parameters, rank 1: evaluate\)",
+    ):
         shoal.launch(body, world_size=2)
 
 
@@ -178,7 +245,7 @@ def test_a_clone_is_loaded_by_one_rank_alone() -> None:
     assert shoal.launch(body, world_size=2) == [True, True]
 
 
-# -------------------------------------------------------------------------------------------------------------- checkpoints
+# -------------------------------------------------------------------------------------- checkpoints
 
 
 @pytest.mark.parametrize("reader", STRATEGIES)
@@ -205,7 +272,9 @@ def test_a_checkpoint_of_another_model_or_optimizer_changes_nothing(
 
 
 @pytest.mark.parametrize("reader", ["ddp", "zero3"])
-def test_a_checkpoint_whose_cursor_or_registered_state_does_not_fit_changes_nothing(tmp_path: Path, reader: str) -> None:
+def test_a_checkpoint_whose_cursor_or_registered_state_does_not_fit_changes_nothing(
+    tmp_path: Path, reader: str
+) -> None:
     class Picky:
         def __init__(self, accepts: bool) -> None:
             self.accepts = accepts
@@ -226,7 +295,13 @@ def test_a_checkpoint_whose_cursor_or_registered_state_does_not_fit_changes_noth
         model, optimizer = trained(reader)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer.optimizer, 0.5)
         shoal.register_state(scheduler=scheduler, picky=Picky(accepts=False))
-        refused(model, optimizer, lambda: shoal.resume(tmp_path), shoal.CorruptDataError, "no state of mine")
+        refused(
+            model,
+            optimizer,
+            lambda: shoal.resume(tmp_path),
+            shoal.CorruptDataError,
+            "no state of mine",
+        )
 
     shoal.launch(save, world_size=1)
     shoal.launch(load, world_size=2)

@@ -1,4 +1,5 @@
-"""Equal states have equal digests; any change of a type, a value, an order that counts or a single bit gives another."""
+"""Equal states have equal digests; any change of a type, a value, an order that counts or a single
+bit gives another."""
 
 import subprocess
 import sys
@@ -78,7 +79,12 @@ def test_memory_layout_does_not_count():
 
 
 def test_bytes_of_a_contiguous_tensor_share_its_memory():
-    for tensor in (torch.zeros(3, dtype=torch.bfloat16), torch.zeros((), dtype=torch.bool), torch.zeros(2, 2), torch.zeros(0, 4)):
+    for tensor in (
+        torch.zeros(3, dtype=torch.bfloat16),
+        torch.zeros((), dtype=torch.bool),
+        torch.zeros(2, 2),
+        torch.zeros(0, 4),
+    ):
         view = bytes_of(tensor)
         assert view.nbytes == tensor.numel() * tensor.element_size()
         if view.nbytes:
@@ -91,8 +97,12 @@ def test_another_process_computes_the_same_digest():
         "import torch; from shoal_worker.state.digest import state_digest;"
         "print(state_digest({'s': {'a', 'b', 'c'}, 't': torch.arange(5), 'd': {'x': 1, 2: None}}))"
     )
-    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60).stdout
-    assert int(printed) == state_digest({"d": {2: None, "x": 1}, "t": torch.arange(5), "s": {"c", "b", "a"}})
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+    assert int(printed) == state_digest(
+        {"d": {2: None, "x": 1}, "t": torch.arange(5), "s": {"c", "b", "a"}}
+    )
 
 
 def test_a_missing_tensor_is_corrupt_data():

@@ -1,4 +1,5 @@
-"""Any training state goes through flatten, JSON and unflatten and comes back exactly; what cannot is refused by name."""
+"""Any training state goes through flatten, JSON and unflatten and comes back exactly; what cannot
+is refused by name."""
 
 import enum
 import json
@@ -45,14 +46,24 @@ def same(a, b) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8))
+        return (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and a.reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8))
+        )
     if isinstance(a, np.ndarray | np.generic):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, float):
-        return math.copysign(1, a) == math.copysign(1, b) and (a == b or (math.isnan(a) and math.isnan(b)))
+        return math.copysign(1, a) == math.copysign(1, b) and (
+            a == b or (math.isnan(a) and math.isnan(b))
+        )
     if isinstance(a, dict):
         factory = getattr(a, "default_factory", None) is getattr(b, "default_factory", None)
-        return factory and len(a) == len(b) and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
+        return (
+            factory
+            and len(a) == len(b)
+            and all(same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
+        )
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, set | frozenset):
@@ -87,7 +98,15 @@ arrays = hnp.arrays(
     shape=hnp.array_shapes(min_dims=0, max_dims=2, min_side=0, max_side=3),
 )
 text = st.text(st.characters(), max_size=6) | st.text("\ud800\udc00!~/1", max_size=4) | st.just("!")
-scalars = st.none() | st.booleans() | st.integers() | st.integers(-(10**40), 10**40) | st.floats() | text | st.binary(max_size=8)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-(10**40), 10**40)
+    | st.floats()
+    | text
+    | st.binary(max_size=8)
+)
 keys = text | st.integers() | st.booleans() | st.none() | st.tuples(text, st.integers())
 numpy_scalars = arrays.filter(lambda array: array.size).map(lambda array: array.reshape(-1)[0])
 factories = st.sampled_from([None, list, dict, int, float, set, str, tuple, bool, bytes])
@@ -128,7 +147,10 @@ def test_no_two_paths_share_a_tensor_name():
 
 
 def test_names_read_like_the_path():
-    state = {"model": {"0.weight": torch.ones(1)}, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}}
+    state = {
+        "model": {"0.weight": torch.ones(1)},
+        "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}},
+    }
     assert set(flatten(state)[1]) == {"model/0.weight", "optimizer/state/0/exp_avg"}
 
 
@@ -142,7 +164,11 @@ def test_flatten_copies_no_tensor_data():
 def test_a_read_only_or_strided_array_is_carried_too():
     frozen = np.arange(6.0).reshape(2, 3)
     frozen.flags.writeable = False
-    state = {"frozen": frozen, "strided": np.arange(6)[::2], "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3))}
+    state = {
+        "frozen": frozen,
+        "strided": np.arange(6)[::2],
+        "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    }
     assert same(round_trip(state), state)
 
 
@@ -274,7 +300,10 @@ def test_what_cannot_be_carried_is_refused_with_its_path_and_type(value, kind):
     assert raised.value.reason == "STATE_UNSUPPORTED"
 
 
-@pytest.mark.parametrize("state", [{torch.ones(1): 1}, {Colour.RED: 1}, {np.int64(3): 1}, {torch.ones(1)}, {(1, Colour.RED)}])
+@pytest.mark.parametrize(
+    "state",
+    [{torch.ones(1): 1}, {Colour.RED: 1}, {np.int64(3): 1}, {torch.ones(1)}, {(1, Colour.RED)}],
+)
 def test_keys_and_set_members_that_cannot_be_carried_are_refused(state):
     with pytest.raises(ConfigurationError, match=r"'at'.*(a dict key|a set member)"):
         flatten({"at": state})
@@ -325,16 +354,34 @@ def test_a_structure_that_flatten_never_makes_is_corrupt_data(structure):
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from(["tensor", "ndarray", "dict", "t", "<f8", "AAAA"]),
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 5)
+    | st.sampled_from(["tensor", "ndarray", "dict", "t", "<f8", "AAAA"]),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.fixed_dictionaries(
             {
                 "!": st.sampled_from(
-                    ["tensor", "ndarray", "scalar", "int", "float", "str", "bytes", "tuple", "set", "dict", "default", "counter"]
+                    [
+                        "tensor",
+                        "ndarray",
+                        "scalar",
+                        "int",
+                        "float",
+                        "str",
+                        "bytes",
+                        "tuple",
+                        "set",
+                        "dict",
+                        "default",
+                        "counter",
+                    ]
                 )
             },
-            optional=dict.fromkeys(("name", "items", "dtype", "shape", "data", "hex", "factory"), inner),
+            optional=dict.fromkeys(
+                ("name", "items", "dtype", "shape", "data", "hex", "factory"), inner
+            ),
         )
     ),
     max_leaves=10,

@@ -9,7 +9,12 @@ from shoal_worker.store.rendezvous import parse
 
 def test_rank_and_world_size_come_from_the_query_into_which_torch_writes_its_arguments() -> None:
     target = parse("redis://10.0.0.7:6380/mnist?rank=2&world_size=4", {})
-    assert (target.server, target.job, target.rank, target.world_size) == ("redis://10.0.0.7:6380/0", "mnist", 2, 4)
+    assert (target.server, target.job, target.rank, target.world_size) == (
+        "redis://10.0.0.7:6380/0",
+        "mnist",
+        2,
+        4,
+    )
 
 
 def test_the_environment_fills_in_what_the_query_does_not_say() -> None:
@@ -44,7 +49,9 @@ def test_credentials_tls_and_database_reach_the_server_url() -> None:
         ("redis://[::1/job?rank=0&world_size=1", {}, "cannot be read: Invalid IPv6 URL"),
     ],
 )
-def test_a_url_that_cannot_work_is_refused_with_its_remedy(url: str, environment: dict[str, str], said: str) -> None:
+def test_a_url_that_cannot_work_is_refused_with_its_remedy(
+    url: str, environment: dict[str, str], said: str
+) -> None:
     with pytest.raises(ConfigurationError, match=said):
         parse(url, environment)
 

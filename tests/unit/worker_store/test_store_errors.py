@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch.distributed as dist
-from shoal_common.errors import DeadlineError, InvalidRequestError, MembershipChanged, ShoalError, UnavailableError
-from shoal_worker.store.errors import StoreAbortedError, StoreTimeoutError, StoreUnavailableError, StoreValueError
+from shoal_common.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    MembershipChanged,
+    ShoalError,
+    UnavailableError,
+)
+from shoal_worker.store.errors import (
+    StoreAbortedError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+    StoreValueError,
+)
 
 
 @pytest.mark.parametrize(
@@ -17,7 +28,9 @@ from shoal_worker.store.errors import StoreAbortedError, StoreTimeoutError, Stor
         (StoreUnavailableError, UnavailableError, dist.DistNetworkError),
     ],
 )
-def test_code_written_for_torch_or_for_shoal_catches_it(raised: type[ShoalError], ours: type[ShoalError], theirs: type[Exception]) -> None:
+def test_code_written_for_torch_or_for_shoal_catches_it(
+    raised: type[ShoalError], ours: type[ShoalError], theirs: type[Exception]
+) -> None:
     error = raised("what happened")
     assert isinstance(error, ours)
     assert isinstance(error, theirs)

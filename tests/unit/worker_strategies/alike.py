@@ -7,4 +7,10 @@ import torch
 
 def assert_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10, msg=lambda told, name=name: f"{name}: {told}")
+        torch.testing.assert_close(
+            found[name],
+            value,
+            rtol=1e-10,
+            atol=1e-10,
+            msg=lambda told, name=name: f"{name}: {told}",
+        )

@@ -1,4 +1,5 @@
-"""Models for tests of tensor, pipeline and hybrid, that all three can cut; their data; and what one process makes of them."""
+"""Models for tests of tensor, pipeline and hybrid, that all three can cut; their data; and what one
+process makes of them."""
 
 from __future__ import annotations
 
@@ -28,8 +29,13 @@ class Attention(nn.Module):
         self.qkv, self.out_proj = nn.Linear(16, 48), nn.Linear(16, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part.unflatten(-1, (self.n_head, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return self.out_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            part.unflatten(-1, (self.n_head, -1)).transpose(1, 2)
+            for part in self.qkv(x).chunk(3, -1)
+        )
+        return self.out_proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Block(nn.Module):
@@ -67,7 +73,13 @@ def make(name: str = "gpt", dtype: torch.dtype = torch.float64) -> nn.Module:
     torch.manual_seed(3)
     if name == "gpt":
         return Gpt().to(dtype)
-    layers = [nn.Conv2d(1, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)]
+    layers = [
+        nn.Conv2d(1, 4, 3, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64, 5),
+    ]
     return nn.Sequential(*layers).to(dtype)
 
 
@@ -86,8 +98,11 @@ def loss_of(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache
-def alone(name: str, optimizer: str, size: int = BATCH) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Parameters and optimizer state after training in one process, accumulating parts of `size`."""
+def alone(
+    name: str, optimizer: str, size: int = BATCH
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Parameters and optimizer state after training in one process, accumulating parts of
+    `size`."""
     net, samples = make(name), data(name)
     stepper = OPTIMIZERS[optimizer](net.parameters())
     for start in [*range(0, SAMPLES, BATCH)] * EPOCHS:

@@ -1,4 +1,5 @@
-"""Gradients of micro-batches are added up at once, to what one addition after the other makes of them."""
+"""Gradients of micro-batches are added up at once, to what one addition after the other makes of
+them."""
 
 from __future__ import annotations
 
@@ -12,13 +13,25 @@ from shoal_worker.replicated.buckets import add_times
 
 def _given(dtype: torch.dtype) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(5)
-    return [torch.randn(shape, generator=draw).to(dtype) for shape in ((3,), (5, 7), (), (0, 4), (1000,))]
+    return [
+        torch.randn(shape, generator=draw).to(dtype)
+        for shape in ((3,), (5, 7), (), (0, 4), (1000,))
+    ]
 
 
 @pytest.mark.parametrize("at_once", [1, 1 << 20])
 @pytest.mark.parametrize("factor", [1.0, 3.0, 1 / 3])
-@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float32), (torch.float32, torch.float32), (torch.float32, torch.bfloat16)])
-def test_no_bit_depends_on_what_is_added_at_once(dtypes: tuple[torch.dtype, torch.dtype], factor: float, at_once: int) -> None:
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float64, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float32, torch.bfloat16),
+    ],
+)
+def test_no_bit_depends_on_what_is_added_at_once(
+    dtypes: tuple[torch.dtype, torch.dtype], factor: float, at_once: int
+) -> None:
     wide, narrow = dtypes
     expected = [torch.ones(each.shape, dtype=wide) for each in _given(narrow)]
     totals = [each.clone() for each in expected]

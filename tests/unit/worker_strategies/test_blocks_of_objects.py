@@ -100,7 +100,8 @@ class Appending(nn.Module):
 
 
 class Keeping(nn.Module):
-    """Returns one tensor, and keeps another as an attribute, as layers with an auxiliary loss do."""
+    """Returns one tensor, and keeps another as an attribute, as layers with an auxiliary loss
+    do."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
@@ -116,12 +117,17 @@ class Keeping(nn.Module):
 
 
 class Collecting(nn.Module):
-    """Uses what its blocks return last, and what they left beside it first, in the backward pass."""
+    """Uses what its blocks return last, and what they left beside it first, in the backward
+    pass."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.inp, self.blocks, self.out = nn.Linear(4, 8), nn.ModuleList([block(None) for _ in range(3)]), nn.Linear(8, 1)
+        self.inp, self.blocks, self.out = (
+            nn.Linear(4, 8),
+            nn.ModuleList([block(None) for _ in range(3)]),
+            nn.Linear(8, 1),
+        )
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -129,7 +135,9 @@ class Collecting(nn.Module):
         for block in self.blocks:
             returned.append(block(features))
         beside = [block.auxiliary for block in self.blocks if isinstance(block, Keeping)]
-        loss: torch.Tensor = self.out(sum(returned)) + sum(each.sum(1, keepdim=True) for each in [*features, *beside])
+        loss: torch.Tensor = self.out(sum(returned)) + sum(
+            each.sum(1, keepdim=True) for each in [*features, *beside]
+        )
         return loss
 
 
@@ -138,7 +146,11 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.kind = kind
-        self.inp, self.blocks, self.out = nn.Linear(4, 8), nn.ModuleList([block(kind) for _ in range(3)]), nn.Linear(8, 1)
+        self.inp, self.blocks, self.out = (
+            nn.Linear(4, 8),
+            nn.ModuleList([block(kind) for _ in range(3)]),
+            nn.Linear(8, 1),
+        )
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -154,8 +166,15 @@ X = torch.randn(24, 4, generator=torch.Generator().manual_seed(1), dtype=torch.f
 
 
 def train(strategy: str, net: Net) -> dict[str, torch.Tensor]:
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, minimum_parameter_group_size=1)
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(X), global_batch_size=8, shuffle=False)
+    model, optimizer = shoal.as_distributed(
+        net,
+        torch.optim.SGD(net.parameters(), 0.1),
+        strategy=strategy,
+        minimum_parameter_group_size=1,
+    )
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(X), global_batch_size=8, shuffle=False
+    )
     for _ in loader.epochs(2):
         for (x,) in loader:
             model(x).square().mean().backward()
@@ -193,7 +212,15 @@ def test_tensors_are_found_once_wherever_they_are() -> None:
     a, b, c = torch.zeros(1), torch.ones(2), torch.ones(3)
     loop: list[Any] = [a]
     loop.append(loop)
-    found = tensors_in({"a": a, "b": (State(b), loop), "c": UserDict(c=Slotted(c)), "module": nn.Linear(2, 2), "n": None})
+    found = tensors_in(
+        {
+            "a": a,
+            "b": (State(b), loop),
+            "c": UserDict(c=Slotted(c)),
+            "module": nn.Linear(2, 2),
+            "n": None,
+        }
+    )
     assert [id(each) for each in found] == [id(a), id(b), id(c)]
 
 
@@ -232,7 +259,9 @@ def test_all_tensors_of_large_containers_are_found() -> None:
 
 @pytest.mark.parametrize("block", [Appending, Keeping])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_a_block_leaves_beside_its_output_takes_part_in_the_backward_pass(strategy: str, block: Any) -> None:
+def test_what_a_block_leaves_beside_its_output_takes_part_in_the_backward_pass(
+    strategy: str, block: Any
+) -> None:
     wanted = plain(Collecting(block))  # type: ignore[arg-type]
     for found in shoal.launch(lambda: train(strategy, Collecting(block)), world_size=2):  # type: ignore[arg-type]
         assert all(torch.allclose(found[name], value) for name, value in wanted.items())

@@ -49,12 +49,17 @@ def train(
     short: bool = False,
     **options: Any,
 ) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Three steps of 8 samples. `change` is called between backward() and step(). `closed_before`: the step is over for the ranks then.
-    `short`: of the last batch one rank has nothing. Returns the buffers, and a weight."""
+    """Three steps of 8 samples. `change` is called between backward() and step(). `closed_before`:
+    the step is over for the ranks then. `short`: of the last batch one rank has nothing. Returns
+    the buffers, and a weight."""
     net = Counting(by)
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, **options)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, **options
+    )
     data = TensorDataset(X[:17] if short else X)
-    loader = shoal.ElasticDataLoader(data, global_batch_size=8, micro_batch_size=micro_batch_size, shuffle=False)
+    loader = shoal.ElasticDataLoader(
+        data, global_batch_size=8, micro_batch_size=micro_batch_size, shuffle=False
+    )
     for step in loader.steps() if micro_batch_size else ([batch] for batch in loader):
         for (x,) in step:
             if closed_before:
@@ -82,8 +87,12 @@ def test_integers_that_move_far_stay_exact(strategy: str, micro_batch_size: int 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor"])
-def test_an_integer_that_moves_too_far_to_stay_exact_is_refused(strategy: str, micro_batch_size: int | None) -> None:
-    with pytest.raises(shoal.ConfigurationError, match=r"Counting\.counted.* moved by \d+ in a step"):
+def test_an_integer_that_moves_too_far_to_stay_exact_is_refused(
+    strategy: str, micro_batch_size: int | None
+) -> None:
+    with pytest.raises(
+        shoal.ConfigurationError, match=r"Counting\.counted.* moved by \d+ in a step"
+    ):
         on_ranks(strategy, by=1 << 60, micro_batch_size=micro_batch_size)
 
 
@@ -102,7 +111,12 @@ def assigned(net: Counting, x: torch.Tensor) -> None:
     net.counted = net.counted + 10
 
 
-CHANGES = [*((strategy, alike) for strategy in EXACT), ("ddp", by_data), ("ddp", assigned), ("zero2", by_data)]
+CHANGES = [
+    *((strategy, alike) for strategy in EXACT),
+    ("ddp", by_data),
+    ("ddp", assigned),
+    ("zero2", by_data),
+]
 
 
 @by_pairs(how=CHANGES, micro_batch_size=[None, 2], closed_before=[False, True])
@@ -110,13 +124,17 @@ def test_what_all_ranks_change_behind_the_backward_pass_stays(
     how: tuple[str, Change], micro_batch_size: int | None, closed_before: bool
 ) -> None:
     strategy, change = how
-    for counted, codes, _ in on_ranks(strategy, change, micro_batch_size=micro_batch_size, closed_before=closed_before):
+    for counted, codes, _ in on_ranks(
+        strategy, change, micro_batch_size=micro_batch_size, closed_before=closed_before
+    ):
         assert counted == 33
         assert codes.tolist() == [3.0] * 4
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
-def test_a_rank_without_samples_keeps_what_was_changed_behind_the_backward_pass(strategy: str) -> None:
+def test_a_rank_without_samples_keeps_what_was_changed_behind_the_backward_pass(
+    strategy: str,
+) -> None:
     for counted, codes, _ in on_ranks(strategy, alike, short=True):
         assert counted == 33
         assert codes.tolist() == [3.0] * 4
@@ -127,7 +145,9 @@ def of_its_samples(net: Counting, x: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
-def test_what_each_rank_changes_by_its_samples_behind_the_backward_pass_becomes_the_mean(strategy: str) -> None:
+def test_what_each_rank_changes_by_its_samples_behind_the_backward_pass_becomes_the_mean(
+    strategy: str,
+) -> None:
     expected = torch.zeros(4)
     for batch in X.split(8):
         expected.lerp_(batch.mean(0), 0.5)
@@ -170,7 +190,9 @@ class Features(nn.Module):
 def with_features(strategy: str, directory: Path, drawn_by: int) -> torch.Tensor:
     net = Features(drawn_by + shoal.rank())
     first = Features(drawn_by).table
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy
+    )
     loader = shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8)
     shoal.resume(directory)
     for (x,) in loader:
@@ -199,7 +221,9 @@ class Masked(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(4, 4)
-        self.register_buffer("mask", (torch.tril(torch.ones(4, 4)) * scale).expand(2, 4, 4), persistent=False)
+        self.register_buffer(
+            "mask", (torch.tril(torch.ones(4, 4)) * scale).expand(2, 4, 4), persistent=False
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = (self.linear(x) * self.mask[0].sum()).square().mean()
@@ -208,7 +232,9 @@ class Masked(nn.Module):
 
 def with_masks(strategy: str, directory: Path, *, apart: bool) -> float:
     net = Masked(1.0 + shoal.rank() * apart)
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.001), strategy=strategy)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.001), strategy=strategy
+    )
     shoal.resume(directory)
     for (x,) in shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8):
         model(x).backward()
@@ -222,11 +248,15 @@ def with_masks(strategy: str, directory: Path, *, apart: bool) -> float:
 @pytest.mark.parametrize("apart", [False, True])
 def test_expanded_buffers_are_resumed(strategy: str, apart: bool, tmp_path: Path) -> None:
     for _ in range(2):
-        assert shoal.launch(lambda: with_masks(strategy, tmp_path, apart=apart), world_size=2) == [10.0, 10.0]
+        assert shoal.launch(lambda: with_masks(strategy, tmp_path, apart=apart), world_size=2) == [
+            10.0,
+            10.0,
+        ]
 
 
 class Seen(nn.Module):
-    """Notes in a buffer which classes it has seen, how often, or how many samples; each rank of its own samples."""
+    """Notes in a buffer which classes it has seen, how often, or how many samples; each rank of its
+    own samples."""
 
     seen: torch.Tensor
 
@@ -234,7 +264,10 @@ class Seen(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.how, self.linear = how, nn.Linear(4, 1)
-        begins = {"least": torch.full((3,), torch.inf), "partly infinite": torch.tensor([torch.inf, 9.0, 9.0])}
+        begins = {
+            "least": torch.full((3,), torch.inf),
+            "partly infinite": torch.tensor([torch.inf, 9.0, 9.0]),
+        }
         self.register_buffer("seen", begins.get(how, torch.zeros(16, dtype=kind)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -250,10 +283,16 @@ class Seen(nn.Module):
         return output
 
 
-def seen_by(strategy: str, kind: torch.dtype, how: str, micro_batch_size: int | None) -> list[float]:
+def seen_by(
+    strategy: str, kind: torch.dtype, how: str, micro_batch_size: int | None
+) -> list[float]:
     net = Seen(kind, how)
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
-    loader = shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8, micro_batch_size=micro_batch_size, shuffle=False)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy
+    )
+    loader = shoal.ElasticDataLoader(
+        TensorDataset(X), global_batch_size=8, micro_batch_size=micro_batch_size, shuffle=False
+    )
     for step in loader.steps() if micro_batch_size else ([batch] for batch in loader):
         for (x,) in step:
             model.train_step(x, None, lambda output, _: output)
@@ -266,7 +305,9 @@ def seen_by(strategy: str, kind: torch.dtype, how: str, micro_batch_size: int | 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize("how", ["classes", "samples", "steps"])
 @pytest.mark.parametrize("strategy", EXACT)
-def test_integer_counts_are_those_of_one_process(strategy: str, how: str, micro_batch_size: int | None) -> None:
+def test_integer_counts_are_those_of_one_process(
+    strategy: str, how: str, micro_batch_size: int | None
+) -> None:
     net = Seen(torch.int64, how)
     for x in X.split(8):
         net(x)
@@ -277,7 +318,13 @@ def test_integer_counts_are_those_of_one_process(strategy: str, how: str, micro_
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [(torch.bool, "mark"), (torch.int32, "classes"), (torch.uint8, "classes"), (torch.int16, "mark"), (torch.float32, "partly infinite")],
+    [
+        (torch.bool, "mark"),
+        (torch.int32, "classes"),
+        (torch.uint8, "classes"),
+        (torch.int16, "mark"),
+        (torch.float32, "partly infinite"),
+    ],
 )
 @pytest.mark.parametrize("strategy", EXACT)
 def test_buffers_without_a_mean_and_a_sum_that_ranks_make_of_their_own_samples_are_refused(
@@ -290,14 +337,27 @@ def test_buffers_without_a_mean_and_a_sum_that_ranks_make_of_their_own_samples_a
     assert refused.value.reason == "BUFFERS_DIFFER"
 
 
-@pytest.mark.parametrize(("kind", "how"), [(torch.int32, "steps"), (torch.uint8, "steps"), (torch.float32, "least"), (torch.bool, "mark")])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        (torch.int32, "steps"),
+        (torch.uint8, "steps"),
+        (torch.float32, "least"),
+        (torch.bool, "mark"),
+    ],
+)
 @pytest.mark.parametrize("strategy", EXACT)
-def test_buffers_that_change_alike_may_have_any_kind(strategy: str, kind: torch.dtype, how: str) -> None:
+def test_buffers_that_change_alike_may_have_any_kind(
+    strategy: str, kind: torch.dtype, how: str
+) -> None:
     net = Seen(kind, how)
     for x in X.split(8):
         net(x)
     ranks = 1 if how == "mark" else 2
-    assert shoal.launch(seen_by, strategy, kind, how, None, world_size=ranks) == [net.seen.tolist()] * ranks
+    assert (
+        shoal.launch(seen_by, strategy, kind, how, None, world_size=ranks)
+        == [net.seen.tolist()] * ranks
+    )
 
 
 class Late(nn.Linear):
@@ -316,7 +376,9 @@ class Late(nn.Linear):
 def test_a_buffer_that_was_none_is_named(strategy: str) -> None:
     def train() -> None:
         net = nn.Sequential(Late(), nn.Linear(1, 1))
-        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy
+        )
         for (x,) in shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8):
             model.train_step(x, None, lambda output, _: output.square().mean())
             optimizer.step()

@@ -20,9 +20,15 @@ def test_a_clone_is_the_whole_model_and_stays_as_it_was(strategy: str) -> None:
         net = nn.Sequential(nn.Embedding(5, 4), *blocks, nn.Linear(4, 5, bias=False))
         net[-1].weight = net[0].weight
         model, optimizer = shoal.as_distributed(
-            net, torch.optim.AdamW(net.parameters(), 0.1), strategy=strategy, minimum_parameter_group_size=8
+            net,
+            torch.optim.AdamW(net.parameters(), 0.1),
+            strategy=strategy,
+            minimum_parameter_group_size=8,
         )
-        loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.arange(12) % 5, torch.arange(12) % 3), global_batch_size=4)
+        loader = shoal.ElasticDataLoader(
+            torch.utils.data.TensorDataset(torch.arange(12) % 5, torch.arange(12) % 3),
+            global_batch_size=4,
+        )
 
         def epoch() -> None:
             for x, y in loader:
@@ -34,11 +40,15 @@ def test_a_clone_is_the_whole_model_and_stays_as_it_was(strategy: str) -> None:
         state, clone = model.full_state_dict(), model.clone()
         before = {name: value.clone() for name, value in state.items()}
         epoch()
-        assert all(value.equal(before[name]) for name, value in state.items()), "what was gathered has been trained on"
+        assert all(value.equal(before[name]) for name, value in state.items()), (
+            "what was gathered has been trained on"
+        )
         plain = getattr(clone, "module", clone)
         assert plain[-1].weight is plain[0].weight
         assert type(plain[0]) is nn.Embedding
-        assert {name: value.tolist() for name, value in plain.state_dict().items()} == {n: v.tolist() for n, v in before.items()}
+        assert {name: value.tolist() for name, value in plain.state_dict().items()} == {
+            n: v.tolist() for n, v in before.items()
+        }
         clone.eval()
         assert clone(torch.tensor([1, 2])).shape == (2, 5)
         if plain is clone:

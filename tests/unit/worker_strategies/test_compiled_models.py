@@ -1,4 +1,5 @@
-"""`torch.compile(model)` and `model.compile()` of what as_distributed returned: results are those without, and graphs are compiled."""
+"""`torch.compile(model)` and `model.compile()` of what as_distributed returned: results are those
+without, and graphs are compiled."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's, of what it looks at
+# torch.compile's, of what it looks at
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 X = torch.randn(24, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 Y = X[:, :2].cumsum(1)
@@ -19,7 +21,10 @@ Y = X[:, :2].cumsum(1)
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(4, 16, dtype=torch.float64), nn.Linear(16, 4, dtype=torch.float64)
+        self.up, self.down = (
+            nn.Linear(4, 16, dtype=torch.float64),
+            nn.Linear(16, 4, dtype=torch.float64),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(x)))
@@ -47,7 +52,9 @@ def trained(way: str, options: dict[str, Any]) -> tuple[list[float], dict[str, t
 
     torch.manual_seed(0)
     net = Net()
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), minimum_parameter_group_size=1, **options)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), minimum_parameter_group_size=1, **options
+    )
     called = torch.compile(model, backend=backend) if way == "torch.compile" else model
     if way == "model.compile":
         model.compile(backend=backend)
@@ -76,7 +83,11 @@ def trained(way: str, options: dict[str, Any]) -> tuple[list[float], dict[str, t
         *(
             pytest.param(way, options, marks=pytest.mark.matrix)
             for way in ("torch.compile", "model.compile")
-            for options in ({"strategy": "zero1"}, {"strategy": "fsdp"}, {"strategy": "hsdp", "shard_size": 1})
+            for options in (
+                {"strategy": "zero1"},
+                {"strategy": "fsdp"},
+                {"strategy": "hsdp", "shard_size": 1},
+            )
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else value["strategy"],

@@ -1,4 +1,5 @@
-"""Values that change on one rank alone, as when its memory fails, stop the run with that rank's name."""
+"""Values that change on one rank alone, as when its memory fails, stop the run with that rank's
+name."""
 
 from __future__ import annotations
 
@@ -28,11 +29,16 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def train(strategy: str, options: dict[str, Any], broken: int | None) -> int:
-    """A run of eight steps in which a bit of one rank's state flips after the third. Returns the steps that it took."""
+    """A run of eight steps in which a bit of one rank's state flips after the third. Returns the
+    steps that it took."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     model, optimizer = shoal.as_distributed(
-        net, torch.optim.Adam(net.parameters(), 1e-2), strategy=strategy, consistency_check_every=4, **options
+        net,
+        torch.optim.Adam(net.parameters(), 1e-2),
+        strategy=strategy,
+        consistency_check_every=4,
+        **options,
     )
     x = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
     loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x), global_batch_size=12)
@@ -41,8 +47,17 @@ def train(strategy: str, options: dict[str, Any], broken: int | None) -> int:
         optimizer.step()
         optimizer.zero_grad()
         if shoal.rank() == broken and loader.global_step == 3:
-            piece = next(p for group in optimizer.optimizer.param_groups for p in group["params"] if p.numel())
-            state = optimizer.optimizer.state[piece]["exp_avg"] if strategy != "local_sgd" else piece.data
+            piece = next(
+                p
+                for group in optimizer.optimizer.param_groups
+                for p in group["params"]
+                if p.numel()
+            )
+            state = (
+                optimizer.optimizer.state[piece]["exp_avg"]
+                if strategy != "local_sgd"
+                else piece.data
+            )
             state.view(-1)[0] += 1e-3
     return loader.global_step
 
@@ -65,8 +80,13 @@ def test_sound_ranks_agree(strategy: str) -> None:
 
 
 def test_the_rank_that_differs_from_the_rest_is_named() -> None:
-    assert disagreement({0: 1, 1: 1, 2: 2}, "'a'", "g") == "rank 2 holds other values of 'a' (g) than ranks 0 and 1"
-    assert disagreement({0: 1, 2: 2}, "'a'", "g") == "ranks 0 and 2 hold different values of 'a' (g)"
+    assert (
+        disagreement({0: 1, 1: 1, 2: 2}, "'a'", "g")
+        == "rank 2 holds other values of 'a' (g) than ranks 0 and 1"
+    )
+    assert (
+        disagreement({0: 1, 2: 2}, "'a'", "g") == "ranks 0 and 2 hold different values of 'a' (g)"
+    )
 
 
 def test_only_what_several_ranks_hold_can_differ() -> None:
@@ -76,8 +96,8 @@ def test_only_what_several_ranks_hold_can_differ() -> None:
 
 
 def shift_on_rank_1(net: nn.Sequential) -> None:
-    """Changes values on one rank, as under `if rank == 0:`. Ranks hold them whole or in part, so all of
-    them change."""
+    """Changes values on one rank, as under `if rank == 0:`. Ranks hold them whole or in part, so
+    all of them change."""
     if shoal.rank() == 1:
         with inside():
             for parameter in net.parameters():
@@ -89,7 +109,11 @@ def train_until(strategy: str, every: int, steps: int, shift_after: int) -> None
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     model, optimizer = shoal.as_distributed(
-        net, torch.optim.SGD(net.parameters(), 1e-2), strategy=strategy, consistency_check_every=every, minimum_parameter_group_size=1
+        net,
+        torch.optim.SGD(net.parameters(), 1e-2),
+        strategy=strategy,
+        consistency_check_every=every,
+        minimum_parameter_group_size=1,
     )
     x = torch.randn(12 * steps, 8, generator=torch.Generator().manual_seed(1))
     loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(x), global_batch_size=12)
@@ -106,7 +130,8 @@ def test_a_script_that_changes_weights_on_one_rank_is_told_which_since_when_and_
         shoal.launch(train_until, "ddp", 4, 12, 5, world_size=3)
     said = str(stopped.value)
     assert said.startswith(
-        "after step 5 rank 1 holds other values of '0.weight' (the parameters) than ranks 0 and 2 (4 of 4 tensors there differ)"
+        "after step 5 rank 1 holds other values of '0.weight' (the parameters) than ranks 0 and 2 "
+        "(4 of 4 tensors there differ)"
     )
     assert "a script that changes values on some ranks alone" in said
     assert "After step 4 all agreed" in said
@@ -117,8 +142,12 @@ def test_a_rank_with_one_wrong_element_is_told_that_its_memory_may_have_failed()
     def rank() -> None:
         torch.manual_seed(0)
         net = nn.Linear(32, 32, bias=False)
-        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1e-2), consistency_check_every=4)
-        loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(96, 32)), global_batch_size=12)
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 1e-2), consistency_check_every=4
+        )
+        loader = shoal.ElasticDataLoader(
+            torch.utils.data.TensorDataset(torch.ones(96, 32)), global_batch_size=12
+        )
         for (batch,) in loader:
             model(batch).square().mean().backward()
             optimizer.step()
@@ -126,13 +155,17 @@ def test_a_rank_with_one_wrong_element_is_told_that_its_memory_may_have_failed()
             if shoal.rank() == 2 and loader.global_step == 2:
                 net.weight.data[3, 3] += 0.5
 
-    with pytest.raises(ShoalError, match="after step 4 rank 2 holds other values of 'weight'") as stopped:
+    with pytest.raises(
+        ShoalError, match="after step 4 rank 2 holds other values of 'weight'"
+    ) as stopped:
         shoal.launch(rank, world_size=3)
     assert "the likely cause is memory or arithmetic" in str(stopped.value)
 
 
 def test_a_number_of_steps_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="consistency_check_every=-1: expected a whole number of steps"):
+    with pytest.raises(
+        ConfigurationError, match="consistency_check_every=-1: expected a whole number of steps"
+    ):
         shoal.ShardingConfiguration(consistency_check_every=-1)
 
 
@@ -144,7 +177,9 @@ def test_no_step_counts_after_a_verdict_that_the_script_has_caught() -> None:
         net = nn.Linear(8, 4)
         plain = torch.optim.SGD(net.parameters(), 1e-2, momentum=0.9)
         model, optimizer = shoal.as_distributed(net, plain, consistency_check_every=4)
-        loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(96, 8)), global_batch_size=12)
+        loader = shoal.ElasticDataLoader(
+            torch.utils.data.TensorDataset(torch.ones(96, 8)), global_batch_size=12
+        )
         for (batch,) in loader:
             model(batch).square().mean().backward()
             if shoal.rank() == 1 and loader.global_step == 2:
@@ -162,7 +197,9 @@ def test_no_step_counts_after_a_verdict_that_the_script_has_caught() -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 @pytest.mark.parametrize("what", ["groups", "frozen"])
-def test_ranks_that_train_other_parameters_are_told_so_before_a_step_is_applied(strategy: str, what: str) -> None:
+def test_ranks_that_train_other_parameters_are_told_so_before_a_step_is_applied(
+    strategy: str, what: str
+) -> None:
     steps: list[int] = []
 
     def rank() -> None:
@@ -177,7 +214,9 @@ def test_ranks_that_train_other_parameters_are_told_so_before_a_step_is_applied(
             first, second = second, first
         groups = [{"params": list(first), "lr": 0.1}, {"params": list(second), "lr": 0.01}]
         model, optimizer = shoal.as_distributed(net, torch.optim.SGD(groups), strategy=strategy)
-        loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(96, 8)), global_batch_size=12)
+        loader = shoal.ElasticDataLoader(
+            torch.utils.data.TensorDataset(torch.ones(96, 8)), global_batch_size=12
+        )
         try:
             for (batch,) in loader:
                 model(batch).square().mean().backward()
@@ -185,7 +224,9 @@ def test_ranks_that_train_other_parameters_are_told_so_before_a_step_is_applied(
         finally:
             steps.append(loader.global_step)
 
-    with pytest.raises(ShoalError, match=r"different settings|blocks in different orders") as stopped:
+    with pytest.raises(
+        ShoalError, match=r"different settings|blocks in different orders"
+    ) as stopped:
         shoal.launch(rank, world_size=2)
     assert stopped.value.reason == "RANKS_DIVERGED"
     assert steps == [0, 0]
@@ -193,7 +234,9 @@ def test_ranks_that_train_other_parameters_are_told_so_before_a_step_is_applied(
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 @pytest.mark.parametrize(("setting", "other"), [("lr", 0.25), ("weight_decay", 0.125)])
-def test_ranks_that_train_with_different_hyper_parameters_are_told_so_in_the_next_step(strategy: str, setting: str, other: float) -> None:
+def test_ranks_that_train_with_different_hyper_parameters_are_told_so_in_the_next_step(
+    strategy: str, setting: str, other: float
+) -> None:
     """Each is shown its own settings, and nobody applies the step in which they differ."""
     said: dict[int, str] = {}
     weights: dict[int, list[torch.Tensor]] = {}
@@ -201,8 +244,12 @@ def test_ranks_that_train_with_different_hyper_parameters_are_told_so_in_the_nex
     def rank() -> None:
         torch.manual_seed(0)
         net = nn.Linear(8, 4)
-        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.5), strategy=strategy)
-        loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(96, 8)), global_batch_size=12)
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.5), strategy=strategy
+        )
+        loader = shoal.ElasticDataLoader(
+            torch.utils.data.TensorDataset(torch.ones(96, 8)), global_batch_size=12
+        )
         for (batch,) in loader:
             if loader.global_step == 2 and shoal.rank() == 1:
                 optimizer.param_groups[0][setting] = other
@@ -212,14 +259,21 @@ def test_ranks_that_train_with_different_hyper_parameters_are_told_so_in_the_nex
                 optimizer.step()
             except ShoalError as error:
                 said[shoal.rank()] = f"{error.reason} in step {loader.global_step}: {error}"
-                weights[shoal.rank()] = [parameter.detach() - old for parameter, old in zip(net.parameters(), before, strict=True)]
+                weights[shoal.rank()] = [
+                    parameter.detach() - old
+                    for parameter, old in zip(net.parameters(), before, strict=True)
+                ]
                 raise
             optimizer.zero_grad()
 
-    with pytest.raises(ShoalError, match="the ranks' optimizers have different settings") as stopped:
+    with pytest.raises(
+        ShoalError, match="the ranks' optimizers have different settings"
+    ) as stopped:
         shoal.launch(rank, world_size=2)
     assert stopped.value.reason == "RANKS_DIVERGED"
-    assert {number: text.partition(":")[0] for number, text in said.items()} == dict.fromkeys((0, 1), "RANKS_DIVERGED in step 2")
+    assert {number: text.partition(":")[0] for number, text in said.items()} == dict.fromkeys(
+        (0, 1), "RANKS_DIVERGED in step 2"
+    )
     assert f"'{setting}': {other}" in said[1]
     assert f"'{setting}': {other}" not in said[0]
     assert not any(change.any() for changes in weights.values() for change in changes)
@@ -245,15 +299,22 @@ def test_a_difference_counts_although_a_peer_leaves_before_the_tensor_is_known()
     in_common = {"the model": {"'weight'": torch.zeros(2)}}
     said = replicas_compared._compare(held, in_common, LostAfterTheFirst())  # type: ignore[arg-type]
     assert said is not None
-    assert said.startswith("after step 4 ranks 0 and 1 hold different values of a tensor (the model). After step 2 all agreed")
+    assert said.startswith(
+        "after step 4 ranks 0 and 1 hold different values of a tensor (the model). After step 2 "
+        "all agreed"
+    )
 
 
-@pytest.mark.parametrize(("elements", "parts"), [(1, 1), (10, 10), (64, 64), (65, 64), (1000, 64), (1 << 16, 64)])
-def test_a_tensor_is_compared_in_64_parts_if_it_has_as_many_elements(elements: int, parts: int) -> None:
+@pytest.mark.parametrize(
+    ("elements", "parts"), [(1, 1), (10, 10), (64, 64), (65, 64), (1000, 64), (1 << 16, 64)]
+)
+def test_a_tensor_is_compared_in_64_parts_if_it_has_as_many_elements(
+    elements: int, parts: int
+) -> None:
     assert len(replicas_compared._parts_of(torch.zeros(elements))) == parts
 
 
-# ------------------------------------------------------------------------------------ the end of a run
+# --------------------------------------------------------------------------------- the end of a run
 
 Script = Callable[[nn.Sequential, Any, Callable[[torch.Tensor], None]], None]
 """Trains to the end of a run. Gets the module, a loader of seven steps, and what takes a step."""
@@ -270,21 +331,27 @@ def take_epochs(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], 
             step(batch)
 
 
-def break_behind_a_step(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
+def break_behind_a_step(
+    net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]
+) -> None:
     for (batch,) in loader:
         step(batch)
         if loader.global_step == 6:
             break
 
 
-def break_before_a_step(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
+def break_before_a_step(
+    net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]
+) -> None:
     for _, (batch,) in enumerate(loader):
         if loader.global_step == 6:
             break
         step(batch)
 
 
-def return_from_the_loop(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
+def return_from_the_loop(
+    net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]
+) -> None:
     for (batch,) in loader:
         step(batch)
         if loader.global_step == 6:
@@ -295,9 +362,14 @@ LOOPS = [take_all, take_epochs, break_behind_a_step, break_before_a_step, return
 
 
 def run_to_the_end(
-    strategy: str, every: int, loop: Script, wrong_after: int = 0, afterwards: Callable[[nn.Sequential], None] | None = None
+    strategy: str,
+    every: int,
+    loop: Script,
+    wrong_after: int = 0,
+    afterwards: Callable[[nn.Sequential], None] | None = None,
 ) -> None:
-    """A run of two or three ranks. After step `wrong_after` rank 1 changes its values in the loop."""
+    """A run of two or three ranks. After step `wrong_after` rank 1 changes its values in the
+    loop."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     model, optimizer = shoal.as_distributed(
@@ -324,7 +396,9 @@ def run_to_the_end(
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_values_that_differ_after_the_last_comparison_fail_the_run_at_its_end(loop: Script, strategy: str) -> None:
+def test_values_that_differ_after_the_last_comparison_fail_the_run_at_its_end(
+    loop: Script, strategy: str
+) -> None:
     last = 7 if loop in (take_all, take_epochs) else 6
     with pytest.raises(ShoalError) as stopped:  # what was written before is found in the next step
         shoal.launch(run_to_the_end, strategy, 4, loop, last, world_size=2)
@@ -346,14 +420,18 @@ def load_weights_on_rank_0(net: nn.Sequential) -> None:
     """As a script does that keeps the best weights on one rank."""
     if shoal.rank() == 0:
         with inside():
-            net.load_state_dict({name: torch.full_like(value, 3) for name, value in net.state_dict().items()})
+            net.load_state_dict(
+                {name: torch.full_like(value, 3) for name, value in net.state_dict().items()}
+            )
             for parameter in net.parameters():
                 parameter.data.fill_(2.0)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_what_a_rank_does_to_its_model_after_the_loop_is_its_own(loop: Script, strategy: str) -> None:
+def test_what_a_rank_does_to_its_model_after_the_loop_is_its_own(
+    loop: Script, strategy: str
+) -> None:
     shoal.launch(run_to_the_end, strategy, 100, loop, 0, load_weights_on_rank_0, world_size=2)
 
 

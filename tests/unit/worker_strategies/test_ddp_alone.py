@@ -1,4 +1,5 @@
-"""ddp in a world of one: the user's script without a cluster gives what plain torch gives, and mistakes get one clear error."""
+"""ddp in a world of one: the user's script without a cluster gives what plain torch gives, and
+mistakes get one clear error."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,13 +18,20 @@ pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True))
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
-    "make", [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, 1e-2)], ids=["sgd", "adamw"]
+    "make",
+    [lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), lambda p: torch.optim.AdamW(p, 1e-2)],
+    ids=["sgd", "adamw"],
 )
-def test_a_loop_over_a_plain_dataloader_is_bitwise_torchs(make: Callable[[Any], torch.optim.Optimizer]) -> None:
+def test_a_loop_over_a_plain_dataloader_is_bitwise_torchs(
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> None:
     batches = list(torch.utils.data.DataLoader(data(), batch_size=8))
     plain = network()
     optimizer = make(plain.parameters())
@@ -47,8 +55,12 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch() -> None:
     nn.functional.cross_entropy(plain(x), y).backward()
     net = nn.Linear(6, 3)
     net.load_state_dict(start)
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 1.0), deterministic=True)
-    loader = shoal.ElasticDataLoader(data(12), global_batch_size=12, micro_batch_size=5, shuffle=False)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 1.0), deterministic=True
+    )
+    loader = shoal.ElasticDataLoader(
+        data(12), global_batch_size=12, micro_batch_size=5, shuffle=False
+    )
     for step in loader.steps():
         for inputs, labels in step:
             nn.functional.cross_entropy(model(inputs), labels).backward()
@@ -62,12 +74,16 @@ def test_running_statistics_are_the_weighted_mean_over_micro_batches() -> None:
     net = nn.Sequential(nn.BatchNorm1d(6, momentum=1.0), nn.Linear(6, 3))
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.0))
     x = data(12).tensors[0]
-    loader = shoal.ElasticDataLoader(data(12), global_batch_size=12, micro_batch_size=8, shuffle=False)
+    loader = shoal.ElasticDataLoader(
+        data(12), global_batch_size=12, micro_batch_size=8, shuffle=False
+    )
     for step in loader.steps():
         for inputs, labels in step:
             nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
-    assert torch.allclose(net[0].running_mean, (8 * x[:8].mean(0) + 4 * x[8:].mean(0)) / 12, atol=1e-6)
+    assert torch.allclose(
+        net[0].running_mean, (8 * x[:8].mean(0) + 4 * x[8:].mean(0)) / 12, atol=1e-6
+    )
     assert net[0].num_batches_tracked == 1
 
 
@@ -109,7 +125,7 @@ def test_train_step_returns_the_loss() -> None:
     assert optimizer.step()
 
 
-def test_the_ranks_add_up_the_losses_of_weighed_micro_batches_with_the_weight_of_those_that_they_had() -> None:
+def test_the_ranks_add_up_the_losses_of_micro_batches_by_the_weights_that_they_had() -> None:
     torch.manual_seed(0)
     net = nn.Linear(4, 1)
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.0))
@@ -128,7 +144,9 @@ def test_the_ranks_add_up_the_losses_of_weighed_micro_batches_with_the_weight_of
         _, loss, weight, *_ = current_session().control_word()
         assert weight == 1 + 17 + 25
         with torch.no_grad():
-            expected = sum(net(x[first : first + 2]).square().mean() * (x[first, 0] + 1) for first in (0, 4, 6))
+            expected = sum(
+                net(x[first : first + 2]).square().mean() * (x[first, 0] + 1) for first in (0, 4, 6)
+            )
         assert loss == pytest.approx(float(expected))
         assert optimizer.step()
 
@@ -137,26 +155,38 @@ def test_train_step_in_micro_batches_returns_each_ones_loss_and_the_step_has_the
     model, optimizer = _pair()
     loader = shoal.ElasticDataLoader(data(12), global_batch_size=12, micro_batch_size=5)
     for step in loader.steps():
-        told = [(float(model.train_step(x, y, nn.functional.cross_entropy)), len(x)) for x, y in step]
+        told = [
+            (float(model.train_step(x, y, nn.functional.cross_entropy)), len(x)) for x, y in step
+        ]
         assert [count for _, count in told] == [5, 5, 2]
         assert optimizer.step()
-    assert current_session().progress.snapshot().loss == pytest.approx(sum(loss * count for loss, count in told) / 12)
+    assert current_session().progress.snapshot().loss == pytest.approx(
+        sum(loss * count for loss, count in told) / 12
+    )
 
 
 def test_evaluate_sums_every_batch_once() -> None:
     net = network()
     model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
     loader = shoal.ElasticDataLoader(data(40), global_batch_size=7, train=False)
-    sums = shoal.evaluate(model, loader, lambda m, batch: {"samples": len(batch[1]), "x": batch[0].sum()})
+    sums = shoal.evaluate(
+        model, loader, lambda m, batch: {"samples": len(batch[1]), "x": batch[0].sum()}
+    )
     assert sums["samples"] == 40
     assert sums["x"] == pytest.approx(float(data(40).tensors[0].sum()), abs=1e-3)
     assert model.training
 
 
 @pytest.mark.parametrize(
-    "evaluate", [lambda m: shoal.evaluate(m, [data().tensors[0]], lambda n, x: {}), lambda m: m.predict(data().tensors[0])]
+    "evaluate",
+    [
+        lambda m: shoal.evaluate(m, [data().tensors[0]], lambda n, x: {}),
+        lambda m: m.predict(data().tensors[0]),
+    ],
 )
-def test_modules_that_the_user_froze_stay_frozen_after_an_evaluation(evaluate: Callable[[Any], Any]) -> None:
+def test_modules_that_the_user_froze_stay_frozen_after_an_evaluation(
+    evaluate: Callable[[Any], Any],
+) -> None:
     net = network()
     model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
     model.train()
@@ -169,7 +199,10 @@ def test_modules_that_the_user_froze_stay_frozen_after_an_evaluation(evaluate: C
 def test_early_stopping_waits_for_patience() -> None:
     net = network()
     _, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
-    answers = [optimizer.should_early_stop(m, patience=2, min_delta=0.1) for m in (1.0, torch.tensor(0.5), 0.45, 0.44)]
+    answers = [
+        optimizer.should_early_stop(m, patience=2, min_delta=0.1)
+        for m in (1.0, torch.tensor(0.5), 0.45, 0.44)
+    ]
     assert answers == [False, False, False, True]
     with pytest.raises(shoal.ConfigurationError, match="expected one number"):
         optimizer.should_early_stop(torch.zeros(2))
@@ -311,8 +344,12 @@ def test_a_summed_loss_is_summed_over_micro_batches() -> None:
     nn.functional.cross_entropy(plain(x), y, reduction="sum").backward()
     net = nn.Linear(6, 3)
     net.load_state_dict(plain.state_dict())
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), loss_reduction="sum")
-    loader = shoal.ElasticDataLoader(data(12), global_batch_size=12, micro_batch_size=5, shuffle=False)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), loss_reduction="sum"
+    )
+    loader = shoal.ElasticDataLoader(
+        data(12), global_batch_size=12, micro_batch_size=5, shuffle=False
+    )
     for step in loader.steps():
         for inputs, labels in step:
             nn.functional.cross_entropy(model(inputs), labels, reduction="sum").backward()
@@ -369,7 +406,9 @@ def test_a_lazy_model_is_refused_until_it_has_a_shape() -> None:
         shoal.as_distributed(nn.LazyLinear(3))
 
 
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "pipeline", "hybrid"])
+@pytest.mark.parametrize(
+    "strategy", ["zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "pipeline", "hybrid"]
+)
 def test_complex_parameters_are_refused_by_strategies_that_cut_them(strategy: str) -> None:
     net = nn.Linear(2, 2, dtype=torch.complex64)
     with pytest.raises(shoal.ConfigurationError, match="'weight' is complex, and strategy="):
@@ -384,7 +423,10 @@ def test_complex_parameters_are_refused_in_micro_batches() -> None:
         list(next(loader.steps()))
 
 
-@pytest.mark.parametrize("options", [{"shuffle": True}, {"sampler": torch.utils.data.DistributedSampler(range(40), 2, 0)}])
+@pytest.mark.parametrize(
+    "options",
+    [{"shuffle": True}, {"sampler": torch.utils.data.DistributedSampler(range(40), 2, 0)}],
+)
 def test_a_loader_whose_batches_differ_by_rank_is_not_evaluated(options: dict[str, Any]) -> None:
     model, _ = _pair()
     loader = torch.utils.data.DataLoader(data(40), batch_size=8, **options)
@@ -392,7 +434,9 @@ def test_a_loader_whose_batches_differ_by_rank_is_not_evaluated(options: dict[st
         shoal.evaluate(model, loader, lambda m, batch: {})
 
 
-def test_what_the_users_optimizer_has_beyond_torchs_is_reached_through_the_distributed_one() -> None:
+def test_what_the_users_optimizer_has_beyond_torchs_is_reached_through_the_distributed_one() -> (
+    None
+):
     class Scheduled(torch.optim.SGD):
         phase = "train"
 
@@ -418,20 +462,26 @@ def test_the_next_batch_without_a_step_is_refused_by_name() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_deterministic_without_micro_batches_is_refused(strategy: str) -> None:
     net = network()
-    model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, deterministic=True)
+    model, _ = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, deterministic=True
+    )
     x, _ = next(iter(shoal.ElasticDataLoader(data(), global_batch_size=8)))
     with pytest.raises(shoal.ConfigurationError, match="micro_batch_size"):
         model(x)
 
 
-@pytest.mark.parametrize("call", [lambda m: m.clip_grad_norm_(1.0), lambda m: m.synchronize_gradients()])
+@pytest.mark.parametrize(
+    "call", [lambda m: m.clip_grad_norm_(1.0), lambda m: m.synchronize_gradients()]
+)
 def test_gradients_are_not_reduced_inside_the_inner_loop(call: Callable[[Any], Any]) -> None:
     model, optimizer = _pair()
     loader = shoal.ElasticDataLoader(data(12), global_batch_size=12, micro_batch_size=5)
     for step in loader.steps():
         for x, y in step:
             nn.functional.cross_entropy(model(x), y).backward()
-            with pytest.raises(shoal.PreconditionError, match="when the inner loop has come to its end"):
+            with pytest.raises(
+                shoal.PreconditionError, match="when the inner loop has come to its end"
+            ):
                 call(model)
         call(model)
         assert optimizer.step()
@@ -449,7 +499,9 @@ def test_torchrun_without_a_coordinator_is_refused(monkeypatch: pytest.MonkeyPat
         shoal.init()
 
 
-@pytest.mark.parametrize(("clears", "told"), [("never", True), ("first", False), ("last", False), ("by hand", False)])
+@pytest.mark.parametrize(
+    ("clears", "told"), [("never", True), ("first", False), ("last", False), ("by hand", False)]
+)
 def test_gradients_that_a_lost_step_would_have_added_to_are_not_lost_without_a_word(
     clears: str, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

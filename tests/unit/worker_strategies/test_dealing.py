@@ -1,4 +1,5 @@
-"""What ranks deal from is compared in every step: where it differs, samples would count twice and others never, without a word."""
+"""What ranks deal from is compared in every step: where it differs, samples would count twice and
+others never, without a word."""
 
 import itertools
 import random
@@ -32,7 +33,9 @@ class Numbers(Dataset[torch.Tensor]):
 class Drawn(Sampler[int]):
     """Draws by a generator of its own; `held`: one that it holds, so that it can be found."""
 
-    def __init__(self, draw: Callable[[Any], list[int]], generator: Any = None, *, held: bool = True) -> None:
+    def __init__(
+        self, draw: Callable[[Any], list[int]], generator: Any = None, *, held: bool = True
+    ) -> None:
         self._held = generator if held else None
         self._draw = (lambda: draw(self._held)) if held else (lambda: draw(generator))
 
@@ -48,7 +51,9 @@ def permuted(generator: Any) -> list[int]:
     return [int(index) for index in generator.permutation(SAMPLES)]
 
 
-def train(make_loader: Callable[[], shoal.ElasticDataLoader], *, epochs: int = 2) -> list[Counter[int]]:
+def train(
+    make_loader: Callable[[], shoal.ElasticDataLoader], *, epochs: int = 2
+) -> list[Counter[int]]:
     """The samples of each epoch, on this rank."""
     net = nn.Linear(1, 1)
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
@@ -59,7 +64,9 @@ def train(make_loader: Callable[[], shoal.ElasticDataLoader], *, epochs: int = 2
         for batch in loader:
             numbers = batch[0] if isinstance(batch, list) else batch
             optimizer.zero_grad()
-            loss = functional.mse_loss(model(numbers.float().view(-1, 1)), torch.zeros(len(numbers), 1))
+            loss = functional.mse_loss(
+                model(numbers.float().view(-1, 1)), torch.zeros(len(numbers), 1)
+            )
             loss.backward()
             optimizer.step()
             seen[-1].update(numbers.tolist())
@@ -79,11 +86,15 @@ def unequal_generator(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy", "numpy's older", "python"])
-def test_a_sampler_with_a_generator_of_its_own_draws_the_same_on_every_rank_and_another_order_in_each_epoch(kind: str) -> None:
+def test_a_sampler_with_its_own_generator_draws_alike_on_all_ranks_and_anew_in_each_epoch(
+    kind: str,
+) -> None:
     def rank() -> list[Counter[int]]:
         shoal.init()
         sampler = Drawn(permuted, unequal_generator(kind))
-        return train(lambda: shoal.ElasticDataLoader(Numbers(), global_batch_size=16, sampler=sampler))
+        return train(
+            lambda: shoal.ElasticDataLoader(Numbers(), global_batch_size=16, sampler=sampler)
+        )
 
     one, other = shoal.launch(rank, world_size=2)
     for epoch in range(2):
@@ -96,9 +107,15 @@ def unequal(kind: str) -> shoal.ElasticDataLoader:
     drawn = random.Random(shoal.rank())
     labels = torch.randint(10, (SAMPLES,), generator=torch.Generator().manual_seed(shoal.rank()))
     made: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
-        "a generator out of sight": lambda: (Numbers(), {"sampler": Drawn(permuted, drawn, held=False)}),
+        "a generator out of sight": lambda: (
+            Numbers(),
+            {"sampler": Drawn(permuted, drawn, held=False)},
+        ),
         "the rank": lambda: (Numbers(), {"sampler": range(shoal.rank(), SAMPLES, 2)}),
-        "another split": lambda: (random_split(Numbers(), [100, 60], torch.Generator().manual_seed(shoal.rank()))[0], {}),
+        "another split": lambda: (
+            random_split(Numbers(), [100, 60], torch.Generator().manual_seed(shoal.rank()))[0],
+            {},
+        ),
         "other labels": lambda: (TensorDataset(EVERY_NUMBER.float(), labels), {}),
         "another length": lambda: (Subset(Numbers(), range(SAMPLES - shoal.rank())), {}),
         "another seed": lambda: (Numbers(), {"seed": shoal.rank()}),
@@ -110,7 +127,8 @@ def unequal(kind: str) -> shoal.ElasticDataLoader:
 DIFFERENCES = {
     "a generator out of sight": "what the sampler drew",
     "the rank": "what the sampler drew",
-    "another split": "give random_split and whatever else draws samples a generator with the same seed",
+    "another split": "give random_split and whatever else draws samples a generator with the same "
+    "seed",
     "other labels": "what is known of the dataset's samples",
     "another length": "length of the dataset: rank 0 has 160, rank 1 has 159",
     "another seed": "seed: rank 0 has 0, rank 1 has 1",
@@ -118,7 +136,9 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize(("kind", "named"), DIFFERENCES.items())
-def test_ranks_that_deal_differently_are_stopped_in_the_first_step_by_the_name_of_the_difference(kind: str, named: str) -> None:
+def test_ranks_that_deal_differently_are_stopped_in_the_first_step_by_the_name_of_the_difference(
+    kind: str, named: str
+) -> None:
     steps: list[int] = []
 
     def rank() -> None:
@@ -141,7 +161,13 @@ def test_a_sampler_that_draws_otherwise_in_a_later_epoch_is_found_in_its_first_s
     def rank() -> None:
         shoal.init()
         epochs = itertools.count()
-        by_hand = Drawn(lambda _: list(range(SAMPLES)) if next(epochs) == 0 or shoal.rank() == 0 else list(reversed(range(SAMPLES))))
+        by_hand = Drawn(
+            lambda _: (
+                list(range(SAMPLES))
+                if next(epochs) == 0 or shoal.rank() == 0
+                else list(reversed(range(SAMPLES)))
+            )
+        )
         loader = shoal.ElasticDataLoader(Numbers(), global_batch_size=16, sampler=by_hand)
         try:
             train(lambda: loader)
@@ -158,7 +184,12 @@ def test_a_dataset_whose_fractions_machines_rounded_otherwise_is_the_same_one() 
 
     def rank() -> None:
         shoal.init()
-        train(lambda: shoal.ElasticDataLoader(TensorDataset(features * (1 + 1e-7 * shoal.rank())), global_batch_size=16), epochs=1)
+        train(
+            lambda: shoal.ElasticDataLoader(
+                TensorDataset(features * (1 + 1e-7 * shoal.rank())), global_batch_size=16
+            ),
+            epochs=1,
+        )
 
     shoal.launch(rank, world_size=2)
 
@@ -168,21 +199,29 @@ def unequal_evaluation(kind: str) -> Any:
     split = random_split(Numbers(), [100, 60], torch.Generator().manual_seed(shoal.rank()))[1]
     made: dict[str, Callable[[], Any]] = {
         "another split": lambda: shoal.ElasticDataLoader(split, global_batch_size=16, train=False),
-        "another split in torch's loader": lambda: torch.utils.data.DataLoader(split, batch_size=16),
-        "other sizes": lambda: shoal.ElasticDataLoader(Numbers(), global_batch_size=16 + shoal.rank(), train=False),
+        "another split in torch's loader": lambda: torch.utils.data.DataLoader(
+            split, batch_size=16
+        ),
+        "other sizes": lambda: shoal.ElasticDataLoader(
+            Numbers(), global_batch_size=16 + shoal.rank(), train=False
+        ),
         "another number of batches": lambda: [torch.zeros(1)] * (3 + shoal.rank()),
         "another order in torch's loader": lambda: torch.utils.data.DataLoader(
             Numbers(), batch_size=16, sampler=range(SAMPLES)[:: 1 - 2 * shoal.rank()]
         ),
         "another draw": lambda: shoal.ElasticDataLoader(
-            Numbers(), global_batch_size=16, train=False, sampler=Drawn(permuted, random.Random(shoal.rank()), held=False)
+            Numbers(),
+            global_batch_size=16,
+            train=False,
+            sampler=Drawn(permuted, random.Random(shoal.rank()), held=False),
         ),
     }
     return made[kind]()
 
 
 UNEQUAL_EVALUATIONS = {
-    "another split": "give random_split and whatever else draws samples a generator with the same seed",
+    "another split": "give random_split and whatever else draws samples a generator with the same "
+    "seed",
     "another split in torch's loader": "what is known of the dataset's samples",
     "other sizes": "batch size: rank 0 has 16, rank 1 has 17",
     "another number of batches": "number of batches: rank 0 has 3, rank 1 has 4",
@@ -192,21 +231,30 @@ UNEQUAL_EVALUATIONS = {
 
 
 @pytest.mark.parametrize(("kind", "named"), UNEQUAL_EVALUATIONS.items())
-def test_ranks_that_would_evaluate_different_batches_are_told_so_by_the_name_of_the_difference(kind: str, named: str) -> None:
-    """Each computes its share of what it takes for the batches: some samples would count twice, others never."""
+def test_ranks_that_would_evaluate_different_batches_are_told_so_by_the_name_of_the_difference(
+    kind: str, named: str
+) -> None:
+    """Each computes its share of what it takes for the batches: some samples would count twice,
+    others never."""
 
     def rank() -> None:
         shoal.init()
         model = shoal.as_distributed(nn.Linear(1, 1))
         shoal.evaluate(model, unequal_evaluation(kind), lambda net, batch: {"samples": len(batch)})
 
-    with pytest.raises(shoal.PreconditionError, match="they evaluate different batches .*" + re.escape(named)) as failure:
+    with pytest.raises(
+        shoal.PreconditionError, match="they evaluate different batches .*" + re.escape(named)
+    ) as failure:
         shoal.launch(rank, world_size=2)
     assert failure.value.reason == "RANKS_DIVERGED"
 
 
 @pytest.mark.parametrize(
-    "sampler", [torch.utils.data.SubsetRandomSampler(range(SAMPLES)), torch.utils.data.WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)]
+    "sampler",
+    [
+        torch.utils.data.SubsetRandomSampler(range(SAMPLES)),
+        torch.utils.data.WeightedRandomSampler([1.0] * SAMPLES, SAMPLES),
+    ],
 )
 def test_torchs_loader_with_a_sampler_that_draws_is_refused_for_an_evaluation(sampler: Any) -> None:
     def rank() -> None:
@@ -214,7 +262,9 @@ def test_torchs_loader_with_a_sampler_that_draws_is_refused_for_an_evaluation(sa
         loader = torch.utils.data.DataLoader(Numbers(), batch_size=16, sampler=sampler)
         shoal.evaluate(model, loader, lambda net, batch: {"samples": len(batch)})
 
-    with pytest.raises(shoal.ConfigurationError, match=f"draws its samples with {type(sampler).__name__}"):
+    with pytest.raises(
+        shoal.ConfigurationError, match=f"draws its samples with {type(sampler).__name__}"
+    ):
         shoal.launch(rank, world_size=1)
 
 
@@ -235,10 +285,14 @@ class Shuffled(torch.utils.data.Sampler[int]):
 def test_so_is_one_whose_batch_sampler_draws(sampler: Any) -> None:
     def rank() -> None:
         model = shoal.as_distributed(nn.Linear(1, 1))
-        loader = torch.utils.data.DataLoader(Numbers(), batch_sampler=torch.utils.data.BatchSampler(sampler, 16, drop_last=False))
+        loader = torch.utils.data.DataLoader(
+            Numbers(), batch_sampler=torch.utils.data.BatchSampler(sampler, 16, drop_last=False)
+        )
         shoal.evaluate(model, loader, lambda net, batch: {"samples": len(batch)})
 
-    with pytest.raises(shoal.ConfigurationError, match=f"draws its samples with {type(sampler).__name__}"):
+    with pytest.raises(
+        shoal.ConfigurationError, match=f"draws its samples with {type(sampler).__name__}"
+    ):
         shoal.launch(rank, world_size=1)
 
 
@@ -257,5 +311,7 @@ def test_a_loader_that_gives_more_batches_than_its_length_is_refused_for_an_eval
         model = shoal.as_distributed(nn.Linear(1, 1))
         shoal.evaluate(model, MoreThanItSays(), lambda net, batch: {"samples": len(batch)})
 
-    with pytest.raises(shoal.ConfigurationError, match="MoreThanItSays says that it has 3 batches, and gives more"):
+    with pytest.raises(
+        shoal.ConfigurationError, match="MoreThanItSays says that it has 3 batches, and gives more"
+    ):
         shoal.launch(rank, world_size=2)

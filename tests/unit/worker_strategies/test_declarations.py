@@ -1,4 +1,5 @@
-"""A strategy is a declaration: whatever lists strategies asks those, and a new one is a file and a line in the registry."""
+"""A strategy is a declaration: whatever lists strategies asks those, and a new one is a file and a
+line in the registry."""
 
 from __future__ import annotations
 
@@ -54,8 +55,13 @@ def trained(strategy: str, **options: Any) -> dict[str, torch.Tensor]:
     def body() -> dict[str, torch.Tensor]:
         torch.manual_seed(1)
         net = nn.Linear(3, 2)
-        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, **options)
-        loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.randn(8, 3), torch.randn(8, 2)), global_batch_size=4)
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, **options
+        )
+        loader = shoal.ElasticDataLoader(
+            torch.utils.data.TensorDataset(torch.randn(8, 3), torch.randn(8, 2)),
+            global_batch_size=4,
+        )
         for x, y in loader:
             model.train_step(x, y, nn.functional.mse_loss)
             optimizer.step()
@@ -90,10 +96,14 @@ def test_errors_and_presets_know_a_new_strategy() -> None:
 
 def test_the_table_of_strategies_is_what_they_declare() -> None:
     rows = [
-        [cell.strip() for cell in line.strip("|\n ").split(" | ")] for line in _TABLE.read_text().splitlines() if line.startswith("| [")
+        [cell.strip() for cell in line.strip("|\n ").split(" | ")]
+        for line in _TABLE.read_text().splitlines()
+        if line.startswith("| [")
     ]
     told = {name: row[1:] for row in rows for name in re.findall(r"\[(\w+)\]\(\w+\.md\)", row[0])}
-    assert told == {one.name: [one.memory, one.sent, one.a_death] for one in registry.declarations()}
+    assert told == {
+        one.name: [one.memory, one.sent, one.a_death] for one in registry.declarations()
+    }
 
 
 def test_a_declaration_has_the_name_of_its_line() -> None:
@@ -102,8 +112,14 @@ def test_a_declaration_has_the_name_of_its_line() -> None:
 
 def depth(kind: type) -> int:
     """How many classes stand above one another, from the first that is not the worker's."""
-    plain = (object, *(base for base in kind.__mro__ if base.__module__ in ("abc", "typing", "builtins")))
-    return 1 + max((depth(base) if is_workers(base) else 1 for base in kind.__bases__ if base not in plain), default=0)
+    plain = (
+        object,
+        *(base for base in kind.__mro__ if base.__module__ in ("abc", "typing", "builtins")),
+    )
+    return 1 + max(
+        (depth(base) if is_workers(base) else 1 for base in kind.__bases__ if base not in plain),
+        default=0,
+    )
 
 
 def is_workers(kind: type) -> bool:
@@ -111,7 +127,16 @@ def is_workers(kind: type) -> bool:
 
 
 def test_no_class_stands_on_more_than_three_others() -> None:
-    modules = (one.name for one in pkgutil.walk_packages(shoal_worker.__path__, "shoal_worker.") if not one.name.endswith("__main__"))
-    kinds = {kind for name in modules for _, kind in inspect.getmembers(importlib.import_module(name), inspect.isclass) if is_workers(kind)}
+    modules = (
+        one.name
+        for one in pkgutil.walk_packages(shoal_worker.__path__, "shoal_worker.")
+        if not one.name.endswith("__main__")
+    )
+    kinds = {
+        kind
+        for name in modules
+        for _, kind in inspect.getmembers(importlib.import_module(name), inspect.isclass)
+        if is_workers(kind)
+    }
     assert len(kinds) > 300
     assert {kind.__qualname__: depth(kind) for kind in kinds if depth(kind) > _DEEPEST} == {}

@@ -1,4 +1,5 @@
-"""`optimizer.optimize(data)`: a whole fit in one call, the same on every strategy and number of ranks."""
+"""`optimizer.optimize(data)`: a whole fit in one call, the same on every strategy and number of
+ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ Y = X @ torch.arange(6.0, dtype=torch.float64).unsqueeze(1)
 TRAINING, VALIDATION = (X[:40], Y[:40]), (X[40:], Y[40:])
 
 
-def fit(strategy: str = "ddp", *, directory: Path | None = None, lr: float = 0.3, **options: Any) -> tuple[shoal.OptimizationResult, Any]:
+def fit(
+    strategy: str = "ddp", *, directory: Path | None = None, lr: float = 0.3, **options: Any
+) -> tuple[shoal.OptimizationResult, Any]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     stepper = torch.optim.SGD(net.parameters(), lr, momentum=0.5)
@@ -25,8 +28,16 @@ def fit(strategy: str = "ddp", *, directory: Path | None = None, lr: float = 0.3
     model, optimizer = shoal.as_distributed(net, stepper, strategy=strategy)
     if directory is not None:
         shoal.resume(directory)
-    settings = {"training": TRAINING, "loss_fn": nn.functional.mse_loss, "epochs": 4, "global_batch_size": 16, "max_norm": 1.0}
-    data = shoal.OptimizationInputData(**settings | {"validation": VALIDATION, "scheduler": scheduler} | options)
+    settings = {
+        "training": TRAINING,
+        "loss_fn": nn.functional.mse_loss,
+        "epochs": 4,
+        "global_batch_size": 16,
+        "max_norm": 1.0,
+    }
+    data = shoal.OptimizationInputData(
+        **settings | {"validation": VALIDATION, "scheduler": scheduler} | options
+    )
     result = optimizer.optimize(data)
     return result, {name: value.clone() for name, value in model.full_state_dict().items()}
 
@@ -62,14 +73,18 @@ def test_it_tells_what_it_has_done(alone: tuple[shoal.OptimizationResult, Any]) 
 
 @pytest.mark.parametrize("micro", [None, 4])
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
-def test_ranks_fit_as_one_does(alone: tuple[shoal.OptimizationResult, Any], strategy: str, micro: int | None) -> None:
+def test_ranks_fit_as_one_does(
+    alone: tuple[shoal.OptimizationResult, Any], strategy: str, micro: int | None
+) -> None:
     for result, state in shoal.launch(lambda: fit(strategy, micro_batch_size=micro), world_size=3):
         assert_alike(result, alone[0])
         for name, value in alone[1].items():
             torch.testing.assert_close(state[name], value, rtol=1e-9, atol=1e-9)
 
 
-def test_more_ranks_than_samples_in_a_step_fit_as_one_does(alone: tuple[shoal.OptimizationResult, Any]) -> None:
+def test_more_ranks_than_samples_in_a_step_fit_as_one_does(
+    alone: tuple[shoal.OptimizationResult, Any],
+) -> None:
     expected, _ = shoal.launch(lambda: fit(global_batch_size=3, epochs=1), world_size=1)[0]
     for result, _ in shoal.launch(lambda: fit(global_batch_size=3, epochs=1), world_size=4):
         assert_alike(result, expected)
@@ -77,7 +92,9 @@ def test_more_ranks_than_samples_in_a_step_fit_as_one_does(alone: tuple[shoal.Op
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_it_stops_when_the_metric_does_not_improve(strategy: str) -> None:
-    for result, _ in shoal.launch(lambda: fit(strategy, lr=0.0, epochs=50, patience=3), world_size=2):
+    for result, _ in shoal.launch(
+        lambda: fit(strategy, lr=0.0, epochs=50, patience=3), world_size=2
+    ):
         assert result.stopped_early
         assert result.best_epoch == 0
         assert len(result.history) == 4  # the first is the best
@@ -89,13 +106,19 @@ def test_the_metric_may_be_any_and_may_have_to_rise() -> None:
 
     (result, _), _ = shoal.launch(lambda: fit(metric_fn=negative, mode="max"), world_size=2)
     (plain, _), _ = shoal.launch(fit, world_size=2)
-    assert [-record.metric for record in result.history] == [record.metric for record in plain.history]
+    assert [-record.metric for record in result.history] == [
+        record.metric for record in plain.history
+    ]
     assert result.best_epoch == plain.best_epoch
 
 
 def test_without_validation_the_training_loss_decides() -> None:
-    for result, _ in shoal.launch(lambda: fit("local_sgd", validation=None, epochs=2), world_size=2):
-        assert [record.metric for record in result.history] == [record.training_loss for record in result.history]
+    for result, _ in shoal.launch(
+        lambda: fit("local_sgd", validation=None, epochs=2), world_size=2
+    ):
+        assert [record.metric for record in result.history] == [
+            record.training_loss for record in result.history
+        ]
 
 
 def test_it_goes_on_from_a_checkpoint_with_all_that_it_had_found(tmp_path: Path) -> None:
@@ -124,8 +147,14 @@ class Pairs(torch.utils.data.Dataset[Any]):
 
 
 @pytest.mark.parametrize("micro", [None, 4])
-def test_samples_count_and_not_the_entries_of_their_targets(alone: tuple[shoal.OptimizationResult, Any], micro: int | None) -> None:
-    options = {"training": Pairs(*TRAINING), "validation": Pairs(*VALIDATION), "micro_batch_size": micro}
+def test_samples_count_and_not_the_entries_of_their_targets(
+    alone: tuple[shoal.OptimizationResult, Any], micro: int | None
+) -> None:
+    options = {
+        "training": Pairs(*TRAINING),
+        "validation": Pairs(*VALIDATION),
+        "micro_batch_size": micro,
+    }
 
     def loss(output: torch.Tensor, targets: dict[str, torch.Tensor]) -> torch.Tensor:
         return nn.functional.mse_loss(output, targets["sum"])
@@ -138,7 +167,9 @@ def test_it_can_be_called_again_for_another_fit() -> None:
     def twice() -> list[int | None]:
         net = nn.Linear(6, 1).double()
         _, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01))
-        data = shoal.OptimizationInputData(training=TRAINING, loss_fn=nn.functional.mse_loss, epochs=2, global_batch_size=20)
+        data = shoal.OptimizationInputData(
+            training=TRAINING, loss_fn=nn.functional.mse_loss, epochs=2, global_batch_size=20
+        )
         return [optimizer.optimize(copy.copy(data)).steps for _ in range(2)]
 
     assert shoal.launch(twice, world_size=2) == [[4, 4]] * 2
@@ -154,11 +185,23 @@ def test_it_can_be_called_again_for_another_fit() -> None:
         ({"max_norm": 0.0}, "max_norm=0.0"),
         ({"metric_fn": nn.functional.mse_loss}, "give validation="),
         ({"validation": VALIDATION, "loss_fn": None}, "what is to be measured"),
-        ({"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([nn.Parameter(torch.ones(1))]))}, "on_epoch="),
+        (
+            {
+                "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(
+                    torch.optim.SGD([nn.Parameter(torch.ones(1))])
+                )
+            },
+            "on_epoch=",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> None:
-    settings = {"training": TRAINING, "loss_fn": nn.functional.mse_loss, "epochs": 1, "global_batch_size": 4}
+    settings = {
+        "training": TRAINING,
+        "loss_fn": nn.functional.mse_loss,
+        "epochs": 1,
+        "global_batch_size": 4,
+    }
     with pytest.raises(shoal.ConfigurationError, match=message):
         shoal.OptimizationInputData(**settings | options)
 
@@ -166,8 +209,14 @@ def test_what_cannot_work_is_refused(options: dict[str, Any], message: str) -> N
 def test_losses_that_are_summed_are_refused() -> None:
     def body() -> None:
         net = nn.Linear(4, 1)
-        _, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01), loss_reduction="sum")
-        optimizer.optimize(shoal.OptimizationInputData(training=TRAINING, loss_fn=nn.functional.mse_loss, epochs=1, global_batch_size=4))
+        _, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.01), loss_reduction="sum"
+        )
+        optimizer.optimize(
+            shoal.OptimizationInputData(
+                training=TRAINING, loss_fn=nn.functional.mse_loss, epochs=1, global_batch_size=4
+            )
+        )
 
     with pytest.raises(shoal.ConfigurationError, match="means over samples"):
         shoal.launch(body, world_size=1)

@@ -1,4 +1,5 @@
-"""Hooks on parameters' gradients (register_hook, register_post_accumulate_grad_hook): called as in one process, or refused."""
+"""Hooks on parameters' gradients (register_hook, register_post_accumulate_grad_hook): called as in
+one process, or refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,13 +27,19 @@ def halving(net: nn.Module, called: list[str]) -> None:
 
 def noting(net: nn.Module, called: list[str]) -> None:
     for parameter in net.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda own: called.append(str(tuple(own.shape))))
+        parameter.register_post_accumulate_grad_hook(
+            lambda own: called.append(str(tuple(own.shape)))
+        )
 
 
-def train(strategy: str | None, register: Register, when: str) -> tuple[dict[str, torch.Tensor], list[str]]:
+def train(
+    strategy: str | None, register: Register, when: str
+) -> tuple[dict[str, torch.Tensor], list[str]]:
     """`when`: before as_distributed, after it, or within the first step."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    net = nn.Sequential(
+        nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)
+    ).double()
     optimizer: Any = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     model: Any = net
     called: list[str] = []
@@ -40,7 +47,9 @@ def train(strategy: str | None, register: Register, when: str) -> tuple[dict[str
     if when == "before":
         register(net, called)
     if strategy is not None:
-        model, optimizer = shoal.as_distributed(net, optimizer, strategy=strategy, **OPTIONS.get(strategy, {}))
+        model, optimizer = shoal.as_distributed(
+            net, optimizer, strategy=strategy, **OPTIONS.get(strategy, {})
+        )
         batches = shoal.ElasticDataLoader(TensorDataset(X, Y), global_batch_size=8, shuffle=False)
     if when == "after":
         register(net, called)
@@ -56,7 +65,9 @@ def train(strategy: str | None, register: Register, when: str) -> tuple[dict[str
     return net.state_dict() if strategy is None else model.full_state_dict(), called
 
 
-@pytest.mark.parametrize(("register", "when"), [(halving, "before"), (noting, "after"), (halving, "between steps")])
+@pytest.mark.parametrize(
+    ("register", "when"), [(halving, "before"), (noting, "after"), (halving, "between steps")]
+)
 @pytest.mark.parametrize("strategy", CALLED)
 def test_hooks_are_called_as_in_one_process(strategy: str, register: Register, when: str) -> None:
     expected, calls = train(None, register, when)
@@ -69,7 +80,9 @@ def test_hooks_are_called_as_in_one_process(strategy: str, register: Register, w
 @pytest.mark.parametrize("register", [halving, noting])
 @pytest.mark.parametrize("strategy", REFUSED)
 def test_hooks_that_would_be_lost_are_refused(strategy: str, register: Register, when: str) -> None:
-    with pytest.raises(shoal.ConfigurationError, match=r"a hook on the gradient of parameter .*under ddp, zero1"):
+    with pytest.raises(
+        shoal.ConfigurationError, match=r"a hook on the gradient of parameter .*under ddp, zero1"
+    ):
         shoal.launch(train, strategy, register, when, world_size=2)
 
 
@@ -80,7 +93,9 @@ def test_hooks_on_a_parameter_that_gets_its_values_later_are_refused() -> None:
         if shoal.rank():
             halving(net, [])
         model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
-        for x, y in shoal.ElasticDataLoader(TensorDataset(X.float(), Y.float()), global_batch_size=8):
+        for x, y in shoal.ElasticDataLoader(
+            TensorDataset(X.float(), Y.float()), global_batch_size=8
+        ):
             model.train_step(x, y, functional.mse_loss)
 
     with pytest.raises(shoal.ConfigurationError, match="build the model with values"):

@@ -1,4 +1,5 @@
-"""`train_step` asks for the number of a loss on a device when the step is closed, and not before the backward pass is queued."""
+"""`train_step` asks for the number of a loss on a device when the step is closed, and not before
+the backward pass is queued."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ class Asked:
 def train(strategy: str, micro_batch_size: int | None) -> list[float]:
     torch.manual_seed(3)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy
+    )
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
     dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
     told = []
@@ -41,7 +44,9 @@ def train(strategy: str, micro_batch_size: int | None) -> list[float]:
             told.append(float(model.train_step(*batch, nn.functional.mse_loss)))
             optimizer.step()
     else:
-        for step in shoal.ElasticDataLoader(dataset, global_batch_size=8, micro_batch_size=micro_batch_size, shuffle=False).steps():
+        for step in shoal.ElasticDataLoader(
+            dataset, global_batch_size=8, micro_batch_size=micro_batch_size, shuffle=False
+        ).steps():
             told += [float(model.train_step(*batch, nn.functional.mse_loss)) for batch in step]
             optimizer.step()
     return told
@@ -49,14 +54,19 @@ def train(strategy: str, micro_batch_size: int | None) -> list[float]:
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "local_sgd"])
-def test_nothing_waits_for_a_loss_before_its_backward_pass(strategy: str, micro_batch_size: int | None) -> None:
+def test_nothing_waits_for_a_loss_before_its_backward_pass(
+    strategy: str, micro_batch_size: int | None
+) -> None:
     expected = shoal.launch(train, strategy, micro_batch_size, world_size=2)
     came: list[bool] = []
 
     def later(loss: torch.Tensor) -> Any:
         return Asked(loss, came)
 
-    with mock.patch.object(replicated, "read_later", later), mock.patch.object(local_sgd, "read_later", later):
+    with (
+        mock.patch.object(replicated, "read_later", later),
+        mock.patch.object(local_sgd, "read_later", later),
+    ):
         assert shoal.launch(train, strategy, micro_batch_size, world_size=2) == expected
     assert came
     assert all(came)

@@ -18,7 +18,9 @@ def test_a_model_is_freed_with_its_last_reference(strategy: str) -> None:
     def train() -> list[weakref.ref[object]]:
         net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
         parameters = [weakref.ref(one) for one in net.parameters()]
-        model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-2), strategy=strategy)
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.AdamW(net.parameters(), 1e-2), strategy=strategy
+        )
         for _ in range(2):
             loss = model(torch.ones(4, 3)).square().mean()
             loss.backward()

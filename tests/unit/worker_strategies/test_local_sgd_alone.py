@@ -18,7 +18,9 @@ pytestmark = pytest.mark.usefixtures("fresh_session")
 
 def start(**options: Any) -> tuple[Any, Any]:
     net = network()
-    pair: tuple[Any, Any] = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-2), strategy="local_sgd", **options)
+    pair: tuple[Any, Any] = shoal.as_distributed(
+        net, torch.optim.AdamW(net.parameters(), 1e-2), strategy="local_sgd", **options
+    )
     return pair
 
 
@@ -31,7 +33,10 @@ def test_alone_it_is_bitwise_plain_torch() -> None:
             stepped.zero_grad()
             nn.functional.cross_entropy(net(x), y).backward()
             stepped.step()
-    assert all(torch.equal(a, b) for a, b in zip(plain.state_dict().values(), model.full_state_dict().values(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(plain.state_dict().values(), model.full_state_dict().values(), strict=True)
+    )
 
 
 def test_a_round_ends_with_the_epoch_or_where_the_script_says() -> None:
@@ -67,7 +72,10 @@ def test_options_that_cannot_work_are_refused_by_name(options: dict[str, Any]) -
 
 def test_a_round_with_steps_of_two_loaders_is_refused() -> None:
     model, optimizer = start(sync_every=3)
-    first, second = (shoal.ElasticDataLoader(data(), global_batch_size=8, name=name) for name in ("first", "second"))
+    first, second = (
+        shoal.ElasticDataLoader(data(), global_batch_size=8, name=name)
+        for name in ("first", "second")
+    )
     x, y = next(iter(first))
     model.train_step(x, y, nn.functional.cross_entropy)
     optimizer.step()
@@ -77,7 +85,11 @@ def test_a_round_with_steps_of_two_loaders_is_refused() -> None:
 
 def test_a_mean_keeps_dtypes_and_rounds_whole_numbers() -> None:
     def rank(number: int) -> list[torch.Tensor]:
-        mine = [torch.full((2,), number + 1.0), torch.full((), 3 * number), torch.full((1, 2), number + 0.5j)]
+        mine = [
+            torch.full((2,), number + 1.0),
+            torch.full((), 3 * number),
+            torch.full((1, 2), number + 0.5j),
+        ]
         return weighted_mean(mine, [0.25, 0.75][number], Ends(room, number).add)
 
     room = Room(2)
@@ -90,7 +102,10 @@ def test_a_mean_keeps_dtypes_and_rounds_whole_numbers() -> None:
 
 def test_a_rank_without_optimizer_state_learns_the_mean_of_the_others() -> None:
     states: list[dict[int, dict[str, Any]]] = [
-        {0: {"step": torch.tensor(4.0), "exp_avg": torch.tensor([1.0, 3.0]), "note": None}, 1: {"step": torch.tensor(2.0)}},
+        {
+            0: {"step": torch.tensor(4.0), "exp_avg": torch.tensor([1.0, 3.0]), "note": None},
+            1: {"step": torch.tensor(2.0)},
+        },
         {},
         {0: {"step": torch.tensor(4.0), "exp_avg": torch.tensor([3.0, 5.0]), "note": None}},
     ]
@@ -103,7 +118,11 @@ def test_a_rank_without_optimizer_state_learns_the_mean_of_the_others() -> None:
     with ThreadPoolExecutor(3) as pool:
         for mean in pool.map(rank, range(3)):
             assert mean[0]["exp_avg"].tolist() == [2.0, 4.0]
-            assert (float(mean[0]["step"]), float(mean[1]["step"]), mean[0]["note"]) == (4.0, 2.0, None)
+            assert (float(mean[0]["step"]), float(mean[1]["step"]), mean[0]["note"]) == (
+                4.0,
+                2.0,
+                None,
+            )
 
 
 class Ends:

@@ -19,13 +19,22 @@ from tests.unit.worker_strategies import mesh_models as models
         ("pipeline", "pipeline", [1, 2, 3, 4, 4, 4, 4, 4, 4]),  # of its four blocks
     ],
 )
-def test_ranks_that_come_leave_no_rank_with_more_of_the_model_and_those_over_are_spares(strategy: str, axis: str, sizes: list[int]) -> None:
+def test_ranks_that_come_leave_no_rank_with_more_of_the_model_and_those_over_are_spares(
+    strategy: str, axis: str, sizes: list[int]
+) -> None:
     def rank() -> list[Axes]:
         net = models.make()
-        model: Any = shoal.as_distributed(net, torch.optim.AdamW(net.parameters()), strategy=strategy, minimum_parameter_group_size=64)[0]
+        model: Any = shoal.as_distributed(
+            net,
+            torch.optim.AdamW(net.parameters()),
+            strategy=strategy,
+            minimum_parameter_group_size=64,
+        )[0]
         return [model.engine.layouts.axes(world) for world in range(1, 10)]
 
     (divisions,) = shoal.launch(rank, world_size=1)
     assert [getattr(axes, axis) for axes in divisions] == sizes
     assert [axes.replica_size for axes in divisions] == sizes
-    assert [axes.data for axes in divisions] == [world // size for world, size in enumerate(sizes, start=1)]
+    assert [axes.data for axes in divisions] == [
+        world // size for world, size in enumerate(sizes, start=1)
+    ]

@@ -1,4 +1,5 @@
-"""Gradients that the replicas hold whole: added up by weight, normed, handed out; alone and over several replicas."""
+"""Gradients that the replicas hold whole: added up by weight, normed, handed out; alone and over
+several replicas."""
 
 from __future__ import annotations
 
@@ -15,21 +16,38 @@ from torch import nn
 
 from tests.unit.sharding.rank_threads import run_ranks
 
-SHAPES: Mapping[str, tuple[int, ...]] = {"weight": (3, 4), "kernel": (2, 3, 2, 2), "bias": (5,), "scalar": (), "unused": (2,)}
+SHAPES: Mapping[str, tuple[int, ...]] = {
+    "weight": (3, 4),
+    "kernel": (2, 3, 2, 2),
+    "bias": (5,),
+    "scalar": (),
+    "unused": (2,),
+}
 
 
-def gradients_of(dtype: torch.dtype = torch.float32, *, averages: bool = True) -> ReplicatedGradients:
+def gradients_of(
+    dtype: torch.dtype = torch.float32, *, averages: bool = True
+) -> ReplicatedGradients:
     pieces = {name: nn.Parameter(torch.zeros(shape, dtype=dtype)) for name, shape in SHAPES.items()}
     made = ReplicatedGradients(
-        pieces, counts=lambda name: True, buffers=CommittedBuffers(nn.Module()), averages=averages, device=torch.device("cpu")
+        pieces,
+        counts=lambda name: True,
+        buffers=CommittedBuffers(nn.Module()),
+        averages=averages,
+        device=torch.device("cpu"),
     )
     made.begin()
     return made
 
 
-def found(seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor | None]:
+def found(
+    seed: int, scale: float = 1.0, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor | None]:
     generator = torch.Generator().manual_seed(seed)
-    values = {name: (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype) for name, shape in SHAPES.items()}
+    values = {
+        name: (torch.randn(shape, generator=generator, dtype=torch.float64) * scale).to(dtype)
+        for name, shape in SHAPES.items()
+    }
     return {**values, "unused": None}
 
 
@@ -40,7 +58,9 @@ def handed_out(gradients: ReplicatedGradients) -> dict[str, torch.Tensor | None]
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
 @pytest.mark.parametrize("averages", [True, False])
-def test_passes_count_by_weight_and_what_they_left_is_not_written_to(passes: int, averages: bool) -> None:
+def test_passes_count_by_weight_and_what_they_left_is_not_written_to(
+    passes: int, averages: bool
+) -> None:
     gradients = gradients_of(averages=averages)
     for _ in range(2):  # the second step knows nothing of the first
         gradients.begin()
@@ -58,7 +78,9 @@ def test_passes_count_by_weight_and_what_they_left_is_not_written_to(passes: int
         if name == "unused":
             assert got[name] is None
             continue
-        sums = sum(one[name] * (weight if averages else 1) for weight, one in enumerate(left, start=1))
+        sums = sum(
+            one[name] * (weight if averages else 1) for weight, one in enumerate(left, start=1)
+        )
         torch.testing.assert_close(got[name], sums / (sum(range(passes + 1)) if averages else 1))
         assert torch.equal(got[name], again[name])
         assert got[name].data_ptr() != again[name].data_ptr()
@@ -66,13 +88,17 @@ def test_passes_count_by_weight_and_what_they_left_is_not_written_to(passes: int
 
 @pytest.mark.parametrize("scale", [1.0, 1e25, 1e-30, 0.0])
 @pytest.mark.parametrize("passes", [1, 2])
-def test_the_norm_is_that_of_the_sums_also_where_squares_are_beyond_float32(scale: float, passes: int) -> None:
+def test_the_norm_is_that_of_the_sums_also_where_squares_are_beyond_float32(
+    scale: float, passes: int
+) -> None:
     gradients = gradients_of()
     for seed in range(passes):
         gradients.add(2.0, found(seed, scale), torch.zeros(0))
     gradients.sum_over(alone())
     squares = sum(
-        (sum(found(seed, scale)[name].double() * 2.0 for seed in range(passes))).square().sum() for name in SHAPES if name != "unused"
+        (sum(found(seed, scale)[name].double() * 2.0 for seed in range(passes))).square().sum()
+        for name in SHAPES
+        if name != "unused"
     )
     assert gradients.squared_norm() == pytest.approx(float(squares), rel=1e-5, abs=0.0)
 
@@ -89,23 +115,37 @@ def test_a_gradient_that_is_no_number_has_a_norm_that_is_none() -> None:
 def test_the_norm_of_a_long_gradient_keeps_its_digits() -> None:
     piece = nn.Parameter(torch.zeros(4096, 1024))
     gradients = ReplicatedGradients(
-        {"piece": piece}, counts=lambda name: True, buffers=CommittedBuffers(nn.Module()), averages=False, device=torch.device("cpu")
+        {"piece": piece},
+        counts=lambda name: True,
+        buffers=CommittedBuffers(nn.Module()),
+        averages=False,
+        device=torch.device("cpu"),
     )
     gradients.add(1.0, {"piece": torch.full_like(piece, 0.1)}, torch.zeros(0))
-    assert gradients.squared_norm() == pytest.approx(piece.numel() * float(torch.tensor(0.1)) ** 2, rel=1e-5)
+    assert gradients.squared_norm() == pytest.approx(
+        piece.numel() * float(torch.tensor(0.1)) ** 2, rel=1e-5
+    )
 
 
 def test_replicas_sum_what_each_has_with_and_without_several_passes() -> None:
     def train(replicas: Any) -> dict[str, torch.Tensor | None]:
         gradients = gradients_of(torch.float64)
         for seed in range(1 + replicas.rank):
-            gradients.add(1.0 + replicas.rank, found(10 * replicas.rank + seed, dtype=torch.float64), torch.zeros(0))
+            gradients.add(
+                1.0 + replicas.rank,
+                found(10 * replicas.rank + seed, dtype=torch.float64),
+                torch.zeros(0),
+            )
         gradients.sum_over(replicas)
         return handed_out(gradients)
 
     results = run_ranks(2, train)
     whole = {
-        name: (found(0, dtype=torch.float64)[name], *(found(10 + seed, dtype=torch.float64)[name] for seed in range(2))) for name in SHAPES
+        name: (
+            found(0, dtype=torch.float64)[name],
+            *(found(10 + seed, dtype=torch.float64)[name] for seed in range(2)),
+        )
+        for name in SHAPES
     }
     for got in results:
         for name, (first, second, third) in whole.items():

@@ -1,4 +1,5 @@
-"""Ranks that divide a model anew when some are gone: whatever fails on the way, no part is lost that a living rank holds."""
+"""Ranks that divide a model anew when some are gone: whatever fails on the way, no part is lost
+that a living rank holds."""
 
 from __future__ import annotations
 
@@ -22,14 +23,23 @@ SPARE = 2
 EXCHANGES = 3
 """In which the ranks say whether there are parts, who has which, and send them."""
 USES = EXCHANGES + 4 + 1 + 1 + 1
-"""And groups to connect, a seed to be told, an all-reduce as the layers are laid out, and that all have theirs."""
+"""And groups to connect, a seed to be told, an all-reduce as the layers are laid out, and that all
+have theirs."""
 
 
 class NextGeneration:
-    """What is left of a launch, as its next generation: the ranks `left`. Every rank loses it at its `over`-th use of the group."""
+    """What is left of a launch, as its next generation: the ranks `left`. Every rank loses it at
+    its `over`-th use of the group."""
 
-    def __init__(self, launch: Group, members: Group, left: Sequence[int], number: int, over: int | None) -> None:
-        self.rank, self.world_size, self.broken, self.device = members.rank, len(left), None, launch.device
+    def __init__(
+        self, launch: Group, members: Group, left: Sequence[int], number: int, over: int | None
+    ) -> None:
+        self.rank, self.world_size, self.broken, self.device = (
+            members.rank,
+            len(left),
+            None,
+            launch.device,
+        )
         self.generation = dataclasses.replace(members.generation, number=number)
         self._launch, self._members, self._left, self._over = launch, members, left, over
         self._uses = 0
@@ -47,11 +57,19 @@ class NextGeneration:
         self._use()
         return self._members.all_gather_integers(values)
 
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> None:
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+    ) -> None:
         self._use()
         self._members.all_to_all(output, tensor, output_sizes, input_sizes)
 
-    def subgroup(self, ranks: Sequence[int], name: str, division: Sequence[Sequence[int]] = ()) -> NextGeneration | None:
+    def subgroup(
+        self, ranks: Sequence[int], name: str, division: Sequence[Sequence[int]] = ()
+    ) -> NextGeneration | None:
         self._use()
         left = [self._left[rank] for rank in ranks]
         part = self._launch.subgroup(left, f"{name} of {self.generation.number}")
@@ -75,13 +93,20 @@ class Part(NextGeneration):
         self._whole._use()
 
 
-def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_living_rank_holds() -> None:
-    """Rank 1 of two replicas of two ranks is gone: rank 2 is to get the part that rank 3 alone holds, and rank 3 is to be a spare."""
+def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_living_rank_holds() -> (
+    None
+):
+    """Rank 1 of two replicas of two ranks is gone: rank 2 is to get the part that rank 3 alone
+    holds, and rank 3 is to be a spare."""
 
     def rank() -> Any:
         net = models.make()
         model, optimizer = shoal.as_distributed(
-            net, torch.optim.AdamW(net.parameters(), 0.01), minimum_parameter_group_size=64, strategy="hybrid", tensor_parallel_size=2
+            net,
+            torch.optim.AdamW(net.parameters(), 0.01),
+            minimum_parameter_group_size=64,
+            strategy="hybrid",
+            tensor_parallel_size=2,
         )
         x, y = models.data()[:8]
         for _ in range(2):
@@ -95,10 +120,13 @@ def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_livi
         if members is None:
             return None
         for attempt in range(1, USES + 1):
-            # A spare uses the group for the parts, and once more when all have theirs; in between the others connect and lay out.
+            # A spare uses the group for the parts, and once more when all have theirs; in between
+            # the others connect and lay out.
             over = min(attempt, EXCHANGES + 1) if members.rank == SPARE else attempt
             with pytest.raises(MembershipChanged, match="a peer is gone"):
-                model.engine.regroup(cast("Group", NextGeneration(launch, members, LEFT, 1 + attempt, over)))
+                model.engine.regroup(
+                    cast("Group", NextGeneration(launch, members, LEFT, 1 + attempt, over))
+                )
             assert model.engine.in_parts
             assert not model.engine.idle
         model.engine.regroup(cast("Group", NextGeneration(launch, members, LEFT, 2 + USES, None)))
@@ -121,15 +149,20 @@ def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_livi
     ],
     ids=lambda options: "-".join(str(value) for value in options.values()),
 )
-def test_what_a_rank_that_leaves_held_outlives_the_death_of_the_only_other_holder(options: dict[str, Any]) -> None:
-    """Rank 1 leaves, and a rank that holds the same dies before the others have divided the state anew."""
+def test_what_a_rank_that_leaves_held_outlives_the_death_of_the_only_other_holder(
+    options: dict[str, Any],
+) -> None:
+    """Rank 1 leaves, and a rank that holds the same dies before the others have divided the state
+    anew."""
     leaver, dead = 1, 3 if options.get("pipeline_parallel_size") or options.get("shard_size") else 2
     left = [rank for rank in range(4) if rank not in (leaver, dead)]
 
     def rank() -> Any:
         net = models.make()
         inner = torch.optim.AdamW(net.parameters(), 0.01)
-        model, optimizer = shoal.as_distributed(net, inner, minimum_parameter_group_size=64, **options)
+        model, optimizer = shoal.as_distributed(
+            net, inner, minimum_parameter_group_size=64, **options
+        )
         x, y = models.data()[:8]
         for _ in range(2):
             model.train_step(x, y, models.loss_of)
@@ -153,7 +186,10 @@ def test_what_a_rank_that_leaves_held_outlives_the_death_of_the_only_other_holde
             assert torch.equal(assembled["model"][name], value), name
         for number, own in expected["optimizer"]["state"].items():
             for key, value in own.items():
-                assert torch.equal(torch.as_tensor(assembled["optimizer"]["state"][number][key]), torch.as_tensor(value)), (number, key)
+                assert torch.equal(
+                    torch.as_tensor(assembled["optimizer"]["state"][number][key]),
+                    torch.as_tensor(value),
+                ), (number, key)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +197,17 @@ def test_what_a_rank_that_leaves_held_outlives_the_death_of_the_only_other_holde
     [({"strategy": "zero3"}, 0), ({"strategy": "hybrid", "pipeline_parallel_size": 2}, 3)],
     ids=["zero3", "pipeline"],
 )
-def test_copies_of_what_a_script_has_replaced_since_are_not_taken(options: dict[str, Any], dead: int) -> None:
+def test_copies_of_what_a_script_has_replaced_since_are_not_taken(
+    options: dict[str, Any], dead: int
+) -> None:
     left = [rank for rank in range(4) if rank != dead]
 
     def rank() -> Any:
         net = models.make()
         inner = torch.optim.AdamW(net.parameters(), 0.01)
-        model, optimizer = shoal.as_distributed(net, inner, minimum_parameter_group_size=64, **options)
+        model, optimizer = shoal.as_distributed(
+            net, inner, minimum_parameter_group_size=64, **options
+        )
         x, y = models.data()[:8]
         for _ in range(2):
             before = {"model": model.full_state_dict(), "optimizer": optimizer.state_dict()}
@@ -189,7 +229,10 @@ def test_copies_of_what_a_script_has_replaced_since_are_not_taken(options: dict[
             assert torch.equal(assembled["model"][name], value), name
         for number, own in before["optimizer"]["state"].items():
             for key, value in own.items():
-                assert torch.equal(torch.as_tensor(assembled["optimizer"]["state"][number][key]), torch.as_tensor(value)), (number, key)
+                assert torch.equal(
+                    torch.as_tensor(assembled["optimizer"]["state"][number][key]),
+                    torch.as_tensor(value),
+                ), (number, key)
 
 
 def test_what_was_held_before_the_ranks_were_divided_anew_is_let_go() -> None:
@@ -198,7 +241,9 @@ def test_what_was_held_before_the_ranks_were_divided_anew_is_let_go() -> None:
     def rank() -> list[bool]:
         net = models.make()
         inner = torch.optim.AdamW(net.parameters(), 0.01)
-        model, optimizer = shoal.as_distributed(net, inner, minimum_parameter_group_size=64, strategy="tensor")
+        model, optimizer = shoal.as_distributed(
+            net, inner, minimum_parameter_group_size=64, strategy="tensor"
+        )
         x, y = models.data()[:8]
         held = []
         for _ in range(2):

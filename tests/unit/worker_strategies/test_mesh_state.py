@@ -1,4 +1,5 @@
-"""The state of models that several ranks hold together: saved, loaded, resumed under other strategies and on other ranks; and settings."""
+"""The state of models that several ranks hold together: saved, loaded, resumed under other
+strategies and on other ranks; and settings."""
 
 from __future__ import annotations
 
@@ -26,12 +27,19 @@ IN_SHARDS = {"strategy": "hybrid", "pipeline_parallel_size": 2, "data_parallel_s
 def distribute(**options: Any) -> tuple[Any, Any]:
     """Two parameter groups: one process's order of parameters is not the model's."""
     net = models.make()
-    biases, others = [p for p in net.parameters() if p.dim() == 1], [p for p in net.parameters() if p.dim() > 1]
+    biases, others = (
+        [p for p in net.parameters() if p.dim() == 1],
+        [p for p in net.parameters() if p.dim() > 1],
+    )
     groups = [{"params": biases, "weight_decay": 0.0}, {"params": others, "lr": 0.02}]
-    return shoal.as_distributed(net, torch.optim.AdamW(groups, 0.01), minimum_parameter_group_size=64, **options)
+    return shoal.as_distributed(
+        net, torch.optim.AdamW(groups, 0.01), minimum_parameter_group_size=64, **options
+    )
 
 
-def run(directory: Path, epochs: int, **options: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[float], list[bool]]:
+def run(
+    directory: Path, epochs: int, **options: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[float], list[bool]]:
     """A training script with checkpoints."""
     model, optimizer = distribute(**options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -63,8 +71,12 @@ def run(directory: Path, epochs: int, **options: Any) -> tuple[dict[str, torch.T
         pytest.param((2, {"strategy": "zero3"}), (4, FSDP), marks=MATRIX),
     ],
 )
-def test_a_run_goes_on_under_another_strategy_on_other_ranks(tmp_path: Path, first: tuple[int, Any], second: tuple[int, Any]) -> None:
-    ((expected, expected_state, rates, stops),) = shoal.launch(lambda: run(tmp_path / "one", 2, strategy="ddp"), world_size=1)
+def test_a_run_goes_on_under_another_strategy_on_other_ranks(
+    tmp_path: Path, first: tuple[int, Any], second: tuple[int, Any]
+) -> None:
+    ((expected, expected_state, rates, stops),) = shoal.launch(
+        lambda: run(tmp_path / "one", 2, strategy="ddp"), world_size=1
+    )
     shoal.launch(lambda: run(tmp_path / "several", 1, **first[1]), world_size=first[0])
     for state, optimizer_state, own_rates, own_stops in shoal.launch(
         lambda: run(tmp_path / "several", 2, **second[1]), world_size=second[0]
@@ -78,9 +90,12 @@ def test_a_run_goes_on_under_another_strategy_on_other_ranks(tmp_path: Path, fir
 
 
 @pytest.mark.parametrize(
-    ("world", "options"), [(2, {"strategy": "tensor"}), pytest.param(4, GRID, marks=MATRIX), (4, IN_SHARDS), (4, FSDP)]
+    ("world", "options"),
+    [(2, {"strategy": "tensor"}), pytest.param(4, GRID, marks=MATRIX), (4, IN_SHARDS), (4, FSDP)],
 )
-def test_what_is_saved_and_read_is_whole(tmp_path: Path, world: int, options: dict[str, Any]) -> None:
+def test_what_is_saved_and_read_is_whole(
+    tmp_path: Path, world: int, options: dict[str, Any]
+) -> None:
     def rank() -> None:
         model, optimizer = distribute(**options)
         x, y = models.data()[:8]
@@ -91,8 +106,12 @@ def test_what_is_saved_and_read_is_whole(tmp_path: Path, world: int, options: di
         whole, state, image = model.full_state_dict(), optimizer.state_dict(), model.serialize()
         plain, assembled = models.make(), dict[str, Any]()
         plain.load_state_dict(whole)
-        assert list(model.gather_full_parameters()) == [name for name, _ in plain.named_parameters()]
-        assert len(model.full_state_dict(rank0_only=True)) == (len(whole) if shoal.rank() == 0 else 0)
+        assert list(model.gather_full_parameters()) == [
+            name for name, _ in plain.named_parameters()
+        ]
+        assert len(model.full_state_dict(rank0_only=True)) == (
+            len(whole) if shoal.rank() == 0 else 0
+        )
         torch.testing.assert_close(model.clone()(x), plain(x))
 
         model.with_parameters({"norm.bias": torch.ones(16)})
@@ -110,8 +129,12 @@ def test_what_is_saved_and_read_is_whole(tmp_path: Path, world: int, options: di
         torch.testing.assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
 
         session = current_session()
-        session.operation("checkpoint", lambda channel: assembled.update(model.engine.assemble(channel)))
-        assert list(assembled) == (["model", "optimizer"] if shoal.rank() == 0 else []), "one rank alone has room for the whole"
+        session.operation(
+            "checkpoint", lambda channel: assembled.update(model.engine.assemble(channel))
+        )
+        assert list(assembled) == (["model", "optimizer"] if shoal.rank() == 0 else []), (
+            "one rank alone has room for the whole"
+        )
 
         held = sum(p.numel() for p in model.local_shard.values())
         assert held < sum(p.numel() for p in plain.parameters())
@@ -131,7 +154,9 @@ def test_what_is_saved_and_read_is_whole(tmp_path: Path, world: int, options: di
         {"strategy": "hybrid", "data_parallel_strategy": "fsdp"},
     ],
 )
-def test_a_grad_scaler_unscales_on_all_ranks_and_skips_what_overflowed(options: dict[str, Any]) -> None:
+def test_a_grad_scaler_unscales_on_all_ranks_and_skips_what_overflowed(
+    options: dict[str, Any],
+) -> None:
     def rank() -> Any:
         model, optimizer = distribute(**options)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000)
@@ -156,8 +181,12 @@ def test_a_grad_scaler_unscales_on_all_ranks_and_skips_what_overflowed(options: 
     assert norms[0] == pytest.approx(float(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)))
 
 
-@pytest.mark.parametrize("options", [{"strategy": "zero3"}, {"strategy": "hybrid", "data_parallel_strategy": "fsdp"}])
-def test_a_grad_scaler_on_a_rank_without_samples_finds_what_the_others_have_summed(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"strategy": "zero3"}, {"strategy": "hybrid", "data_parallel_strategy": "fsdp"}]
+)
+def test_a_grad_scaler_on_a_rank_without_samples_finds_what_the_others_have_summed(
+    options: dict[str, Any],
+) -> None:
     def rank() -> torch.Tensor:
         model, optimizer = distribute(**options)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -186,11 +215,18 @@ def test_a_grad_scaler_with_a_pipeline_is_refused() -> None:
         shoal.launch(rank, world_size=2)
 
 
-@pytest.mark.parametrize("options", [pytest.param({"strategy": "tensor"}, marks=MATRIX), pytest.param(GRID, marks=MATRIX)])
-def test_autocast_computes_in_bfloat16_and_gradients_are_those_of_one_process(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"strategy": "tensor"}, marks=MATRIX), pytest.param(GRID, marks=MATRIX)],
+)
+def test_autocast_computes_in_bfloat16_and_gradients_are_those_of_one_process(
+    options: dict[str, Any],
+) -> None:
     def rank() -> Any:
         net = models.make(dtype=torch.float32)
-        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), minimum_parameter_group_size=64, **options)
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.1), minimum_parameter_group_size=64, **options
+        )
         with torch.autocast("cpu", dtype=torch.bfloat16):
             model.train_step(*models.data()[:8], models.loss_of)
         optimizer.step()
@@ -213,7 +249,9 @@ def test_autocast_computes_in_bfloat16_and_gradients_are_those_of_one_process(op
         ({"param_dtype": torch.bfloat16}, "param_dtype=torch.bfloat16 with strategy='hybrid'"),
     ],
 )
-def test_settings_that_do_not_apply_are_refused_by_name(setting: dict[str, Any], message: str) -> None:
+def test_settings_that_do_not_apply_are_refused_by_name(
+    setting: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         shoal.launch(lambda: distribute(**GRID, **setting), world_size=4)
 
@@ -222,6 +260,12 @@ def test_a_shard_that_neither_its_rank_nor_its_mirror_holds_any_more_is_lost() -
     def unused(axes: Axes) -> Any:
         pytest.fail(f"what was lost was looked for in {axes}")
 
-    cut = MeshCut(number=3, axes=Axes(pipeline=1, tensor=1, data=3), at=Coordinate(0, 0, 0), shards=3, mirrored=2)
+    cut = MeshCut(
+        number=3,
+        axes=Axes(pipeline=1, tensor=1, data=3),
+        at=Coordinate(0, 0, 0),
+        shards=3,
+        mirrored=2,
+    )
     with pytest.raises(StateLostError, match="nobody holds 1 of the model's 3 shards"):
         next(gather(LocalChannel(), [RankParts(cut=cut, runs={})], unused))

@@ -34,7 +34,11 @@ def train_with(loss_fn: Any) -> None:
 
 def evaluate_with(result: Any) -> None:
     model, _ = make()
-    shoal.evaluate(model, shoal.ElasticDataLoader(TensorDataset(X, Y), global_batch_size=4, train=False), lambda model, batch: result)
+    shoal.evaluate(
+        model,
+        shoal.ElasticDataLoader(TensorDataset(X, Y), global_batch_size=4, train=False),
+        lambda model, batch: result,
+    )
 
 
 def epochs(n: Any) -> Any:
@@ -47,20 +51,47 @@ LINEAR = nn.Linear(2, 2)
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (given(torch.optim.SGD(LINEAR.parameters(), 0.1), LINEAR), "model is of SGD; expected as_distributed(model, optimizer)"),
-        (given(LINEAR, "adamw"), "optimizer='adamw'; expected an optimizer made from model.parameters()"),
+        (
+            given(torch.optim.SGD(LINEAR.parameters(), 0.1), LINEAR),
+            "model is of SGD; expected as_distributed(model, optimizer)",
+        ),
+        (
+            given(LINEAR, "adamw"),
+            "optimizer='adamw'; expected an optimizer made from model.parameters()",
+        ),
         (given(LINEAR, torch.optim.SGD), "expected an optimizer made from model.parameters()"),
-        (given(LINEAR, config={"deterministic": True}), "config={'deterministic': True}; expected a ShardingConfiguration"),
+        (
+            given(LINEAR, config={"deterministic": True}),
+            "config={'deterministic': True}; expected a ShardingConfiguration",
+        ),
         (given(LINEAR, strategy=["ddp"]), "strategy=['ddp']: expected one of ddp"),
-        (given(LINEAR, bucket_cap_mb="25"), "bucket_cap_mb='25': expected a whole number of MiB, at least 1"),
+        (
+            given(LINEAR, bucket_cap_mb="25"),
+            "bucket_cap_mb='25': expected a whole number of MiB, at least 1",
+        ),
         (given(LINEAR, deterministic="no"), "deterministic='no': expected True or False"),
-        (lambda: make(strategy="tensor", dropout="same"), "dropout='same': expected one of per_shard, as_one_process"),
-        (lambda: make(strategy="pipeline", micro_batches="4"), "micro_batches='4': expected a whole number, at least 1"),
-        (lambda: train_with(lambda out, y: functional.cross_entropy(out, y, reduction="none")), "the loss is a tensor of shape (4,)"),
-        (lambda: train_with(lambda out, y: 0.5), "the loss is 0.5: expected a tensor of one element"),
+        (
+            lambda: make(strategy="tensor", dropout="same"),
+            "dropout='same': expected one of per_shard, as_one_process",
+        ),
+        (
+            lambda: make(strategy="pipeline", micro_batches="4"),
+            "micro_batches='4': expected a whole number, at least 1",
+        ),
+        (
+            lambda: train_with(lambda out, y: functional.cross_entropy(out, y, reduction="none")),
+            "the loss is a tensor of shape (4,)",
+        ),
+        (
+            lambda: train_with(lambda out, y: 0.5),
+            "the loss is 0.5: expected a tensor of one element",
+        ),
         (lambda: evaluate_with(3), "evaluate: fn returned 3; expected a dict of sums"),
         (lambda: evaluate_with({"right": X}), "expected a dict of sums"),
-        (lambda: make()[1].optimize({"epochs": 3}), "optimize(dict): expected a shoal.OptimizationInputData"),
+        (
+            lambda: make()[1].optimize({"epochs": 3}),
+            "optimize(dict): expected a shoal.OptimizationInputData",
+        ),
         (lambda: list(epochs("3")), "epochs('3'): expected a whole number"),
     ],
 )
@@ -76,7 +107,10 @@ def test_cut_points_are_a_list() -> None:
 
 def test_a_model_in_torchs_ddp_is_refused() -> None:
     with pytest.raises(shoal.ConfigurationError, match=r"pass its \.module"):
-        shoal.launch(lambda: shoal.as_distributed(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))), world_size=1)
+        shoal.launch(
+            lambda: shoal.as_distributed(nn.parallel.DistributedDataParallel(nn.Linear(2, 2))),
+            world_size=1,
+        )
 
 
 def test_one_checkpoint_is_not_taken_for_a_directory_of_them(tmp_path: Path) -> None:
@@ -91,24 +125,35 @@ def test_one_checkpoint_is_not_taken_for_a_directory_of_them(tmp_path: Path) -> 
         return shoal.resume(tmp_path / "step-0")
 
     shoal.launch(save, world_size=2)
-    with pytest.raises(shoal.ConfigurationError, match="expected the directory that was given to save_checkpoint"):
+    with pytest.raises(
+        shoal.ConfigurationError, match="expected the directory that was given to save_checkpoint"
+    ):
         shoal.launch(resume, world_size=2)
 
 
-@pytest.mark.parametrize(("differing", "named"), [("seed", "seed"), ("global_batch_size", "batch size")])
+@pytest.mark.parametrize(
+    ("differing", "named"), [("seed", "seed"), ("global_batch_size", "batch size")]
+)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tensor"])
-def test_ranks_whose_loaders_deal_otherwise_are_stopped_by_the_first_step(strategy: str, differing: str, named: str) -> None:
+def test_ranks_whose_loaders_deal_otherwise_are_stopped_by_the_first_step(
+    strategy: str, differing: str, named: str
+) -> None:
     """They would count samples twice and leave others out, and say nothing."""
 
     def rank() -> None:
         model, optimizer = make(strategy=strategy)
-        loader = shoal.ElasticDataLoader(TensorDataset(X, Y), **{"global_batch_size": 2, "seed": 0, differing: 2 + shoal.rank()})
+        loader = shoal.ElasticDataLoader(
+            TensorDataset(X, Y), **{"global_batch_size": 2, "seed": 0, differing: 2 + shoal.rank()}
+        )
         for x, y in loader:
             model.train_step(x, y, functional.cross_entropy)
             optimizer.step()
             optimizer.zero_grad()
 
-    with pytest.raises(shoal.PreconditionError, match=rf"deal .* differently \({named}: rank 0 has 2, rank 1 has 3\)") as failure:
+    with pytest.raises(
+        shoal.PreconditionError,
+        match=rf"deal .* differently \({named}: rank 0 has 2, rank 1 has 3\)",
+    ) as failure:
         shoal.launch(rank, world_size=2)
     assert failure.value.reason == "RANKS_DIVERGED"
 
@@ -121,7 +166,9 @@ def test_a_second_optimizer_of_the_models_parameters_is_refused() -> None:
     outside = nn.Parameter(torch.ones(2))
     model(X).sum().backward()
     outside.sum().backward()
-    with pytest.raises(ConfigurationError, match=r"a second optimizer \(Adam\) steps parameters of the model"):
+    with pytest.raises(
+        ConfigurationError, match=r"a second optimizer \(Adam\) steps parameters of the model"
+    ):
         other.step()
     torch.optim.Adam([outside], 0.1).step()
     assert optimizer.step()

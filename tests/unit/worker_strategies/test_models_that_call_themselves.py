@@ -1,4 +1,5 @@
-"""A model whose forward pass calls the model, as a LightningModule's `training_step` does: its parameters are gathered once a pass."""
+"""A model whose forward pass calls the model, as a LightningModule's `training_step` does: its
+parameters are gathered once a pass."""
 
 from __future__ import annotations
 
@@ -12,11 +13,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 SAMPLES, BATCH, PART = 20, 6, 2
-"""A step has three parts, so that one of two ranks has one fewer and takes part in the other's last pass without samples."""
+"""A step has three parts, so that one of two ranks has one fewer and takes part in the other's last
+pass without samples."""
 
 
 class Calling(nn.Module):
-    """A model that gives predictions, or, called with targets, the loss of the predictions for which it calls itself."""
+    """A model that gives predictions, or, called with targets, the loss of the predictions for
+    which it calls itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +37,12 @@ def data() -> TensorDataset:
 
 def train(strategy: str) -> dict[str, torch.Tensor]:
     net = Calling()
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), strategy=strategy)
-    loader = shoal.ElasticDataLoader(data(), global_batch_size=BATCH, micro_batch_size=PART, shuffle=False)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), strategy=strategy
+    )
+    loader = shoal.ElasticDataLoader(
+        data(), global_batch_size=BATCH, micro_batch_size=PART, shuffle=False
+    )
     for _ in loader.epochs(2):
         for step in loader.steps():
             for x, y in step:

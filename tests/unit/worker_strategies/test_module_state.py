@@ -1,4 +1,5 @@
-"""What a module's `state_dict()` has beside plain tensors under the names of `named_parameters()`: other names, extra state, modes."""
+"""What a module's `state_dict()` has beside plain tensors under the names of `named_parameters()`:
+other names, extra state, modes."""
 
 from __future__ import annotations
 
@@ -32,7 +33,12 @@ class Counter(nn.Module):
         return x
 
     def get_extra_state(self) -> Any:
-        return {"dict": {"seen": self.seen}, "number": self.seen, "tensor": torch.tensor(float(self.seen)), "none": None}[self.kind]
+        return {
+            "dict": {"seen": self.seen},
+            "number": self.seen,
+            "tensor": torch.tensor(float(self.seen)),
+            "none": None,
+        }[self.kind]
 
     def set_extra_state(self, state: Any) -> None:
         if self.kind != "none":
@@ -41,17 +47,22 @@ class Counter(nn.Module):
 
 def counting(kind: str) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), Counter(kind), nn.Linear(8, 8), nn.Tanh(), Counter(kind), nn.Linear(8, 1))
+    return nn.Sequential(
+        nn.Linear(4, 8), Counter(kind), nn.Linear(8, 8), nn.Tanh(), Counter(kind), nn.Linear(8, 1)
+    )
 
 
 def wrapped() -> nn.Sequential:
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Sequential(nn.Linear(8, 8), nn.Tanh())]
-    return nn.Sequential(checkpoint_wrapper(blocks[0]), checkpoint_wrapper(blocks[1]), nn.Linear(8, 1))
+    return nn.Sequential(
+        checkpoint_wrapper(blocks[0]), checkpoint_wrapper(blocks[1]), nn.Linear(8, 1)
+    )
 
 
 def renamed() -> nn.Sequential:
-    """A hook gives the parameters of the first layer other names, and leaves the frozen second layer out."""
+    """A hook gives the parameters of the first layer other names, and leaves the frozen second
+    layer out."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1))
     net[1].requires_grad_(False)
@@ -73,7 +84,9 @@ def renamed() -> nn.Sequential:
     return net
 
 
-def steps(model: Any, optimizer: Any, *, epochs: int = 1, after_epoch: Callable[[], object] = lambda: None) -> None:
+def steps(
+    model: Any, optimizer: Any, *, epochs: int = 1, after_epoch: Callable[[], object] = lambda: None
+) -> None:
     loader = shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8, shuffle=False)
     for _ in loader.epochs(epochs):
         for (x,) in loader:
@@ -96,11 +109,15 @@ def plain(make: Callable[[], nn.Module], epochs: int = 1) -> dict[str, Any]:
 
 def distributed(make: Callable[[], nn.Module], strategy: str) -> tuple[Any, Any]:
     net = make()
-    return shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), strategy=strategy)
+    return shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), strategy=strategy
+    )
 
 
 def alike(found: dict[str, Any], wanted: dict[str, Any]) -> bool:
-    return list(found) == list(wanted) and all(torch.allclose(found[key], value, atol=1e-5) for key, value in wanted.items())
+    return list(found) == list(wanted) and all(
+        torch.allclose(found[key], value, atol=1e-5) for key, value in wanted.items()
+    )
 
 
 @pytest.mark.parametrize("make", [wrapped, renamed])
@@ -109,7 +126,9 @@ def test_state_under_other_names_than_the_parameters_is_saved_and_loaded(
     tmp_path: Path, strategy: str, make: Callable[[], nn.Module]
 ) -> None:
     if make is wrapped and strategy in ("pipeline", "hybrid"):
-        pytest.skip("a pipeline computes activations anew itself, and finds no blocks in wrapped ones")
+        pytest.skip(
+            "a pipeline computes activations anew itself, and finds no blocks in wrapped ones"
+        )
     wanted, after = plain(make), plain(make, 2)
 
     def train() -> list[bool]:
@@ -122,14 +141,24 @@ def test_state_under_other_names_than_the_parameters_is_saved_and_loaded(
         steps(model, optimizer)
         second = model.full_state_dict()
         model.deserialize(data)
-        return [alike(found, what) for found, what in ((first, wanted), (kept, wanted), (second, after), (model.full_state_dict(), wanted))]
+        return [
+            alike(found, what)
+            for found, what in (
+                (first, wanted),
+                (kept, wanted),
+                (second, after),
+                (model.full_state_dict(), wanted),
+            )
+        ]
 
     assert all(all(each) for each in shoal.launch(train, world_size=2))
     saved = shoal.load_full_state(tmp_path / strategy)
     assert all(torch.allclose(saved[key], value, atol=1e-5) for key, value in wanted.items())
 
     def resume() -> bool:
-        model, _ = distributed(lambda: make().requires_grad_(True) if make is wrapped else make(), strategy)
+        model, _ = distributed(
+            lambda: make().requires_grad_(True) if make is wrapped else make(), strategy
+        )
         assert shoal.resume(tmp_path / strategy)
         return alike(model.full_state_dict(), wanted)
 
@@ -146,10 +175,17 @@ def test_extra_state_goes_wherever_the_state_goes(tmp_path: Path, strategy: str,
         model.save_model(tmp_path / "model")
         model.load_model(tmp_path / "model")
         clone = model.clone()
-        return model.full_state_dict()["1._extra_state"], getattr(clone, "module", clone).state_dict()["4._extra_state"]
+        return model.full_state_dict()["1._extra_state"], getattr(
+            clone, "module", clone
+        ).state_dict()["4._extra_state"]
 
     passes = 12 if strategy == "pipeline" else 3  # which cuts a batch itself
-    seen = {"dict": {"seen": passes}, "number": passes, "tensor": torch.tensor(float(passes)), "none": None}[kind]
+    seen = {
+        "dict": {"seen": passes},
+        "number": passes,
+        "tensor": torch.tensor(float(passes)),
+        "none": None,
+    }[kind]
     results = shoal.launch(train, world_size=2)
     assert results == [(seen, seen)] * 2
 
@@ -160,7 +196,12 @@ def test_extra_state_goes_wherever_the_state_goes(tmp_path: Path, strategy: str,
         state = model.full_state_dict()
         return [state["1._extra_state"], state["4._extra_state"]]
 
-    seen = {"dict": {"seen": 2 * passes}, "number": 2 * passes, "tensor": torch.tensor(2.0 * passes), "none": None}[kind]
+    seen = {
+        "dict": {"seen": 2 * passes},
+        "number": 2 * passes,
+        "tensor": torch.tensor(2.0 * passes),
+        "none": None,
+    }[kind]
     assert shoal.launch(resume, world_size=2) == [[seen, seen]] * 2
 
 
@@ -178,7 +219,9 @@ def test_extra_state_that_cannot_travel_is_refused_at_once(strategy: str) -> Non
 
 
 @pytest.mark.parametrize("strategy", CUT)
-def test_an_entry_that_a_hook_computes_from_parameters_is_refused_where_they_are_cut(strategy: str) -> None:
+def test_an_entry_that_a_hook_computes_from_parameters_is_refused_where_they_are_cut(
+    strategy: str,
+) -> None:
     def halved() -> nn.Sequential:
         net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
 
@@ -193,11 +236,15 @@ def test_an_entry_that_a_hook_computes_from_parameters_is_refused_where_they_are
 
 
 class LoRA(nn.Linear):
-    """Merges its update into the weight in `eval()`, and takes it out in `train()`, as loralib's does."""
+    """Merges its update into the weight in `eval()`, and takes it out in `train()`, as loralib's
+    does."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
-        self.a, self.b = nn.Parameter(torch.randn(2, inputs) * 0.3), nn.Parameter(torch.zeros(outputs, 2))
+        self.a, self.b = (
+            nn.Parameter(torch.randn(2, inputs) * 0.3),
+            nn.Parameter(torch.zeros(outputs, 2)),
+        )
         self.weight.requires_grad_(False)
         self.merged = False
 
@@ -224,13 +271,21 @@ def adapted() -> nn.Sequential:
 def test_evaluation_calls_the_modules_own_train_and_eval(strategy: str) -> None:
     def total(model: nn.Module, batch: Any) -> dict[str, float]:
         net = getattr(model, "module", model)
-        return {"loss": float(model(batch[0]).square().sum()), "merged": float(net[0].merged and net[2].merged)}
+        return {
+            "loss": float(model(batch[0]).square().sum()),
+            "merged": float(net[0].merged and net[2].merged),
+        }
 
     def train() -> tuple[bool, list[bool], dict[str, float]]:
         model, optimizer = distributed(adapted, strategy)
         data = shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8, train=False)
         found = []
-        steps(model, optimizer, epochs=2, after_epoch=lambda: found.append(shoal.evaluate(model, data, total)))
+        steps(
+            model,
+            optimizer,
+            epochs=2,
+            after_epoch=lambda: found.append(shoal.evaluate(model, data, total)),
+        )
         net = model.module
         return net[0].merged, [part.training for part in net], found[-1]
 

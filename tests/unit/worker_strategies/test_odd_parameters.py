@@ -1,4 +1,5 @@
-"""Parameters of odd shapes, and in an odd order in memory: trained as in one process, also from a checkpoint of another strategy."""
+"""Parameters of odd shapes, and in an odd order in memory: trained as in one process, also from a
+checkpoint of another strategy."""
 
 from __future__ import annotations
 
@@ -20,17 +21,22 @@ OPTIMIZERS: dict[str, Any] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
     "fused AdamW": lambda parameters: torch.optim.AdamW(parameters, 1e-2, fused=True),
     "ASGD": lambda parameters: torch.optim.ASGD(parameters, 0.05, t0=2, lambd=0.01),
-    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, 0.05, initial_accumulator_value=0.3),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(
+        parameters, 0.05, initial_accumulator_value=0.3
+    ),
 }
 
 
 class Net(nn.Module):
-    """Has a parameter without dimensions, one of one element, one without any, and two that do not lie in memory row by row."""
+    """Has a parameter without dimensions, one of one element, one without any, and two that do not
+    lie in memory row by row."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten()).to(memory_format=torch.channels_last)
+        self.body = nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten()).to(
+            memory_format=torch.channels_last
+        )
         self.scale = nn.Parameter(torch.tensor(1.3))
         self.one = nn.Parameter(torch.tensor([0.7]))
         self.none = nn.Parameter(torch.zeros(0, 5))
@@ -43,7 +49,9 @@ class Net(nn.Module):
 
 
 def data() -> TensorDataset:
-    x = torch.randn(SAMPLES, 2, 3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = torch.randn(
+        SAMPLES, 2, 3, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     return TensorDataset(x, x[:, :, 0, :2].flatten(1).square())
 
 
@@ -60,14 +68,20 @@ def plain(optimizer: str) -> dict[str, torch.Tensor]:
     return net.state_dict()
 
 
-def train(strategy: str, optimizer: str, directory: Path | None, stop_at: int | None, micro: int | None) -> dict[str, torch.Tensor]:
+def train(
+    strategy: str, optimizer: str, directory: Path | None, stop_at: int | None, micro: int | None
+) -> dict[str, torch.Tensor]:
     """Goes on from what is in the directory, and saves the step there that it stops at."""
     net = Net()
     options: dict[str, Any] = {"tensor_parallel_size": 1} if strategy == "hybrid" else {}
     if strategy == "tensor":
         options["plan"] = dict.fromkeys(["body.0", "scale", "one", "none", "columns"], "replicate")
-    model, updates = shoal.as_distributed(net, OPTIMIZERS[optimizer](net.parameters()), strategy=strategy, **options)
-    loader = shoal.ElasticDataLoader(data(), global_batch_size=BATCH, micro_batch_size=micro, shuffle=False)
+    model, updates = shoal.as_distributed(
+        net, OPTIMIZERS[optimizer](net.parameters()), strategy=strategy, **options
+    )
+    loader = shoal.ElasticDataLoader(
+        data(), global_batch_size=BATCH, micro_batch_size=micro, shuffle=False
+    )
     if directory is not None:
         shoal.resume(directory)
     for _ in loader.epochs(STEPS * BATCH // SAMPLES):
@@ -90,17 +104,32 @@ def assert_as_in_one_process(states: list[dict[str, torch.Tensor]], optimizer: s
 
 @pytest.mark.parametrize("micro", [None, 4])
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "hybrid"])
-def test_a_fused_optimizer_finds_gradients_in_the_order_of_its_parameters(strategy: str, micro: int | None) -> None:
-    assert_as_in_one_process(shoal.launch(train, strategy, "fused AdamW", None, None, micro, world_size=2), "fused AdamW")
+def test_a_fused_optimizer_finds_gradients_in_the_order_of_its_parameters(
+    strategy: str, micro: int | None
+) -> None:
+    assert_as_in_one_process(
+        shoal.launch(train, strategy, "fused AdamW", None, None, micro, world_size=2), "fused AdamW"
+    )
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(
-    ("saved_by", "strategy"), [("ddp", "ddp"), ("ddp", "zero3"), ("zero1", "hybrid"), ("hybrid", "zero1"), ("zero3", "tensor")]
+    ("saved_by", "strategy"),
+    [
+        ("ddp", "ddp"),
+        ("ddp", "zero3"),
+        ("zero1", "hybrid"),
+        ("hybrid", "zero1"),
+        ("zero3", "tensor"),
+    ],
 )
-def test_moments_of_odd_parameters_are_resumed(saved_by: str, strategy: str, optimizer: str, tmp_path: Path) -> None:
+def test_moments_of_odd_parameters_are_resumed(
+    saved_by: str, strategy: str, optimizer: str, tmp_path: Path
+) -> None:
     shoal.launch(train, saved_by, optimizer, tmp_path, SAVED_AT, None, world_size=2)
-    assert_as_in_one_process(shoal.launch(train, strategy, optimizer, tmp_path, None, None, world_size=3), optimizer)
+    assert_as_in_one_process(
+        shoal.launch(train, strategy, optimizer, tmp_path, None, None, world_size=3), optimizer
+    )
 
 
 class Wide(torch.optim.Optimizer):
@@ -114,7 +143,10 @@ class Wide(torch.optim.Optimizer):
         for parameter in self.param_groups[0]["params"]:
             state = self.state[parameter]
             if not state:
-                state["count"], state["sum"] = torch.tensor(0), torch.zeros_like(parameter, dtype=torch.float64)
+                state["count"], state["sum"] = (
+                    torch.tensor(0),
+                    torch.zeros_like(parameter, dtype=torch.float64),
+                )
             state["count"] += 1
             state["sum"].mul_(0.9).add_(parameter.grad)
             parameter.sub_((0.1 / int(state["count"]) * state["sum"]).to(parameter.dtype))
@@ -140,17 +172,30 @@ def in_another_dtype(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "tensor", "hybrid"])
-def test_a_run_goes_on_in_another_dtype_with_moments_of_that(strategy: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    shoal.launch(in_another_dtype, "zero1", torch.float32, torch.optim.AdamW, tmp_path, 2, world_size=2)
-    for _, state in shoal.launch(in_another_dtype, strategy, dtype, torch.optim.AdamW, tmp_path, 4, world_size=2):
+def test_a_run_goes_on_in_another_dtype_with_moments_of_that(
+    strategy: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    shoal.launch(
+        in_another_dtype, "zero1", torch.float32, torch.optim.AdamW, tmp_path, 2, world_size=2
+    )
+    for _, state in shoal.launch(
+        in_another_dtype, strategy, dtype, torch.optim.AdamW, tmp_path, 4, world_size=2
+    ):
         assert (state["exp_avg"].dtype, float(state["step"])) == (dtype, 4.0)
 
 
 def test_what_an_optimizer_keeps_in_other_dtypes_is_kept_for_peers(tmp_path: Path) -> None:
-    """torch brings it to the parameter's; a worker that joins would go on with less than its peers have."""
-    ((expected, _),) = shoal.launch(in_another_dtype, "ddp", torch.bfloat16, Wide, tmp_path / "whole", 4, world_size=1)
-    shoal.launch(in_another_dtype, "ddp", torch.bfloat16, Wide, tmp_path / "resumed", 2, world_size=1)
-    ((found, state),) = shoal.launch(in_another_dtype, "ddp", torch.bfloat16, Wide, tmp_path / "resumed", 4, world_size=1)
+    """torch brings it to the parameter's; a worker that joins would go on with less than its peers
+    have."""
+    ((expected, _),) = shoal.launch(
+        in_another_dtype, "ddp", torch.bfloat16, Wide, tmp_path / "whole", 4, world_size=1
+    )
+    shoal.launch(
+        in_another_dtype, "ddp", torch.bfloat16, Wide, tmp_path / "resumed", 2, world_size=1
+    )
+    ((found, state),) = shoal.launch(
+        in_another_dtype, "ddp", torch.bfloat16, Wide, tmp_path / "resumed", 4, world_size=1
+    )
     assert (state["sum"].dtype, state["count"].dtype) == (torch.float64, torch.int64)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
@@ -158,7 +203,9 @@ def test_what_an_optimizer_keeps_in_other_dtypes_is_kept_for_peers(tmp_path: Pat
 def average(strategy: str, directory: Path, steps: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     net = nn.Linear(4, 3)
-    model, updates = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+    model, updates = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy
+    )
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     loader = shoal.ElasticDataLoader(TensorDataset(torch.ones(8, 4)), global_batch_size=4)
     shoal.resume(directory)
@@ -173,8 +220,12 @@ def average(strategy: str, directory: Path, steps: int) -> dict[str, torch.Tenso
     return {name.rpartition(".")[2]: value for name, value in averaged.state_dict().items()}
 
 
-@pytest.mark.parametrize(("saved_by", "strategy"), [("ddp", "zero3"), ("tensor", "ddp"), ("zero3", "zero1")])
-def test_an_averaged_model_is_resumed_under_another_strategy(saved_by: str, strategy: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saved_by", "strategy"), [("ddp", "zero3"), ("tensor", "ddp"), ("zero3", "zero1")]
+)
+def test_an_averaged_model_is_resumed_under_another_strategy(
+    saved_by: str, strategy: str, tmp_path: Path
+) -> None:
     """What it holds a copy of has other names there."""
     (expected,) = shoal.launch(average, "ddp", tmp_path / "whole", 2, world_size=1)
     shoal.launch(average, saved_by, tmp_path / "resumed", 1, world_size=2)
@@ -186,15 +237,24 @@ def test_an_averaged_model_is_resumed_under_another_strategy(saved_by: str, stra
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_a_layer_that_changes_its_weight_in_the_forward_pass_is_refused(kind: Any) -> None:
     net = nn.Sequential(kind(8, 4, max_norm=1.0))
-    with pytest.raises(ConfigurationError, match=rf"0 is an {kind.__name__} with max_norm=1.0.*shorten the looked-up rows"):
+    with pytest.raises(
+        ConfigurationError,
+        match=rf"0 is an {kind.__name__} with max_norm=1.0.*shorten the looked-up rows",
+    ):
         shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
 
 
 @pytest.mark.usefixtures("fresh_session")
-def test_gradients_that_depend_on_how_a_batch_is_dealt_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_gradients_that_depend_on_how_a_batch_is_dealt_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     net = nn.Embedding(8, 4, scale_grad_by_freq=True)
     shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
-    assert [record.message for record in caplog.records if "scale_grad_by_freq=True: rows are counted" in record.message] != []
+    assert [
+        record.message
+        for record in caplog.records
+        if "scale_grad_by_freq=True: rows are counted" in record.message
+    ] != []
 
 
 class AdamW(torch.optim.SGD):
@@ -203,5 +263,8 @@ class AdamW(torch.optim.SGD):
 
 def test_moments_of_optimizers_of_others_are_left_as_they_were_made() -> None:
     moment, parameter = torch.ones(3), nn.Parameter(torch.ones(3))
-    assert as_made_by(torch.optim.AdamW([parameter]), moment, "exp_avg", torch.bfloat16).dtype == torch.bfloat16
+    assert (
+        as_made_by(torch.optim.AdamW([parameter]), moment, "exp_avg", torch.bfloat16).dtype
+        == torch.bfloat16
+    )
     assert as_made_by(AdamW([parameter]), moment, "exp_avg", torch.bfloat16) is moment

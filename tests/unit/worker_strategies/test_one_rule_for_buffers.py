@@ -1,4 +1,5 @@
-"""One rule for buffers of every dtype, under every strategy: means, sums, extremes, and else alike or refused."""
+"""One rule for buffers of every dtype, under every strategy: means, sums, extremes, and else alike
+or refused."""
 
 from __future__ import annotations
 
@@ -13,7 +14,18 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
-STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "hybrid", "pipeline", "local_sgd"]
+STRATEGIES = [
+    "ddp",
+    "zero1",
+    "zero2",
+    "zero3",
+    "fsdp",
+    "hsdp",
+    "tensor",
+    "hybrid",
+    "pipeline",
+    "local_sgd",
+]
 FLAGS = [torch.bool, torch.uint8, torch.int32, torch.complex64]
 
 
@@ -63,10 +75,16 @@ def make(flag: torch.dtype = torch.bool, *, own: bool = False) -> nn.Sequential:
     return nn.Sequential(Watch(flag, own=own), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
-def train(strategy: str, net: nn.Module, micro: int | None = None, *, samples: int = 48) -> dict[str, torch.Tensor]:
+def train(
+    strategy: str, net: nn.Module, micro: int | None = None, *, samples: int = 48
+) -> dict[str, torch.Tensor]:
     options = {"sync_every": 3} if strategy == "local_sgd" else {}
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.0), strategy=strategy, **options)
-    loader = shoal.ElasticDataLoader(TensorDataset(X[:samples]), global_batch_size=8, micro_batch_size=micro, shuffle=False)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.0), strategy=strategy, **options
+    )
+    loader = shoal.ElasticDataLoader(
+        TensorDataset(X[:samples]), global_batch_size=8, micro_batch_size=micro, shuffle=False
+    )
     for _ in loader.epochs(1):
         for step in loader.steps() if micro else ([batch] for batch in loader):
             for (x,) in step:
@@ -87,11 +105,24 @@ def plain(net: nn.Module, samples: int = 48) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_rule_for_every_dtype_and_strategy(strategy: str, micro: int | None) -> None:
     if strategy == "pipeline" and micro is not None:
-        micro = 8  # it cuts micro-batches in two: in passes of one sample, a count of samples and one of steps are the same
+        # it cuts micro-batches in two: in passes of one sample, a count of samples and one of steps
+        # are the same
+        micro = 8
     for flag in FLAGS if micro is None else FLAGS[:1]:
         wanted = plain(make(flag))
-        for found in shoal.launch(lambda flag=flag: train(strategy, make(flag), micro), world_size=2):
-            for name in ("steps", "samples", "histogram", "least", "largest", "flag", "table", "mask"):
+        for found in shoal.launch(
+            lambda flag=flag: train(strategy, make(flag), micro), world_size=2
+        ):
+            for name in (
+                "steps",
+                "samples",
+                "histogram",
+                "least",
+                "largest",
+                "flag",
+                "table",
+                "mask",
+            ):
                 assert found[f"0.{name}"].tolist() == wanted[f"0.{name}"].tolist(), name
             assert torch.allclose(found["0.mean"], wanted["0.mean"], atol=1e-5)
 
@@ -105,8 +136,12 @@ def test_a_rank_without_samples_changes_nothing(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("flag", FLAGS)
-@pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each not in ("tensor", "pipeline")])
-def test_what_has_no_rule_and_differs_is_an_error_that_names_the_buffer(strategy: str, flag: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "strategy", [each for each in STRATEGIES if each not in ("tensor", "pipeline")]
+)
+def test_what_has_no_rule_and_differs_is_an_error_that_names_the_buffer(
+    strategy: str, flag: torch.dtype
+) -> None:
     with pytest.raises(ConfigurationError, match=r"0\.flag") as stopped:
         shoal.launch(lambda: train(strategy, make(flag, own=True)), world_size=2)
     assert stopped.value.reason == "BUFFERS_DIFFER"
@@ -126,18 +161,29 @@ def quantized(configuration: str) -> nn.Module:
 
 @pytest.mark.parametrize("configuration", ["qnnpack", "x86"])
 @pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each != "pipeline"])
-def test_observers_of_quantization_aware_training_are_those_of_one_process(strategy: str, configuration: str) -> None:
-    """In the first pass ranks quantize by their own samples; the layers behind observe what comes of that."""
+def test_observers_of_quantization_aware_training_are_those_of_one_process(
+    strategy: str, configuration: str
+) -> None:
+    """In the first pass ranks quantize by their own samples; the layers behind observe what comes
+    of that."""
     if strategy in ("tensor", "hybrid") and configuration == "x86":
-        with pytest.raises(ConfigurationError, match=r"weight_fake_quant.*min_val.* pass a batch through the model before as_distributed"):
+        with pytest.raises(
+            ConfigurationError,
+            match=r"weight_fake_quant.*min_val.* pass a batch through the model before "
+            r"as_distributed",
+        ):
             shoal.launch(lambda: train(strategy, quantized(configuration)), world_size=2)
         return
     wanted = plain(quantized(configuration))
     for found in shoal.launch(lambda: train(strategy, quantized(configuration)), world_size=2):
-        assert not any(value.is_floating_point() and bool((value.isnan() | value.isinf()).any()) for value in found.values())
+        assert not any(
+            value.is_floating_point() and bool((value.isnan() | value.isinf()).any())
+            for value in found.values()
+        )
         own = [name for name in wanted if name.startswith("0.") or "weight_fake_quant" in name]
         assert len(own) >= 15
-        if strategy == "local_sgd":  # its moving averages follow each rank's own batches within a round
+        if strategy == "local_sgd":
+            # its moving averages follow each rank's own batches within a round
             own = [name for name in own if "weight_fake_quant" in name]
         for name in own:
             assert torch.allclose(found[name].double(), wanted[name].double(), atol=1e-6), name
@@ -159,7 +205,9 @@ def test_observers_are_resumed(strategy: str, tmp_path: Path) -> None:
 
     def go_on() -> dict[str, torch.Tensor]:
         net = quantized("x86")
-        model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.0), strategy=strategy)
+        model, _ = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.0), strategy=strategy
+        )
         assert shoal.resume(tmp_path)
         state: dict[str, torch.Tensor] = model.full_state_dict()
         return state
@@ -180,6 +228,11 @@ class RegistersLate(nn.Linear):
 
 @pytest.mark.parametrize("strategy", [each for each in STRATEGIES if each != "pipeline"])
 def test_a_buffer_that_a_pass_registers_is_refused(strategy: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"1\.seen.* was registered after as_distributed") as stopped:
-        shoal.launch(lambda: train(strategy, nn.Sequential(nn.Linear(4, 4), RegistersLate(4, 1))), world_size=2)
+    with pytest.raises(
+        ConfigurationError, match=r"1\.seen.* was registered after as_distributed"
+    ) as stopped:
+        shoal.launch(
+            lambda: train(strategy, nn.Sequential(nn.Linear(4, 4), RegistersLate(4, 1))),
+            world_size=2,
+        )
     assert stopped.value.reason == "BUFFERS_DIFFER"

@@ -22,7 +22,9 @@ class Averaging(torch.optim.SGD):
 def test_a_method_that_could_write_parts_of_parameters_is_refused(strategy: str) -> None:
     def call() -> None:
         net = nn.Linear(4, 4)
-        _, optimizer = shoal.as_distributed(net, Averaging(net.parameters(), 0.1), strategy=strategy, elementwise_optimizer=True)
+        _, optimizer = shoal.as_distributed(
+            net, Averaging(net.parameters(), 0.1), strategy=strategy, elementwise_optimizer=True
+        )
         assert hasattr(optimizer, "halve")
         with pytest.raises(ConfigurationError, match=r"optimizer\.halve\(\)"):
             optimizer.halve()

@@ -1,4 +1,5 @@
-"""Parameters that a script unfreezes, replaces or adds while it trains: trained as in one process, or refused; never by one rank alone."""
+"""Parameters that a script unfreezes, replaces or adds while it trains: trained as in one process,
+or refused; never by one rank alone."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -22,7 +23,9 @@ class Towers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = (nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)) for _ in range(2))
+        self.first, self.second = (
+            nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)) for _ in range(2)
+        )
         self.second.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -46,15 +49,23 @@ def on_ranks(loop: Loop, world_size: int = 2, **options: Any) -> list[dict[str, 
     def one() -> dict[str, torch.Tensor]:
         net, plain = make()
         model, optimizer = shoal.as_distributed(net, plain, **options)
-        loop(model, net, optimizer, shoal.ElasticDataLoader(TensorDataset(X, Y), global_batch_size=BATCH, shuffle=False))
-        return model.full_state_dict()  # type: ignore[no-any-return]  # as_distributed gives any model
+        loop(
+            model,
+            net,
+            optimizer,
+            shoal.ElasticDataLoader(TensorDataset(X, Y), global_batch_size=BATCH, shuffle=False),
+        )
+        # as_distributed gives any model
+        return model.full_state_dict()  # type: ignore[no-any-return]
 
     return shoal.launch(one, world_size=world_size)
 
 
 def in_one_process(loop: Loop) -> dict[str, torch.Tensor]:
     net, optimizer = make()
-    loop(net, net, optimizer, [(X[i : i + BATCH], Y[i : i + BATCH]) for i in range(0, len(X), BATCH)])
+    loop(
+        net, net, optimizer, [(X[i : i + BATCH], Y[i : i + BATCH]) for i in range(0, len(X), BATCH)]
+    )
     return net.state_dict()
 
 
@@ -77,10 +88,18 @@ def unfrozen(*, second_alone: bool = False, clipped: bool = False, passes: int =
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     "loop",
-    [unfrozen(), unfrozen(second_alone=True), unfrozen(clipped=True), unfrozen(second_alone=True, clipped=True), unfrozen(passes=2)],
+    [
+        unfrozen(),
+        unfrozen(second_alone=True),
+        unfrozen(clipped=True),
+        unfrozen(second_alone=True, clipped=True),
+        unfrozen(passes=2),
+    ],
     ids=["both", "in-turn", "clipped", "in-turn-clipped", "between-passes"],
 )
-def test_ddp_trains_what_was_unfrozen_also_where_no_pass_goes_through_the_models_forward(loop: Loop, world_size: int) -> None:
+def test_ddp_trains_what_was_unfrozen_also_where_no_pass_goes_through_the_models_forward(
+    loop: Loop, world_size: int
+) -> None:
     expected = in_one_process(loop)
     for state in on_ranks(loop, world_size, loss_reduction="sum"):
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
@@ -104,7 +123,9 @@ def test_a_parameter_unfrozen_between_the_micro_batches_of_a_step_is_refused() -
     def one() -> None:
         net, plain = make()
         _, optimizer = shoal.as_distributed(net, plain)
-        loader = shoal.ElasticDataLoader(TensorDataset(X, Y), global_batch_size=BATCH, micro_batch_size=2)
+        loader = shoal.ElasticDataLoader(
+            TensorDataset(X, Y), global_batch_size=BATCH, micro_batch_size=2
+        )
         for step in loader.steps():
             for number, (x, y) in enumerate(step):
                 net.second.requires_grad_(number > 0)
@@ -150,14 +171,21 @@ def in_step_two(change: Callable[[Any, Towers, Any], None]) -> Loop:
 
 @pytest.mark.parametrize("change", [replaced, added_to_the_group, removed_from_the_group])
 @pytest.mark.parametrize("strategy", REDUCED)
-def test_other_members_of_a_parameter_group_are_refused_and_named(strategy: str, change: Callable[..., None]) -> None:
-    with pytest.raises(shoal.ConfigurationError, match=r"members of parameter group 0|'first\.2\.weight' has come into the model"):
+def test_other_members_of_a_parameter_group_are_refused_and_named(
+    strategy: str, change: Callable[..., None]
+) -> None:
+    with pytest.raises(
+        shoal.ConfigurationError,
+        match=r"members of parameter group 0|'first\.2\.weight' has come into the model",
+    ):
         on_ranks(in_step_two(change), strategy=strategy)
 
 
 @pytest.mark.parametrize("change", [replaced_in_the_module, added_to_the_module])
 def test_ddp_refuses_a_parameter_that_comes_into_the_module(change: Callable[..., None]) -> None:
-    with pytest.raises(shoal.ConfigurationError, match=re.escape("has come into the model after as_distributed")):
+    with pytest.raises(
+        shoal.ConfigurationError, match=re.escape("has come into the model after as_distributed")
+    ):
         on_ranks(in_step_two(change))
 
 
@@ -167,7 +195,9 @@ def moved_within_the_module(model: Any, net: Towers, optimizer: Any) -> None:
     del net.first[0].weight
     net.first[0].register_parameter("weight_orig", weight)
     net.first[0].weight = weight.detach()
-    net.first[0].register_forward_pre_hook(lambda module, _: setattr(module, "weight", module.weight_orig * 0.5))
+    net.first[0].register_forward_pre_hook(
+        lambda module, _: setattr(module, "weight", module.weight_orig * 0.5)
+    )
 
 
 def a_frozen_one_comes(model: Any, net: Towers, optimizer: Any) -> None:
@@ -179,8 +209,12 @@ def the_same_list_again(model: Any, net: Towers, optimizer: Any) -> None:
     optimizer.param_groups[0]["params"] = list(net.parameters())
 
 
-@pytest.mark.parametrize("change", [moved_within_the_module, a_frozen_one_comes, the_same_list_again])
-def test_ddp_trains_on_where_all_trained_parameters_are_those_that_it_knows(change: Callable[..., None]) -> None:
+@pytest.mark.parametrize(
+    "change", [moved_within_the_module, a_frozen_one_comes, the_same_list_again]
+)
+def test_ddp_trains_on_where_all_trained_parameters_are_those_that_it_knows(
+    change: Callable[..., None],
+) -> None:
     expected = in_one_process(in_step_two(change))
     for state in on_ranks(in_step_two(change)):
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)

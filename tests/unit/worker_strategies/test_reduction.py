@@ -1,4 +1,5 @@
-"""When gradients are sent and waited for, on a group whose collectives complete when the test says so."""
+"""When gradients are sent and waited for, on a group whose collectives complete when the test says
+so."""
 
 from __future__ import annotations
 
@@ -23,14 +24,16 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Work:
-    """Writes into its tensor when it is waited for, as a late collective would, and then fails if it is to."""
+    """Writes into its tensor when it is waited for, as a late collective would, and then fails if
+    it is to."""
 
     def __init__(self, tensor: torch.Tensor, *, fails: bool) -> None:
         self.tensor, self.fails, self.waited = tensor, fails, False
 
 
 class ScriptedGroup:
-    """Of two ranks, the other of which has the same gradients. The collectives numbered in `failing` fail."""
+    """Of two ranks, the other of which has the same gradients. The collectives numbered in
+    `failing` fail."""
 
     world_size = 2
 
@@ -61,7 +64,9 @@ class OneStepSession:
     def __init__(self, group: ScriptedGroup, micro_batches: int | None = None) -> None:
         self.group = group
         share = Share(weight=1.0, total_weight=2.0, micro_batches=micro_batches)
-        self.step = Step(placement=Placement(generation=1, rank=0, world_size=2), source=None, share=share)
+        self.step = Step(
+            placement=Placement(generation=1, rank=0, world_size=2), source=None, share=share
+        )
 
     def note_trained(self, trained: Sequence[bool]) -> None:
         """Nobody compares it."""
@@ -79,7 +84,9 @@ def deep() -> nn.Sequential:
 
 
 def overlapped(net: nn.Module, session: Any, **options: Any) -> OverlappedReduction:
-    return OverlappedReduction(net, CommittedBuffers(net), session, ShardingConfiguration(bucket_cap_mb=1, **options))
+    return OverlappedReduction(
+        net, CommittedBuffers(net), session, ShardingConfiguration(bucket_cap_mb=1, **options)
+    )
 
 
 @dataclasses.dataclass
@@ -98,7 +105,13 @@ class Pair(NamedTuple):
 
 @pytest.mark.parametrize(
     "form",
-    [lambda t: t, lambda t: Output(logits=t), lambda t: ModelOutput(logits=t), lambda t: Pair(None, [{"logits": t}]), SimpleNamespace],
+    [
+        lambda t: t,
+        lambda t: Output(logits=t),
+        lambda t: ModelOutput(logits=t),
+        lambda t: Pair(None, [{"logits": t}]),
+        SimpleNamespace,
+    ],
     ids=["tensor", "dataclass", "model_output", "nested", "opaque"],
 )
 def test_buckets_are_sent_while_the_backward_pass_goes_on(form: Callable[..., Any]) -> None:
@@ -106,10 +119,14 @@ def test_buckets_are_sent_while_the_backward_pass_goes_on(form: Callable[..., An
     net = deep()
     reduction = overlapped(net, OneStepSession(group))
     for i, layer in enumerate(net):
-        layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: group.happened.append(f"gradient {i}"))
+        layer.weight.register_post_accumulate_grad_hook(
+            lambda _, i=i: group.happened.append(f"gradient {i}")
+        )
     reduction.prepare()
     logits = net(torch.ones(2, 530))
-    reduction.follow(form(logits) if form is not SimpleNamespace else SimpleNamespace(logits=logits))
+    reduction.follow(
+        form(logits) if form is not SimpleNamespace else SimpleNamespace(logits=logits)
+    )
     logits.sum().backward()
     # A layer's own hook comes after the reduction's.
     assert group.happened == [event for i in (4, 3, 2, 1, 0) for event in ("sent", f"gradient {i}")]
@@ -123,14 +140,20 @@ def test_the_mean_gradient_is_in_grad_when_backward_returns() -> None:
     reduction.prepare()
     net(torch.ones(2, 530)).sum().backward()
     plain(torch.ones(2, 530)).sum().backward()
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), plain.parameters(), strict=True))
+    assert all(
+        torch.equal(a.grad, b.grad)
+        for a, b in zip(net.parameters(), plain.parameters(), strict=True)
+    )
     assert session.step.phase is StepPhase.SEALED
 
 
 @pytest.mark.parametrize(("failing", "refusing"), [((0,), None), ((1, 2), None), ((), 2)])
 @pytest.mark.parametrize("micro_batches", [None, 1])
 def test_a_step_is_lost_only_when_nothing_of_it_is_in_flight(
-    failing: tuple[int, ...], refusing: int | None, micro_batches: int | None, monkeypatch: pytest.MonkeyPatch
+    failing: tuple[int, ...],
+    refusing: int | None,
+    micro_batches: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("shoal_worker.replicated.buckets._CHUNK_ELEMENTS", 300_000)
     group = ScriptedGroup(failing, refusing)
@@ -142,7 +165,9 @@ def test_a_step_is_lost_only_when_nothing_of_it_is_in_flight(
         assert not held.pending
         assert all(float(p.grad.abs().sum()) == 0 for p in net.parameters() if p.grad is not None)
     else:
-        reduction = AccumulatedReduction(net, CommittedBuffers(net), session, ShardingConfiguration())
+        reduction = AccumulatedReduction(
+            net, CommittedBuffers(net), session, ShardingConfiguration()
+        )
         reduction.micro_batch_begins()
         net(torch.ones(2, 530)).sum().backward()
         with torch.no_grad():
@@ -154,7 +179,7 @@ def test_a_step_is_lost_only_when_nothing_of_it_is_in_flight(
     assert all(work.waited for work in group.works)
 
 
-def test_a_backward_pass_that_raised_is_not_finished_and_leaves_nothing_in_flight_once_the_step_is_discarded() -> None:
+def test_a_backward_pass_that_raised_leaves_nothing_in_flight_once_the_step_is_discarded() -> None:
     group = ScriptedGroup()
     net = deep()
     reduction = overlapped(net, OneStepSession(group))
@@ -211,9 +236,18 @@ def test_a_backward_pass_on_another_thread_reduces_as_well() -> None:
 # --- the layout
 
 
-def layout(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, minimum: int = 1, cap: int = 4000) -> list[list[int]]:
+def layout(
+    *shapes: tuple[int, ...], dtype: torch.dtype = torch.float32, minimum: int = 1, cap: int = 4000
+) -> list[list[int]]:
     parameters = [torch.zeros(shape, dtype=dtype) for shape in shapes]
-    buckets = lay_out(parameters, device=torch.device("cpu"), cap_bytes=cap, minimum_elements=minimum, riding=5, riding_dtype=torch.float32)
+    buckets = lay_out(
+        parameters,
+        device=torch.device("cpu"),
+        cap_bytes=cap,
+        minimum_elements=minimum,
+        riding=5,
+        riding_dtype=torch.float32,
+    )
     assert [bucket.riding.numel() for bucket in buckets] == [0] * (len(buckets) - 1) + [5]
     return [[slot.parameter.numel() for slot in bucket.slots] for bucket in buckets]
 
@@ -242,5 +276,12 @@ def test_what_rides_along_is_never_rounded_to_half_precision() -> None:
 
 def test_a_layout_of_several_dtypes_sends_each_apart() -> None:
     parameters = [torch.zeros(10), torch.zeros(10, dtype=torch.float64), torch.zeros(20)]
-    buckets = lay_out(parameters, device=torch.device("cpu"), cap_bytes=4000, minimum_elements=1, riding=5, riding_dtype=torch.float32)
+    buckets = lay_out(
+        parameters,
+        device=torch.device("cpu"),
+        cap_bytes=4000,
+        minimum_elements=1,
+        riding=5,
+        riding_dtype=torch.float32,
+    )
     assert [bucket.flat.dtype for bucket in buckets] == [torch.float32, torch.float64]

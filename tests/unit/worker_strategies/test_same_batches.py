@@ -22,11 +22,15 @@ def usual() -> DataLoader[tuple[torch.Tensor, ...]]:
 
 
 def sampled() -> DataLoader[tuple[torch.Tensor, ...]]:
-    return DataLoader(DATASET, batch_size=8, sampler=DistributedSampler(DATASET, shoal.world_size(), shoal.rank()))
+    return DataLoader(
+        DATASET, batch_size=8, sampler=DistributedSampler(DATASET, shoal.world_size(), shoal.rank())
+    )
 
 
 def seeded_by_rank() -> DataLoader[tuple[torch.Tensor, ...]]:
-    return DataLoader(DATASET, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(shoal.rank()))
+    return DataLoader(
+        DATASET, batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(shoal.rank())
+    )
 
 
 def all_at_once() -> DataLoader[tuple[torch.Tensor, ...]]:
@@ -34,12 +38,18 @@ def all_at_once() -> DataLoader[tuple[torch.Tensor, ...]]:
 
 
 def train(
-    make: Callable[[], DataLoader[tuple[torch.Tensor, ...]]], strategy: str = "ddp", *, directory: Path | None = None, **options: object
+    make: Callable[[], DataLoader[tuple[torch.Tensor, ...]]],
+    strategy: str = "ddp",
+    *,
+    directory: Path | None = None,
+    **options: object,
 ) -> int:
     """Five epochs of at most four steps."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01), strategy=strategy, **options)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.01), strategy=strategy, **options
+    )
     if directory is not None:
         shoal.resume(directory)
     loader, steps = make(), 0
@@ -57,11 +67,19 @@ def train(
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp", "local_sgd"])
-def test_ranks_that_train_on_the_same_batches_of_a_dataloader_are_stopped_with_the_remedy(strategy: str) -> None:
+def test_ranks_that_train_on_the_same_batches_of_a_dataloader_are_stopped_with_the_remedy(
+    strategy: str,
+) -> None:
     with pytest.raises(
-        PreconditionError, match=r"all 2 ranks trained on the same batches.*ElasticDataLoader.*DistributedSampler"
+        PreconditionError,
+        match=r"all 2 ranks trained on the same batches.*ElasticDataLoader.*DistributedSampler",
     ) as raised:
-        shoal.launch(lambda: train(usual, strategy, **({"sync_every": 2} if strategy == "local_sgd" else {})), world_size=2)
+        shoal.launch(
+            lambda: train(
+                usual, strategy, **({"sync_every": 2} if strategy == "local_sgd" else {})
+            ),
+            world_size=2,
+        )
     assert raised.value.reason == "SAME_BATCHES"
 
 
@@ -92,7 +110,9 @@ def test_a_resumed_run_is_checked_again(tmp_path: Path) -> None:
         shoal.launch(lambda: train(usual, directory=tmp_path), world_size=2)
 
 
-def test_a_loop_that_draws_the_same_batches_without_a_dataloader_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_draws_the_same_batches_without_a_dataloader_is_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def rank() -> None:
         torch.manual_seed(0)
         net = nn.Linear(4, 1)
@@ -112,7 +132,9 @@ def train_on(dataset: TensorDataset, batch_size: int, *, sampled: bool = False) 
     torch.manual_seed(0)
     net = nn.Linear(4, 1)
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01))
-    loader = DataLoader(dataset, batch_size=batch_size, sampler=sampler, shuffle=None if sampled else True)
+    loader = DataLoader(
+        dataset, batch_size=batch_size, sampler=sampler, shuffle=None if sampled else True
+    )
     for _ in range(4):
         for (x,) in loader:
             model(x).square().mean().backward()
@@ -127,12 +149,24 @@ def train_on(dataset: TensorDataset, batch_size: int, *, sampled: bool = False) 
         pytest.param(ROWS[:8], 4, False, True, id="two batches"),
         pytest.param(ROWS[:12], 4, False, True, id="all of three batches"),
         pytest.param(torch.ones(64, 4), 4, False, False, id="constant data"),
-        pytest.param(torch.ones(20, 4), 4, True, True, id="constant data, a short last batch, sampled by rank"),
+        pytest.param(
+            torch.ones(20, 4),
+            4,
+            True,
+            True,
+            id="constant data, a short last batch, sampled by rank",
+        ),
     ],
 )
 def test_tiny_and_constant_data_is_trained_on(
-    rows: torch.Tensor, batch_size: int, sampled: bool, warned: bool, caplog: pytest.LogCaptureFixture
+    rows: torch.Tensor,
+    batch_size: int,
+    sampled: bool,
+    warned: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        shoal.launch(lambda: train_on(TensorDataset(rows), batch_size, sampled=sampled), world_size=2)
+        shoal.launch(
+            lambda: train_on(TensorDataset(rows), batch_size, sampled=sampled), world_size=2
+        )
     assert ("same batches" in caplog.text) is warned

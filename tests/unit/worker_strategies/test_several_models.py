@@ -1,4 +1,5 @@
-"""Several models in one loop end as in plain PyTorch, and what would train them otherwise is refused."""
+"""Several models in one loop end as in plain PyTorch, and what would train them otherwise is
+refused."""
 
 from __future__ import annotations
 
@@ -20,7 +21,12 @@ STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "hybri
 
 def make(*, norms: bool = False) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
-    hidden = [nn.Linear(3, 8), *([nn.SyncBatchNorm(8)] if norms else []), nn.Tanh(), nn.Linear(8, 4)]
+    hidden = [
+        nn.Linear(3, 8),
+        *([nn.SyncBatchNorm(8)] if norms else []),
+        nn.Tanh(),
+        nn.Linear(8, 4),
+    ]
     judge = [nn.Linear(4, 8), *([nn.SyncBatchNorm(8)] if norms else []), nn.Tanh(), nn.Linear(8, 1)]
     return nn.Sequential(*hidden).double(), nn.Sequential(*judge).double()
 
@@ -31,20 +37,33 @@ def optimizers_of(*models: nn.Module) -> tuple[torch.optim.Optimizer, ...]:
 
 def dataset() -> TensorDataset:
     random = torch.Generator().manual_seed(1)
-    return TensorDataset(*(torch.randn(SAMPLES, width, generator=random, dtype=torch.float64) for width in (4, 3)))
+    return TensorDataset(
+        *(torch.randn(SAMPLES, width, generator=random, dtype=torch.float64) for width in (4, 3))
+    )
 
 
 def loss_of(said: torch.Tensor, truth: float) -> torch.Tensor:
     return nn.functional.binary_cross_entropy_with_logits(said, torch.full_like(said, truth))
 
 
-def take(models: Any, optimizers: Any, real: torch.Tensor, noise: torch.Tensor, *, generator_first: bool, both: bool) -> list[Any]:
+def take(
+    models: Any,
+    optimizers: Any,
+    real: torch.Tensor,
+    noise: torch.Tensor,
+    *,
+    generator_first: bool,
+    both: bool,
+) -> list[Any]:
     """The updates for one batch."""
     generator, discriminator = models
 
     def discriminate() -> Any:
         optimizers[1].zero_grad()
-        (loss_of(discriminator(real), 1.0) + loss_of(discriminator(generator(noise).detach()), 0.0)).backward()
+        (
+            loss_of(discriminator(real), 1.0)
+            + loss_of(discriminator(generator(noise).detach()), 0.0)
+        ).backward()
         return optimizers[1].step()
 
     def generate() -> Any:
@@ -62,11 +81,20 @@ def plain(*, generator_first: bool, every: int) -> list[torch.Tensor]:
     optimizers = optimizers_of(*models)
     batches = zip(*(tensor.split(BATCH) for tensor in dataset().tensors), strict=True)
     for number, (real, noise) in enumerate([*batches] * 2):
-        take(models, optimizers, real, noise, generator_first=generator_first, both=number % every == 0)
+        take(
+            models,
+            optimizers,
+            real,
+            noise,
+            generator_first=generator_first,
+            both=number % every == 0,
+        )
     return [value.detach() for model in models for value in model.state_dict().values()]
 
 
-def distributed(strategy: str, generator_first: bool, every: int) -> tuple[list[torch.Tensor], list[Any]]:
+def distributed(
+    strategy: str, generator_first: bool, every: int
+) -> tuple[list[torch.Tensor], list[Any]]:
     torch.set_num_threads(1)
     models = make()
     models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy)
@@ -75,16 +103,22 @@ def distributed(strategy: str, generator_first: bool, every: int) -> tuple[list[
     for _ in loader.epochs(2):
         for real, noise in loader:
             both = loader.global_step % every == 0
-            said.append(take(models, optimizers, real, noise, generator_first=generator_first, both=both))
+            said.append(
+                take(models, optimizers, real, noise, generator_first=generator_first, both=both)
+            )
     return [value for model in models for value in model.full_state_dict().values()], said
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize(("generator_first", "every"), [(False, 1), (True, 1), (False, 3)])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_they_end_as_in_plain_pytorch(strategy: str, generator_first: bool, every: int, world_size: int) -> None:
+def test_they_end_as_in_plain_pytorch(
+    strategy: str, generator_first: bool, every: int, world_size: int
+) -> None:
     expected = plain(generator_first=generator_first, every=every)
-    for values, said in shoal.launch(distributed, strategy, generator_first, every, world_size=world_size):
+    for values, said in shoal.launch(
+        distributed, strategy, generator_first, every, world_size=world_size
+    ):
         for value, other in zip(values, expected, strict=True):
             torch.testing.assert_close(value, other, rtol=1e-9, atol=1e-11)
         assert said[0] == [StepStatus.PENDING, StepStatus.COMMITTED]
@@ -112,7 +146,11 @@ def test_layers_that_ask_other_ranks_do_so_behind_an_update_too(strategy: str) -
 def prepared(strategy: str = "ddp") -> tuple[Any, Any, Any]:
     models = make()
     models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy)
-    return models, optimizers, shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)
+    return (
+        models,
+        optimizers,
+        shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False),
+    )
 
 
 def parameters_of(model: Any) -> list[torch.Tensor]:
@@ -133,13 +171,21 @@ def test_an_update_of_a_batch_that_was_left_is_put_back(strategy: str, tmp_path:
         take(models, optimizers, real, noise, generator_first=False, both=False)
         scheduler.step()
         break
-    assert (scheduler.last_epoch, scheduler.get_last_lr(), optimizers[1].param_groups[0]["lr"]) == (0, [1e-2], 1e-2)
-    assert all(torch.equal(one, other) for one, other in zip(parameters_of(models[1]), before, strict=True))
+    assert (scheduler.last_epoch, scheduler.get_last_lr(), optimizers[1].param_groups[0]["lr"]) == (
+        0,
+        [1e-2],
+        1e-2,
+    )
+    assert all(
+        torch.equal(one, other) for one, other in zip(parameters_of(models[1]), before, strict=True)
+    )
     shoal.save_checkpoint(tmp_path)
     scheduler.step()
     assert scheduler.last_epoch == 1, "what comes behind the loop counts"
     assert [float(each["step"]) for each in optimizers[1].state_dict()["state"].values()] == steps
-    assert all(torch.equal(one, other) for one, other in zip(parameters_of(models[1]), before, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(parameters_of(models[1]), before, strict=True)
+    )
 
 
 @pytest.mark.usefixtures("fresh_session")
@@ -194,7 +240,10 @@ def test_micro_batches_are_refused() -> None:
 )
 def test_other_strategies_say_why_they_train_one(strategy: str, why: str) -> None:
     models = make()
-    with pytest.raises(ConfigurationError, match=f"2 models with strategy='{strategy}', which trains one: .*{why}.* ddp, zero1, "):
+    with pytest.raises(
+        ConfigurationError,
+        match=f"2 models with strategy='{strategy}', which trains one: .*{why}.* ddp, zero1, ",
+    ):
         shoal.as_distributed(models, optimizers_of(*models), strategy=strategy)
 
 
@@ -204,7 +253,9 @@ def test_a_batch_of_another_loader_between_two_updates_is_refused() -> None:
     other = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, name="other")
     batches = iter(loader)
     take(models, optimizers, *next(batches), generator_first=False, both=False)
-    with pytest.raises(PreconditionError, match="another loader was asked for between the steps of two optimizers"):
+    with pytest.raises(
+        PreconditionError, match="another loader was asked for between the steps of two optimizers"
+    ):
         next(iter(other))
 
 
@@ -212,7 +263,9 @@ def across_an_update(strategy: str, options: dict[str, Any]) -> str:
     """The generator's loss goes through a pass of the discriminator from before that one's step."""
     torch.set_num_threads(1)
     models = make()
-    models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy, **options)
+    models, optimizers = shoal.as_distributed(
+        models, optimizers_of(*models), strategy=strategy, **options
+    )
     (generator, discriminator), (of_generator, of_discriminator) = models, optimizers
     for real, noise in shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False):
         said = discriminator(generator(noise))
@@ -239,7 +292,9 @@ def left_and_asked(strategy: str, options: dict[str, Any]) -> bool:
     """Leaves a loop between two updates, and computes with the model that was updated."""
     torch.set_num_threads(1)
     models = make()
-    models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy, **options)
+    models, optimizers = shoal.as_distributed(
+        models, optimizers_of(*models), strategy=strategy, **options
+    )
     loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)
     real = torch.ones(2, 4, dtype=torch.float64)
     for batch in loader:
@@ -257,11 +312,29 @@ def left_and_asked(strategy: str, options: dict[str, Any]) -> bool:
     [
         *((strategy, {}, 2) for strategy in ("ddp", "zero2", "zero3")),
         ("tensor", {"minimum_parameter_group_size": 16}, 2),
-        ("hybrid", {"minimum_parameter_group_size": 16, "tensor_parallel_size": 2, "data_parallel_strategy": "zero2"}, 4),
-        ("hybrid", {"minimum_parameter_group_size": 16, "tensor_parallel_size": 2, "data_parallel_strategy": "fsdp"}, 4),
+        (
+            "hybrid",
+            {
+                "minimum_parameter_group_size": 16,
+                "tensor_parallel_size": 2,
+                "data_parallel_strategy": "zero2",
+            },
+            4,
+        ),
+        (
+            "hybrid",
+            {
+                "minimum_parameter_group_size": 16,
+                "tensor_parallel_size": 2,
+                "data_parallel_strategy": "fsdp",
+            },
+            4,
+        ),
     ],
 )
-def test_a_model_computes_with_what_was_put_back(strategy: str, options: dict[str, Any], world_size: int) -> None:
+def test_a_model_computes_with_what_was_put_back(
+    strategy: str, options: dict[str, Any], world_size: int
+) -> None:
     assert all(shoal.launch(left_and_asked, strategy, options, world_size=world_size))
 
 
@@ -286,7 +359,9 @@ def test_each_model_of_a_checkpoint_can_be_read_alone(tmp_path: Any) -> None:
     shoal.shutdown()
     for number, model in enumerate(models):
         read = shoal.load_full_state(tmp_path, model=number)
-        assert all(torch.equal(read[name], value) for name, value in model.module.state_dict().items())
+        assert all(
+            torch.equal(read[name], value) for name, value in model.module.state_dict().items()
+        )
     for wrong in (None, 2, True):
         with pytest.raises(ConfigurationError, match="has 2 models, and model="):
             shoal.load_full_state(tmp_path, model=wrong)
@@ -296,7 +371,9 @@ def test_each_model_of_a_checkpoint_can_be_read_alone(tmp_path: Any) -> None:
 def test_a_fit_in_one_call_is_of_one_model() -> None:
     _, optimizers, _ = prepared()
     data = shoal.OptimizationInputData(training=dataset(), epochs=1, global_batch_size=BATCH)
-    with pytest.raises(ConfigurationError, match="trains one model, and as_distributed was given several"):
+    with pytest.raises(
+        ConfigurationError, match="trains one model, and as_distributed was given several"
+    ):
         optimizers[0].optimize(data)
 
 
@@ -310,7 +387,9 @@ def test_a_checkpoint_of_several_models_is_none_of_one(tmp_path: Any) -> None:
     set_session(None)
     net = make()[0]
     shoal.as_distributed(net, *optimizers_of(net))
-    with pytest.raises(CorruptDataError, match="the state is of 2 models, and as_distributed was given 1"):
+    with pytest.raises(
+        CorruptDataError, match="the state is of 2 models, and as_distributed was given 1"
+    ):
         shoal.resume(tmp_path)
 
 
@@ -367,7 +446,10 @@ def in_another_order(strategy: str) -> str:
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_ranks_that_step_optimizers_in_another_order_are_told_so(strategy: str) -> None:
     for said in shoal.launch(in_another_order, strategy, world_size=2):
-        assert "rank 0 has stepped the optimizer of model 0, rank 1 has stepped the optimizer of model 1" in said
+        assert (
+            "rank 0 has stepped the optimizer of model 0, rank 1 has stepped the optimizer of "
+            "model 1" in said
+        )
 
 
 @pytest.mark.usefixtures("fresh_session")
@@ -376,12 +458,16 @@ def test_gradients_that_a_batch_leaves_unused_are_told_of(caplog: pytest.LogCapt
     for real, noise in loader:
         take(models, optimizers, real, noise, generator_first=False, both=False)
         loss_of(models[1](models[0](noise)), 1.0).backward()
-    assert [record.message for record in caplog.records if "they are dropped" in record.message] != []
+    assert [
+        record.message for record in caplog.records if "they are dropped" in record.message
+    ] != []
 
 
 def with_checkpointing(strategy: str) -> list[torch.Tensor]:
     models = make()
-    models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy, activation_checkpointing=[nn.Linear])
+    models, optimizers = shoal.as_distributed(
+        models, optimizers_of(*models), strategy=strategy, activation_checkpointing=[nn.Linear]
+    )
     loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)
     for _ in loader.epochs(2):
         for real, noise in loader:
@@ -398,7 +484,8 @@ def test_activations_are_computed_again_behind_an_update_too(strategy: str) -> N
 
 
 def frozen_by_the_script(strategy: str, generator_first: bool) -> list[torch.Tensor]:
-    """Trains the pair with the discriminator frozen for the generator's passes, as many scripts do to spare its gradients."""
+    """Trains the pair with the discriminator frozen for the generator's passes, as many scripts do
+    to spare its gradients."""
     models = make()
     models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy)
     loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)
@@ -415,7 +502,9 @@ def frozen_by_the_script(strategy: str, generator_first: bool) -> list[torch.Ten
                 generate(noise)
             models[1].requires_grad_(True)
             optimizers[1].zero_grad()
-            (loss_of(models[1](real), 1.0) + loss_of(models[1](models[0](noise).detach()), 0.0)).backward()
+            (
+                loss_of(models[1](real), 1.0) + loss_of(models[1](models[0](noise).detach()), 0.0)
+            ).backward()
             optimizers[1].step()
             if not generator_first:
                 generate(noise)
@@ -424,7 +513,9 @@ def frozen_by_the_script(strategy: str, generator_first: bool) -> list[torch.Ten
 
 @pytest.mark.parametrize("generator_first", [True, False])
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
-def test_a_model_may_be_frozen_for_the_passes_of_another(strategy: str, generator_first: bool) -> None:
+def test_a_model_may_be_frozen_for_the_passes_of_another(
+    strategy: str, generator_first: bool
+) -> None:
     expected = plain(generator_first=generator_first, every=1)
     for values in shoal.launch(frozen_by_the_script, strategy, generator_first, world_size=2):
         for value, other in zip(values, expected, strict=True):
@@ -435,12 +526,19 @@ def test_a_model_may_be_frozen_for_the_passes_of_another(strategy: str, generato
 def test_sparse_gradients_of_a_model_that_does_not_step_are_dropped_too() -> None:
     torch.manual_seed(0)
     models = (nn.Linear(4, 1).double(), nn.Embedding(8, 4, sparse=True).double())
-    optimizers = (torch.optim.SGD(models[0].parameters(), 0.1), torch.optim.SGD(models[1].parameters(), 0.1))
+    optimizers = (
+        torch.optim.SGD(models[0].parameters(), 0.1),
+        torch.optim.SGD(models[1].parameters(), 0.1),
+    )
     (head, table), (of_head, _) = shoal.as_distributed(models, optimizers)
     before = parameters_of(table)
-    loader = shoal.ElasticDataLoader(TensorDataset(torch.arange(8)), global_batch_size=4, shuffle=False)
+    loader = shoal.ElasticDataLoader(
+        TensorDataset(torch.arange(8)), global_batch_size=4, shuffle=False
+    )
     for (ids,) in loader:
         of_head.zero_grad()
         head(table(ids)).sum().backward()
         of_head.step()
-    assert all(torch.equal(one, other) for one, other in zip(parameters_of(table), before, strict=True))
+    assert all(
+        torch.equal(one, other) for one, other in zip(parameters_of(table), before, strict=True)
+    )

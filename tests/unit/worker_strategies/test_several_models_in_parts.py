@@ -1,4 +1,5 @@
-"""Several models whose layers are split over the ranks, each by a plan of its own, end as in plain PyTorch."""
+"""Several models whose layers are split over the ranks, each by a plan of its own, end as in plain
+PyTorch."""
 
 from __future__ import annotations
 
@@ -20,9 +21,17 @@ SMALL = {"minimum_parameter_group_size": 16}
 """Layers of this size and above are split: all but the last of the discriminator."""
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "tensor": ("tensor", SMALL, 2),
-    "two_replicas": ("tensor", {**SMALL, "tensor_parallel_size": 2, "consistency_check_every": 1}, 4),
+    "two_replicas": (
+        "tensor",
+        {**SMALL, "tensor_parallel_size": 2, "consistency_check_every": 1},
+        4,
+    ),
     **{
-        f"hybrid_{along_data}": ("hybrid", {**SMALL, "tensor_parallel_size": 2, "data_parallel_strategy": along_data}, 4)
+        f"hybrid_{along_data}": (
+            "hybrid",
+            {**SMALL, "tensor_parallel_size": 2, "data_parallel_strategy": along_data},
+            4,
+        )
         for along_data in ("ddp", "zero1", "zero2", "fsdp")
     },
     "hybrid_data": ("hybrid", {"data_parallel_strategy": "zero2"}, 2),
@@ -31,7 +40,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
 
 
 def make(kind: str) -> tuple[nn.Module, nn.Module]:
-    """`kind`: with "norms" in it puts a BatchNorm into the generator, the last layer of which would be the same without."""
+    """`kind`: with "norms" in it puts a BatchNorm into the generator, the last layer of which would
+    be the same without."""
     torch.manual_seed(0)
     norm = [nn.BatchNorm1d(8)] if "norms" in kind else []
     return (
@@ -40,12 +50,15 @@ def make(kind: str) -> tuple[nn.Module, nn.Module]:
     )
 
 
-def take(models: Any, optimizers: Any, real: torch.Tensor, noise: torch.Tensor, kind: str, number: int) -> list[Any]:
+def take(
+    models: Any, optimizers: Any, real: torch.Tensor, noise: torch.Tensor, kind: str, number: int
+) -> list[Any]:
     """The updates for one batch.
 
-    `kind`: "generator_first"; or "seldom", the generator steps for every third batch; "frozen", the discriminator is frozen for the
-    generator's passes; "attached", the discriminator's loss leaves gradients in the generator; "cleared", gradients are cleared behind the
-    steps, not before the passes.
+    `kind`: "generator_first"; or "seldom", the generator steps for every third batch; "frozen", the
+    discriminator is frozen for the generator's passes; "attached", the discriminator's loss leaves
+    gradients in the generator; "cleared", gradients are cleared behind the steps, not before the
+    passes.
     """
     generator, discriminator = models
     said = []
@@ -56,7 +69,10 @@ def take(models: Any, optimizers: Any, real: torch.Tensor, noise: torch.Tensor, 
         if "cleared" not in kind:
             optimizers[1].zero_grad()
         made = generator(noise)
-        (loss_of(discriminator(real), 1.0) + loss_of(discriminator(made if kind == "attached" else made.detach()), 0.0)).backward()
+        (
+            loss_of(discriminator(real), 1.0)
+            + loss_of(discriminator(made if kind == "attached" else made.detach()), 0.0)
+        ).backward()
         said.append(optimizers[1].step())
         if "cleared" in kind:
             optimizers[1].zero_grad()
@@ -93,7 +109,9 @@ def distributed(layout: str, kind: str) -> tuple[list[torch.Tensor], list[Any]]:
     if kind == "checkpointed":
         options = {**options, "activation_checkpointing": [nn.Linear]}
     models = make(kind)
-    models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy, **options)
+    models, optimizers = shoal.as_distributed(
+        models, optimizers_of(*models), strategy=strategy, **options
+    )
     loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)
     said = []
     for _ in loader.epochs(2):
@@ -105,17 +123,31 @@ def distributed(layout: str, kind: str) -> tuple[list[torch.Tensor], list[Any]]:
 ALL = [*LAYOUTS]
 CASES = [
     *((layout, "") for layout in ALL),
-    *((layout, kind) for layout in ("tensor", "hybrid_fsdp") for kind in ("generator_first", "frozen", "attached", "seldom", "cleared")),
+    *(
+        (layout, kind)
+        for layout in ("tensor", "hybrid_fsdp")
+        for kind in ("generator_first", "frozen", "attached", "seldom", "cleared")
+    ),
     *((layout, "checkpointed") for layout in ("tensor", "hybrid_zero2")),
     ("tensor", "norms"),
     ("tensor", "norms cleared"),
 ]
 
 
-QUICK = {("tensor", ""), ("two_replicas", ""), ("hybrid_zero2", ""), ("hybrid_fsdp", ""), ("tensor", "seldom"), ("tensor", "norms cleared")}
+QUICK = {
+    ("tensor", ""),
+    ("two_replicas", ""),
+    ("hybrid_zero2", ""),
+    ("hybrid_fsdp", ""),
+    ("tensor", "seldom"),
+    ("tensor", "norms cleared"),
+}
 
 
-@pytest.mark.parametrize(("layout", "kind"), [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES])
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
 def test_they_end_as_in_plain_pytorch(layout: str, kind: str) -> None:
     expected = plain(kind)
     for values, said in shoal.launch(distributed, layout, kind, world_size=LAYOUTS[layout][2]):
@@ -125,10 +157,13 @@ def test_they_end_as_in_plain_pytorch(layout: str, kind: str) -> None:
 
 
 def by_hand(_: int) -> list[torch.Tensor]:
-    """Trains in a loop without a loader of Shoal's: both ranks, which hold one replica, take the whole batch."""
+    """Trains in a loop without a loader of Shoal's: both ranks, which hold one replica, take the
+    whole batch."""
     torch.set_num_threads(1)
     models = make("")
-    models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy="tensor", **SMALL)
+    models, optimizers = shoal.as_distributed(
+        models, optimizers_of(*models), strategy="tensor", **SMALL
+    )
     batches = [*zip(*(tensor.split(BATCH) for tensor in dataset().tensors), strict=True)]
     for number, batch in enumerate(batches * 2):
         take(models, optimizers, *batch, "", number)
@@ -142,15 +177,20 @@ def test_a_loop_without_a_loader_ends_as_in_plain_pytorch() -> None:
 
 
 def evaluated(layout: str) -> tuple[float, float]:
-    """Evaluates the discriminator between two epochs; and what it says in them is the same before and behind that."""
+    """Evaluates the discriminator between two epochs; and what it says in them is the same before
+    and behind that."""
     torch.set_num_threads(1)
     strategy, options, _ = LAYOUTS[layout]
     models = make("")
-    models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy, **options)
+    models, optimizers = shoal.as_distributed(
+        models, optimizers_of(*models), strategy=strategy, **options
+    )
     loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)
     validation = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, train=False)
     for _ in loader.epochs(2):
-        told = shoal.evaluate(models[1], validation, lambda model, batch: {"sum": float(model(batch[0]).sum())})["sum"]
+        told = shoal.evaluate(
+            models[1], validation, lambda model, batch: {"sum": float(model(batch[0]).sum())}
+        )["sum"]
         for number, batch in enumerate(loader):
             take(models, optimizers, *batch, "", number)
     discriminator = models[1].clone()
@@ -163,7 +203,9 @@ def test_a_model_is_evaluated_between_epochs(layout: str) -> None:
     optimizers, sums = optimizers_of(*models), []
     for _ in range(2):
         sums.append(float(models[1](dataset().tensors[0]).detach().sum()))
-        for number, batch in enumerate(zip(*(tensor.split(BATCH) for tensor in dataset().tensors), strict=True)):
+        for number, batch in enumerate(
+            zip(*(tensor.split(BATCH) for tensor in dataset().tensors), strict=True)
+        ):
             take(models, optimizers, *batch, "", number)
     sums.append(float(models[1](dataset().tensors[0]).detach().sum()))
     for told in shoal.launch(evaluated, layout, world_size=LAYOUTS[layout][2]):
@@ -171,9 +213,12 @@ def test_a_model_is_evaluated_between_epochs(layout: str) -> None:
 
 
 def planned(given: Any) -> list[int]:
-    """Trains with a plan for each model. Returns how many elements of each model's first weight this rank has."""
+    """Trains with a plan for each model. Returns how many elements of each model's first weight
+    this rank has."""
     models = make("")
-    models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy="tensor", plan=given, **SMALL)
+    models, optimizers = shoal.as_distributed(
+        models, optimizers_of(*models), strategy="tensor", plan=given, **SMALL
+    )
     for number, batch in enumerate(shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH)):
         take(models, optimizers, *batch, "", number)
     return [model.local_shard["0.weight"].numel() for model in models]
@@ -185,10 +230,15 @@ def test_each_model_is_cut_by_a_plan_of_its_own() -> None:
 
 
 @pytest.mark.usefixtures("fresh_session")
-@pytest.mark.parametrize(("option", "value"), [("plan", {"0": "replicate"}), ("example_inputs", (torch.ones(1, 3), torch.ones(1, 4)))])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("plan", {"0": "replicate"}), ("example_inputs", (torch.ones(1, 3), torch.ones(1, 4)))],
+)
 def test_what_is_said_of_a_models_layers_is_given_for_each(option: str, value: Any) -> None:
     models = make("")
-    with pytest.raises(ConfigurationError, match=f"{option}=.* with 2 models: expected a tuple of 2"):
+    with pytest.raises(
+        ConfigurationError, match=f"{option}=.* with 2 models: expected a tuple of 2"
+    ):
         shoal.as_distributed(models, optimizers_of(*models), strategy="tensor", **{option: value})
 
 
@@ -196,14 +246,18 @@ def test_what_is_said_of_a_models_layers_is_given_for_each(option: str, value: A
 def test_several_models_in_pipeline_stages_are_refused() -> None:
     models = make("")
     with pytest.raises(ConfigurationError, match="pipeline_parallel_size=2 with several models"):
-        shoal.as_distributed(models, optimizers_of(*models), strategy="hybrid", pipeline_parallel_size=2)
+        shoal.as_distributed(
+            models, optimizers_of(*models), strategy="hybrid", pipeline_parallel_size=2
+        )
 
 
 def too_small(_: int) -> str:
     """The second model, which has one row, cannot be split."""
     models = (nn.Linear(3, 8), nn.Linear(8, 1))
     try:
-        shoal.as_distributed(models, optimizers_of(*models), strategy="tensor", minimum_parameter_group_size=1)
+        shoal.as_distributed(
+            models, optimizers_of(*models), strategy="tensor", minimum_parameter_group_size=1
+        )
     except ConfigurationError as error:
         return str(error)
     return ""
@@ -220,7 +274,11 @@ def test_the_ranks_are_divided_so_that_every_model_can_be_cut() -> None:
     def layouts_of(rows: int) -> Layouts:
         config = ShardingConfiguration(minimum_parameter_group_size=1)
         plan = plan_along(
-            "tensor_parallel_size", {}, lambda size, data: Axes(pipeline=1, tensor=size, data=data), pipelined=False, cuts_parameters=True
+            "tensor_parallel_size",
+            {},
+            lambda size, data: Axes(pipeline=1, tensor=size, data=data),
+            pipelined=False,
+            cuts_parameters=True,
         )
         return Layouts(plan, template_of(nn.Linear(3, rows), config, {}, pipelined=False))
 

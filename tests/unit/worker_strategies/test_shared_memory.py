@@ -1,4 +1,5 @@
-"""Tensors of a model that share memory without being the same object: refused where each would go on by itself, right elsewhere."""
+"""Tensors of a model that share memory without being the same object: refused where each would go
+on by itself, right elsewhere."""
 
 import re
 from collections.abc import Callable
@@ -9,7 +10,18 @@ import shoal
 import torch
 from torch import nn
 
-STRATEGIES = ["zero1", "zero2", "zero3", "fsdp", "hsdp", "tensor", "hybrid", "pipeline", "local_sgd", "async_sgd"]
+STRATEGIES = [
+    "zero1",
+    "zero2",
+    "zero3",
+    "fsdp",
+    "hsdp",
+    "tensor",
+    "hybrid",
+    "pipeline",
+    "local_sgd",
+    "async_sgd",
+]
 
 
 class Tied(nn.Module):
@@ -23,7 +35,12 @@ class Tied(nn.Module):
 
 def distribute(model: nn.Module, strategy: str) -> None:
     options = {"pipeline": {"micro_batches": 2}}.get(strategy, {})
-    shoal.launch(lambda: shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 0.1), strategy=strategy, **options), world_size=1)
+    shoal.launch(
+        lambda: shoal.as_distributed(
+            model, torch.optim.SGD(model.parameters(), 0.1), strategy=strategy, **options
+        ),
+        world_size=1,
+    )
 
 
 def by_data(model: Tied) -> None:
@@ -45,10 +62,15 @@ def one_frozen(model: Tied) -> None:
 
 @pytest.mark.parametrize("tie", [by_data, by_another_parameter, half_of_it, one_frozen])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_two_parameters_over_one_memory_are_refused(strategy: str, tie: Callable[[Tied], None]) -> None:
+def test_two_parameters_over_one_memory_are_refused(
+    strategy: str, tie: Callable[[Tied], None]
+) -> None:
     model = Tied()
     tie(model)
-    with pytest.raises(shoal.ConfigurationError, match=r"'encoder\.weight' and parameter 'decoder.*the same nn\.Parameter"):
+    with pytest.raises(
+        shoal.ConfigurationError,
+        match=r"'encoder\.weight' and parameter 'decoder.*the same nn\.Parameter",
+    ):
         distribute(model, strategy)
 
 
@@ -64,13 +86,22 @@ def test_two_models_over_one_memory_are_refused() -> None:
     first, second = Tied(), Tied()
     second.encoder.weight.data = first.encoder.weight.data
     optimizers = tuple(torch.optim.SGD(model.parameters(), 0.1) for model in (first, second))
-    with pytest.raises(shoal.ConfigurationError, match=r"'encoder\.weight' of model 0 and parameter 'encoder\.weight' of model 1 share"):
-        shoal.launch(lambda: shoal.as_distributed((first, second), optimizers, strategy="zero1"), world_size=1)
+    with pytest.raises(
+        shoal.ConfigurationError,
+        match=r"'encoder\.weight' of model 0 and parameter 'encoder\.weight' of model 1 share",
+    ):
+        shoal.launch(
+            lambda: shoal.as_distributed((first, second), optimizers, strategy="zero1"),
+            world_size=1,
+        )
 
 
 def side_by_side(model: Tied) -> None:
     flat = torch.zeros(100)
-    model.encoder.weight.data, model.decoder.weight.data = flat[:48].view(8, 6), flat[48:96].view(6, 8)
+    model.encoder.weight.data, model.decoder.weight.data = (
+        flat[:48].view(8, 6),
+        flat[48:96].view(6, 8),
+    )
 
 
 def in_columns(model: Tied) -> None:
@@ -91,14 +122,18 @@ def the_same_parameter(model: Tied) -> None:
 
 @pytest.mark.parametrize("lay_out", [side_by_side, in_columns, both_frozen, the_same_parameter])
 @pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
-def test_tensors_of_one_storage_that_have_no_element_in_common_are_fine(strategy: str, lay_out: Callable[[Tied], None]) -> None:
+def test_tensors_of_one_storage_that_have_no_element_in_common_are_fine(
+    strategy: str, lay_out: Callable[[Tied], None]
+) -> None:
     model = Tied()
     lay_out(model)
     distribute(model, strategy)
 
 
 @pytest.mark.parametrize("tie", [by_data, by_another_parameter])
-def test_under_ddp_two_parameters_over_one_memory_train_as_in_one_process(tie: Callable[[Tied], None]) -> None:
+def test_under_ddp_two_parameters_over_one_memory_train_as_in_one_process(
+    tie: Callable[[Tied], None],
+) -> None:
     samples = torch.randn(12, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def make() -> tuple[Tied, torch.optim.Optimizer]:
@@ -112,12 +147,17 @@ def test_under_ddp_two_parameters_over_one_memory_train_as_in_one_process(tie: C
             optimizer.zero_grad()
             nn.functional.mse_loss(model(x), x).backward()
             optimizer.step()
-        return {name.removeprefix("module."): value.clone() for name, value in model.state_dict().items()}
+        return {
+            name.removeprefix("module."): value.clone()
+            for name, value in model.state_dict().items()
+        }
 
     def one() -> dict[str, torch.Tensor]:
         model, optimizer = shoal.as_distributed(*make())
         data = torch.utils.data.TensorDataset(samples)
-        return train(model, optimizer, shoal.ElasticDataLoader(data, global_batch_size=4, shuffle=False))
+        return train(
+            model, optimizer, shoal.ElasticDataLoader(data, global_batch_size=4, shuffle=False)
+        )
 
     expected = train(*make(), [(samples[i : i + 4],) for i in range(0, 12, 4)])
     for state in shoal.launch(one, world_size=2):

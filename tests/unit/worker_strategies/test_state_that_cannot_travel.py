@@ -41,7 +41,9 @@ def train(optimizer_of: Any, strategy: str, options: dict[str, Any]) -> int:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     model, optimizer = shoal.as_distributed(net, optimizer_of(net), strategy=strategy, **options)
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(torch.ones(48, 8)), global_batch_size=12)
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(torch.ones(48, 8)), global_batch_size=12
+    )
     for (batch,) in loader:
         model.train_step(batch, loss_fn=lambda output, _: output.square().mean())
         optimizer.step()
@@ -55,8 +57,12 @@ def remembering(remember: Any) -> Any:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("remember", [deque, lambda: torch.zeros(2, 2).to_sparse()], ids=["object", "sparse tensor"])
-def test_the_first_step_names_what_cannot_be_sent_and_of_which_parameter(strategy: str, remember: Any) -> None:
+@pytest.mark.parametrize(
+    "remember", [deque, lambda: torch.zeros(2, 2).to_sparse()], ids=["object", "sparse tensor"]
+)
+def test_the_first_step_names_what_cannot_be_sent_and_of_which_parameter(
+    strategy: str, remember: Any
+) -> None:
     steps: list[int] = []
 
     def rank() -> None:
@@ -66,7 +72,9 @@ def test_the_first_step_names_what_cannot_be_sent_and_of_which_parameter(strateg
             steps.append(-1)
             raise
 
-    with pytest.raises(ConfigurationError, match=r"Remembering keeps 'history' of parameter '0\.(weight|bias)'") as refused:
+    with pytest.raises(
+        ConfigurationError, match=r"Remembering keeps 'history' of parameter '0\.(weight|bias)'"
+    ) as refused:
         shoal.launch(rank, world_size=2)
     assert refused.value.reason == "STATE_UNSUPPORTED"
     assert set(steps) == {-1}
@@ -74,9 +82,13 @@ def test_the_first_step_names_what_cannot_be_sent_and_of_which_parameter(strateg
 
 def test_a_setting_that_cannot_be_sent_is_refused_in_the_first_step() -> None:
     def optimizer(net: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD([{"params": list(net.parameters()), "schedule": lambda step: 0.1}], 0.1)
+        return torch.optim.SGD(
+            [{"params": list(net.parameters()), "schedule": lambda step: 0.1}], 0.1
+        )
 
-    with pytest.raises(ConfigurationError, match=r"schedule.*function, which cannot be saved or sent"):
+    with pytest.raises(
+        ConfigurationError, match=r"schedule.*function, which cannot be saved or sent"
+    ):
         shoal.launch(train, optimizer, "ddp", {}, world_size=2)
 
 

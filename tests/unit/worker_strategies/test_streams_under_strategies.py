@@ -1,4 +1,5 @@
-"""Streams under the strategies: the parameters of one rank on the whole batches, also where the items do not divide; refusals."""
+"""Streams under the strategies: the parameters of one rank on the whole batches, also where the
+items do not divide; refusals."""
 
 import itertools
 
@@ -37,13 +38,17 @@ class Rows(IterableDataset):
 
 
 def shards(*cuts):
-    return shoal.ShardedStream([*itertools.pairwise(cuts or (0, 2, 9, ITEMS))], lambda cut: map(row, range(*cut)))
+    return shoal.ShardedStream(
+        [*itertools.pairwise(cuts or (0, 2, 9, ITEMS))], lambda cut: map(row, range(*cut))
+    )
 
 
 def train(stream, strategy, options, *, micro=2):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, **options)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, **options
+    )
     loader = shoal.ElasticDataLoader(stream(), global_batch_size=4, micro_batch_size=micro)
     steps = 0
     for _ in loader.epochs(2):
@@ -66,7 +71,9 @@ def test_a_stream_trains_as_on_one_rank(alone, strategy):
     stream, (steps, parameters) = alone
     assert steps == 6
     for world in (2, 3) if strategy in ("ddp", "zero3") else (2,):
-        for each_steps, each in shoal.launch(train, stream, strategy, STRATEGIES[strategy], world_size=world):
+        for each_steps, each in shoal.launch(
+            train, stream, strategy, STRATEGIES[strategy], world_size=world
+        ):
             assert each_steps == 6
             torch.testing.assert_close(each, parameters)
 
@@ -87,7 +94,11 @@ def test_ranks_whose_streams_end_elsewhere_are_told_so_and_do_not_hang(longer):
 def evaluate(stream):
     model = shoal.as_distributed(nn.Linear(6, 2))
     loader = shoal.ElasticDataLoader(stream(), global_batch_size=2, train=False)
-    return shoal.evaluate(model, loader, lambda model, batch: {"samples": len(batch[0]), "batches": 1, "sum": batch[0].sum()})
+    return shoal.evaluate(
+        model,
+        loader,
+        lambda model, batch: {"samples": len(batch[0]), "batches": 1, "sum": batch[0].sum()},
+    )
 
 
 @pytest.mark.parametrize("stream", [Rows, shards, lambda: shards(0, 2, 2, 5, 9, 10, ITEMS)])
@@ -116,11 +127,18 @@ def test_each_shard_is_evaluated_by_one_rank_though_they_are_uneven(strategy):
     def sums():
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
-        model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+        model, _ = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy
+        )
         stream = shoal.ShardedStream([(0, 1), (1, 2), (2, 3), (3, ITEMS)], rows)
         loader = shoal.ElasticDataLoader(stream, global_batch_size=2, train=False)
         return shoal.evaluate(
-            model, loader, lambda model, batch: {"loss": model.predict(batch[0]).square().sum(), "samples": len(batch[0])}
+            model,
+            loader,
+            lambda model, batch: {
+                "loss": model.predict(batch[0]).square().sum(),
+                "samples": len(batch[0]),
+            },
         )
 
     (alone,) = shoal.launch(sums, world_size=1)
@@ -133,7 +151,9 @@ def test_each_shard_is_evaluated_by_one_rank_though_they_are_uneven(strategy):
 
 def test_a_stream_in_shards_that_is_split_by_rank_is_refused():
     def read(cut):
-        return itertools.islice(map(row_of_whole_numbers, range(*cut)), shoal.rank(), None, shoal.world_size())
+        return itertools.islice(
+            map(row_of_whole_numbers, range(*cut)), shoal.rank(), None, shoal.world_size()
+        )
 
     def stream():
         return shoal.ShardedStream([(0, 8), (8, 16)], read)

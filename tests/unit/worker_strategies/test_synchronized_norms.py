@@ -1,4 +1,5 @@
-"""SyncBatchNorm normalizes over the samples of all ranks: trained by several, a model is what one process makes of it with BatchNorm."""
+"""SyncBatchNorm normalizes over the samples of all ranks: trained by several, a model is what one
+process makes of it with BatchNorm."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from torch.utils.data import TensorDataset
 from tests.unit.worker_strategies.alike import assert_alike
 
 SAMPLES, BATCH, EPOCHS = 26, 7, 2
-"""The last batch of an epoch has 5 samples: of three ranks one has fewer than the others, and of seven two have a stand-in."""
+"""The last batch of an epoch has 5 samples: of three ranks one has fewer than the others, and of
+seven two have a stand-in."""
 SYNCHRONIZED = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 
 
@@ -34,25 +36,38 @@ def data() -> TensorDataset:
     return TensorDataset(x, torch.randint(0, 3, (SAMPLES,), generator=generator))
 
 
-def loss_of(output: torch.Tensor, targets: torch.Tensor, *, reduction: str = "mean") -> torch.Tensor:
+def loss_of(
+    output: torch.Tensor, targets: torch.Tensor, *, reduction: str = "mean"
+) -> torch.Tensor:
     return nn.functional.cross_entropy(output, targets, reduction=reduction)
 
 
-def trained_alone(*, reduction: str = "mean", momentum: float | None = 0.1) -> dict[str, torch.Tensor]:
+def trained_alone(
+    *, reduction: str = "mean", momentum: float | None = 0.1
+) -> dict[str, torch.Tensor]:
     net = network(synchronized=False, momentum=momentum)
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     x, y = data().tensors
     for _ in range(EPOCHS):
         for begin in range(0, SAMPLES, BATCH):
             optimizer.zero_grad()
-            loss_of(net(x[begin : begin + BATCH]), y[begin : begin + BATCH], reduction=reduction).backward()
+            loss_of(
+                net(x[begin : begin + BATCH]), y[begin : begin + BATCH], reduction=reduction
+            ).backward()
             optimizer.step()
     return net.state_dict()
 
 
-def train(*, reduction: str = "mean", momentum: float | None = 0.1, **options: Any) -> dict[str, torch.Tensor]:
+def train(
+    *, reduction: str = "mean", momentum: float | None = 0.1, **options: Any
+) -> dict[str, torch.Tensor]:
     net = network(synchronized=True, momentum=momentum)
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), loss_reduction=reduction, **options)
+    model, optimizer = shoal.as_distributed(
+        net,
+        torch.optim.SGD(net.parameters(), 0.1, momentum=0.9),
+        loss_reduction=reduction,
+        **options,
+    )
     loader = shoal.ElasticDataLoader(data(), global_batch_size=BATCH, shuffle=False)
     for _ in loader.epochs(EPOCHS):
         for x, y in loader:
@@ -70,10 +85,16 @@ def test_two_ranks_train_as_one_process_does(strategy: str) -> None:
         assert_alike(found, expected)
 
 
-@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"momentum": None}, {"strategy": "zero3"}], ids=str)
-def test_ranks_with_fewer_samples_and_with_none_weigh_what_they_have(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "sum"}, {"momentum": None}, {"strategy": "zero3"}], ids=str
+)
+def test_ranks_with_fewer_samples_and_with_none_weigh_what_they_have(
+    options: dict[str, Any],
+) -> None:
     strategy = {"strategy": "ddp"} | options
-    expected = trained_alone(**{name: value for name, value in options.items() if name != "strategy"})
+    expected = trained_alone(
+        **{name: value for name, value in options.items() if name != "strategy"}
+    )
     for found in shoal.launch(functools.partial(train, **strategy), world_size=6):
         assert_alike(found, expected)
 
@@ -82,7 +103,10 @@ def test_ranks_with_fewer_samples_and_with_none_weigh_what_they_have(options: di
 def test_other_strategies_refuse_it_and_name_those_that_take_it(strategy: str) -> None:
     def rank() -> None:
         net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.SyncBatchNorm(4)), nn.Linear(4, 2))
-        with pytest.raises(shoal.ConfigurationError, match=r"1\.0 is a SyncBatchNorm.*take ddp, zero1, .*or use BatchNorm"):
+        with pytest.raises(
+            shoal.ConfigurationError,
+            match=r"1\.0 is a SyncBatchNorm.*take ddp, zero1, .*or use BatchNorm",
+        ):
             shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
 
     shoal.launch(rank, world_size=1)
@@ -96,14 +120,22 @@ def first_pass(net: nn.Module, samples: TensorDataset, batch: int, **options: An
 
 
 def test_micro_batches_are_refused() -> None:
-    with pytest.raises(shoal.ConfigurationError, match="Leave out micro_batch_size=, or use BatchNorm or GroupNorm"):
-        shoal.launch(lambda: first_pass(network(synchronized=True), data(), BATCH, micro_batch_size=2), world_size=1)
+    with pytest.raises(
+        shoal.ConfigurationError, match="Leave out micro_batch_size=, or use BatchNorm or GroupNorm"
+    ):
+        shoal.launch(
+            lambda: first_pass(network(synchronized=True), data(), BATCH, micro_batch_size=2),
+            world_size=1,
+        )
 
 
 def test_one_value_for_each_channel_over_all_ranks_is_refused_as_by_torch() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.SyncBatchNorm(4))
     with pytest.raises(ValueError, match="more than 1 value per channel over all ranks"):
-        shoal.launch(lambda: first_pass(copy.deepcopy(net), TensorDataset(torch.randn(2, 3)), 1), world_size=2)
+        shoal.launch(
+            lambda: first_pass(copy.deepcopy(net), TensorDataset(torch.randn(2, 3)), 1),
+            world_size=2,
+        )
 
 
 def test_copies_and_evaluation_need_no_other_rank() -> None:
@@ -120,6 +152,8 @@ def test_copies_and_evaluation_need_no_other_rank() -> None:
             again = pickle.loads(pickle.dumps(net))
             again.train()
             again(x)
-            torch.testing.assert_close(again.state_dict()["1.running_mean"], copied.state_dict()["1.running_mean"])
+            torch.testing.assert_close(
+                again.state_dict()["1.running_mean"], copied.state_dict()["1.running_mean"]
+            )
 
     shoal.launch(rank, world_size=2)

@@ -1,4 +1,5 @@
-"""Loops that treat gradients and passes in unusual ways end as one process does, or are told that they cannot."""
+"""Loops that treat gradients and passes in unusual ways end as one process does, or are told that
+they cannot."""
 
 from __future__ import annotations
 
@@ -55,16 +56,29 @@ def loss_of(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def plain(loop: Loop) -> dict[str, torch.Tensor]:
     net = Net()
     x, y = data().tensors
-    loop(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), list(zip(x.split(BATCH), y.split(BATCH), strict=True)) * 3)
+    loop(
+        net,
+        torch.optim.SGD(net.parameters(), 0.1, momentum=0.9),
+        list(zip(x.split(BATCH), y.split(BATCH), strict=True)) * 3,
+    )
     return net.state_dict()
 
 
 def prepared(strategy: str, *, micro: int | None = None) -> tuple[Any, Any, Any]:
     net = Net()
     model, optimizer = shoal.as_distributed(
-        net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9), strategy=strategy, minimum_parameter_group_size=1
+        net,
+        torch.optim.SGD(net.parameters(), 0.1, momentum=0.9),
+        strategy=strategy,
+        minimum_parameter_group_size=1,
     )
-    return model, optimizer, shoal.ElasticDataLoader(data(), global_batch_size=BATCH, micro_batch_size=micro, shuffle=False)
+    return (
+        model,
+        optimizer,
+        shoal.ElasticDataLoader(
+            data(), global_batch_size=BATCH, micro_batch_size=micro, shuffle=False
+        ),
+    )
 
 
 def train(strategy: str, loop: Loop) -> dict[str, torch.Tensor]:
@@ -80,7 +94,7 @@ def assert_as_in_one_process(strategy: str, loop: Loop, *, world_size: int = 2) 
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
 
 
-# -------------------------------------------------------------------------------------------------------------- gradients that stay
+# ------------------------------------------------------------------------------ gradients that stay
 
 
 def clears_every_second_step(model: Any, optimizer: Any, batches: Batches) -> None:
@@ -127,7 +141,9 @@ def clears_what_the_same_pass_has_left(model: Any, optimizer: Any, batches: Batc
         optimizer.zero_grad()
 
 
-def clears_between_passes_that_were_built_before(model: Any, optimizer: Any, batches: Batches) -> None:
+def clears_between_passes_that_were_built_before(
+    model: Any, optimizer: Any, batches: Batches
+) -> None:
     for x, y in batches:
         first, second = loss_of(model, x, y), loss_of(model, x.flip(1), 2 * y)
         first.backward()
@@ -140,7 +156,9 @@ def clears_between_passes_that_were_built_before(model: Any, optimizer: Any, bat
 @pytest.mark.parametrize("strategy", [*CUT, *SPLIT])
 def test_gradients_of_the_step_before_are_not_added_to_without_a_word(strategy: str) -> None:
     with pytest.raises(
-        PreconditionError, match=r"gradients of the last step were not cleared.*zero_grad\(\) in every step.*micro_batch_size="
+        PreconditionError,
+        match=r"gradients of the last step were not cleared.*zero_grad\(\) in every "
+        r"step.*micro_batch_size=",
     ):
         shoal.launch(functools.partial(train, strategy, clears_every_second_step), world_size=2)
 
@@ -149,19 +167,25 @@ def test_under_ddp_they_are_added_to_as_in_one_process() -> None:
     assert_as_in_one_process("ddp", clears_every_second_step)
 
 
-@pytest.mark.parametrize("loop", [clears_what_the_same_pass_has_left, clears_between_passes_that_were_built_before])
+@pytest.mark.parametrize(
+    "loop", [clears_what_the_same_pass_has_left, clears_between_passes_that_were_built_before]
+)
 @pytest.mark.parametrize("strategy", ["ddp", *CUT, *SPLIT])
-def test_gradients_are_cleared_between_backward_passes_whose_graphs_were_built_before(strategy: str, loop: Loop) -> None:
+def test_gradients_are_cleared_between_backward_passes_whose_graphs_were_built_before(
+    strategy: str, loop: Loop
+) -> None:
     assert_as_in_one_process(strategy, loop)
 
 
-@pytest.mark.parametrize("loop", [clears_behind_the_forward_pass, clears_by_hand, clears_what_another_pass_has_left])
+@pytest.mark.parametrize(
+    "loop", [clears_behind_the_forward_pass, clears_by_hand, clears_what_another_pass_has_left]
+)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "tensor"])
 def test_gradients_are_cleared_anywhere_before_they_are_needed(strategy: str, loop: Loop) -> None:
     assert_as_in_one_process(strategy, loop)
 
 
-# --------------------------------------------------------------------------------------------------------------------- unusual passes
+# ----------------------------------------------------------------------------------- unusual passes
 
 
 def trains_by_a_method(model: Any, optimizer: Any, batches: Batches) -> None:
@@ -173,7 +197,9 @@ def trains_by_a_method(model: Any, optimizer: Any, batches: Batches) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
-def test_a_pass_through_a_method_of_the_module_counts_as_one_through_the_model(strategy: str) -> None:
+def test_a_pass_through_a_method_of_the_module_counts_as_one_through_the_model(
+    strategy: str,
+) -> None:
     assert_as_in_one_process(strategy, trains_by_a_method)
 
 
@@ -209,9 +235,18 @@ def trains_by_one_that_calls_forward(model: Any, optimizer: Any, batches: Batche
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("loop", [trains_by_a_registered_method, mixes_a_registered_method_with_forward, trains_by_one_that_calls_forward])
+@pytest.mark.parametrize(
+    "loop",
+    [
+        trains_by_a_registered_method,
+        mixes_a_registered_method_with_forward,
+        trains_by_one_that_calls_forward,
+    ],
+)
 @pytest.mark.parametrize("strategy", ["ddp", *CUT])
-def test_a_pass_through_a_registered_method_counts_as_one_through_the_model(strategy: str, loop: Loop) -> None:
+def test_a_pass_through_a_registered_method_counts_as_one_through_the_model(
+    strategy: str, loop: Loop
+) -> None:
     assert_as_in_one_process(strategy, loop)
 
 
@@ -229,7 +264,9 @@ def in_micro_batches(strategy: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3", "fsdp"])
-def test_a_registered_method_takes_micro_batches_of_which_ranks_have_different_numbers(strategy: str) -> None:
+def test_a_registered_method_takes_micro_batches_of_which_ranks_have_different_numbers(
+    strategy: str,
+) -> None:
     expected = plain(plainly)
     for state in shoal.launch(functools.partial(in_micro_batches, strategy), world_size=3):
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
@@ -237,7 +274,10 @@ def test_a_registered_method_takes_micro_batches_of_which_ranks_have_different_n
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
 def test_a_method_that_is_not_registered_is_told_how_to_be(strategy: str) -> None:
-    with pytest.raises(PreconditionError, match=r"as model\.NAME\(\.\.\.\), after model\.register_forward_method\('NAME'\)"):
+    with pytest.raises(
+        PreconditionError,
+        match=r"as model\.NAME\(\.\.\.\), after model\.register_forward_method\('NAME'\)",
+    ):
         shoal.launch(functools.partial(train, strategy, trains_by_a_method), world_size=2)
 
 
@@ -256,7 +296,8 @@ def test_a_method_that_cannot_be_a_pass_is_refused() -> None:
 
 
 def by_turns(strategy: str) -> dict[str, torch.Tensor]:
-    """The first micro-batch of a step goes through the model, the others through a method of the module."""
+    """The first micro-batch of a step goes through the model, the others through a method of the
+    module."""
     model, optimizer, loader = prepared(strategy, micro=4)
     for _ in loader.epochs(3):
         for step in loader.steps():
@@ -277,14 +318,17 @@ def plainly(model: Any, optimizer: Any, batches: Batches) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-def test_each_micro_batch_has_its_own_weight_whatever_it_goes_through(strategy: str, world_size: int) -> None:
+def test_each_micro_batch_has_its_own_weight_whatever_it_goes_through(
+    strategy: str, world_size: int
+) -> None:
     expected = plain(plainly)
     for state in shoal.launch(functools.partial(by_turns, strategy), world_size=world_size):
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
 
 
 def penalizes(model: Any, optimizer: Any, batches: Batches) -> None:
-    """A penalty on the gradient of the output by the input, as of a Wasserstein GAN: its backward pass goes through a backward pass."""
+    """A penalty on the gradient of the output by the input, as of a Wasserstein GAN: its backward
+    pass goes through a backward pass."""
     for x, y in batches:
         x = x.clone().requires_grad_()
         output = model(x)
@@ -300,7 +344,9 @@ def test_a_backward_pass_goes_through_a_backward_pass(strategy: str) -> None:
 
 
 def test_through_layers_that_are_split_no_backward_pass_goes_through_another() -> None:
-    with pytest.raises(PreconditionError, match=r"create_graph=True, with strategy='tensor'.*take zero2 or fsdp"):
+    with pytest.raises(
+        PreconditionError, match=r"create_graph=True, with strategy='tensor'.*take zero2 or fsdp"
+    ):
         shoal.launch(functools.partial(train, "tensor", penalizes), world_size=2)
 
 
@@ -326,13 +372,14 @@ def penalizes_once(model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
 def test_ranks_with_fewer_micro_batches_take_part_in_all_passes_of_one(strategy: str) -> None:
-    """Of three ranks two have one micro-batch, and one has two: for the others' sake it has to know all that one does."""
+    """Of three ranks two have one micro-batch, and one has two: for the others' sake it has to know
+    all that one does."""
     expected = plain(penalizes)
     for state in shoal.launch(functools.partial(penalizes_in_parts, strategy, 4), world_size=3):
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
 
 
-# ------------------------------------------------------------------------------------------------------------------ errors and hooks
+# --------------------------------------------------------------------------------- errors and hooks
 
 
 class Raising(torch.autograd.Function):
@@ -368,7 +415,9 @@ def begins_again(model: Any, optimizer: Any, batches: Batches) -> None:
 def test_a_backward_pass_that_was_caught_half_way_is_told(strategy: str) -> None:
     def rank() -> None:
         model, optimizer, loader = prepared(strategy)
-        model.module.body[0].register_forward_hook(lambda module, args, output: Raising.apply(output))
+        model.module.body[0].register_forward_hook(
+            lambda module, args, output: Raising.apply(output)
+        )
         Raising.armed = True
         begins_again(model, optimizer, loader)
 
@@ -388,7 +437,10 @@ def test_step_hooks_are_refused_where_the_optimizer_has_parts(strategy: str) -> 
     inner = torch.optim.SGD(net.parameters(), 0.1)
     model, optimizer = shoal.as_distributed(net, inner, strategy=strategy)
     for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
-        with pytest.raises(ConfigurationError, match=r"register_step_p\w+_hook of SGD with strategy='\w+'.*in the loop"):
+        with pytest.raises(
+            ConfigurationError,
+            match=r"register_step_p\w+_hook of SGD with strategy='\w+'.*in the loop",
+        ):
             register(hook)
     inner.register_step_pre_hook(hook)
     loss_of(model, *data()[:4]).backward()

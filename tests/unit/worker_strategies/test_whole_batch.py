@@ -1,4 +1,5 @@
-"""`shoal.whole_batch`: with a loss that compares all samples of a batch, several ranks train what one process trains."""
+"""`shoal.whole_batch`: with a loss that compares all samples of a batch, several ranks train what
+one process trains."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from torch.utils.data import TensorDataset
 from tests.unit.worker_strategies.alike import assert_alike
 
 SAMPLES, BATCH, EPOCHS = 26, 7, 2
-"""The last batch of an epoch has 5 samples: of three ranks one has fewer than the others, and of seven two have a stand-in."""
+"""The last batch of an epoch has 5 samples: of three ranks one has fewer than the others, and of
+seven two have a stand-in."""
 MEETING = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 
 
@@ -28,7 +30,9 @@ class Encoder(nn.Module):
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).double()
         self.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
 
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return self.layers(x), self.layers(y), self.scale.exp()
 
 
@@ -42,7 +46,9 @@ def contrast(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Ten
     """Each sample is to be told from all others (van den Oord et al., 2018, equation 4)."""
     likeness = scale * nn.functional.normalize(x, dim=1) @ nn.functional.normalize(y, dim=1).T
     same = torch.arange(len(x))
-    return nn.functional.cross_entropy(likeness, same) + nn.functional.cross_entropy(likeness.T, same)
+    return nn.functional.cross_entropy(likeness, same) + nn.functional.cross_entropy(
+        likeness.T, same
+    )
 
 
 def trained_alone() -> dict[str, torch.Tensor]:
@@ -60,15 +66,21 @@ def trained_alone() -> dict[str, torch.Tensor]:
 def train(**options: Any) -> dict[str, torch.Tensor]:
     net = Encoder()
     weigh = options.pop("weight_fn", None)
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.5, momentum=0.9), **options)
-    loader = shoal.ElasticDataLoader(data(), global_batch_size=BATCH, shuffle=False, weight_fn=weigh)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.5, momentum=0.9), **options
+    )
+    loader = shoal.ElasticDataLoader(
+        data(), global_batch_size=BATCH, shuffle=False, weight_fn=weigh
+    )
     for _ in loader.epochs(EPOCHS):
         for number, (x, y, names) in enumerate(loader):
             optimizer.zero_grad()
             of_x, of_y, scale = model(x, y)
             whole_x, whole_y = shoal.whole_batch(of_x, of_y)
             whole_names = shoal.whole_batch(names)
-            assert whole_names.tolist() == list(range(number * BATCH, min(SAMPLES, (number + 1) * BATCH)))
+            assert whole_names.tolist() == list(
+                range(number * BATCH, min(SAMPLES, (number + 1) * BATCH))
+            )
             contrast(whole_x, whole_y, scale).backward()
             assert optimizer.step()
     whole: dict[str, torch.Tensor] = model.full_state_dict()
@@ -83,7 +95,9 @@ def test_two_ranks_train_as_one_process_does(strategy: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"strategy": "zero3"}, {"weight_fn": lambda batch: 3.0 * len(batch[0])}], ids=["ddp", "zero3", "weighed"]
+    "options",
+    [{}, {"strategy": "zero3"}, {"weight_fn": lambda batch: 3.0 * len(batch[0])}],
+    ids=["ddp", "zero3", "weighed"],
 )
 def test_ranks_with_fewer_samples_and_with_none(options: dict[str, Any]) -> None:
     expected = trained_alone()
@@ -91,17 +105,23 @@ def test_ranks_with_fewer_samples_and_with_none(options: dict[str, Any]) -> None
         assert_alike(found, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.bool, torch.int64, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.bool, torch.int64, torch.complex64], ids=str
+)
 def test_rows_of_any_dtype_arrive_as_they_are(dtype: torch.dtype) -> None:
     def rank() -> None:
         net = nn.Linear(1, 1)
         model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
-        loader = shoal.ElasticDataLoader(TensorDataset(torch.arange(8.0)[:, None]), global_batch_size=8, shuffle=False)
+        loader = shoal.ElasticDataLoader(
+            TensorDataset(torch.arange(8.0)[:, None]), global_batch_size=8, shuffle=False
+        )
         for (x,) in loader:
             model(x)
             found = shoal.whole_batch((x % 3).to(dtype).expand(-1, 5).T.contiguous().T)
             assert found.dtype is dtype
-            assert found.tolist() == (torch.arange(8.0)[:, None] % 3).to(dtype).expand(-1, 5).tolist()
+            assert (
+                found.tolist() == (torch.arange(8.0)[:, None] % 3).to(dtype).expand(-1, 5).tolist()
+            )
             break
 
     shoal.launch(rank, world_size=2)
@@ -122,7 +142,9 @@ def test_outside_of_a_step_and_alone_it_is_the_ranks_own() -> None:
 def in_a_step(call: Any, *, loader: dict[str, Any] | None = None, **options: Any) -> None:
     net = nn.Linear(1, 1)
     model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), **options)
-    batches = shoal.ElasticDataLoader(TensorDataset(torch.ones(8, 1)), global_batch_size=4, **loader or {})
+    batches = shoal.ElasticDataLoader(
+        TensorDataset(torch.ones(8, 1)), global_batch_size=4, **loader or {}
+    )
     (x,) = next(iter(next(iter(batches.steps())) if loader else batches))
     model(x)
     call(x)
@@ -133,7 +155,10 @@ def test_other_strategies_refuse_it_and_name_those_that_have_it(strategy: str) -
     def rank() -> None:
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
         shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
-        with pytest.raises(shoal.ConfigurationError, match=r"a rank cannot ask the others in a pass: take ddp, zero1, "):
+        with pytest.raises(
+            shoal.ConfigurationError,
+            match=r"a rank cannot ask the others in a pass: take ddp, zero1, ",
+        ):
             shoal.whole_batch(torch.ones(2))
 
     shoal.launch(rank, world_size=1)
@@ -141,11 +166,16 @@ def test_other_strategies_refuse_it_and_name_those_that_have_it(strategy: str) -
 
 def test_async_sgd_refuses_it_as_well() -> None:
     declared = registry.find("async_sgd")[0].declaration  # shoal.launch has no servers
-    assert "take ddp, zero1, " in str(registry.why_no_whole_batch(declared, shoal.ShardingConfiguration()))
+    assert "take ddp, zero1, " in str(
+        registry.why_no_whole_batch(declared, shoal.ShardingConfiguration())
+    )
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile's, of what it looks at
-def test_a_checkpointed_block_asks_the_ranks_again_in_its_backward_pass_and_a_compiled_one_asks_them() -> None:
+# torch.compile's, of what it looks at
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_checkpointed_blocks_ask_the_ranks_again_in_their_backward_pass_and_compiled_ones_too() -> (
+    None
+):
     def rank(*, how: str) -> torch.Tensor:
         net = Encoder()
         model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.5))
@@ -157,7 +187,9 @@ def test_a_checkpointed_block_asks_the_ranks_again_in_its_backward_pass_and_a_co
                 return contrast(*shoal.whole_batch(of_x, of_y), scale)
 
             if how == "checkpointed":
-                torch.utils.checkpoint.checkpoint(loss, of_x, of_y, scale, use_reentrant=False).backward()
+                torch.utils.checkpoint.checkpoint(
+                    loss, of_x, of_y, scale, use_reentrant=False
+                ).backward()
             elif how == "compiled":
                 torch.compile(loss, backend="eager")(of_x, of_y, scale).backward()
             else:
@@ -166,7 +198,10 @@ def test_a_checkpointed_block_asks_the_ranks_again_in_its_backward_pass_and_a_co
             optimizer.zero_grad()
         return torch.cat([p.detach().flatten() for p in net.parameters()])
 
-    plain, *others = (shoal.launch(functools.partial(rank, how=each), world_size=2)[0] for each in ("plain", "checkpointed", "compiled"))
+    plain, *others = (
+        shoal.launch(functools.partial(rank, how=each), world_size=2)[0]
+        for each in ("plain", "checkpointed", "compiled")
+    )
     for other in others:
         torch.testing.assert_close(other, plain)
 
@@ -182,7 +217,9 @@ def test_a_checkpointed_block_asks_the_ranks_again_in_its_backward_pass_and_a_co
     ],
     ids=["micro-batches", "sums", "rows", "scalar", "nothing"],
 )
-def test_what_it_cannot_put_together_is_refused(settings: dict[str, Any], tensors: list[torch.Tensor], expected: str) -> None:
+def test_what_it_cannot_put_together_is_refused(
+    settings: dict[str, Any], tensors: list[torch.Tensor], expected: str
+) -> None:
     def call(x: torch.Tensor) -> None:
         with pytest.raises(shoal.ConfigurationError, match=expected):
             shoal.whole_batch(*tensors)
@@ -192,7 +229,9 @@ def test_what_it_cannot_put_together_is_refused(settings: dict[str, Any], tensor
 
 def test_ranks_that_give_other_tensors_are_all_told() -> None:
     def call(x: torch.Tensor) -> None:
-        with pytest.raises(shoal.PreconditionError, match=r"this rank gave torch\.float32") as refused:
+        with pytest.raises(
+            shoal.PreconditionError, match=r"this rank gave torch\.float32"
+        ) as refused:
             shoal.whole_batch(torch.ones(2, 3 + shoal.rank()))
         assert refused.value.reason == "RANKS_DIVERGED"
 

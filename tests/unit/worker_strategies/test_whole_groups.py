@@ -1,4 +1,5 @@
-"""What a script finds in `optimizer.param_groups`, where the optimizer updates pieces: the model's own parameters, and the settings."""
+"""What a script finds in `optimizer.param_groups`, where the optimizer updates pieces: the model's
+own parameters, and the settings."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ import pytest
 import shoal
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils.data import TensorDataset
 
 X = torch.randn(24, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -20,9 +24,14 @@ X = torch.randn(24, 4, dtype=torch.float64, generator=torch.Generator().manual_s
 def make(strategy: str, **options: Any) -> tuple[nn.Module, Any, Any, torch.optim.Optimizer]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-    groups = [{"params": [net[0].weight, net[2].weight], "weight_decay": 0.1}, {"params": [net[0].bias, net[2].bias], "lr": 0.02}]
+    groups = [
+        {"params": [net[0].weight, net[2].weight], "weight_decay": 0.1},
+        {"params": [net[0].bias, net[2].bias], "lr": 0.02},
+    ]
     inner = torch.optim.Adam(groups, lr=0.01)
-    model, optimizer = shoal.as_distributed(net, inner, strategy=strategy, minimum_parameter_group_size=1, **options)
+    model, optimizer = shoal.as_distributed(
+        net, inner, strategy=strategy, minimum_parameter_group_size=1, **options
+    )
     return net, model, optimizer, inner
 
 
@@ -59,7 +68,12 @@ def settings(strategy: str) -> None:
     inner.param_groups[0]["lr"] = 0.25
     plain = dict(optimizer.param_groups[0])
     assert type(plain) is dict
-    assert plain["lr"] == {**optimizer.param_groups[0]}["lr"] == optimizer.param_groups[0].get("lr") == 0.25
+    assert (
+        plain["lr"]
+        == {**optimizer.param_groups[0]}["lr"]
+        == optimizer.param_groups[0].get("lr")
+        == 0.25
+    )
     assert plain.keys() == inner.param_groups[0].keys() == copy.copy(plain).keys()
     assert isinstance(group, dict)
     json.dumps({name: value for name, value in group.items() if name != "params"})
@@ -74,7 +88,10 @@ def asks_for_state(strategy: str) -> None:
     _, model, optimizer, inner = make(strategy)
     steps(model, optimizer)
     known = len(inner.state)
-    with pytest.raises(shoal.PreconditionError, match=r"optimizer\.state\[parameter\].*optimizer\.state_dict\(\), called on every rank"):
+    with pytest.raises(
+        shoal.PreconditionError,
+        match=r"optimizer\.state\[parameter\].*optimizer\.state_dict\(\), called on every rank",
+    ):
         optimizer.state[optimizer.param_groups[0]["params"][0]]
     assert len(inner.state) == known == len(list(optimizer.state))
 
@@ -89,8 +106,12 @@ def with_hook(strategy: str, register: Callable[[Any], Any]) -> None:
     steps(model, optimizer)
 
 
-@pytest.mark.parametrize("register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook])
-def test_step_hooks_of_all_optimizers_are_refused_where_they_would_see_pieces(register: Callable[[Any], Any]) -> None:
+@pytest.mark.parametrize(
+    "register", [register_optimizer_step_pre_hook, register_optimizer_step_post_hook]
+)
+def test_step_hooks_of_all_optimizers_are_refused_where_they_would_see_pieces(
+    register: Callable[[Any], Any],
+) -> None:
     seen: list[Any] = []
 
     def looks(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -100,7 +121,10 @@ def test_step_hooks_of_all_optimizers_are_refused_where_they_would_see_pieces(re
     try:
         shoal.launch(with_hook, "ddp", register, world_size=2)
         assert seen
-        with pytest.raises(shoal.ConfigurationError, match=r"the step hook of all optimizers '.*looks'.*'zero1'.*in the loop"):
+        with pytest.raises(
+            shoal.ConfigurationError,
+            match=r"the step hook of all optimizers '.*looks'.*'zero1'.*in the loop",
+        ):
             shoal.launch(with_hook, "zero1", register, world_size=2)
     finally:
         handle.remove()
@@ -114,7 +138,10 @@ def adds_a_group(strategy: str) -> None:
 
 
 def test_a_group_that_a_script_appends_is_refused() -> None:
-    with pytest.raises(shoal.PreconditionError, match=r"add parameter groups to the optimizer before as_distributed"):
+    with pytest.raises(
+        shoal.PreconditionError,
+        match=r"add parameter groups to the optimizer before as_distributed",
+    ):
         shoal.launch(adds_a_group, "zero1", world_size=2)
 
 
@@ -123,14 +150,21 @@ def scaled(strategy: str) -> list[Any]:
     _, model, optimizer, _ = make(strategy)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
     norms = []
-    for number, (x,) in enumerate(shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8, shuffle=False)):
+    for number, (x,) in enumerate(
+        shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8, shuffle=False)
+    ):
         optimizer.zero_grad()
         scaler.scale(model(x).square().mean() * (float("inf") if number == 1 else 1.0)).backward()
         scaler.unscale_(optimizer)
         norms.append(float(model.clip_grad_norm_(0.1)))
         scaler.step(optimizer)
         scaler.update()
-    return [norms[0], norms[2], scaler.get_scale(), {name: value.tolist() for name, value in model.full_state_dict().items()}]
+    return [
+        norms[0],
+        norms[2],
+        scaler.get_scale(),
+        {name: value.tolist() for name, value in model.full_state_dict().items()},
+    ]
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "hybrid", "tensor"])
@@ -146,13 +180,19 @@ def scaled_in_parts(strategy: str) -> list[float]:
     """Five samples in micro-batches of one: in the last step two of three ranks have none."""
     _, model, optimizer, _ = make(strategy)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    for step in shoal.ElasticDataLoader(TensorDataset(X[:5]), global_batch_size=4, micro_batch_size=1, shuffle=False).steps():
+    for step in shoal.ElasticDataLoader(
+        TensorDataset(X[:5]), global_batch_size=4, micro_batch_size=1, shuffle=False
+    ).steps():
         for (x,) in step:
             scaler.scale(model(x).square().mean()).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    return [value for tensor in model.full_state_dict().values() for value in tensor.double().reshape(-1).tolist()]
+    return [
+        value
+        for tensor in model.full_state_dict().values()
+        for value in tensor.double().reshape(-1).tolist()
+    ]
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3", "hybrid"])
@@ -167,7 +207,13 @@ def compares_groups(strategy: str) -> list[Any]:
     one, *others = optimizer.param_groups
     one |= {"lr": 0.5}
     optimizer.param_groups[0] = one
-    told = [one["lr"], optimizer.optimizer.param_groups[0]["lr"], one == dict(one), one == {}, "lr" in list(reversed(one))]
+    told = [
+        one["lr"],
+        optimizer.optimizer.param_groups[0]["lr"],
+        one == dict(one),
+        one == {},
+        "lr" in list(reversed(one)),
+    ]
     return [*told, *[one == other for other in others], optimizer.state.get("nothing") is None]
 
 

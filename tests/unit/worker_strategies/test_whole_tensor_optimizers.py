@@ -1,4 +1,5 @@
-"""Optimizers that look at whole tensors or rows: right where tensors are whole or dealt whole, refused where they are cut."""
+"""Optimizers that look at whole tensors or rows: right where tensors are whole or dealt whole,
+refused where they are cut."""
 
 from __future__ import annotations
 
@@ -36,10 +37,17 @@ def mean_square(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def network(*, bias: bool = True) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 8, bias=bias), nn.Tanh(), nn.Linear(8, 8, bias=bias), nn.Linear(8, 2, bias=bias))
+    return nn.Sequential(
+        nn.Linear(6, 8, bias=bias),
+        nn.Tanh(),
+        nn.Linear(8, 8, bias=bias),
+        nn.Linear(8, 2, bias=bias),
+    )
 
 
-def alone(kind: Make, *, bias: bool = True, clip: float = 0.1) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def alone(
+    kind: Make, *, bias: bool = True, clip: float = 0.1
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """What one process comes to after all batches."""
     net = network(bias=bias)
     optimizer = kind(net)
@@ -51,29 +59,49 @@ def alone(kind: Make, *, bias: bool = True, clip: float = 0.1) -> tuple[dict[str
     return net.state_dict(), optimizer.state_dict()
 
 
-def train(kind: Make, strategy: str, *, bias: bool = True, clip: float = 0.1, **options: Any) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """What a rank does. Returns the whole model's and optimizer's state, and the elements of the optimizer's state that are here."""
+def train(
+    kind: Make, strategy: str, *, bias: bool = True, clip: float = 0.1, **options: Any
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """What a rank does. Returns the whole model's and optimizer's state, and the elements of the
+    optimizer's state that are here."""
     net = network(bias=bias)
     model, optimizer = shoal.as_distributed(net, kind(net), strategy=strategy, **options)
-    loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(X), global_batch_size=8, shuffle=False)
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(X), global_batch_size=8, shuffle=False
+    )
     for (x,) in loader:
         model.train_step(x, torch.zeros(len(x), 2), mean_square)
         model.clip_grad_norm_(clip)
         assert optimizer.step()
         optimizer.zero_grad()
-    held = sum(v.numel() for own in optimizer.state.values() for v in own.values() if isinstance(v, torch.Tensor) and v.dim())
+    held = sum(
+        v.numel()
+        for own in optimizer.state.values()
+        for v in own.values()
+        if isinstance(v, torch.Tensor) and v.dim()
+    )
     return model.full_state_dict(), optimizer.state_dict(), held
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [*itertools.product(["ddp", "pipeline"], [*KINDS][:3]), ("ddp", "own")])
-def test_where_tensors_are_whole_they_take_the_steps_of_one_process(strategy: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [*itertools.product(["ddp", "pipeline"], [*KINDS][:3]), ("ddp", "own")]
+)
+def test_where_tensors_are_whole_they_take_the_steps_of_one_process(
+    strategy: str, kind: str
+) -> None:
     for state, _, _ in shoal.launch(lambda: train(KINDS[kind], strategy, clip=100.0), world_size=2):
-        torch.testing.assert_close(dict(state), dict(alone(KINDS[kind], clip=100.0)[0]), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            dict(state), dict(alone(KINDS[kind], clip=100.0)[0]), rtol=1e-5, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("strategy", "world_size"), [*itertools.product(DEALT[:4], [2, 3]), ("hsdp", 4)])
-def test_where_tensors_are_dealt_to_the_ranks_they_do_so_too(kind: str, strategy: str, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "world_size"), [*itertools.product(DEALT[:4], [2, 3]), ("hsdp", 4)]
+)
+def test_where_tensors_are_dealt_to_the_ranks_they_do_so_too(
+    kind: str, strategy: str, world_size: int
+) -> None:
     options = {"whole_tensors": True} if kind == "own" else {}
     options |= {"shard_size": 2} if strategy == "hsdp" else {}
     model, optimizer = alone(KINDS[kind])
@@ -81,7 +109,12 @@ def test_where_tensors_are_dealt_to_the_ranks_they_do_so_too(kind: str, strategy
     for state, saved, _ in ranks:
         torch.testing.assert_close(dict(state), dict(model), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(saved["state"], optimizer["state"], rtol=1e-4, atol=1e-6)
-    whole = sum(v.numel() for own in optimizer["state"].values() for v in own.values() if isinstance(v, torch.Tensor) and v.dim())
+    whole = sum(
+        v.numel()
+        for own in optimizer["state"].values()
+        for v in own.values()
+        if isinstance(v, torch.Tensor) and v.dim()
+    )
     assert sum(held for _, _, held in ranks) == 2 * whole  # each with a mirror, or in two replicas
 
 
@@ -89,7 +122,9 @@ def train_with_a_scaler(kind: Make, strategy: str) -> dict[str, Any]:
     net = network()
     model, optimizer = shoal.as_distributed(net, kind(net), strategy=strategy)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    for (x,) in shoal.ElasticDataLoader(torch.utils.data.TensorDataset(X), global_batch_size=8, shuffle=False):
+    for (x,) in shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(X), global_batch_size=8, shuffle=False
+    ):
         scaler.scale(model(x).square().mean()).backward()
         scaler.unscale_(optimizer)
         model.clip_grad_norm_(0.1)
@@ -102,19 +137,25 @@ def train_with_a_scaler(kind: Make, strategy: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["adafactor", "lamb"])
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_a_scaler_and_state_that_is_kept_elsewhere_change_nothing(kind: str, strategy: str, tmp_path: Path) -> None:
+def test_a_scaler_and_state_that_is_kept_elsewhere_change_nothing(
+    kind: str, strategy: str, tmp_path: Path
+) -> None:
     expected, _ = alone(KINDS[kind])
     for state in shoal.launch(lambda: train_with_a_scaler(KINDS[kind], strategy), world_size=2):
         torch.testing.assert_close(dict(state), dict(expected), rtol=1e-5, atol=1e-6)
     for offload in ("cpu", tmp_path):
-        for state, _, _ in shoal.launch(lambda offload=offload: train(KINDS[kind], strategy, offload=offload), world_size=2):
+        for state, _, _ in shoal.launch(
+            lambda offload=offload: train(KINDS[kind], strategy, offload=offload), world_size=2
+        ):
             torch.testing.assert_close(dict(state), dict(expected), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
 def test_passes_in_another_dtype_end_near_those_in_the_parameters_own(strategy: str) -> None:
     expected, _ = alone(KINDS["adafactor"])
-    for state, _, _ in shoal.launch(lambda: train(KINDS["adafactor"], strategy, param_dtype=torch.bfloat16), world_size=2):
+    for state, _, _ in shoal.launch(
+        lambda: train(KINDS["adafactor"], strategy, param_dtype=torch.bfloat16), world_size=2
+    ):
         torch.testing.assert_close(dict(state), dict(expected), rtol=0.1, atol=0.05)
 
 
@@ -132,13 +173,20 @@ def test_muon_takes_the_steps_of_one_process(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [("zero1", "zero3"), ("fsdp", "zero2"), ("zero2", "ddp"), ("ddp", "zero1")])
-def test_a_checkpoint_goes_on_with_other_ranks_and_another_strategy(kind: str, saved_by: str, loaded_by: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"),
+    [("zero1", "zero3"), ("fsdp", "zero2"), ("zero2", "ddp"), ("ddp", "zero1")],
+)
+def test_a_checkpoint_goes_on_with_other_ranks_and_another_strategy(
+    kind: str, saved_by: str, loaded_by: str, tmp_path: Path
+) -> None:
     def part(strategy: str, first: int, last: int) -> Any:
         net = network()
         options = {"whole_tensors": True} if kind == "own" and strategy != "ddp" else {}
         model, optimizer = shoal.as_distributed(net, KINDS[kind](net), strategy=strategy, **options)
-        loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(X), global_batch_size=8, shuffle=False)
+        loader = shoal.ElasticDataLoader(
+            torch.utils.data.TensorDataset(X), global_batch_size=8, shuffle=False
+        )
         if first:
             assert shoal.resume(tmp_path)
         for (x,) in loader:
@@ -159,14 +207,22 @@ def test_a_checkpoint_goes_on_with_other_ranks_and_another_strategy(kind: str, s
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes=st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12), world_size=st.integers(1, 6))
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=12),
+    world_size=st.integers(1, 6),
+)
 def test_tensors_are_dealt_whole_and_evenly(shapes: list[tuple[int, ...]], world_size: int) -> None:
-    layout = UnitLayout(shapes=tuple(torch.Size(shape) for shape in shapes), world_size=world_size, whole_tensors=True)
+    layout = UnitLayout(
+        shapes=tuple(torch.Size(shape) for shape in shapes),
+        world_size=world_size,
+        whole_tensors=True,
+    )
     pieces = [layout.pieces(rank) for rank in range(world_size)]
     for index, numel in enumerate(layout.numels):
         assert sorted(own[index].length for own in pieces)[-2:] in ([0, numel], [numel])
     loads = [sum(piece.length for piece in own) for own in pieces]
-    assert max(loads) - min(loads) <= max(layout.numels)  # the last tensor of the fullest rank went where there was least
+    # the last tensor of the fullest rank went where there was least
+    assert max(loads) - min(loads) <= max(layout.numels)
     elements = torch.arange(layout.numel)
     shards = [layout.shard_of(elements, rank) for rank in range(world_size)]
     assert layout.in_order(torch.cat(shards)).equal(elements)
@@ -190,13 +246,29 @@ class Own(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("make", "options", "says"),
     [
-        (Own, {}, r"Own is not known: .* \(say elementwise_optimizer=True\).* \(say whole_tensors=True\)"),
+        (
+            Own,
+            {},
+            r"Own is not known: .* \(say elementwise_optimizer=True\).* \(say whole_tensors=True\)",
+        ),
         (Own, {"whole_tensors": False}, "Own is not known"),
         (Own, {"whole_tensors": "yes"}, "whole_tensors='yes': expected True, False or None"),
-        (Own, {"whole_tensors": True, "elementwise_optimizer": True}, "whole_tensors=True says that it looks at whole tensors"),
-        (torch.optim.Adafactor, {"elementwise_optimizer": True}, "Adafactor: it looks at whole tensors; leave elementwise_optimizer out"),
+        (
+            Own,
+            {"whole_tensors": True, "elementwise_optimizer": True},
+            "whole_tensors=True says that it looks at whole tensors",
+        ),
+        (
+            torch.optim.Adafactor,
+            {"elementwise_optimizer": True},
+            "Adafactor: it looks at whole tensors; leave elementwise_optimizer out",
+        ),
         (torch.optim.Adafactor, {"whole_tensors": False}, "whole_tensors=False with Adafactor"),
-        (torch.optim.Adafactor, {"gradient_compression": "topk"}, "gradient_compression='topk' with Adafactor"),
+        (
+            torch.optim.Adafactor,
+            {"gradient_compression": "topk"},
+            "gradient_compression='topk' with Adafactor",
+        ),
         (torch.optim.LBFGS, {"whole_tensors": True}, "LBFGS updates all parameters together"),
     ],
 )

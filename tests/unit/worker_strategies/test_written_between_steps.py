@@ -1,4 +1,5 @@
-"""What a script writes to parameters and buffers between two steps: carried if all ranks write alike, an error otherwise."""
+"""What a script writes to parameters and buffers between two steps: carried if all ranks write
+alike, an error otherwise."""
 
 from __future__ import annotations
 
@@ -55,12 +56,20 @@ def plain(write: Write) -> dict[str, torch.Tensor]:
 
 
 def train(
-    strategy: str, write: Write | None, in_pass: Write | None = None, micro: int | None = None, rate: float = 0.01
+    strategy: str,
+    write: Write | None,
+    in_pass: Write | None = None,
+    micro: int | None = None,
+    rate: float = 0.01,
 ) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     net = Net(in_pass)
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), rate), strategy=strategy)
-    loader = shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8, micro_batch_size=micro, shuffle=False)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), rate), strategy=strategy
+    )
+    loader = shoal.ElasticDataLoader(
+        TensorDataset(X), global_batch_size=8, micro_batch_size=micro, shuffle=False
+    )
     for step in loader.steps() if micro else ([batch] for batch in loader):
         for (x,) in step:
             model(x).square().mean().backward()
@@ -85,7 +94,10 @@ WRITES: dict[str, tuple[str, Callable[[Net], object]]] = {
     "in place": ("first.weight", lambda net: net.first.weight.mul_(2)),
     "data in place": ("first.weight", lambda net: net.first.weight.data.mul_(2)),
     "frozen": ("frozen.bias", lambda net: net.frozen.bias.data.fill_(1)),
-    "load_state_dict": ("first.weight", lambda net: net.load_state_dict({k: v * 2 for k, v in net.state_dict().items()})),
+    "load_state_dict": (
+        "first.weight",
+        lambda net: net.load_state_dict({k: v * 2 for k, v in net.state_dict().items()}),
+    ),
     "a buffer": ("norm.running_var", lambda net: net.norm.running_var.fill_(9)),  # type: ignore[union-attr]
     "a counter": ("samples", lambda net: net.samples.zero_()),
 }
@@ -93,7 +105,9 @@ WRITES: dict[str, tuple[str, Callable[[Net], object]]] = {
 
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("strategy", HERE)
-def test_what_one_rank_writes_is_an_error_that_names_tensor_ranks_and_cause(strategy: str, how: str) -> None:
+def test_what_one_rank_writes_is_an_error_that_names_tensor_ranks_and_cause(
+    strategy: str, how: str
+) -> None:
     name, write = WRITES[how]
     with pytest.raises(PreconditionError, match=f"after step 3 .*'{name}'") as stopped:
         shoal.launch(train, strategy, on_rank_1(write), world_size=2)

@@ -1,4 +1,5 @@
-"""Parameters that a forward pass writes: carried where ranks hold them whole and write alike, refused elsewhere."""
+"""Parameters that a forward pass writes: carried where ranks hold them whole and write alike,
+refused elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ class Momentum(nn.Module):
 
     def __init__(self, how: str = "in place") -> None:
         super().__init__()
-        self.query, self.key, self.how = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), how
+        self.query, self.key, self.how = (
+            nn.Linear(4, 4, bias=False),
+            nn.Linear(4, 4, bias=False),
+            how,
+        )
         self.key.load_state_dict(self.query.state_dict())
         self.key.requires_grad_(False)
 
@@ -46,7 +51,11 @@ class ActNorm(nn.Module):
 
     def __init__(self, how: str = "in place") -> None:
         super().__init__()
-        self.shift, self.scale, self.how = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4)), how
+        self.shift, self.scale, self.how = (
+            nn.Parameter(torch.zeros(4)),
+            nn.Parameter(torch.ones(4)),
+            how,
+        )
         self.register_buffer("done", torch.tensor(0))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,10 +87,16 @@ def plain(make: Callable[[str], nn.Module]) -> dict[str, torch.Tensor]:
     return dict(net.state_dict())
 
 
-def train(make: Callable[[str], nn.Module], how: str, strategy: str, micro: int | None = None) -> dict[str, torch.Tensor]:
+def train(
+    make: Callable[[str], nn.Module], how: str, strategy: str, micro: int | None = None
+) -> dict[str, torch.Tensor]:
     net = make(how)
-    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01), strategy=strategy)
-    loader = shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8, micro_batch_size=micro, shuffle=False)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.01), strategy=strategy
+    )
+    loader = shoal.ElasticDataLoader(
+        TensorDataset(X), global_batch_size=8, micro_batch_size=micro, shuffle=False
+    )
     for step in loader.steps() if micro else ([batch] for batch in loader):
         for (x,) in step:
             model.train_step(x, None, lambda output, _: output.square().mean())
@@ -94,7 +109,9 @@ def train(make: Callable[[str], nn.Module], how: str, strategy: str, micro: int 
 @pytest.mark.parametrize("micro", [None, 2])
 @pytest.mark.parametrize("how", ["in place", "data in place", "data"])
 @pytest.mark.parametrize("strategy", CARRY)
-def test_what_all_ranks_write_alike_is_as_in_one_process(strategy: str, how: str, micro: int | None) -> None:
+def test_what_all_ranks_write_alike_is_as_in_one_process(
+    strategy: str, how: str, micro: int | None
+) -> None:
     if how == "data" and strategy != "ddp":
         with pytest.raises(ConfigurationError, match=r"0\.key\.weight"):
             shoal.launch(train, momentum, how, strategy, micro, world_size=2)
@@ -107,7 +124,9 @@ def test_what_all_ranks_write_alike_is_as_in_one_process(strategy: str, how: str
 @pytest.mark.parametrize("micro", [None, 2])
 @pytest.mark.parametrize("how", ["in place", "data in place"])
 @pytest.mark.parametrize("strategy", CARRY)
-def test_what_depends_on_a_ranks_own_samples_is_refused(strategy: str, how: str, micro: int | None) -> None:
+def test_what_depends_on_a_ranks_own_samples_is_refused(
+    strategy: str, how: str, micro: int | None
+) -> None:
     with pytest.raises(ConfigurationError, match=r"0\.shift") as refused:
         shoal.launch(train, act_norm, how, strategy, micro, world_size=2)
     assert refused.value.reason == "PARAMETERS_WRITTEN"
@@ -116,7 +135,9 @@ def test_what_depends_on_a_ranks_own_samples_is_refused(strategy: str, how: str,
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("how", ["in place", "data in place", "data"])
 @pytest.mark.parametrize("strategy", REFUSE)
-def test_where_ranks_hold_parts_of_parameters_writes_are_refused(strategy: str, how: str, world_size: int) -> None:
+def test_where_ranks_hold_parts_of_parameters_writes_are_refused(
+    strategy: str, how: str, world_size: int
+) -> None:
     with pytest.raises(shoal.ShoalError, match=r"0\.key\.weight"):
         shoal.launch(train, momentum, how, strategy, world_size=world_size)
 
@@ -145,7 +166,9 @@ class WritesWithoutEffect(nn.Module):
 def test_ranks_may_differ_in_what_they_write_without_effect(strategy: str) -> None:
     def rank() -> int:
         net = WritesWithoutEffect()
-        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01), strategy=strategy)
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.parameters(), 0.01), strategy=strategy
+        )
         loader = shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8)
         for _ in loader.epochs(1):
             for (x,) in loader:
@@ -159,11 +182,15 @@ def test_ranks_may_differ_in_what_they_write_without_effect(strategy: str) -> No
 
 @pytest.mark.parametrize("begun", ["a forward pass", "a loop that was left"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_what_a_script_sets_behind_a_step_that_nobody_finishes_stays(strategy: str, begun: str) -> None:
+def test_what_a_script_sets_behind_a_step_that_nobody_finishes_stays(
+    strategy: str, begun: str
+) -> None:
     def rank() -> tuple[torch.Tensor, float]:
         net = Momentum()
         net.how, net.rate = "in place", 1.0
-        model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.query.parameters(), 0.0), strategy=strategy)
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.query.parameters(), 0.0), strategy=strategy
+        )
         loader = shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=8)
         for _ in loader.epochs(2):
             if begun == "a forward pass" and loader.global_step == 0:
@@ -172,7 +199,9 @@ def test_what_a_script_sets_behind_a_step_that_nobody_finishes_stays(strategy: s
                 for _ in loader:
                     break
             net.rate = 0.5
-            net.load_state_dict({name: torch.full_like(value, 7.0) for name, value in net.state_dict().items()})
+            net.load_state_dict(
+                {name: torch.full_like(value, 7.0) for name, value in net.state_dict().items()}
+            )
             for (x,) in loader:
                 model(x).square().mean().backward()
                 optimizer.step()

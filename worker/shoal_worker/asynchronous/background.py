@@ -1,4 +1,5 @@
-"""Calls to servers that are made on other threads, and waits for them that signals can interrupt."""
+"""Calls to servers that are made on other threads, and waits for them that signals can
+interrupt."""
 
 from __future__ import annotations
 
@@ -15,17 +16,18 @@ AnswerT = TypeVar("AnswerT")
 def wait_for_all(futures: Collection[Future[Any]]) -> None:
     """Returns when all of them are done, whatever came of them.
 
-    In slices: Python runs the handler of a signal on the main thread, between two instructions. A signal that comes just before that thread
-    begins to wait, or to another thread of the process, does not wake it. A worker that was told to leave by SIGTERM would not hear of it
-    as long as the servers let it wait for slower workers.
+    In slices: Python runs the handler of a signal on the main thread, between two instructions. A
+    signal that comes just before that thread begins to wait, or to another thread of the process,
+    does not wake it. A worker that was told to leave by SIGTERM would not hear of it as long as the
+    servers let it wait for slower workers.
     """
     while wait(futures, timeout=_SLICE_S).not_done:
         pass
 
 
 def in_background(call: Callable[[], AnswerT], *, name: str) -> Future[AnswerT]:
-    """What `call` returns or raises, on a thread of that name. Not a pool's: the interpreter would wait for it at its end, and it may wait
-    for a server."""
+    """What `call` returns or raises, on a thread of that name. Not a pool's: the interpreter would
+    wait for it at its end, and it may wait for a server."""
     future: Future[AnswerT] = Future()
 
     def run() -> None:

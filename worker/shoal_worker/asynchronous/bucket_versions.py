@@ -1,7 +1,9 @@
-"""The versions of sparse tables' buckets, as the ranks of a job that takes steps together know them.
+"""The versions of sparse tables' buckets, as the ranks of a job that takes steps together know
+them.
 
-A bucket's version counts its pushes, so every rank knows which version follows the last step. One that is found to be another means that
-a server has lost its data, which is logged and gone on from, or that somebody else trains the table, which is an error.
+A bucket's version counts its pushes, so every rank knows which version follows the last step. One
+that is found to be another means that a server has lost its data, which is logged and gone on from,
+or that somebody else trains the table, which is an error.
 
 Owned by the training thread.
 """
@@ -20,7 +22,8 @@ class BucketVersions:
     """Partition -> the version that it has when all that counts was pushed."""
 
     def __init__(self, *, table_of: Callable[[int], str], lost: Callable[[int], None]) -> None:
-        """`table_of`: a bucket's table, for errors. `lost`: told of pushes that a server has lost."""
+        """`table_of`: a bucket's table, for errors. `lost`: told of pushes that a server has
+        lost."""
         self._table_of = table_of
         self._lost = lost
         self._expected: dict[int, int] = {}
@@ -64,28 +67,34 @@ class BucketVersions:
         table = self._table_of(partition_id)
         if version > expected:
             raise PreconditionError(
-                f"sparse table {table!r}: bucket {partition_id} has {version - 1} pushes, and the ranks of this job have made "
-                f"{expected - 1}: somebody else trains it; a table belongs to one job with one strategy",
+                f"sparse table {table!r}: bucket {partition_id} has {version - 1} pushes, and the "
+                f"ranks of this job have made {expected - 1}: somebody else trains it; a table "
+                "belongs to one job with one strategy",
                 reason="TABLE_AHEAD",
             )
         _log.warning(
-            "sparse table %r: bucket %d has %d pushes, and %d were made: its server has lost its data; training goes on from the rows that "
-            "there are. With a data directory of its own a server loses none",
+            "sparse table %r: bucket %d has %d pushes, and %d were made: its server has lost its "
+            "data; training goes on from the rows that there are. With a data directory of its "
+            "own a server loses none",
             *(table, partition_id, version - 1, expected - 1),
         )
         self._lost(expected - version)
 
     def agree(self, told: Sequence[Mapping[int, int]]) -> None:
-        """Takes over the versions that ranks know of. Raises MembershipChanged where they know different ones: then each rank looks at the
-        servers anew."""
+        """Takes over the versions that ranks know of. Raises MembershipChanged where they know
+        different ones: then each rank looks at the servers anew."""
         known: dict[int, set[int]] = {}
         for versions in told:
             for partition_id, version in versions.items():
                 known.setdefault(partition_id, set()).add(version)
         differing = sorted(each for each, versions in known.items() if len(versions) > 1)
-        self._expected = {each: min(versions) for each, versions in known.items() if len(versions) == 1}
+        self._expected = {
+            each: min(versions) for each, versions in known.items() if len(versions) == 1
+        }
         if differing:
-            raise MembershipChanged(f"ranks have found buckets {differing[:5]} of sparse tables at different versions")
+            raise MembershipChanged(
+                f"ranks have found buckets {differing[:5]} of sparse tables at different versions"
+            )
 
     def step_counts(self, pushed: Iterable[int]) -> None:
         """A step counts, which pushes to these buckets."""
@@ -93,7 +102,8 @@ class BucketVersions:
         self._expected.update({each: self._expected[each] + 1 for each in pushed})
 
     def told(self) -> dict[str, int]:
-        """For other ranks, and for checkpoints: the versions by the buckets' numbers, as JSON has them."""
+        """For other ranks, and for checkpoints: the versions by the buckets' numbers, as JSON has
+        them."""
         return {str(each): version for each, version in self._expected.items()}
 
     def restore(self, told: Mapping[str, int]) -> None:

@@ -1,7 +1,8 @@
-"""One parameter server as a worker reaches it: which one it is, what it has, where it listens, and the client that speaks to it.
+"""One parameter server as a worker reaches it: which one it is, what it has, where it listens, and
+the client that speaks to it.
 
-Here a server is found again that has moved or was started anew. What is said to it, and how often, is not here (server_link.py,
-persistence.py).
+Here a server is found again that has moved or was started anew. What is said to it, and how often,
+is not here (server_link.py, persistence.py).
 """
 
 from __future__ import annotations
@@ -36,24 +37,36 @@ class Connection:
     def adopt(self, share: ServerShare) -> None:
         """What the server has by the newest shard map. Between calls."""
         self.share = share
-        self.partitions: Mapping[int, Partition] = {partition.partition_id: partition for partition in share.partitions}
-        self.trained: Sequence[Partition] = [partition for partition in share.partitions if partition.trained]
+        self.partitions: Mapping[int, Partition] = {
+            partition.partition_id: partition for partition in share.partitions
+        }
+        self.trained: Sequence[Partition] = [
+            partition for partition in share.partitions if partition.trained
+        ]
         self._stored_bytes = sum(partition.size_bytes for partition in share.partitions)
 
     def stream_deadline(self, more_bytes: int = 0) -> timedelta:
-        """How long a stream may take of all values of this worker's tensors on the server, and of so many bytes."""
+        """How long a stream may take of all values of this worker's tensors on the server, and of
+        so many bytes."""
         return timedelta(seconds=60 + (self._stored_bytes + more_bytes) / _SLOWEST_BYTES_PER_S)
 
     def find(self) -> None:
-        """A server that was restarted may listen elsewhere. Raises ShardMapChanged when partitions have moved, and UnavailableError when
-        one that has some of them is not there yet."""
+        """A server that was restarted may listen elsewhere. Raises ShardMapChanged when partitions
+        have moved, and UnavailableError when one that has some of them is not there yet."""
         shard_map = self._job.shard_map()
         if shard_map is None:
             return
-        addresses = {server.server_index: server.address for server in shard_map.servers if server.address}
+        addresses = {
+            server.server_index: server.address for server in shard_map.servers if server.address
+        }
         if shard_map.epoch > self.share.epoch:
-            if missing := sorted({partition.primary for partition in shard_map.partitions} - addresses.keys()):
-                raise UnavailableError(f"servers {missing}, which have partitions now, are not registered", reason="SHARD_MAP_INCOMPLETE")
+            if missing := sorted(
+                {partition.primary for partition in shard_map.partitions} - addresses.keys()
+            ):
+                raise UnavailableError(
+                    f"servers {missing}, which have partitions now, are not registered",
+                    reason="SHARD_MAP_INCOMPLETE",
+                )
             raise ShardMapChanged(shard_map)
         address = addresses.get(self.share.index, self.address)
         if address != self.address or (self.client.is_closed and not self._closed):
@@ -65,8 +78,8 @@ class Connection:
         state = self.client.get_server(member_id=self._job.member_id)
         if state.job_id != self._job.job_id or state.server_index not in (-1, self.share.index):
             raise UnavailableError(
-                f"at {self.address} there is server {state.server_index} of job {state.job_id!r}, not server {self.share.index} of "
-                f"{self._job.job_id!r}"
+                f"at {self.address} there is server {state.server_index} of job {state.job_id!r}, "
+                f"not server {self.share.index} of {self._job.job_id!r}"
             )
         return state
 

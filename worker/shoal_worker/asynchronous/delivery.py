@@ -1,4 +1,5 @@
-"""One iteration of a worker on its way to the servers, and what became of it: what `ParameterServers` and its links pass to each other."""
+"""One iteration of a worker on its way to the servers, and what became of it: what
+`ParameterServers` and its links pass to each other."""
 
 from __future__ import annotations
 
@@ -16,15 +17,17 @@ class Pushed:
     """What became of a push."""
 
     staleness: int
-    """Versions between the pull that the gradient was computed on and the push; the largest over the partitions."""
+    """Versions between the pull that the gradient was computed on and the push; the largest over
+    the partitions."""
     known: bool
-    """Something was pushed, and all of it had come from another member before, which had the batch."""
+    """Something was pushed, and all of it had come from another member before, which had the
+    batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """One iteration on its way to the servers; what has become of it stays known when partitions move in the middle. Each partition's
-    entries belong to the thread that speaks to its server."""
+    """One iteration on its way to the servers; what has become of it stays known when partitions
+    move in the middle. Each partition's entries belong to the thread that speaks to its server."""
 
     iteration: Iteration
     payloads: dict[int, Callable[[], Payload]] = field(default_factory=dict)
@@ -33,7 +36,8 @@ class Delivery:
     there: set[int] = field(default_factory=set)
     """Partitions that take their push for an earlier one of the same batch, which was given up."""
     pulled: set[int] = field(default_factory=set)
-    """Partitions of which this worker has the values that its next iteration begins with. With bsp others may have gone on since."""
+    """Partitions of which this worker has the values that its next iteration begins with. With bsp
+    others may have gone on since."""
 
     def outcome(self) -> Pushed:
         """What became of all of it."""

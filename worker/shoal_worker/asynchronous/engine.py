@@ -1,9 +1,12 @@
-"""The engine of async_sgd: values come from the parameter servers, and each iteration pushes this worker's gradients to them.
+"""The engine of async_sgd: values come from the parameter servers, and each iteration pushes this
+worker's gradients to them.
 
-With inner steps an iteration is a round of them (`outer_steps.py`): the optimizer is this worker's, and the servers run the outer one.
-Here the parts come together, and answer the model, the optimizer and the session; each has a module of its own beside this one.
+With inner steps an iteration is a round of them (`outer_steps.py`): the optimizer is this worker's,
+and the servers run the outer one. Here the parts come together, and answer the model, the optimizer
+and the session; each has a module of its own beside this one.
 
-What that means for training is told in `strategies/async_sgd.py`. All of it runs on the training thread.
+What that means for training is told in `strategies/async_sgd.py`. All of it runs on the training
+thread.
 """
 
 from __future__ import annotations
@@ -50,13 +53,14 @@ class AsyncEngine(Engine):
 
     asynchronous: ClassVar[bool] = True
 
-    # ------------------------------------------------------------------------------------------------------------ beginning
+    # ------------------------------------------------------------------------------------ beginning
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         check_configuration(self.config, self.backend_name)
         self._own = cast(Session, setup.session)
-        """The session itself: its membership, its metrics and its end are this engine's business as well."""
+        """The session itself: its membership, its metrics and its end are this engine's business as
+        well."""
         self._async_options = AsyncOptions(**self._options)
         self._servers: ParameterServers | None = None
         self._participation: Participation | None = None
@@ -80,39 +84,56 @@ class AsyncEngine(Engine):
         self._tables = Tables(self.module)
         if self._tables and self._async_options.in_step:
             raise ConfigurationError(
-                'consistency="bsp" with sparse tables: their rows are looked up within the step, and nobody waits until all have been; '
+                'consistency="bsp" with sparse tables: their rows are looked up within the step, '
+                "and nobody waits until all have been; "
                 'use "asp" or "ssp"'
             )
         if self._tables and self._async_options.inner_steps:
             raise ConfigurationError(
-                f"inner_steps={self._async_options.inner_steps} with sparse tables: their rows are on the servers, which take a step of "
-                "theirs with each push; leave inner_steps out"
+                f"inner_steps={self._async_options.inner_steps} with sparse tables: their rows are "
+                "on the servers, which take a step of theirs with each push; leave inner_steps out"
             )
         check_trains(self.module)
         if any(buffer.is_meta for buffer in self.module.buffers()):
             raise ConfigurationError(
-                "the model has buffers on the meta device: with async_sgd buffers are each worker's own, and come from nowhere else; build "
-                "it with values"
+                "the model has buffers on the meta device: with async_sgd buffers are each "
+                "worker's own, and come from nowhere else; build it with values"
             )
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """See `Engine`. Lays the tensors out over the servers, and waits for these."""
         if optimizer is None:
             raise ConfigurationError(
-                'strategy="async_sgd" needs the optimizer, which the servers run: as_distributed(model, optimizer, ...)'
+                'strategy="async_sgd" needs the optimizer, which the servers run: '
+                "as_distributed(model, optimizer, ...)"
             )
         check_optimizer_covers(self.module, optimizer)
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         self.optimizer = optimizer
         options = self._async_options
         optimizers = self._optimizers = Optimizers(optimizer, options, names)
-        groups = {id(p): number for number, group in enumerate(optimizers.on_servers.param_groups) for p in group["params"]}
-        # Together with others, what has small gradients would have none of the largest values, and would be lost beside a block's scale.
+        groups = {
+            id(p): number
+            for number, group in enumerate(optimizers.on_servers.param_groups)
+            for p in group["params"]
+        }
+        # Together with others, what has small gradients would have none of the largest values, and
+        # would be lost beside a block's scale.
         compressor = self.config.compressor
-        apart = compressor is not None and compressor.codec not in (codecs.FLOAT16, codecs.BFLOAT16, codecs.POWERSGD)
-        tensors = [HostTensor(name, p, trained=id(p) in groups, apart=apart) for name, p in self.module.named_parameters()]
-        # Those of one parameter group lie side by side on the servers, which then step them at once.
-        self._tensors = sorted(tensors, key=lambda tensor: groups.get(id(tensor.parameter), len(groups)))
+        apart = compressor is not None and compressor.codec not in (
+            codecs.FLOAT16,
+            codecs.BFLOAT16,
+            codecs.POWERSGD,
+        )
+        tensors = [
+            HostTensor(name, p, trained=id(p) in groups, apart=apart)
+            for name, p in self.module.named_parameters()
+        ]
+        # Those of one parameter group lie side by side on the servers, which then step them at
+        # once.
+        self._tensors = sorted(
+            tensors, key=lambda tensor: groups.get(id(tensor.parameter), len(groups))
+        )
         self._joins_late = self._session.is_joining
         self._session.attach(self)
         atexit.register(self._leave)
@@ -121,14 +142,24 @@ class AsyncEngine(Engine):
             job = self._open_job(optimizers)
             if options.inner_steps:
                 self._outer = self._outer_steps(optimizers, steps=options.inner_steps)
-            shard_map = job.declare([*(tensor.spec for tensor in self._tensors), *self._tables.specs()])
+            shard_map = job.declare(
+                [*(tensor.spec for tensor in self._tensors), *self._tables.specs()]
+            )
             optimizers.schedule.check_layout(shard_map)
             self._servers = ParameterServers(
-                job, shard_map, self._tensors, optimizers.schedule, options, self._own.metrics, self.config.compressor
+                job,
+                shard_map,
+                self._tensors,
+                optimizers.schedule,
+                options,
+                self._own.metrics,
+                self.config.compressor,
             )
             self._participation = Participation(self._servers, waited_for=options.waits_for_others)
             self._servers.configure()
-            self._tables.connect(job, shard_map, patience=options.server_timeout, stopped=self._stopped)
+            self._tables.connect(
+                job, shard_map, patience=options.server_timeout, stopped=self._stopped
+            )
         except StopTraining as stop:
             self._leave()
             self._own.give_up_step(stop)
@@ -156,16 +187,27 @@ class AsyncEngine(Engine):
         )
         self._own.progress.server_waits = lambda: job.waits.now
         if membership is not None:
-            self._job, self._leases = job, CoordinatorLeases(job, ahead=self._async_options.lease_ahead)
+            self._job, self._leases = (
+                job,
+                CoordinatorLeases(job, ahead=self._async_options.lease_ahead),
+            )
             if self._own.donor is not None:
-                self._handover = Handover(self._own.donor, job, self._session.registered, optimizers, self.module)
+                self._handover = Handover(
+                    self._own.donor, job, self._session.registered, optimizers, self.module
+                )
         return job
 
     def _outer_steps(self, optimizers: Optimizers, *, steps: int) -> OuterSteps:
         """From here on leases are of rounds."""
         self._leases = leases = RoundLeases(self._leases, steps=steps)
         return OuterSteps(
-            self._session, leases, self._tensors, steps=steps, inner=optimizers.own, outer=optimizers.on_servers, push=self.exchange
+            self._session,
+            leases,
+            self._tensors,
+            steps=steps,
+            inner=optimizers.own,
+            outer=optimizers.on_servers,
+            push=self.exchange,
         )
 
     def _start(self) -> None:
@@ -178,7 +220,10 @@ class AsyncEngine(Engine):
         self._require_servers().start(has_values=has_values, joins_late=self._joins_late)
         self._started = True
         if self._joins_late and not (self._handover is not None and self._handover.take()):
-            _log.warning("no peer could give its registered state, schedule and buffers; those of this joiner begin anew")
+            _log.warning(
+                "no peer could give its registered state, schedule and buffers; those of this "
+                "joiner begin anew"
+            )
         elif not self._joins_late and self._handover is not None:
             self._handover.take_first_buffers()
 
@@ -203,7 +248,7 @@ class AsyncEngine(Engine):
             self._own_cluster.close()
             self._own_cluster = None
 
-    # ------------------------------------------------------------------------------------------------------------- training
+    # ------------------------------------------------------------------------------------- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass, with the values pulled last."""
@@ -212,7 +257,8 @@ class AsyncEngine(Engine):
         return self._compute(*args, **kwargs)
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """Forward, loss and backward. Returns the loss of this worker's batch: there is no common one."""
+        """Forward, loss and backward. Returns the loss of this worker's batch: there is no common
+        one."""
         step = self._session.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
         step.loss = float(loss.detach())
@@ -227,7 +273,7 @@ class AsyncEngine(Engine):
     def synchronize_gradients(self) -> None:
         """Nothing to do: each worker's gradient is pushed by itself, in `optimizer.step()`."""
 
-    # ------------------------------------------------------------------------------------------------------ for ShardedOptimizer
+    # ------------------------------------------------------------------------- for ShardedOptimizer
 
     updates_parts = True
     """See `Engine`: the servers update."""
@@ -237,27 +283,35 @@ class AsyncEngine(Engine):
         if self._optimizers is not None:
             self._optimizers.look()
 
-    def finish_step(self, update: Callable[[], None], *, scaled: bool, inspected: bool) -> StepStatus:
-        """See `Engine`: an iteration of this worker alone, or a step of its round. LOST when the run ended while the job stood still for
-        want of workers, or where the step's loop was left within a round; else COMMITTED. Raises as `exchange`."""
+    def finish_step(
+        self, update: Callable[[], None], *, scaled: bool, inspected: bool
+    ) -> StepStatus:
+        """See `Engine`: an iteration of this worker alone, or a step of its round. LOST when the
+        run ended while the job stood still for want of workers, or where the step's loop was left
+        within a round; else COMMITTED. Raises as `exchange`."""
         if (scaled or inspected) and self._tables:
             raise ConfigurationError(
-                "a GradScaler with sparse tables: it does not see the gradients of their rows; train in float32 or bfloat16, without it"
+                "a GradScaler with sparse tables: it does not see the gradients of their rows; "
+                "train in float32 or bfloat16, without it"
             )
         if self._outer is not None:
             self._outer.check_step()
         if self._writes is not None:
             self._writes.refuse()
-            self._writes.forget()  # the update itself writes; a script may call step() again after an error
+            # the update itself writes; a script may call step() again after an error
+            self._writes.forget()
         try:
             return super().finish_step(update, scaled=scaled, inspected=inspected)
         except StopTraining as stop:
             return self._own.give_up_step(stop)
 
     def step_optimizer(self, *, usable: bool) -> None:
-        """See `Engine`: the servers step. With inner steps this worker does, and the servers with the last of a round."""
+        """See `Engine`: the servers step. With inner steps this worker does, and the servers with
+        the last of a round."""
         if self._outer is None:
-            self.exchange(self._gradients() if usable else {}, self._tables.pushes() if usable else {})
+            self.exchange(
+                self._gradients() if usable else {}, self._tables.pushes() if usable else {}
+            )
         else:
             self._outer.take(usable=usable)
 
@@ -278,29 +332,36 @@ class AsyncEngine(Engine):
         return self.steps_in_round > 0
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Engine`: the settings, which go to the servers; what is momentum and moments in a synchronous run has no place on the
-        workers, but with inner steps."""
+        """See `Engine`: the settings, which go to the servers; what is momentum and moments in a
+        synchronous run has no place on the workers, but with inner steps."""
         super().load_optimizer_state_dict(self._require_optimizers().kept_here(state))
 
     def synchronize_parameters(self) -> None:
-        """Pulls what all workers have reached; between steps. Within a round of the user's own loop it ends the round, with a push.
+        """Pulls what all workers have reached; between steps. Within a round of the user's own loop
+        it ends the round, with a push.
 
         Raises:
-            PreconditionError: within a step: the gradient at hand is of the values that are there. Within a round of leased batches, which
-                counts as a whole.
+            PreconditionError: within a step: the gradient at hand is of the values that are there.
+                Within a round of leased batches, which counts as a whole.
         """
         step = self._session.step
         if step is not None and step.handed_out:
-            raise PreconditionError("synchronize_parameters within a step: call it after optimizer.step()")
+            raise PreconditionError(
+                "synchronize_parameters within a step: call it after optimizer.step()"
+            )
         if self._outer is not None and self._outer.steps:
             self._outer.push_now()
             self._own.progress.round_pushed()
         else:
             self.pull()
 
-    def exchange(self, sent: Mapping[str, torch.Tensor], rows: Mapping[int, PushedRows] = MappingProxyType({})) -> None:
-        """Ends an iteration: pushes gradients, by the tensors' names, and rows of tables, by partition, and pulls what all workers have
-        reached. Pushes nothing where there are none.
+    def exchange(
+        self,
+        sent: Mapping[str, torch.Tensor],
+        rows: Mapping[int, PushedRows] = MappingProxyType({}),
+    ) -> None:
+        """Ends an iteration: pushes gradients, by the tensors' names, and rows of tables, by
+        partition, and pulls what all workers have reached. Pushes nothing where there are none.
 
         Raises:
             DeadlineError (SERVER_AWAY): a server was away for longer than `server_timeout`.
@@ -311,8 +372,19 @@ class AsyncEngine(Engine):
         step = self._session.step
         source = step.source if step is not None else None
         batch = self._leases.at_hand(source.name) if source is not None else 0
-        iteration = Iteration(clock=clock, revision=self._require_optimizers().look(), gradients=sent, pull=pull, batch=batch, rows=rows)
-        others = self._own.progress.waits.of("the bound to the slowest worker") if self._async_options.waits_for_others else nullcontext()
+        iteration = Iteration(
+            clock=clock,
+            revision=self._require_optimizers().look(),
+            gradients=sent,
+            pull=pull,
+            batch=batch,
+            rows=rows,
+        )
+        others = (
+            self._own.progress.waits.of("the bound to the slowest worker")
+            if self._async_options.waits_for_others
+            else nullcontext()
+        )
         self._own.progress.pushing(batch if sent or rows else 0)
         with others:
             pushed = self._require_servers().exchange(iteration)
@@ -326,12 +398,16 @@ class AsyncEngine(Engine):
         self._require_participation().pushed()
 
     def pull(self) -> None:
-        """Brings back what all workers have reached; between steps, not within a round. With bsp a worker that takes part has the values of
-        its iteration, and keeps them."""
-        if self._started and not self.within_round and (self._require_participation().rests or not self._async_options.in_step):
+        """Brings back what all workers have reached; between steps, not within a round. With bsp a
+        worker that takes part has the values of its iteration, and keeps them."""
+        if (
+            self._started
+            and not self.within_round
+            and (self._require_participation().rests or not self._async_options.in_step)
+        ):
             self._require_servers().pull()
 
-    # --------------------------------------------------------------------------------------------- TrainingEngine: for the session
+    # -------------------------------------------------------------- TrainingEngine: for the session
 
     def step_begins(self) -> None:
         """See `TrainingEngine`."""
@@ -340,14 +416,16 @@ class AsyncEngine(Engine):
             self._outer.step_begins(source)
         if source is not None and not source.leased:
             raise ConfigurationError(
-                f"loader {source.name!r} deals steps that all ranks take together, and with async_sgd there are none; give it batch_size= "
-                "(the samples of one push) instead of global_batch_size= and micro_batch_size="
+                f"loader {source.name!r} deals steps that all ranks take together, and with "
+                "async_sgd there are none; give it batch_size= (the samples of one push) instead "
+                "of global_batch_size= and micro_batch_size="
             )
         try:
             self._start()
             self._require_servers().take_prefetched()
             if source is None:
-                self._require_participation().enter(self._clock)  # else there may be no batch for it
+                # else there may be no batch for it
+                self._require_participation().enter(self._clock)
                 self._watch_passes()
             self._find_epoch(source)
         except StopTraining as stop:  # while it waited for the coordinator, or a server
@@ -380,45 +458,65 @@ class AsyncEngine(Engine):
                 self._placed = True
 
     def lease_batches(
-        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+        self,
+        *,
+        loader: str,
+        epoch: int,
+        batches_in_epoch: int,
+        finished: Sequence[int],
+        want: int,
+        at_hand: int | None = None,
     ) -> Leases:
         """See `LoaderSession`."""
         participation = self._require_participation()
         try:
             answer = self._leases.lease(
-                loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want, at_hand=at_hand
+                loader=loader,
+                epoch=epoch,
+                batches_in_epoch=batches_in_epoch,
+                finished=finished,
+                want=want,
+                at_hand=at_hand,
             )
         finally:
             if self._outer is not None and self._outer.has_leased(loader):
                 self._own.progress.round_undone()
         if want and not answer.batches:
             if answer.epoch_done:
-                # Nobody pushes before the next epoch begins: what is evaluated between epochs is the same on all ranks.
+                # Nobody pushes before the next epoch begins: what is evaluated between epochs is
+                # the same on all ranks.
                 participation.rest()
                 self.pull()
             elif self._leases.is_idle(loader):
-                # Others may wait for this worker to finish an iteration, and it will find none before they have finished theirs.
+                # Others may wait for this worker to finish an iteration, and it will find none
+                # before they have finished theirs.
                 participation.rest()
         elif answer.batches:
             participation.enter(self._clock)
         elif not want:
-            # The loop is left: nobody is to wait for what this worker does elsewhere, but for the batch that it has at hand.
+            # The loop is left: nobody is to wait for what this worker does elsewhere, but for the
+            # batch that it has at hand.
             has_batch = at_hand is not None and not answer.took_back_at_hand
             participation.rest_after_push(has_batch)
             if not has_batch:
-                with suppress(ShoalError, StopTraining):  # whoever leaves for good is not waited for either
+                with suppress(ShoalError, StopTraining):
+                    # whoever leaves for good is not waited for either
                     participation.rest()
         return answer
 
     def capture(self) -> dict[str, Any]:
-        """See `TrainingEngine`: for checkpoints. What the servers run keeps its state there, and they write snapshots of their own
-        meanwhile; an inner optimizer's is this worker's."""
+        """See `TrainingEngine`: for checkpoints. What the servers run keeps its state there, and
+        they write snapshots of their own meanwhile; an inner optimizer's is this worker's."""
         if self._started:
             self._require_servers().write_snapshots()
-        return {"model": self._whole_state(), "optimizer": self._require_optimizers().own.state_dict()}
+        return {
+            "model": self._whole_state(),
+            "optimizer": self._require_optimizers().own.state_dict(),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `TrainingEngine`: of a checkpoint, before the first step. Servers that have values keep them; others get these."""
+        """See `TrainingEngine`: of a checkpoint, before the first step. Servers that have values
+        keep them; others get these."""
         self._check_not_started("shoal.resume")
         optimizers = self._require_optimizers()
         optimizers.check_checkpoint(state["optimizer"])
@@ -455,14 +553,18 @@ class AsyncEngine(Engine):
     def commit_step(self) -> None:
         """See `TrainingEngine`: buffers are this worker's own."""
 
-    # ---------------------------------------------------------------------------------------------------------------- state
+    # ---------------------------------------------------------------------------------------- state
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """The servers' values as they are now, on this rank's device; before the first step this worker's. The module stays as it is."""
+        """The servers' values as they are now, on this rank's device; before the first step this
+        worker's. The module stays as it is."""
         own = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
         if not self._started:
             return {name: value.clone() for name, value in own.items()}
-        return {name: value.to(own[name].device) for name, value in self._require_servers().read().items()}
+        return {
+            name: value.to(own[name].device)
+            for name, value in self._require_servers().read().items()
+        }
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """`gather_full_parameters`, and this worker's own buffers."""
@@ -475,7 +577,11 @@ class AsyncEngine(Engine):
         own, state = ModuleState(self.module), dict(super()._whole_state())
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         values = self.gather_full_parameters()
-        return state | {key: values[names[id(tensor)]] for key, tensor in own.tensors.items() if id(tensor) in names}
+        return state | {
+            key: values[names[id(tensor)]]
+            for key, tensor in own.tensors.items()
+            if id(tensor) in names
+        }
 
     def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
         """See `Engine`. Only before the first step: after it the servers' values are the model's.
@@ -491,7 +597,7 @@ class AsyncEngine(Engine):
         self._check_not_started("load_model or deserialize")
         super().load_full(tensors)
 
-    # ----------------------------------------------------------------------------------------------------------- invariants
+    # ----------------------------------------------------------------------------------- invariants
 
     def _stopped(self, stop: StopTraining) -> None:
         """The run ended while this worker waited for rows of a table."""
@@ -500,7 +606,8 @@ class AsyncEngine(Engine):
     def _check_not_started(self, what: str) -> None:
         if self._started:
             raise PreconditionError(
-                f"{what}: the parameter servers hold newer values since the first step; call it before the training loop"
+                f"{what}: the parameter servers hold newer values since the first step; call it "
+                "before the training loop"
             )
 
     def _require_servers(self) -> ParameterServers:
@@ -517,7 +624,8 @@ class AsyncEngine(Engine):
 
 
 def _move_to_epoch(source: StepSource, epoch: int) -> None:
-    """A joiner goes on where the others are; what it may have missed of that epoch is leased to whoever asks."""
+    """A joiner goes on where the others are; what it may have missed of that epoch is leased to
+    whoever asks."""
     state = source.state_dict()
     if state["epoch"] < epoch:
         source.load_state_dict({**state, "epoch": epoch, "samples": 0, "step": 0})

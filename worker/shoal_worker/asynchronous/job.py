@@ -1,4 +1,5 @@
-"""This worker's job, as asynchronous training needs it: who it is there, in which generation, and where the parameter servers are.
+"""This worker's job, as asynchronous training needs it: who it is there, in which generation, and
+where the parameter servers are.
 
 Any thread may call; the coordinator's link and client are safe to share.
 """
@@ -17,7 +18,14 @@ from shoal_common.backoff import Backoff
 from shoal_common.bulk.transport import Transport
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.clients.takeover import TakeoverWatch
-from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, ShoalError, UnavailableError
+from shoal_common.errors import (
+    ConfigurationError,
+    DeadlineError,
+    MembershipChanged,
+    PreconditionError,
+    ShoalError,
+    UnavailableError,
+)
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
@@ -47,14 +55,15 @@ class Job:
         transport: Transport = Transport.AUTO,
         fell_back: Callable[[Transport], None] = lambda transport: None,
     ) -> None:
-        """`channel`: how services are spoken to (token, TLS); its address is not used. `patience`: longest wait for the coordinator, for
-        servers to register, and for a rank while too few workers are left. `transport`, `fell_back`: as `ParameterServerClient` takes
-        them."""
+        """`channel`: how services are spoken to (token, TLS); its address is not used. `patience`:
+        longest wait for the coordinator, for servers to register, and for a rank while too few
+        workers are left. `transport`, `fell_back`: as `ParameterServerClient` takes them."""
         self._link = link
         self._channel = channel
         self.patience = patience
         self.straggler_patience = straggler_patience
-        """After so long behind a slower worker the coordinator is told, in case that one is stuck."""
+        """After so long behind a slower worker the coordinator is told, in case that one is
+        stuck."""
         self._transport = transport
         self._fell_back = fell_back
         self._entered = 0
@@ -83,11 +92,20 @@ class Job:
     def peers_before(self) -> list[Peer]:
         """Those in the newest generation that were in one before and have a donor, by rank."""
         peers = self._peers_at(slice(None))
-        return [p for p in peers if not p.joining and p.member_id != self.member_id and p.donor_address and p.donor_key]
+        return [
+            p
+            for p in peers
+            if not p.joining and p.member_id != self.member_id and p.donor_address and p.donor_key
+        ]
 
     def first_peer(self) -> Peer | None:
-        """Rank 0 of the newest generation; None: this worker is it, or it has no donor, or is not known."""
-        others = [p for p in self._peers_at(slice(1)) if p.member_id != self.member_id and p.donor_address and p.donor_key]
+        """Rank 0 of the newest generation; None: this worker is it, or it has no donor, or is not
+        known."""
+        others = [
+            p
+            for p in self._peers_at(slice(1))
+            if p.member_id != self.member_id and p.donor_address and p.donor_key
+        ]
         return others[0] if others else None
 
     def _peers_at(self, ranks: slice) -> Sequence[Peer]:
@@ -99,8 +117,8 @@ class Job:
             return ()
 
     def entered(self) -> bool:
-        """Changes of membership do not interrupt asynchronous training: this worker is in the newest generation at once, and says so.
-        Returns whether that is another one than before."""
+        """Changes of membership do not interrupt asynchronous training: this worker is in the
+        newest generation at once, and says so. Returns whether that is another one than before."""
         if self.generation == self._entered:
             return False
         self._entered = self.generation
@@ -108,7 +126,8 @@ class Job:
         return True
 
     def wait_for_rank(self, *, after: int) -> None:
-        """Blocks until a generation above `after` has this member: the job was on hold because too few workers were left.
+        """Blocks until a generation above `after` has this member: the job was on hold because too
+        few workers were left.
 
         Raises:
             StopTraining: the job was stopped, or this member is to leave.
@@ -128,11 +147,13 @@ class Job:
         return StopTraining(stopped) if stopped is not None else Drained(self._link.draining or "")
 
     def accuse_slowest(self, detail: str) -> None:
-        """Tells the coordinator that a peer holds this member up, so that it puts out who makes no progress at all."""
+        """Tells the coordinator that a peer holds this member up, so that it puts out who makes no
+        progress at all."""
         self._link.failed(self._link.newest, detail=detail, timed_out=True)
 
     def declare(self, tensors: Sequence[pb.TensorSpec]) -> pb.ShardMap:
-        """Lays the tensors out over the job's parameter servers; waits until all of these are registered.
+        """Lays the tensors out over the job's parameter servers; waits until all of these are
+        registered.
 
         Raises:
             ConfigurationError: the job has no parameter servers.
@@ -140,18 +161,23 @@ class Job:
             DeadlineError: the servers did not come in time.
         """
         try:
-            answer = self.insist("the job's parameter servers", lambda: self._link.client.declare_tensors(self.job_id, tensors))
+            answer = self.insist(
+                "the job's parameter servers",
+                lambda: self._link.client.declare_tensors(self.job_id, tensors),
+            )
         except PreconditionError as error:
             if error.reason == "JOB_WITHOUT_SERVERS":
                 raise ConfigurationError(
-                    f'strategy="async_sgd" and sparse tables need parameter servers, and job {self.job_id!r} was created without; start '
+                    'strategy="async_sgd" and sparse tables need parameter servers, and job '
+                    f"{self.job_id!r} was created without; start "
                     "it with `shoal run --servers 2 ...`"
                 ) from None
             raise
         return answer.shard_map
 
     def shard_map(self) -> pb.ShardMap | None:
-        """Which server has which partitions, and where it listens, as of now; None while the coordinator cannot say."""
+        """Which server has which partitions, and where it listens, as of now; None while the
+        coordinator cannot say."""
         try:
             return self._link.client.get_shard_map(self.job_id).shard_map
         except (UnavailableError, DeadlineError):
@@ -169,8 +195,8 @@ class Job:
         sequence: int = 0,
         batch_ms: int = 0,
     ) -> pb.LeaseBatchesResponse:
-        """Leases batches, acknowledges finished ones and gives others back, once. Raises what the coordinator refuses, and UnavailableError
-        or DeadlineError where it cannot be reached."""
+        """Leases batches, acknowledges finished ones and gives others back, once. Raises what the
+        coordinator refuses, and UnavailableError or DeadlineError where it cannot be reached."""
         return self._link.client.lease_batches(
             self.job_id,
             self.member_id,
@@ -187,14 +213,17 @@ class Job:
 
     def server_channel(self, address: str) -> ChannelSettings:
         """How to speak to a server."""
-        # A push that fails is sent again by ServerLink, which first asks what became of it; gRPC's own retries would only hide that.
+        # A push that fails is sent again by ServerLink, which first asks what became of it; gRPC's
+        # own retries would only hide that.
         return replace(self._channel, address=address, attempts=1)
 
     def server_client(self, address: str) -> ParameterServerClient:
-        """A client of the server at `address`, which speaks for this worker. It is closed when another server has taken the place of
-        that one, which does not answer."""
+        """A client of the server at `address`, which speaks for this worker. It is closed when
+        another server has taken the place of that one, which does not answer."""
         channel = self.server_channel(address)
-        client = ParameterServerClient(channel, transport=self._transport, member_id=self.member_id, fell_back=self._fell_back)
+        client = ParameterServerClient(
+            channel, transport=self._transport, member_id=self.member_id, fell_back=self._fell_back
+        )
         self._takeovers.add(client)
         return client
 
@@ -215,7 +244,10 @@ class Job:
                 if self.leaving:
                     raise self.departure() from error
                 if time.monotonic() >= deadline:
-                    raise DeadlineError(f"waited {self.patience.total_seconds():.0f} s for {what}: {error}", reason=error.reason) from error
+                    raise DeadlineError(
+                        f"waited {self.patience.total_seconds():.0f} s for {what}: {error}",
+                        reason=error.reason,
+                    ) from error
                 if self.rank == 0:  # one log line for all ranks
                     lines.say(what, functools.partial(str, error))
                 wait_s = backoff.next_s(error)

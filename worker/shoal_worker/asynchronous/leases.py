@@ -1,7 +1,9 @@
-"""Where the batches of leased loaders come from: the coordinator, who deals a dead worker's again, or this process when it is alone.
+"""Where the batches of leased loaders come from: the coordinator, who deals a dead worker's again,
+or this process when it is alone.
 
-A worker leases blocks of batches ahead, enough for `lease_ahead`, and a thread renews them and acknowledges what is finished. So a step
-needs no answer of the coordinator's, and training goes on for about that long while it is away.
+A worker leases blocks of batches ahead, enough for `lease_ahead`, and a thread renews them and
+acknowledges what is finished. So a step needs no answer of the coordinator's, and training goes on
+for about that long while it is away.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ _log = logging.getLogger(__name__)
 _MOST_WANTED: Final = 1024
 """Batches that a worker asks for in one request, and holds at most."""
 _ACKNOWLEDGED_AFTER: Final = 6
-"""What is finished is acknowledged within one part of so many of `lease_ahead`, if nothing else asks earlier."""
+"""What is finished is acknowledged within one part of so many of `lease_ahead`, if nothing else
+asks earlier."""
 _STANDS_STILL: Final = 2
-"""A worker that has finished nothing for so many times `lease_ahead` gives back what it holds beside the batches handed out."""
+"""A worker that has finished nothing for so many times `lease_ahead` gives back what it holds
+beside the batches handed out."""
 _LONGEST_BACKOFF_S: Final = 1.0
 _LOOK_S: Final = 0.2
 """Between two looks at whether this worker is to leave: SIGTERM cannot notify."""
@@ -42,22 +46,33 @@ _NOTHING: Final = Leases(batches=(), epoch_done=False, retry_after_s=0.0)
 
 
 class LeaseSource(Protocol):
-    """Gives out the batches of each loader's epochs, each to one worker. Used by the training thread."""
+    """Gives out the batches of each loader's epochs, each to one worker. Used by the training
+    thread."""
 
     def lease(
-        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+        self,
+        *,
+        loader: str,
+        epoch: int,
+        batches_in_epoch: int,
+        finished: Sequence[int],
+        want: int,
+        at_hand: int | None = None,
     ) -> Leases:
-        """See `LoaderSession.lease_batches`. Loaders take batches in the order in which they were leased, one at a time, and say `finished`
-        before they take the next. `want` 0: the loop is left; beside those finished, what is still leased goes back, but `at_hand`."""
+        """See `LoaderSession.lease_batches`. Loaders take batches in the order in which they were
+        leased, one at a time, and say `finished` before they take the next. `want` 0: the loop is
+        left; beside those finished, what is still leased goes back, but `at_hand`."""
         ...
 
     def at_hand(self, loader: str) -> int:
-        """Key of the batch of `loader` that is being worked on: the same in whichever member has it, and of no other batch of the job.
-        0: there is none, or it cannot come to another member."""
+        """Key of the batch of `loader` that is being worked on: the same in whichever member has
+        it, and of no other batch of the job. 0: there is none, or it cannot come to another
+        member."""
         ...
 
     def newest_epoch(self, loader: str, epoch: int) -> int:
-        """The furthest epoch of `loader` that any member has begun, if it is above `epoch`; else that."""
+        """The furthest epoch of `loader` that any member has begun, if it is above `epoch`; else
+        that."""
         ...
 
     def is_idle(self, loader: str) -> bool:
@@ -71,7 +86,8 @@ class LeaseSource(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class _Block:
-    """What this worker has of one epoch of one loader. Guarded by the lock of `CoordinatorLeases`. Each batch is in one of four places."""
+    """What this worker has of one epoch of one loader. Guarded by the lock of `CoordinatorLeases`.
+    Each batch is in one of four places."""
 
     loader: str
     epoch: int
@@ -92,13 +108,15 @@ class _Block:
     asking: bool = False
     """A request about this block is on its way."""
     unsaid_since: float = 0.0
-    """When the first of those was finished that are not acknowledged; and `finished_at`: when the last one was, or it all began."""
+    """When the first of those was finished that are not acknowledged; and `finished_at`: when the
+    last one was, or it all began."""
     finished_at: float = 0.0
     pace_s: float = 0.0
     """Seconds from one finished batch to the next, averaged; 0: not known."""
     asks_below: int = 1
-    """With fewer batches leased ahead the coordinator is asked for more: half of what there was after its last answer. 0: it has none, and
-    is not asked before another batch is finished, unless the training thread waits."""
+    """With fewer batches leased ahead the coordinator is asked for more: half of what there was
+    after its last answer. 0: it has none, and is not asked before another batch is finished, unless
+    the training thread waits."""
     answer: pb.LeaseBatchesResponse | None = None
     """The coordinator's last answer."""
     failure: Exception | None = None
@@ -122,8 +140,9 @@ class _Request:
 
 
 class CoordinatorLeases:
-    """Leases of the coordinator's. The training thread takes and finishes batches; a thread of its own speaks to the coordinator, one
-    numbered request after the other, each said again until it is answered: so none is lost with an answer."""
+    """Leases of the coordinator's. The training thread takes and finishes batches; a thread of its
+    own speaks to the coordinator, one numbered request after the other, each said again until it is
+    answered: so none is lost with an answer."""
 
     def __init__(self, job: Job, *, ahead: timedelta) -> None:
         """`ahead`: how much work to have, going by the pace so far."""
@@ -140,7 +159,14 @@ class CoordinatorLeases:
         """Why the coordinator has not answered yet."""
 
     def lease(
-        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+        self,
+        *,
+        loader: str,
+        epoch: int,
+        batches_in_epoch: int,
+        finished: Sequence[int],
+        want: int,
+        at_hand: int | None = None,
     ) -> Leases:
         """See `LeaseSource`.
 
@@ -156,7 +182,8 @@ class CoordinatorLeases:
                 self._leave(block, at_hand)
                 return _NOTHING
             if block.loop_left:
-                block.loop_left, block.finished_at = False, time.monotonic()  # what was done in between is no step
+                # what was done in between is no step
+                block.loop_left, block.finished_at = False, time.monotonic()
             if block.failure is not None:
                 raise _taken(block)
             if not block.leased:
@@ -166,7 +193,9 @@ class CoordinatorLeases:
                     return _NOTHING
                 block.wanted = want
                 try:
-                    self._await(block, lambda: bool(block.leased) or not block.wanted, for_batches=True)
+                    self._await(
+                        block, lambda: bool(block.leased) or not block.wanted, for_batches=True
+                    )
                 finally:
                     block.wanted = 0
             answer = block.answer
@@ -174,7 +203,11 @@ class CoordinatorLeases:
             block.out += given
             self._changed.notify_all()  # there may be less than half left
             done = answer is not None and answer.epoch_done
-            return Leases(batches=given, epoch_done=done, retry_after_s=0.0 if answer is None else answer.retry_after_ms / 1000)
+            return Leases(
+                batches=given,
+                epoch_done=done,
+                retry_after_s=0.0 if answer is None else answer.retry_after_ms / 1000,
+            )
 
     def at_hand(self, loader: str) -> int:
         """See `LeaseSource`."""
@@ -183,9 +216,11 @@ class CoordinatorLeases:
             return 0 if block is None or not block.out else block.first_key + block.out[0]
 
     def newest_epoch(self, loader: str, epoch: int) -> int:
-        """See `LeaseSource`. Raises DeadlineError, and StopTraining when this worker is to leave."""
+        """See `LeaseSource`. Raises DeadlineError, and StopTraining when this worker is to
+        leave."""
         answer = self._job.insist(
-            "the coordinator", lambda: self._job.lease_batches(loader=loader, epoch=epoch, batches_in_epoch=0, want=0)
+            "the coordinator",
+            lambda: self._job.lease_batches(loader=loader, epoch=epoch, batches_in_epoch=0, want=0),
         )
         return max(epoch, answer.newest_epoch)
 
@@ -204,17 +239,22 @@ class CoordinatorLeases:
         if thread is not None:
             thread.join(_LAST_WORD_S)
 
-    # ------------------------------------------------------------------------------------------ the training thread, with the lock
+    # ----------------------------------------------------------- the training thread, with the lock
 
     def _block(self, loader: str, epoch: int, batches_in_epoch: int) -> _Block:
         block = self._blocks.get(loader)
         if block is not None and block.epoch == epoch:
             return block
         if block is not None:
-            self._leave(block, None)  # with a batch that was handed out, and could still be finished until now
+            # with a batch that was handed out, and could still be finished until now
+            self._leave(block, None)
         pace_s = 0.0 if block is None else block.pace_s
         block = self._blocks[loader] = _Block(
-            loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, pace_s=pace_s, finished_at=time.monotonic()
+            loader=loader,
+            epoch=epoch,
+            batches_in_epoch=batches_in_epoch,
+            pace_s=pace_s,
+            finished_at=time.monotonic(),
         )
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="shoal-leases", daemon=True)
@@ -222,7 +262,8 @@ class CoordinatorLeases:
         return block
 
     def _leave(self, block: _Block, at_hand: int | None) -> None:
-        """Gives back all but `at_hand`. From here on they are not this worker's, whenever the coordinator hears of it."""
+        """Gives back all but `at_hand`. From here on they are not this worker's, whenever the
+        coordinator hears of it."""
         block.loop_left = True
         block.returned += [batch for batch in (*block.out, *block.leased) if batch != at_hand]
         block.out = [batch for batch in block.out if batch == at_hand]
@@ -248,14 +289,17 @@ class CoordinatorLeases:
                 if for_batches:
                     raise self._job.departure()
                 leaving_since = leaving_since or now
-            if now - begun > self._job.patience.total_seconds() or (leaving_since is not None and now - leaving_since > _LAST_WORD_S):
+            if now - begun > self._job.patience.total_seconds() or (
+                leaving_since is not None and now - leaving_since > _LAST_WORD_S
+            ):
                 raise DeadlineError(
-                    f"waited {now - begun:.0f} s for the coordinator to hear of batches of loader {block.loader!r}"
-                    f"{f': {self._trouble}' if self._trouble else ''}; see that it runs, or start it again with its Redis"
+                    f"waited {now - begun:.0f} s for the coordinator to hear of batches of loader "
+                    f"{block.loader!r}{f': {self._trouble}' if self._trouble else ''}; see that it "
+                    "runs, or start it again with its Redis"
                 )
             self._changed.wait(_LOOK_S)
 
-    # -------------------------------------------------------------------------------------------------------------- the thread
+    # ----------------------------------------------------------------------------------- the thread
 
     def _run(self) -> None:
         while True:
@@ -278,8 +322,13 @@ class CoordinatorLeases:
             if block.failure is not None and not block.wanted:
                 continue  # until the training thread asks
             enough = self._enough(block)
-            if block.leased and self._ahead_s and now - block.finished_at > _STANDS_STILL * self._ahead_s:
-                # It evaluates within its loop, say: the others need not wait for what it has leased ahead.
+            if (
+                block.leased
+                and self._ahead_s
+                and now - block.finished_at > _STANDS_STILL * self._ahead_s
+            ):
+                # It evaluates within its loop, say: the others need not wait for what it has leased
+                # ahead.
                 block.returned += block.leased
                 block.leased.clear()
                 block.asks_below = 0
@@ -287,8 +336,16 @@ class CoordinatorLeases:
                 # This worker has become slower: the others have more of it.
                 block.returned += [block.leased.pop() for _ in range(len(block.leased) - enough)]
             missing = min(max(enough - len(block.leased), 0), _MOST_WANTED)
-            late = bool(block.finished) and self._ahead_s > 0 and now - block.unsaid_since > self._ahead_s / _ACKNOWLEDGED_AFTER
-            runs_out = not block.loop_left and 2 * missing > enough and len(block.leased) < block.asks_below
+            late = (
+                bool(block.finished)
+                and self._ahead_s > 0
+                and now - block.unsaid_since > self._ahead_s / _ACKNOWLEDGED_AFTER
+            )
+            runs_out = (
+                not block.loop_left
+                and 2 * missing > enough
+                and len(block.leased) < block.asks_below
+            )
             want = max(block.wanted, missing) if block.wanted else missing if runs_out else 0
             if want or block.returned or late or (block.loop_left and block.finished):
                 self._numbered += 1
@@ -330,7 +387,11 @@ class CoordinatorLeases:
                     return error
                 self._trouble = str(error)
                 if not told:
-                    _log.warning("the coordinator leases no batches now, %d are left: %s", len(block.leased), error)
+                    _log.warning(
+                        "the coordinator leases no batches now, %d are left: %s",
+                        len(block.leased),
+                        error,
+                    )
                     told = True
                 wait_s = backoff.next_s(error)
             except Exception as error:  # whatever it is, the training thread is to raise it
@@ -344,7 +405,9 @@ class CoordinatorLeases:
         block.asking = False
         self._trouble = ""
         if isinstance(answer, Exception):
-            _log.warning("the coordinator refused to lease batches of loader %r: %s", block.loader, answer)
+            _log.warning(
+                "the coordinator refused to lease batches of loader %r: %s", block.loader, answer
+            )
             block.failure = answer
             return
         if answer is None:
@@ -355,7 +418,8 @@ class CoordinatorLeases:
         # Where the loop was left meanwhile, nobody takes them.
         (block.returned if block.loop_left else block.leased).extend(answer.batches)
         if answer.batches and (block.wanted or request.waited_for):
-            block.finished_at = time.monotonic()  # it did not stand still, but waited for these; nor is the wait part of a step
+            # it did not stand still, but waited for these; nor is the wait part of a step
+            block.finished_at = time.monotonic()
         block.asks_below = len(block.leased) // 2 + 1 if block.leased else 0
         if request.waited_for:
             block.wanted = 0
@@ -393,7 +457,14 @@ class LocalLeases:
         self._open: defaultdict[tuple[str, int], set[int]] = defaultdict(set)
 
     def lease(
-        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+        self,
+        *,
+        loader: str,
+        epoch: int,
+        batches_in_epoch: int,
+        finished: Sequence[int],
+        want: int,
+        at_hand: int | None = None,
     ) -> Leases:
         """See `LeaseSource`."""
         key = (loader, epoch)
@@ -408,7 +479,9 @@ class LocalLeases:
         self._dealt[key] += len(fresh)
         batches = (*again, *fresh)
         self._open[key] |= set(batches)
-        done = self._dealt[key] == batches_in_epoch and not self._open[key] and not self._returned[key]
+        done = (
+            self._dealt[key] == batches_in_epoch and not self._open[key] and not self._returned[key]
+        )
         return Leases(batches=batches, epoch_done=done, retry_after_s=0.0)
 
     def at_hand(self, loader: str) -> int:

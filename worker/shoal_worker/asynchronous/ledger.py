@@ -1,7 +1,9 @@
-"""How far one worker is with each partition: pushes that were acknowledged, versions that were pulled, pushes in doubt.
+"""How far one worker is with each partition: pushes that were acknowledged, versions that were
+pulled, pushes in doubt.
 
-There is one ledger for all servers, since partitions move between them: what stands here of a partition stays true wherever it is. Each
-partition's entry belongs to the thread that speaks to the server that has it.
+There is one ledger for all servers, since partitions move between them: what stands here of a
+partition stays true wherever it is. Each partition's entry belongs to the thread that speaks to the
+server that has it.
 """
 
 from __future__ import annotations
@@ -41,13 +43,14 @@ class Ledger:
         return self._entries[partition_id].base > 0
 
     def next_push(self, partition_id: int) -> tuple[int, int]:
-        """The sequence number of the next push of a partition, and the version that its gradient is computed on."""
+        """The sequence number of the next push of a partition, and the version that its gradient is
+        computed on."""
         entry = self._entries[partition_id]
         return entry.acknowledged + 1, entry.base
 
     def doubt(self, partition_id: int) -> int | None:
-        """The batch of a push that was begun and not acknowledged: nobody knows what became of it. 0: it had none; None: there is no such
-        push."""
+        """The batch of a push that was begun and not acknowledged: nobody knows what became of it.
+        0: it had none; None: there is no such push."""
         return self._entries[partition_id].doubt
 
     def begun(self, partitions: Iterable[int], batch: int) -> None:
@@ -74,8 +77,13 @@ class Ledger:
             entry.base = entry.held = header.version
 
     def ahead(self, state: Iterable[pb.PartitionVersion]) -> frozenset[int]:
-        """The partitions of which the server has more pushes of this worker's than it has acknowledged."""
-        return frozenset(here.partition_id for here in state if here.sequence > self._entries[here.partition_id].acknowledged)
+        """The partitions of which the server has more pushes of this worker's than it has
+        acknowledged."""
+        return frozenset(
+            here.partition_id
+            for here in state
+            if here.sequence > self._entries[here.partition_id].acknowledged
+        )
 
     def follow(self, state: Iterable[pb.PartitionVersion]) -> None:
         """Goes on behind what the server has of this worker's pushes, acknowledged or not."""
@@ -86,9 +94,11 @@ class Ledger:
             entry.doubt = None
 
     def rewind(self, state: Iterable[pb.PartitionVersion]) -> int:
-        """Goes on from where the server stands. Returns how many pushes it had acknowledged and has lost, counted by partition.
+        """Goes on from where the server stands. Returns how many pushes it had acknowledged and has
+        lost, counted by partition.
 
-        One more than it has acknowledged is no loss: the push in progress was applied, and sending it again will only be acknowledged.
+        One more than it has acknowledged is no loss: the push in progress was applied, and sending
+        it again will only be acknowledged.
         """
         lost = 0
         for here in state:

@@ -1,8 +1,10 @@
-"""A worker's optimizers: the user's, and the one that the servers run, which is the same but with inner steps.
+"""A worker's optimizers: the user's, and the one that the servers run, which is the same but with
+inner steps.
 
-Their settings (learning rates, and the place in a schedule) are each worker's to change; here is how these go to the servers, to joiners,
-and into checkpoints. What a step of an optimizer keeps (momentum, moments) stays where the step is taken: on the servers, or, with inner
-steps, here. This module takes no step and sends nothing.
+Their settings (learning rates, and the place in a schedule) are each worker's to change; here is
+how these go to the servers, to joiners, and into checkpoints. What a step of an optimizer keeps
+(momentum, moments) stays where the step is taken: on the servers, or, with inner steps, here. This
+module takes no step and sends nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOpti
 class Optimizers:
     """Both of them, made from the same parameters."""
 
-    def __init__(self, own: torch.optim.Optimizer, options: AsyncOptions, names: Mapping[int, str]) -> None:
+    def __init__(
+        self, own: torch.optim.Optimizer, options: AsyncOptions, names: Mapping[int, str]
+    ) -> None:
         """`own`: the user's; `names`: id(parameter) -> its name.
 
         Raises:
@@ -31,14 +35,17 @@ class Optimizers:
         self._steps_here = options.outer_optimizer is not None
         check_same_parameters(own, self.on_servers, names)
         argument = "outer_optimizer" if self._steps_here else "optimizer"
-        self.schedule = ServerOptimizer(self.on_servers, names, delay_compensation=options.delay_compensation, argument=argument)
+        self.schedule = ServerOptimizer(
+            self.on_servers, names, delay_compensation=options.delay_compensation, argument=argument
+        )
 
     def look(self) -> Revision:
         """Notices what schedulers have changed of the one that the servers run."""
         return self.schedule.look()
 
     def schedules(self) -> dict[str, Any]:
-        """For joiners: the settings, and their place in the schedule. Without an inner optimizer's moments: a joiner's begin anew."""
+        """For joiners: the settings, and their place in the schedule. Without an inner optimizer's
+        moments: a joiner's begin anew."""
         state = {"groups": self.own.state_dict()["param_groups"], "revision": self.look().number}
         if self._steps_here:
             state["outer_groups"] = self.on_servers.state_dict()["param_groups"]
@@ -52,18 +59,25 @@ class Optimizers:
         self.schedule.adopt(state["revision"])
 
     def kept_here(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What this worker takes over of a state dict: what is momentum and moments in a synchronous run has no place on the workers, but
-        with inner steps."""
-        return state if self._steps_here else {"state": {}, "param_groups": state.get("param_groups")}
+        """What this worker takes over of a state dict: what is momentum and moments in a
+        synchronous run has no place on the workers, but with inner steps."""
+        return (
+            state if self._steps_here else {"state": {}, "param_groups": state.get("param_groups")}
+        )
 
     def check_checkpoint(self, state: Mapping[str, Any] | None) -> None:
-        """Raises CorruptDataError (OPTIMIZER_DIFFERS) unless this is a state dict of the user's optimizer."""
+        """Raises CorruptDataError (OPTIMIZER_DIFFERS) unless this is a state dict of the user's
+        optimizer."""
         groups = state["param_groups"] if state is not None else []
         own = self.own.param_groups
-        if len(groups) != len(own) or any(mine.keys() - loaded.keys() - {"initial_lr"} for mine, loaded in zip(own, groups, strict=True)):
+        if len(groups) != len(own) or any(
+            mine.keys() - loaded.keys() - {"initial_lr"}
+            for mine, loaded in zip(own, groups, strict=True)
+        ):
             raise CorruptDataError(
-                f"the checkpoint is of another optimizer: its {len(groups)} parameter groups differ from this one's {len(own)}, in "
-                "number or settings; resume with the optimizer that saved it, or from another checkpoint",
+                f"the checkpoint is of another optimizer: its {len(groups)} parameter groups "
+                f"differ from this one's {len(own)}, in number or settings; resume with the "
+                "optimizer that saved it, or from another checkpoint",
                 reason="OPTIMIZER_DIFFERS",
             )
 
@@ -76,15 +90,24 @@ class Optimizers:
 
 
 def _load_settings(optimizer: torch.optim.Optimizer, groups: Any) -> None:
-    """Takes over the settings of parameter groups. State stays: some optimizers make theirs with themselves."""
+    """Takes over the settings of parameter groups. State stays: some optimizers make theirs with
+    themselves."""
     optimizer.load_state_dict({"state": optimizer.state_dict()["state"], "param_groups": groups})
 
 
-def check_same_parameters(inner: torch.optim.Optimizer, outer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Raises ConfigurationError unless both optimizers are made from the same parameters. `names`: id(parameter) -> its name."""
-    here, there = ({id(p) for group in each.param_groups for p in group["params"]} for each in (inner, outer))
-    if differing := sorted(names.get(each, "a tensor that is not of the model") for each in here ^ there):
+def check_same_parameters(
+    inner: torch.optim.Optimizer, outer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> None:
+    """Raises ConfigurationError unless both optimizers are made from the same parameters. `names`:
+    id(parameter) -> its name."""
+    here, there = (
+        {id(p) for group in each.param_groups for p in group["params"]} for each in (inner, outer)
+    )
+    if differing := sorted(
+        names.get(each, "a tensor that is not of the model") for each in here ^ there
+    ):
+        more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
         raise ConfigurationError(
-            f"outer_optimizer={type(outer).__name__}: it and the optimizer must be made from the same parameters, and one of them lacks "
-            f"{', '.join(differing[:5])}{f' and {len(differing) - 5} more' if len(differing) > 5 else ''}"
+            f"outer_optimizer={type(outer).__name__}: it and the optimizer must be made from the "
+            f"same parameters, and one of them lacks {', '.join(differing[:5])}{more}"
         )

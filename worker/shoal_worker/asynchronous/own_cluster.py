@@ -1,8 +1,10 @@
-"""A coordinator and a parameter server of this process's own, for `python train.py` without a cluster.
+"""A coordinator and a parameter server of this process's own, for `python train.py` without a
+cluster.
 
-The worker's distribution does not depend on the services', so they are started as programs, if they are installed, on loopback. They are
-tied to this process: closed when it ends in good order, and told by the kernel when it does not. Their output goes to a file, whose end
-is quoted when they do not start.
+The worker's distribution does not depend on the services', so they are started as programs, if they
+are installed, on loopback. They are tied to this process: closed when it ends in good order, and
+told by the kernel when it does not. Their output goes to a file, whose end is quoted when they do
+not start.
 """
 
 from __future__ import annotations
@@ -51,10 +53,12 @@ JobT = TypeVar("JobT", bound=Job)
 
 
 def open_job(session: Session, kind: type[JobT]) -> tuple[JobT, OwnCluster | None]:
-    """The session's job, as parameter servers are used in it; and the cluster that was started for a process without one, to be closed.
+    """The session's job, as parameter servers are used in it; and the cluster that was started for
+    a process without one, to be closed.
 
     Raises:
-        ConfigurationError: the ranks are those of a launch, which has no servers; and as `OwnCluster`.
+        ConfigurationError: the ranks are those of a launch, which has no servers; and as
+            `OwnCluster`.
     """
     membership, settings, own = session.membership, session.settings, None
     if membership is None:
@@ -65,8 +69,8 @@ def open_job(session: Session, kind: type[JobT]) -> tuple[JobT, OwnCluster | Non
         link, channel = membership.link, settings.channel(settings.coordinator)
     else:
         raise ConfigurationError(
-            "the model has sparse tables, whose rows are on parameter servers, and ranks of `shoal.launch` have none: run the script with "
-            "`shoal run --servers 1 ...`"
+            "the model has sparse tables, whose rows are on parameter servers, and ranks of "
+            "`shoal.launch` have none: run the script with `shoal run --servers 1 ...`"
         )
     job = kind(
         link,
@@ -90,11 +94,16 @@ class OwnCluster:
             ConfigurationError: the services are not installed.
             UnavailableError, DeadlineError: one of them did not start.
         """
-        missing = [distribution for module, distribution in _DISTRIBUTIONS.items() if importlib.util.find_spec(module) is None]
+        missing = [
+            distribution
+            for module, distribution in _DISTRIBUTIONS.items()
+            if importlib.util.find_spec(module) is None
+        ]
         if missing:
             raise ConfigurationError(
-                f"training with parameter servers, without a cluster, starts a server of its own, but {' and '.join(missing)} cannot be "
-                f"found; `pip install {' '.join(missing)}`, or run the script with `shoal run --servers 1 ...`"
+                "training with parameter servers, without a cluster, starts a server of its own, "
+                f"but {' and '.join(missing)} cannot be found; `pip install {' '.join(missing)}`, "
+                "or run the script with `shoal run --servers 1 ...`"
             )
         self._scratch = ScratchDirectory("alone")
         self._services: list[_Service] = []
@@ -129,10 +138,16 @@ class OwnCluster:
         coordinator = self._start(_COORDINATOR, "--redis", "embedded://")
         self._channel = ChannelSettings(address=coordinator)
         with CoordinatorClient(self._channel) as client:
-            client.create_job(pb.JobSpec(job_id=_JOB, min_workers=1, max_workers=1, parameter_servers=1))
+            client.create_job(
+                pb.JobSpec(job_id=_JOB, min_workers=1, max_workers=1, parameter_servers=1)
+            )
         self._start(_PS_SERVER, "--coordinator", coordinator, "--job", _JOB, "--server-id", "own")
-        identity = MemberIdentity(job_id=_JOB, member_id=uuid.uuid4().hex, host="localhost", pid=os.getpid())
-        self._link = CoordinatorLink(CoordinatorClient(self._channel), identity, on_generation=lambda generation: None)
+        identity = MemberIdentity(
+            job_id=_JOB, member_id=uuid.uuid4().hex, host="localhost", pid=os.getpid()
+        )
+        self._link = CoordinatorLink(
+            CoordinatorClient(self._channel), identity, on_generation=lambda generation: None
+        )
         self._link.connect(_START_TIMEOUT)
         self._link.ready()
         self._link.wait_generation(after=0, timeout=_START_TIMEOUT)
@@ -151,14 +166,28 @@ class _Service:
         self._module = module
         self._port_file = directory / f"{module}.json"
         self._log = directory / f"{module}.log"
-        command = [sys.executable, "-P", "-m", module, "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0"]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            module,
+            "--listen",
+            "127.0.0.1:0",
+            "--http",
+            "127.0.0.1:0",
+        ]
         self._command = [*command, "--port-file", str(self._port_file), *arguments]
         started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
         # The kernel ties a child to the thread that starts it; this one lives as long as the child.
-        threading.Thread(target=self._keep, args=(started,), name=f"shoal-keep-{module}", daemon=True).start()
+        threading.Thread(
+            target=self._keep, args=(started,), name=f"shoal-keep-{module}", daemon=True
+        ).start()
         process = started.get()
         if isinstance(process, OSError):
-            raise UnavailableError(f"{sys.executable} -m {module} could not be started: {process}", reason="SERVICE_FAILED") from process
+            raise UnavailableError(
+                f"{sys.executable} -m {module} could not be started: {process}",
+                reason="SERVICE_FAILED",
+            ) from process
         self._process = process
 
     def wait_address(self) -> str:
@@ -170,11 +199,15 @@ class _Service:
                 return str(addresses["grpc"])
             if self._process.poll() is not None:
                 raise UnavailableError(
-                    f"{self._module} did not start (status {self._process.returncode}); its last words: {self._last_words()}",
+                    f"{self._module} did not start (status {self._process.returncode}); its last "
+                    f"words: {self._last_words()}",
                     reason="SERVICE_FAILED",
                 )
             if time.monotonic() > deadline:
-                raise DeadlineError(f"{self._module} did not serve within {_START_TIMEOUT}; its last words: {self._last_words()}")
+                raise DeadlineError(
+                    f"{self._module} did not serve within {_START_TIMEOUT}; its last words: "
+                    f"{self._last_words()}"
+                )
             time.sleep(_POLL_S)
 
     def stop(self) -> None:
@@ -191,9 +224,15 @@ class _Service:
         command = tied_to_parent(self._command, death_signal=signal.SIGTERM)
         try:
             with self._log.open("wb") as log:
-                # A session of its own: the terminal's Ctrl-C is for the script, which then says when to stop.
+                # A session of its own: the terminal's Ctrl-C is for the script, which then says
+                # when to stop.
                 process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment_without_settings(), start_new_session=True
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment_without_settings(),
+                    start_new_session=True,
                 )
         except OSError as error:
             started.put(error)
@@ -202,5 +241,7 @@ class _Service:
         process.wait()
 
     def _last_words(self) -> str:
-        lines = self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
+        lines = (
+            self._log.read_text(errors="replace").strip().splitlines() if self._log.exists() else []
+        )
         return " | ".join(lines[-_LAST_WORDS:]) or "nothing"

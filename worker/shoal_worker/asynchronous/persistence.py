@@ -1,6 +1,8 @@
-"""Persistence with one parameter server: a call is repeated until it succeeds, or nothing can cure it.
+"""Persistence with one parameter server: a call is repeated until it succeeds, or nothing can cure
+it.
 
-Before each repetition it is found out where the server stands, which its `ServerLink` knows how to do. Nothing of a call's content is here.
+Before each repetition it is found out where the server stands, which its `ServerLink` knows how to
+do. Nothing of a call's content is here.
 """
 
 from __future__ import annotations
@@ -13,7 +15,13 @@ from datetime import timedelta
 from typing import Final, TypeVar
 
 from shoal_common.backoff import Backoff
-from shoal_common.errors import CorruptDataError, DeadlineError, ShoalError, StaleGenerationError, UnavailableError
+from shoal_common.errors import (
+    CorruptDataError,
+    DeadlineError,
+    ShoalError,
+    StaleGenerationError,
+    UnavailableError,
+)
 
 from shoal_worker.asynchronous.connection import Connection
 from shoal_worker.asynchronous.job import Job
@@ -25,7 +33,9 @@ _LEAVES_AFTER_S: Final = 5.0
 """A worker that is to leave waits no longer for a server that is away. Its batch is dealt again."""
 TRANSIENT: Final = (UnavailableError, DeadlineError, CorruptDataError)
 NOT_MY_TURN: Final = frozenset({"SSP_WAIT_TIMEOUT", "BSP_WAIT_TIMEOUT"})
-_REWOUND: Final = frozenset({"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"})
+_REWOUND: Final = frozenset(
+    {"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"}
+)
 """Refusals that mean: the server has lost something that it had acknowledged."""
 _MOVED: Final = "STALE_SHARD_MAP"
 """Refusal that means: partitions have moved since this worker asked for the shard map."""
@@ -47,9 +57,10 @@ class Persistence:
         started: Callable[[], bool],
         resynchronize: Callable[[], None],
     ) -> None:
-        """`patience`: how long a server may be away. `closing`: set when nothing is to be waited for any more. `started`: whether all that
-        the server has of this worker's tensors has had values. `resynchronize`: finds out where the server stands; raises what its calls
-        raise, and ShardMapChanged."""
+        """`patience`: how long a server may be away. `closing`: set when nothing is to be waited
+        for any more. `started`: whether all that the server has of this worker's tensors has had
+        values. `resynchronize`: finds out where the server stands; raises what its calls raise, and
+        ShardMapChanged."""
         self._job = job
         self._connection = connection
         self._patience = patience
@@ -58,10 +69,11 @@ class Persistence:
         self._resynchronize = resynchronize
 
     def insist(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
-        """Repeats `attempt` until it succeeds, and finds out before each repetition where the server stands.
+        """Repeats `attempt` until it succeeds, and finds out before each repetition where the
+        server stands.
 
-        Raises ShardMapChanged when partitions have moved, DeadlineError when the server was away for longer than `server_timeout`, and what
-        no repetition can cure.
+        Raises ShardMapChanged when partitions have moved, DeadlineError when the server was away
+        for longer than `server_timeout`, and what no repetition can cure.
         """
         server = self._connection
         with self._job.waits.of(f"parameter server {server.share.index} at {server.address}"):
@@ -90,7 +102,9 @@ class Persistence:
                 self._closing.wait(backoff.next_s(error))
 
     def _is_curable(self, error: ShoalError) -> bool:
-        if error.reason in NOT_MY_TURN or (error.reason == "PARTITION_UNINITIALIZED" and not self._started()):
+        if error.reason in NOT_MY_TURN or (
+            error.reason == "PARTITION_UNINITIALIZED" and not self._started()
+        ):
             return False
         return isinstance(error, TRANSIENT) or error.reason in _REWOUND or error.reason == _MOVED
 
@@ -110,15 +124,18 @@ class Persistence:
         patience = self._patience.total_seconds()
         if now - since > patience:
             raise DeadlineError(
-                f"parameter server {server.share.index} (last seen at {server.address}) was away for more than {patience:.0f} s "
-                f"(server_timeout); start it again with its data directory, or restart the job; if it runs, and workers reach it at "
-                f"another address, start it with --advertise (SHOAL_PS_SERVER_ADVERTISE). The last attempt: {error}",
+                f"parameter server {server.share.index} (last seen at {server.address}) was away "
+                f"for more than {patience:.0f} s (server_timeout); start it again with its data "
+                "directory, or restart the job; if it runs, and workers reach it at another "
+                "address, start it with --advertise (SHOAL_PS_SERVER_ADVERTISE). The last "
+                f"attempt: {error}",
                 reason="SERVER_AWAY",
             ) from error
         return since
 
     def in_turn(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
-        """Insists on what may have to wait for other workers. Raises DeadlineError (NOT_MY_TURN) when this one is to leave meanwhile."""
+        """Insists on what may have to wait for other workers. Raises DeadlineError (NOT_MY_TURN)
+        when this one is to leave meanwhile."""
         waiting_since = accused_at = time.monotonic()
         while True:
             try:
@@ -129,5 +146,7 @@ class Persistence:
                 now = time.monotonic()
                 if now - accused_at > self._job.straggler_patience.total_seconds():
                     accused_at = now
-                    _log.warning("held up by a slower worker for %.0f s: %s", now - waiting_since, error)
+                    _log.warning(
+                        "held up by a slower worker for %.0f s: %s", now - waiting_since, error
+                    )
                     self._job.accuse_slowest(str(error))

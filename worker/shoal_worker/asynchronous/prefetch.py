@@ -1,7 +1,8 @@
 """Values that are pulled while this worker computes (`AsyncOptions.prefetch`).
 
-They are received into memory of their own, since values must not change beneath a computation, and become the module's at a border. A pull
-that fails costs nothing but its values: the next push meets the same server, and says what is wrong.
+They are received into memory of their own, since values must not change beneath a computation, and
+become the module's at a border. A pull that fails costs nothing but its values: the next push meets
+the same server, and says what is wrong.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ class Source(Protocol):
     """One server."""
 
     def pull_ahead(self, memory: dict[str, torch.Tensor]) -> Pulled:
-        """Pulls newer values into flat tensors of the host, by name. On any thread, one at a time."""
+        """Pulls newer values into flat tensors of the host, by name. On any thread, one at a
+        time."""
         ...
 
 
 class Prefetch:
-    """One pull from all servers, in the background. Used by the training thread, which asks no server anything else meanwhile."""
+    """One pull from all servers, in the background. Used by the training thread, which asks no
+    server anything else meanwhile."""
 
     def __init__(self, tensors: Sequence[HostTensor], ledger: Ledger) -> None:
         """`tensors`: those that are trained. `ledger`: of all partitions."""
@@ -47,8 +50,14 @@ class Prefetch:
         """Pulls from all of them. The one before must be over: see `land` and `drop`."""
         assert not self._pulls, "what was pulled before is landed or dropped first"
         if not self._memory:
-            self._memory = {tensor.name: torch.empty_like(tensor.target(), device="cpu") for tensor in self._tensors}
-        self._pulls = [in_background(partial(server.pull_ahead, self._memory), name="shoal-prefetch") for server in servers]
+            self._memory = {
+                tensor.name: torch.empty_like(tensor.target(), device="cpu")
+                for tensor in self._tensors
+            }
+        self._pulls = [
+            in_background(partial(server.pull_ahead, self._memory), name="shoal-prefetch")
+            for server in servers
+        ]
 
     @property
     def is_there(self) -> bool:
@@ -61,7 +70,8 @@ class Prefetch:
 
     @torch.no_grad()
     def land(self) -> bool:
-        """Writes what has come to where the tensors receive values, and waits for it. False: nothing has, or not from all servers."""
+        """Writes what has come to where the tensors receive values, and waits for it. False:
+        nothing has, or not from all servers."""
         pulls, self._pulls = self._pulls, []
         wait_for_all(pulls)
         for pull in pulls:
@@ -73,7 +83,8 @@ class Prefetch:
             for partition, header in pull.result():
                 if not header.unchanged:
                     torch._foreach_copy_(
-                        [piece.of(targets) for piece in partition.pieces], [piece.of(self._memory) for piece in partition.pieces]
+                        [piece.of(targets) for piece in partition.pieces],
+                        [piece.of(self._memory) for piece in partition.pieces],
                     )
                 self._ledger.pulled([header])
         return bool(pulls)

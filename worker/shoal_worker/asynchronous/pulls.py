@@ -1,4 +1,5 @@
-"""Pulls of values from one parameter server, as single attempts: what is asked for, and where what comes is put.
+"""Pulls of values from one parameter server, as single attempts: what is asked for, and where what
+comes is put.
 
 When to pull, and what to do where it fails, is not here (server_link.py, persistence.py).
 """
@@ -18,13 +19,16 @@ from shoal_worker.asynchronous.ledger import Ledger
 from shoal_worker.asynchronous.tensors import Partition, PulledValues, tensor_bytes
 
 TURN_WAIT: Final = timedelta(seconds=5)
-"""ssp and bsp: between two looks at whether this worker is to leave while it waits for slower ones."""
+"""ssp and bsp: between two looks at whether this worker is to leave while it waits for slower
+ones."""
 
 
 class Pulls:
     """Used by one thread at a time."""
 
-    def __init__(self, job: Job, connection: Connection, ledger: Ledger, *, compression: str | None) -> None:
+    def __init__(
+        self, job: Job, connection: Connection, ledger: Ledger, *, compression: str | None
+    ) -> None:
         """`compression`: of the values, as in the options."""
         self._job = job
         self._connection = connection
@@ -32,25 +36,37 @@ class Pulls:
         self._incoming = PulledValues(compression)
 
     def pull(
-        self, partitions: Sequence[Partition], *, clock: int | None, wait: timedelta = TURN_WAIT, codec: pb.Codec | None = None
+        self,
+        partitions: Sequence[Partition],
+        *,
+        clock: int | None,
+        wait: timedelta = TURN_WAIT,
+        codec: pb.Codec | None = None,
     ) -> None:
         """Pulls newer values into the tensors' host memory.
 
-        `clock`: as a member that has finished so many iterations; None: as an onlooker, who waits for no other worker. `codec` None: that
-        of the options."""
+        `clock`: as a member that has finished so many iterations; None: as an onlooker, who waits
+        for no other worker. `codec` None: that of the options."""
         if not partitions:
             return  # asking for none would ask for all
         held = {each.partition_id: self._ledger.held(each.partition_id) for each in partitions}
         request = self._request(partitions, held, clock=clock, wait=wait)
         request.codec = self._incoming.codec if codec is None else codec
-        tensors = {piece.tensor.name: piece.tensor for partition in partitions for piece in partition.pieces}
+        tensors = {
+            piece.tensor.name: piece.tensor
+            for partition in partitions
+            for piece in partition.pieces
+        }
         memory = {name: tensor.target() for name, tensor in tensors.items()}
-        self._ledger.pulled(self._receive(request, memory, deadline=self._connection.stream_deadline() + wait))
+        self._ledger.pulled(
+            self._receive(request, memory, deadline=self._connection.stream_deadline() + wait)
+        )
 
     def pull_ahead(
         self, partitions: Sequence[Partition], memory: Mapping[str, torch.Tensor], *, clock: int
     ) -> list[tuple[Partition, pb.PullHeader]]:
-        """Pulls newer values into flat tensors of the host, by name; what this worker holds stays as it is. `clock`: see `pull`."""
+        """Pulls newer values into flat tensors of the host, by name; what this worker holds stays
+        as it is. `clock`: see `pull`."""
         if not partitions:
             return []
         held = {each.partition_id: self._ledger.held(each.partition_id) for each in partitions}
@@ -60,11 +76,16 @@ class Pulls:
         return [(self._connection.partitions[header.partition_id], header) for header in headers]
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Reads all values into flat tensors of the host, by name, and leaves what this worker holds as it is."""
-        request = self._request(list(self._connection.partitions.values()), {}, clock=None, wait=TURN_WAIT)
+        """Reads all values into flat tensors of the host, by name, and leaves what this worker
+        holds as it is."""
+        request = self._request(
+            list(self._connection.partitions.values()), {}, clock=None, wait=TURN_WAIT
+        )
         self._receive(request, into, deadline=self._connection.stream_deadline())
 
-    def _receive(self, request: pb.PullRequest, memory: Mapping[str, torch.Tensor], *, deadline: timedelta) -> list[pb.PullHeader]:
+    def _receive(
+        self, request: pb.PullRequest, memory: Mapping[str, torch.Tensor], *, deadline: timedelta
+    ) -> list[pb.PullHeader]:
         """Pulls into the tensors' memory, which `memory` has by name."""
         compressed: dict[int, torch.Tensor] = {}
 
@@ -84,13 +105,25 @@ class Pulls:
                 partition.landed(memory)
         return headers
 
-    def _request(self, partitions: Sequence[Partition], held: Mapping[int, int], *, clock: int | None, wait: timedelta) -> pb.PullRequest:
+    def _request(
+        self,
+        partitions: Sequence[Partition],
+        held: Mapping[int, int],
+        *,
+        clock: int | None,
+        wait: timedelta,
+    ) -> pb.PullRequest:
         return pb.PullRequest(
             job_id=self._job.job_id,
             member_id=self._job.member_id if clock is not None else "",
             generation=self._job.generation if clock is not None else 0,
             shard_map_epoch=self._connection.share.epoch,
-            partitions=[pb.PartitionPull(partition_id=each.partition_id, newer_than=held.get(each.partition_id, 0)) for each in partitions],
+            partitions=[
+                pb.PartitionPull(
+                    partition_id=each.partition_id, newer_than=held.get(each.partition_id, 0)
+                )
+                for each in partitions
+            ],
             clock=clock or 0,
             wait_ms=round(wait.total_seconds() * 1000),
         )

@@ -1,7 +1,7 @@
 """Reads of sparse tables' rows, wherever their servers are: by id, for lookups.
 
-As an onlooker, from all servers at once, on connections of its own. Any thread may call: the training thread does, and those of prefetches
-and checkpoints.
+As an onlooker, from all servers at once, on connections of its own. Any thread may call: the
+training thread does, and those of prefetches and checkpoints.
 """
 
 from __future__ import annotations
@@ -16,7 +16,13 @@ from typing import Final, TypeVar
 import numpy as np
 from shoal_common.backoff import Backoff
 from shoal_common.clients.parameter_server import ParameterServerClient
-from shoal_common.errors import CorruptDataError, DeadlineError, PreconditionError, ShoalError, UnavailableError
+from shoal_common.errors import (
+    CorruptDataError,
+    DeadlineError,
+    PreconditionError,
+    ShoalError,
+    UnavailableError,
+)
 from shoal_common.tables.values import Ids, Values
 from shoal_common.tables.wire import by_bucket, pulled_ids
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
@@ -34,15 +40,19 @@ _MOST_IDS: Final = 1 << 17
 _MOST_BYTES: Final = 16 << 20
 """What one answer may have of rows: what a server gives of one bucket."""
 _STREAM_DEADLINE: Final = timedelta(seconds=60)
-_PASSING: Final = frozenset({"STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN", "JOB_UNKNOWN"})
-"""Refusals that pass by themselves: servers change, or another job's server is where one of this job's was."""
+_PASSING: Final = frozenset(
+    {"STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN", "JOB_UNKNOWN"}
+)
+"""Refusals that pass by themselves: servers change, or another job's server is where one of this
+job's was."""
 
 
 AnswerT = TypeVar("AnswerT")
 
 
 def _passes(error: ShoalError) -> bool:
-    """Whether the same call may succeed later: not where a file of a checkpoint is damaged, of which no other copy will come."""
+    """Whether the same call may succeed later: not where a file of a checkpoint is damaged, of
+    which no other copy will come."""
     if isinstance(error, CorruptDataError):
         return error.reason != "FILE_CORRUPT"
     return isinstance(error, UnavailableError | DeadlineError) or error.reason in _PASSING
@@ -51,7 +61,9 @@ def _passes(error: ShoalError) -> bool:
 class RowReader:
     """Reads rows of this job's tables from its servers, wherever these are. Any thread may call."""
 
-    def __init__(self, job: Job, shard_map: coordinator_pb.ShardMap, *, patience: timedelta) -> None:
+    def __init__(
+        self, job: Job, shard_map: coordinator_pb.ShardMap, *, patience: timedelta
+    ) -> None:
         self._job = job
         self._patience_s = patience.total_seconds()
         self._closed = threading.Event()
@@ -60,10 +72,13 @@ class RowReader:
         self._map = shard_map
         self._clients: dict[str, ParameterServerClient] = {}
         """Address -> client."""
-        self._servers = ThreadPoolExecutor(max_workers=max(1, len(shard_map.servers)), thread_name_prefix="shoal-rows")
+        self._servers = ThreadPoolExecutor(
+            max_workers=max(1, len(shard_map.servers)), thread_name_prefix="shoal-rows"
+        )
 
     def read(self, partitions: Sequence[int], dim: int, ids: Ids) -> LookedUp:
-        """The rows with these ids, each named once. `partitions`: the table's, by the buckets' numbers.
+        """The rows with these ids, each named once. `partitions`: the table's, by the buckets'
+        numbers.
 
         Raises:
             DeadlineError (SERVER_AWAY): a server was away for too long.
@@ -74,8 +89,8 @@ class RowReader:
         return self.insist(lambda: self._read_all(partitions, dim, ids, places))
 
     def insist(self, attempt: Callable[[], AnswerT]) -> AnswerT:
-        """Repeats what asks servers while one is away, or while buckets move; before each repetition it is looked where they are. Raises as
-        `read`."""
+        """Repeats what asks servers while one is away, or while buckets move; before each
+        repetition it is looked where they are. Raises as `read`."""
         with self._job.waits.of("parameter servers of sparse tables"):
             return self._insist(attempt)
 
@@ -89,7 +104,9 @@ class RowReader:
                 return attempt()
             except ShoalError as error:
                 if self._closed.is_set():
-                    raise UnavailableError("the sparse tables' servers were left with the job", reason="CLIENT_CLOSED") from error
+                    raise UnavailableError(
+                        "the sparse tables' servers were left with the job", reason="CLIENT_CLOSED"
+                    ) from error
                 if not _passes(error):
                     raise
                 now = time.monotonic()
@@ -98,14 +115,15 @@ class RowReader:
                     raise self._job.departure() from error
                 if now - away_since > self._patience_s:
                     raise DeadlineError(
-                        f"rows of a sparse table could not be had for more than {self._patience_s:.0f} s (server_timeout): {error}",
+                        "rows of a sparse table could not be had for more than "
+                        f"{self._patience_s:.0f} s (server_timeout): {error}",
                         reason="SERVER_AWAY",
                     ) from error
                 self._closed.wait(backoff.next_s(error))
 
     def find(self) -> bool:
-        """Asks the coordinator where the servers are: one that was restarted may listen elsewhere, and buckets may have moved. False: it
-        cannot say."""
+        """Asks the coordinator where the servers are: one that was restarted may listen elsewhere,
+        and buckets may have moved. False: it cannot say."""
         found = self._job.shard_map()
         if found is not None:
             with self._lock:
@@ -113,8 +131,9 @@ class RowReader:
         return found is not None
 
     def find_for_certain(self) -> None:
-        """Returns when the coordinator has said where the servers are. A primary that was replaced without knowing it answers with what it
-        had for a while: what looks too old is asked for once more after this. Raises as `read`."""
+        """Returns when the coordinator has said where the servers are. A primary that was replaced
+        without knowing it answers with what it had for a while: what looks too old is asked for
+        once more after this. Raises as `read`."""
 
         def ask() -> None:
             if not self.find():
@@ -123,7 +142,8 @@ class RowReader:
         self.insist(ask)
 
     def server_of(self, partition_id: int) -> tuple[ParameterServerClient, int]:
-        """The server that has a partition, and the shard map's epoch that says so. Raises PreconditionError / SHARD_MAP_INCOMPLETE."""
+        """The server that has a partition, and the shard map's epoch that says so. Raises
+        PreconditionError / SHARD_MAP_INCOMPLETE."""
         with self._lock:
             shard_map = self._map
         return self._client(_addresses(shard_map, [partition_id])[partition_id]), shard_map.epoch
@@ -134,12 +154,20 @@ class RowReader:
         def look() -> dict[int, pb.PartitionVersion]:
             with self._lock:
                 shard_map = self._map
-            buckets = [each.partition_id for each in shard_map.partitions if each.HasField("bucket")]
+            buckets = [
+                each.partition_id for each in shard_map.partitions if each.HasField("bucket")
+            ]
             addresses = _addresses(shard_map, buckets)
-            held = [each for address in sorted(set(addresses.values())) for each in self._client(address).get_server().partitions]
+            held = [
+                each
+                for address in sorted(set(addresses.values()))
+                for each in self._client(address).get_server().partitions
+            ]
             found = {each.partition_id: each for each in held if each.partition_id in addresses}
             if missing := addresses.keys() - found.keys():
-                raise UnavailableError(f"no server has partitions {sorted(missing)} yet", reason="SHARD_MAP_INCOMPLETE")
+                raise UnavailableError(
+                    f"no server has partitions {sorted(missing)} yet", reason="SHARD_MAP_INCOMPLETE"
+                )
             return found
 
         return self.insist(look)
@@ -149,7 +177,8 @@ class RowReader:
         return in_background(lambda: self.read(partitions, dim, ids), name="shoal-prefetch")
 
     def await_ahead(self, read: Future[LookedUp]) -> None:
-        """Returns when a read of `read_ahead` is over, whatever came of it. Called by the training thread."""
+        """Returns when a read of `read_ahead` is over, whatever came of it. Called by the training
+        thread."""
         with self._job.waits.collects():
             wait_for_all([read])
 
@@ -162,7 +191,9 @@ class RowReader:
             client.close()
         self._servers.shutdown(wait=False, cancel_futures=True)
 
-    def _read_all(self, partitions: Sequence[int], dim: int, ids: Ids, places: Sequence[Ids]) -> LookedUp:
+    def _read_all(
+        self, partitions: Sequence[int], dim: int, ids: Ids, places: Sequence[Ids]
+    ) -> LookedUp:
         """Once."""
         with self._lock:
             shard_map = self._map
@@ -171,42 +202,82 @@ class RowReader:
         chosen = dict(zip(partitions, places, strict=True))
         reads = []
         for address in sorted(set(addresses.values())):
-            share = {partition_id: chosen[partition_id] for partition_id in partitions if addresses[partition_id] == address}
+            share = {
+                partition_id: chosen[partition_id]
+                for partition_id in partitions
+                if addresses[partition_id] == address
+            }
             reads.append((self._client(address), share))
         if len(reads) == 1:
             versions = self._read_server(*reads[0], shard_map.epoch, ids, values)
         else:
-            futures = [self._servers.submit(self._read_server, client, share, shard_map.epoch, ids, values) for client, share in reads]
+            futures = [
+                self._servers.submit(self._read_server, client, share, shard_map.epoch, ids, values)
+                for client, share in reads
+            ]
             try:
                 with self._job.waits.collects():
                     wait_for_all(futures)  # also where one has failed: the others write to `values`
-            except BaseException:  # Ctrl-C: the interpreter would wait for the threads before it ends
+            except BaseException:
+                # Ctrl-C: the interpreter would wait for the threads before it ends
                 self.close()
                 raise
-            versions = {partition_id: version for future in futures for partition_id, version in future.result().items()}
+            versions = {
+                partition_id: version
+                for future in futures
+                for partition_id, version in future.result().items()
+            }
         return LookedUp(values=values, versions=versions)
 
-    def _read_server(self, client: ParameterServerClient, share: Mapping[int, Ids], epoch: int, ids: Ids, values: Values) -> dict[int, int]:
-        """Fills in the rows of one server's buckets, `share` of which says the places; returns the oldest version of each that was read."""
+    def _read_server(
+        self,
+        client: ParameterServerClient,
+        share: Mapping[int, Ids],
+        epoch: int,
+        ids: Ids,
+        values: Values,
+    ) -> dict[int, int]:
+        """Fills in the rows of one server's buckets, `share` of which says the places; returns the
+        oldest version of each that was read."""
         versions: dict[int, int] = {}
         at_once = max(1, min(_MOST_BYTES // (4 * values.shape[1]), _MOST_IDS) // len(share))
         for begin in range(0, max(1, *(len(places) for places in share.values())), at_once):
-            parts = {partition_id: places[begin : begin + at_once] for partition_id, places in share.items()}
+            parts = {
+                partition_id: places[begin : begin + at_once]
+                for partition_id, places in share.items()
+            }
             # A bucket without ids tells its version.
-            wanted = {partition_id: part for partition_id, part in parts.items() if len(part) or not begin}
+            wanted = {
+                partition_id: part for partition_id, part in parts.items() if len(part) or not begin
+            }
             versions = self._pull(client, wanted, epoch, ids, values) | versions
         return versions
 
-    def _pull(self, client: ParameterServerClient, wanted: Mapping[int, Ids], epoch: int, ids: Ids, values: Values) -> dict[int, int]:
+    def _pull(
+        self,
+        client: ParameterServerClient,
+        wanted: Mapping[int, Ids],
+        epoch: int,
+        ids: Ids,
+        values: Values,
+    ) -> dict[int, int]:
         """One request. Partition -> version."""
-        received = {number: np.empty((len(places), values.shape[1]), dtype=np.float32) for number, places in wanted.items()}
+        received = {
+            number: np.empty((len(places), values.shape[1]), dtype=np.float32)
+            for number, places in wanted.items()
+        }
         request = pb.PullRequest(
             job_id=self._job.job_id,
             shard_map_epoch=epoch,
-            partitions=[pb.PartitionPull(partition_id=number, ids=pulled_ids(ids[places])) for number, places in wanted.items()],
+            partitions=[
+                pb.PartitionPull(partition_id=number, ids=pulled_ids(ids[places]))
+                for number, places in wanted.items()
+            ],
             checksums=True,
         )
-        headers = client.pull(request, lambda header: received[header.partition_id].data, deadline=_STREAM_DEADLINE)
+        headers = client.pull(
+            request, lambda header: received[header.partition_id].data, deadline=_STREAM_DEADLINE
+        )
         for number, places in wanted.items():
             values[places] = received[number]
         return {header.partition_id: header.version for header in headers}
@@ -214,7 +285,9 @@ class RowReader:
     def _client(self, address: str) -> ParameterServerClient:
         with self._lock:
             if self._closed.is_set():
-                raise UnavailableError("the sparse tables' servers were left with the job", reason="CLIENT_CLOSED")
+                raise UnavailableError(
+                    "the sparse tables' servers were left with the job", reason="CLIENT_CLOSED"
+                )
             client = self._clients.get(address)
             if client is None or client.is_closed:  # another server had the place for a while
                 self._clients[address] = self._job.server_client(address)
@@ -224,7 +297,11 @@ class RowReader:
 def _addresses(shard_map: coordinator_pb.ShardMap, partitions: Sequence[int]) -> dict[int, str]:
     """Partition -> where its server is. Raises PreconditionError / SHARD_MAP_INCOMPLETE."""
     addresses = {server.server_index: server.address for server in shard_map.servers}
-    owners = {partition_id: shard_map.partitions[partition_id].primary for partition_id in partitions}
+    owners = {
+        partition_id: shard_map.partitions[partition_id].primary for partition_id in partitions
+    }
     if missing := sorted({owner for owner in owners.values() if not addresses.get(owner)}):
-        raise PreconditionError(f"servers {missing} are not registered", reason="SHARD_MAP_INCOMPLETE")
+        raise PreconditionError(
+            f"servers {missing} are not registered", reason="SHARD_MAP_INCOMPLETE"
+        )
     return {partition_id: addresses[owner] for partition_id, owner in owners.items()}

@@ -1,7 +1,9 @@
-"""The buckets of a model's sparse tables on the job's parameter servers, whole: read for checkpoints, and put in place from one.
+"""The buckets of a model's sparse tables on the job's parameter servers, whole: read for
+checkpoints, and put in place from one.
 
-A bucket goes through this process piece by piece, from a server to a file or back. What is put in place has a number, with which a server
-does it once, however often it is sent and by whom: restorations of a later generation, or after what the servers have, have larger ones.
+A bucket goes through this process piece by piece, from a server to a file or back. What is put in
+place has a number, with which a server does it once, however often it is sent and by whom:
+restorations of a later generation, or after what the servers have, have larger ones.
 """
 
 from __future__ import annotations
@@ -30,11 +32,18 @@ _LOOK_S: Final = 0.2
 
 
 class ServerRowStore:
-    """A `RowStore` (elastic/row_store.py). `Steady` has what differs where all ranks take steps together."""
+    """A `RowStore` (elastic/row_store.py). `Steady` has what differs where all ranks take steps
+    together."""
 
     steady = False
 
-    def __init__(self, job: Job, reader: RowReader, tables: Sequence[SparseEmbedding], partitions: Mapping[str, Sequence[int]]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        reader: RowReader,
+        tables: Sequence[SparseEmbedding],
+        partitions: Mapping[str, Sequence[int]],
+    ) -> None:
         """`partitions`: of each table, by the buckets' numbers."""
         self._job = job
         self._reader = reader
@@ -44,7 +53,11 @@ class ServerRowStore:
     def declared(self) -> dict[str, dict[str, Any]]:
         """See `RowStore`."""
         return {
-            name: {"num_embeddings": table.num_embeddings, "embedding_dim": table.embedding_dim, "spec": table.spec.to_json()}
+            name: {
+                "num_embeddings": table.num_embeddings,
+                "embedding_dim": table.embedding_dim,
+                "spec": table.spec.to_json(),
+            }
             for name, table in self._tables.items()
         }
 
@@ -60,12 +73,16 @@ class ServerRowStore:
             file.seek(0)
             file.truncate()
             client, epoch = self._reader.server_of(partition_id)
-            request = pb.ReadRowsRequest(job_id=self._job.job_id, shard_map_epoch=epoch, partition_id=partition_id)
-            return client.read_rows(request, file.write, deadline=_deadline(_LARGEST_BUCKET)).version
+            request = pb.ReadRowsRequest(
+                job_id=self._job.job_id, shard_map_epoch=epoch, partition_id=partition_id
+            )
+            return client.read_rows(
+                request, file.write, deadline=_deadline(_LARGEST_BUCKET)
+            ).version
 
         return self._reader.insist(read)
 
-    # ------------------------------------------------------------------------------------------------- first rows (async_sgd)
+    # ----------------------------------------------------------------------- first rows (async_sgd)
 
     def lacks(self, stored: StoredRows) -> bool:
         """See `RowStore`."""
@@ -86,14 +103,17 @@ class ServerRowStore:
                 return
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"rank 0 has not given the servers bucket {untouched[0][1]} of table {untouched[0][0]!r}, which the checkpoint has, "
-                    f"within {self._job.patience.total_seconds() + gives_s:.0f} s; does it resume from a directory that all ranks share?",
+                    f"rank 0 has not given the servers bucket {untouched[0][1]} of table "
+                    f"{untouched[0][0]!r}, which the checkpoint has, within "
+                    f"{self._job.patience.total_seconds() + gives_s:.0f} s; does it resume from a "
+                    "directory that all ranks share?",
                     reason="VALUES_MISSING",
                 )
             time.sleep(_LOOK_S)
 
     def _untouched(self, stored: StoredRows) -> list[tuple[str, int]]:
-        """The buckets that have rows in the checkpoint, and that nobody has trained or put in place on the servers."""
+        """The buckets that have rows in the checkpoint, and that nobody has trained or put in place
+        on the servers."""
         held = self._reader.look()
         return [
             (table, bucket)
@@ -103,7 +123,7 @@ class ServerRowStore:
             and stored.version(table, bucket, len(self._partitions[table])) > 1
         ]
 
-    # --------------------------------------------------------------------------------------------------------- restorations (ddp)
+    # --------------------------------------------------------------------------- restorations (ddp)
 
     def expected(self, stored: StoredRows, captured: Mapping[str, Any] | None) -> dict[str, Any]:
         """See `RowStore`: what `ServerStepTables.restore` takes."""
@@ -111,21 +131,38 @@ class ServerRowStore:
             str(partition_id): stored.version(table, bucket, len(self._partitions[table]))
             for table, bucket, partition_id in self._all_buckets()
         }
-        return {"next_key": captured["next_key"] if captured else 0, "versions": versions, "pending": None}
+        return {
+            "next_key": captured["next_key"] if captured else 0,
+            "versions": versions,
+            "pending": None,
+        }
 
     def next_restoration(self) -> int:
         """See `RowStore`."""
         last = max(each.restoration for each in self._reader.look().values())
         return max(self._job.generation * _RESTORATIONS_OF_A_GENERATION, last + 1)
 
-    def put(self, stored: StoredRows, share: tuple[int, int], restoration: int, given_up: threading.Event) -> None:
+    def put(
+        self,
+        stored: StoredRows,
+        share: tuple[int, int],
+        restoration: int,
+        given_up: threading.Event,
+    ) -> None:
         """See `RowStore`."""
         rank, ranks = share
         for table, bucket, _ in self._all_buckets()[rank::ranks]:
             self._put(stored, table, bucket, restoration, given_up)
             failpoint("rows.put")
 
-    def _put(self, stored: StoredRows, table: str, number: int, restoration: int, given_up: threading.Event) -> None:
+    def _put(
+        self,
+        stored: StoredRows,
+        table: str,
+        number: int,
+        restoration: int,
+        given_up: threading.Event,
+    ) -> None:
         partition_id = self._partitions[table][number]
         bucket = stored.bucket(table, number, len(self._partitions[table]))
 
@@ -137,7 +174,9 @@ class ServerRowStore:
 
         self._reader.insist(put)
 
-    def _header(self, partition_id: int, epoch: int, bucket: StoredBucket, restoration: int) -> pb.RowsHeader:
+    def _header(
+        self, partition_id: int, epoch: int, bucket: StoredBucket, restoration: int
+    ) -> pb.RowsHeader:
         return pb.RowsHeader(
             partition_id=partition_id,
             payload_bytes=bucket.nbytes,
@@ -159,7 +198,8 @@ class ServerRowStore:
 
 
 class StepRowStore(ServerRowStore):
-    """Where all ranks take steps together, so that between steps the rows are those of the last one."""
+    """Where all ranks take steps together, so that between steps the rows are those of the last
+    one."""
 
     steady = True
 
@@ -174,8 +214,9 @@ class StepRowStore(ServerRowStore):
         expected: Callable[[int], int],
         found: Callable[[Mapping[int, int]], None],
     ) -> None:
-        """`settle` returns when the servers have all of the last step. `expected`: the version that a partition has then; 0: not known.
-        `found` is told of versions that partitions were found at."""
+        """`settle` returns when the servers have all of the last step. `expected`: the version that
+        a partition has then; 0: not known. `found` is told of versions that partitions were found
+        at."""
         super().__init__(job, reader, tables, partitions)
         self._settle = settle
         self._expected_version = expected
@@ -186,7 +227,8 @@ class StepRowStore(ServerRowStore):
         self._settle()
 
     def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: threading.Event) -> int:
-        """See `RowStore`. Rows that are not those of the step are as a lookup finds them: see `ServerStepTables`."""
+        """See `RowStore`. Rows that are not those of the step are as a lookup finds them: see
+        `ServerStepTables`."""
         partition_id = self._partitions[table][bucket]
         version = super().fetch(table, bucket, file, given_up)
         if version < self._expected_version(partition_id):

@@ -1,4 +1,5 @@
-"""Row gradients of a step as the ranks of ddp add them up (step_tables.py): each rank's part, and the sum of all parts."""
+"""Row gradients of a step as the ranks of ddp add them up (step_tables.py): each rank's part, and
+the sum of all parts."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ _Sums = npt.NDArray[np.float64]
 
 
 class RowSums:
-    """This rank's part of the row gradients of a step, weighted, by table and id. In float64, so that with micro-batches, whose weights are
-    whole numbers, the ranks' sum does not depend on who computed what: see `replicated/buckets.py`."""
+    """This rank's part of the row gradients of a step, weighted, by table and id. In float64, so
+    that with micro-batches, whose weights are whole numbers, the ranks' sum does not depend on who
+    computed what: see `replicated/buckets.py`."""
 
     def __init__(self, tables: Sequence[SparseEmbedding]) -> None:
         self._tables = tables
@@ -29,11 +31,14 @@ class RowSums:
         """Those that the gradients were computed on."""
 
     def take(self, factor: float, *, weight: float = 0.0) -> None:
-        """Adds the gradients that the tables have gathered, `factor` times; they weigh `weight`. With neither they are left out."""
+        """Adds the gradients that the tables have gathered, `factor` times; they weigh `weight`.
+        With neither they are left out."""
         for table in self._tables:
             gradients = table.gradients()
             if gradients is not None and factor != 0:
-                self._parts.setdefault(table.name, []).append((gradients.ids, gradients.values.astype(np.float64) * factor))
+                self._parts.setdefault(table.name, []).append(
+                    (gradients.ids, gradients.values.astype(np.float64) * factor)
+                )
                 self.versions.update(gradients.versions)
             table.drop_gradients()
         self._weight += weight
@@ -49,7 +54,10 @@ class RowSums:
         tensors: dict[str, torch.Tensor] = {}
         for name, parts in self._parts.items():
             ids, sums = summed(parts)
-            tensors |= {f"{name}/ids": torch.from_numpy(ids), f"{name}/sums": torch.from_numpy(sums)}
+            tensors |= {
+                f"{name}/ids": torch.from_numpy(ids),
+                f"{name}/sums": torch.from_numpy(sums),
+            }
         return dump_tensors(tensors, {"weight": self._weight, **told})
 
 
@@ -58,4 +66,6 @@ def summed(parts: Sequence[tuple[Ids, _Sums]]) -> tuple[Ids, _Sums]:
     ids = np.concatenate([ids for ids, _ in parts])
     order = np.argsort(ids, kind="stable")
     unique, first = np.unique(ids[order], return_index=True)
-    return unique, np.add.reduceat(np.concatenate([sums for _, sums in parts])[order], first, axis=0) if len(ids) else parts[0][1]
+    return unique, np.add.reduceat(
+        np.concatenate([sums for _, sums in parts])[order], first, axis=0
+    ) if len(ids) else parts[0][1]

@@ -1,14 +1,19 @@
-"""One parameter server, as one worker speaks to it: pushes that are applied exactly once, pulls, and what to do when the server was away.
+"""One parameter server, as one worker speaks to it: pushes that are applied exactly once, pulls,
+and what to do when the server was away.
 
-A push carries a sequence number per partition. When a call fails nobody knows what became of it, so the link asks the server what it
-holds, and then sends the same numbers again: what was applied is acknowledged and not applied twice. A server that comes back with less
-than it had acknowledged has lost its disk, or has no data directory. Then updates are lost, of all workers alike; the link says so in the
-log and in the metrics, gives an empty server this worker's own values, and goes on from where the server stands (docs/decisions/0082).
+A push carries a sequence number per partition. When a call fails nobody knows what became of it, so
+the link asks the server what it holds, and then sends the same numbers again: what was applied is
+acknowledged and not applied twice. A server that comes back with less than it had acknowledged has
+lost its disk, or has no data directory. Then updates are lost, of all workers alike; the link says
+so in the log and in the metrics, gives an empty server this worker's own values, and goes on from
+where the server stands (docs/decisions/0082).
 
-Partitions may move to another server meanwhile (docs/decisions/0200). Then the link raises ShardMapChanged, `ParameterServers` deals the
-partitions out anew, and what was not acknowledged goes to the new owner under the same numbers.
+Partitions may move to another server meanwhile (docs/decisions/0200). Then the link raises
+ShardMapChanged, `ParameterServers` deals the partitions out anew, and what was not acknowledged
+goes to the new owner under the same numbers.
 
-Used by one thread at a time: the training thread hands work to a thread of the pool and waits for it.
+Used by one thread at a time: the training thread hands work to a thread of the pool and waits for
+it.
 """
 
 from __future__ import annotations
@@ -49,8 +54,8 @@ _log = logging.getLogger(__name__)
 _FIRST_VALUES_WAIT: Final = timedelta(seconds=1)
 """Between two looks at who is rank 0, and so has to give the first values."""
 _MOST_FINISHED: Final = 2048
-"""How many batches are kept to be told to a server that is pushed to now and then: more than a worker may have leased, so that those before
-them are acknowledged."""
+"""How many batches are kept to be told to a server that is pushed to now and then: more than a
+worker may have leased, so that those before them are acknowledged."""
 _LARGEST_CLOCK: Final = 2**63 - 1
 
 AnswerT = TypeVar("AnswerT")
@@ -80,8 +85,9 @@ class ServerLink:
         closing: threading.Event,
         lost: Callable[[int], None],
     ) -> None:
-        """`ledger`, `payloads`: of all servers. `closing`: set when nothing is to be waited for any more. `lost`: told of updates of this
-        worker, counted by partition, that the server had acknowledged and has lost."""
+        """`ledger`, `payloads`: of all servers. `closing`: set when nothing is to be waited for any
+        more. `lost`: told of updates of this worker, counted by partition, that the server had
+        acknowledged and has lost."""
         self._ledger = ledger
         self._payloads = payloads
         self._job = job
@@ -117,7 +123,8 @@ class ServerLink:
         return self._server.address
 
     def adopt(self, share: ServerShare) -> None:
-        """What the server has by the newest shard map, some of which this worker may not have pulled before. Between calls."""
+        """What the server has by the newest shard map, some of which this worker may not have
+        pulled before. Between calls."""
         self._server.adopt(share)
         self._started = self._has_values()
 
@@ -126,11 +133,12 @@ class ServerLink:
         return all(map(self._ledger.has_values, self._server.partitions))
 
     def joins(self, others: Sequence[ServerLink]) -> None:
-        """This link is one more, made while this worker trains with `others`: it is as far as they are. Between calls."""
+        """This link is one more, made while this worker trains with `others`: it is as far as they
+        are. Between calls."""
         self._clock = max(link._clock for link in others)
         self._finished_batches = max((list(link._finished_batches) for link in others), key=len)
 
-    # --------------------------------------------------------------------------------------------------------- the beginning
+    # -------------------------------------------------------------------------------- the beginning
 
     def configure(self) -> None:
         """Sets the server's optimizer and consistency.
@@ -142,21 +150,31 @@ class ServerLink:
         self._persistence.insist("ConfigureOptimizer", self._configure)
 
     def start(self, *, has_values: bool, joins_late: bool = False) -> None:
-        """Gives the server rank 0's values, unless it holds some already, and takes over what it holds.
+        """Gives the server rank 0's values, unless it holds some already, and takes over what it
+        holds.
 
-        `has_values`: this worker can give them. `joins_late`: into a run that had begun, so that a server without values may have lost
-        what was trained: it says so. Raises PreconditionError if it is rank 0 and cannot; DeadlineError, and
-        StopTraining if it is to leave before it has any.
+        `has_values`: this worker can give them. `joins_late`: into a run that had begun, so that a
+        server without values may have lost what was trained: it says so. Raises PreconditionError
+        if it is rank 0 and cannot; DeadlineError, and StopTraining if it is to leave before it has
+        any.
         """
         deadline = time.monotonic() + self._options.server_timeout.total_seconds()
         while not self._started:
             if self._job.rank == 0:
-                self._persistence.insist("Initialize", lambda: self._initialize_missing(has_values=has_values, joins_late=joins_late))
+                self._persistence.insist(
+                    "Initialize",
+                    lambda: self._initialize_missing(has_values=has_values, joins_late=joins_late),
+                )
             try:
                 self._persistence.insist("Pull", self._pull_first_values)
             except DeadlineError as error:
-                # Rank 0 may be gone: whoever has the rank by now is asked for its values in the next round.
-                if error.reason != "PARTITION_UNINITIALIZED" or time.monotonic() > deadline or self._closing.is_set():
+                # Rank 0 may be gone: whoever has the rank by now is asked for its values in the
+                # next round.
+                if (
+                    error.reason != "PARTITION_UNINITIALIZED"
+                    or time.monotonic() > deadline
+                    or self._closing.is_set()
+                ):
                     raise
                 if self._job.leaving:
                     raise self._job.departure() from error
@@ -164,13 +182,15 @@ class ServerLink:
                 self._started = True
         if self._options.delay_compensation and not self._options.waits_for_others:
             # What this worker pulls as itself is what its first gradient is compensated with.
-            self._persistence.insist("Pull", lambda: self._pulls.pull(self._server.trained, clock=self._clock))
+            self._persistence.insist(
+                "Pull", lambda: self._pulls.pull(self._server.trained, clock=self._clock)
+            )
 
-    # ------------------------------------------------------------------------------------------------------- step by step
+    # --------------------------------------------------------------------------------- step by step
 
     def exchange(self, delivery: Delivery) -> None:
-        """Pushes this server's part of the gradients, as far as it was not acknowledged yet, and pulls newer values into the tensors' host
-        memory.
+        """Pushes this server's part of the gradients, as far as it was not acknowledged yet, and
+        pulls newer values into the tensors' host memory.
 
         Raises:
             ShardMapChanged: partitions have moved.
@@ -180,16 +200,28 @@ class ServerLink:
         """
         iteration = delivery.iteration
         if iteration.revision.number > self._revision.number:
-            self._persistence.insist("SetHyperparameters", lambda: self._set_hyperparameters(iteration.revision))
+            self._persistence.insist(
+                "SetHyperparameters", lambda: self._set_hyperparameters(iteration.revision)
+            )
         wanted: list[Partition | PushedRows] = [
-            each for each in self._server.trained if any(piece.tensor.name in iteration.gradients for piece in each.pieces)
+            each
+            for each in self._server.trained
+            if any(piece.tensor.name in iteration.gradients for piece in each.pieces)
         ]
-        wanted += [each for number, each in iteration.rows.items() if number in self._server.share.buckets]
+        wanted += [
+            each for number, each in iteration.rows.items() if number in self._server.share.buckets
+        ]
         pushed = [each for each in wanted if each.partition_id not in delivery.acknowledged]
         if pushed:
             self._prepare(pushed, delivery)
-            answer = self._push_in_turn(lambda: self._push(pushed, (delivery.payloads[each.partition_id]() for each in pushed), iteration))
-            applied = {each.partition_id for each in answer if not each.known_batch} - delivery.there
+            answer = self._push_in_turn(
+                lambda: self._push(
+                    pushed, (delivery.payloads[each.partition_id]() for each in pushed), iteration
+                )
+            )
+            applied = {
+                each.partition_id for each in answer if not each.known_batch
+            } - delivery.there
             self._payloads.settle((each.partition_id for each in answer), applied=applied)
             delivery.acknowledged.update({each.partition_id: each for each in answer})
         self._clock = iteration.clock
@@ -202,18 +234,29 @@ class ServerLink:
         """Makes the payloads, once it is known what became of pushes that were given up before."""
         new = [each for each in pushed if each.partition_id not in delivery.payloads]
         batch = delivery.iteration.batch
-        self._ledger.computed_on({each.partition_id: each.version for each in new if isinstance(each, PushedRows)})
-        doubtful = {each.partition_id: doubt == batch for each in new if (doubt := self._ledger.doubt(each.partition_id)) is not None}
+        self._ledger.computed_on(
+            {each.partition_id: each.version for each in new if isinstance(each, PushedRows)}
+        )
+        doubtful = {
+            each.partition_id: doubt == batch
+            for each in new
+            if (doubt := self._ledger.doubt(each.partition_id)) is not None
+        }
         if doubtful:
-            delivery.there.update(self._persistence.insist("GetServer", lambda: self._look_back(doubtful)))
+            delivery.there.update(
+                self._persistence.insist("GetServer", lambda: self._look_back(doubtful))
+            )
         self._ledger.begun((each.partition_id for each in new), batch)
         for each in new:
             delivery.payloads[each.partition_id] = (
-                self._payloads.rows(each) if isinstance(each, PushedRows) else self._payloads.gradient(each, delivery.iteration)
+                self._payloads.rows(each)
+                if isinstance(each, PushedRows)
+                else self._payloads.gradient(each, delivery.iteration)
             )
 
     def _push_in_turn(self, push: Callable[[], AnswerT]) -> AnswerT:
-        """Pushes; with bsp when all have read what it changes. A worker that is to leave does not wait: its batch is dealt again."""
+        """Pushes; with bsp when all have read what it changes. A worker that is to leave does not
+        wait: its batch is dealt again."""
         try:
             return self._persistence.in_turn("Push", push)
         except DeadlineError as error:
@@ -227,14 +270,17 @@ class ServerLink:
         del self._finished_batches[:-_MOST_FINISHED]
 
     def pull_in_turn(self, pulled: set[int]) -> None:
-        """Pulls when this worker may begin its next iteration; with asp that is at once. `pulled`: the partitions that it has pulled for
-        that already, from a server that had them before; they are left as they are, and this server's are added."""
+        """Pulls when this worker may begin its next iteration; with asp that is at once. `pulled`:
+        the partitions that it has pulled for that already, from a server that had them before; they
+        are left as they are, and this server's are added."""
         if not self._server.trained:
             return
         missing = [each for each in self._server.trained if each.partition_id not in pulled]
         if missing:
             try:
-                self._persistence.in_turn("Pull", lambda: self._pulls.pull(missing, clock=self._clock))
+                self._persistence.in_turn(
+                    "Pull", lambda: self._pulls.pull(missing, clock=self._clock)
+                )
             except DeadlineError as error:
                 if error.reason not in NOT_MY_TURN:
                     raise
@@ -247,19 +293,26 @@ class ServerLink:
 
     def pull(self) -> None:
         """Pulls newer values outside of a step; waits for no other worker."""
-        # As an onlooker where its turn would be waited for; a gradient on these values is then not compensated.
+        # As an onlooker where its turn would be waited for; a gradient on these values is then not
+        # compensated.
         in_turn = bool(self._options.delay_compensation) and not self._options.waits_for_others
-        self._persistence.insist("Pull", lambda: self._pulls.pull(self._server.trained, clock=self._clock if in_turn else None))
+        self._persistence.insist(
+            "Pull",
+            lambda: self._pulls.pull(self._server.trained, clock=self._clock if in_turn else None),
+        )
 
     def pull_ahead(self, memory: dict[str, torch.Tensor]) -> Pulled:
         """See `prefetch.Source`."""
-        return self._persistence.insist("Pull", lambda: self._pulls.pull_ahead(self._server.trained, memory, clock=self._clock))
+        return self._persistence.insist(
+            "Pull", lambda: self._pulls.pull_ahead(self._server.trained, memory, clock=self._clock)
+        )
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Reads all values into flat tensors of the host, by name, and leaves what this worker holds as it is."""
+        """Reads all values into flat tensors of the host, by name, and leaves what this worker
+        holds as it is."""
         self._persistence.insist("Pull", lambda: self._pulls.read(into))
 
-    # -------------------------------------------------------------------------------------------------------------- clocks
+    # --------------------------------------------------------------------------------------- clocks
 
     def advance_clock(self, clock: int) -> None:
         """Says that this worker has finished `clock` iterations."""
@@ -267,19 +320,26 @@ class ServerLink:
         self._tell(clock)
 
     def enter(self, clock: int) -> Position | None:
-        """This worker, which has finished `clock` iterations, takes part from now on, and others may wait for it. None: nothing is trained
-        on this server."""
+        """This worker, which has finished `clock` iterations, takes part from now on, and others
+        may wait for it. None: nothing is trained on this server."""
         self._clock = clock
         if not self._takes_part:
             return None
         self.advance_clock(clock)
-        state = self._persistence.insist("GetServer", lambda: self._server.client.get_server(member_id=self._job.member_id))
+        state = self._persistence.insist(
+            "GetServer", lambda: self._server.client.get_server(member_id=self._job.member_id)
+        )
         own = state.clocks.get(self._job.member_id, 0)
-        others = {member: own - (state.clocks[member] - done) for member, done in state.iterations.items() if member != self._job.member_id}
+        others = {
+            member: own - (state.clocks[member] - done)
+            for member, done in state.iterations.items()
+            if member != self._job.member_id
+        }
         return Position(clock=own, by_others=others)
 
     def place(self, at: int | None) -> None:
-        """What this worker has finished is `at` by the server's count, which is not below where it stands; None: it stays where it is."""
+        """What this worker has finished is `at` by the server's count, which is not below where it
+        stands; None: it stays where it is."""
         if at is not None:
             self._tell(self._clock, place=at)
 
@@ -307,16 +367,20 @@ class ServerLink:
 
         self._persistence.insist("AdvanceClock", tell)
 
-    # ------------------------------------------------------------------------------------------------------------- the end
+    # -------------------------------------------------------------------------------------- the end
 
     def snapshot(self) -> str:
-        """Has the server write its snapshot; returns where. Raises what the .proto says of Snapshot. Any thread may call it."""
+        """Has the server write its snapshot; returns where. Raises what the .proto says of
+        Snapshot. Any thread may call it."""
         return self._server.client.snapshot(self._job.job_id).path
 
     def farewell(self, patience: timedelta) -> None:
-        """Says that nobody need wait for this worker any more. A server that cannot be reached learns it from the coordinator."""
+        """Says that nobody need wait for this worker any more. A server that cannot be reached
+        learns it from the coordinator."""
         try:
-            self._server.client.advance_clock(self._job.job_id, self._job.member_id, clock=_LARGEST_CLOCK, deadline=patience)
+            self._server.client.advance_clock(
+                self._job.job_id, self._job.member_id, clock=_LARGEST_CLOCK, deadline=patience
+            )
         except (*TRANSIENT, UnknownResourceError) as error:
             _log.debug("server %d did not hear the farewell: %s", self.index, error)
 
@@ -324,28 +388,42 @@ class ServerLink:
         """Ends calls in progress. Idempotent. Any thread may call it."""
         self._server.close()
 
-    # ------------------------------------------------------------------------------------------------------ single attempts
+    # ------------------------------------------------------------------------------ single attempts
 
     def _configure(self) -> None:
-        self._server.client.configure_optimizer(self._job.job_id, self._optimizer.spec, self._options.message())
+        self._server.client.configure_optimizer(
+            self._job.job_id, self._optimizer.spec, self._options.message()
+        )
 
     def _set_hyperparameters(self, revision: Revision) -> None:
         hyperparameters, groups = self._optimizer.change(revision)
-        self._server.client.set_hyperparameters(self._job.job_id, revision=revision.number, hyperparameters=hyperparameters, groups=groups)
+        self._server.client.set_hyperparameters(
+            self._job.job_id,
+            revision=revision.number,
+            hyperparameters=hyperparameters,
+            groups=groups,
+        )
         self._revision = revision
 
     def _initialize_missing(self, *, has_values: bool, joins_late: bool) -> None:
-        versions = {each.partition_id: each.version for each in self._server.client.get_server().partitions}
-        missing = [each for each in self._server.partitions.values() if not versions.get(each.partition_id)]
+        versions = {
+            each.partition_id: each.version for each in self._server.client.get_server().partitions
+        }
+        missing = [
+            each for each in self._server.partitions.values() if not versions.get(each.partition_id)
+        ]
         if missing and not has_values:
             raise PreconditionError(
-                "rank 0's parameters are on the meta device: its weights win, so it must have values", reason="VALUES_MISSING"
+                "rank 0's parameters are on the meta device: its weights win, so it must have "
+                "values",
+                reason="VALUES_MISSING",
             )
         results = self._initialize(missing)
         if joins_late and not all(each.duplicate for each in results):
             _log.warning(
-                "server %d of a run that had begun held no values of %d of its %d partitions, and got this new worker's: if the run had "
-                "trained, what it had learnt there is LOST. Stop the run, and give the server its data directory back, or begin a new run",
+                "server %d of a run that had begun held no values of %d of its %d partitions, and "
+                "got this new worker's: if the run had trained, what it had learnt there is LOST. "
+                "Stop the run, and give the server its data directory back, or begin a new run",
                 self.index,
                 len(missing),
                 len(self._server.partitions),
@@ -358,26 +436,46 @@ class ServerLink:
     def _initialize(self, partitions: Sequence[Partition]) -> list[pb.PartitionResult]:
         if not partitions:
             return []
-        return self._server.client.initialize(self._outgoing(self._payloads.values(partitions)), deadline=self._server.stream_deadline())
+        return self._server.client.initialize(
+            self._outgoing(self._payloads.values(partitions)),
+            deadline=self._server.stream_deadline(),
+        )
 
     def _push(
-        self, partitions: Sequence[Partition | PushedRows], payloads: Iterable[Payload], iteration: Iteration
+        self,
+        partitions: Sequence[Partition | PushedRows],
+        payloads: Iterable[Payload],
+        iteration: Iteration,
     ) -> list[pb.PartitionResult]:
         told = tuple(self._finished_batches)
-        outgoing = self._outgoing(payloads, clock=iteration.clock, batch=iteration.batch, finished=told)
+        outgoing = self._outgoing(
+            payloads, clock=iteration.clock, batch=iteration.batch, finished=told
+        )
         rows_bytes = sum(each.data.nbytes for each in partitions if isinstance(each, PushedRows))
-        results = self._server.client.push(outgoing, deadline=self._server.stream_deadline(rows_bytes))
-        if [result.partition_id for result in results] != [partition.partition_id for partition in partitions]:
-            raise InternalError(f"server {self.index} acknowledged other partitions than were pushed")
+        results = self._server.client.push(
+            outgoing, deadline=self._server.stream_deadline(rows_bytes)
+        )
+        if [result.partition_id for result in results] != [
+            partition.partition_id for partition in partitions
+        ]:
+            raise InternalError(
+                f"server {self.index} acknowledged other partitions than were pushed"
+            )
         failpoint("exchange.server_answered")
         del self._finished_batches[: len(told)]
         self._ledger.acknowledged(results)
         return results
 
     def _outgoing(
-        self, payloads: Iterable[Payload], *, clock: int | None = None, batch: int = 0, finished: Sequence[int] = ()
+        self,
+        payloads: Iterable[Payload],
+        *,
+        clock: int | None = None,
+        batch: int = 0,
+        finished: Sequence[int] = (),
     ) -> Iterator[tuple[pb.PushHeader, memoryview]]:
-        """Headers and payloads, made as they are sent. `clock`: of a push; None: first values. `finished`: told with the first one."""
+        """Headers and payloads, made as they are sent. `clock`: of a push; None: first values.
+        `finished`: told with the first one."""
         generation = self._job.generation
         for payload in payloads:
             partition = payload.partition
@@ -396,46 +494,65 @@ class ServerLink:
                 rows=payload.rows,
             )
             if clock is not None:
-                header.sequence, header.base_version = self._ledger.next_push(partition.partition_id)
+                header.sequence, header.base_version = self._ledger.next_push(
+                    partition.partition_id
+                )
                 header.clock = clock
                 header.batch = batch
                 header.finished_batches.extend(finished)
                 finished = ()
             yield header, payload.data
 
-    # ------------------------------------------------------------------------------------------------ where the server stands
+    # ---------------------------------------------------------------------- where the server stands
 
     def _resynchronize(self) -> None:
-        """Finds the server, and out what it holds of what it had acknowledged. Raises what its calls raise, and UnavailableError /
-        PARTITION_MOVING: all that stands before such a partition in a push would be sent in vain."""
+        """Finds the server, and out what it holds of what it had acknowledged. Raises what its
+        calls raise, and UnavailableError / PARTITION_MOVING: all that stands before such a
+        partition in a push would be sent in vain."""
         self._server.find()
         state = self._server.look()
         if moving := [each.partition_id for each in state.partitions if each.moving]:
-            raise UnavailableError(f"server {self._server.share.index}: partitions {moving} are moving still", reason=MOVING)
+            raise UnavailableError(
+                f"server {self._server.share.index}: partitions {moving} are moving still",
+                reason=MOVING,
+            )
         if not state.HasField("optimizer"):
             self._configure()
         if self._revision.number:
             self._set_hyperparameters(self._revision)
         if self._started:
             held = {each.partition_id for each in state.partitions if each.version}
-            empty = [partition for partition in self._server.partitions.values() if partition.partition_id not in held]
+            empty = [
+                partition
+                for partition in self._server.partitions.values()
+                if partition.partition_id not in held
+            ]
             if empty:
-                # A server that has not heard yet that it got partitions of another one has them once it is asked for them, and keeps them.
+                # A server that has not heard yet that it got partitions of another one has them
+                # once it is asked for them, and keeps them.
                 if not all(each.duplicate for each in self._initialize(empty)):
-                    _log.warning("server %d came back without values: it got this worker's; its optimizer state is lost", self.index)
+                    _log.warning(
+                        "server %d came back without values: it got this worker's; its optimizer "
+                        "state is lost",
+                        self.index,
+                    )
                 state = self._server.look()
-            # One that has not heard yet that some of its partitions have moved says what it knows of these, too.
+            # One that has not heard yet that some of its partitions have moved says what it knows
+            # of these, too.
             own = self._server.partitions.keys() | set(self._server.share.buckets)
             self._rewind(each for each in state.partitions if each.partition_id in own)
 
     def _look_back(self, doubtful: Mapping[int, bool]) -> frozenset[int]:
-        """Finds out which of these partitions have a push that was given up. The value: what is pushed next is the same batch, under the
-        same number; returns those of them that will take it for that push, and only acknowledge it. With the others goes on behind what
-        the server has."""
+        """Finds out which of these partitions have a push that was given up. The value: what is
+        pushed next is the same batch, under the same number; returns those of them that will take
+        it for that push, and only acknowledge it. With the others goes on behind what the server
+        has."""
         self._server.find()
         held = [each for each in self._server.look().partitions if each.partition_id in doubtful]
         if len(held) < len(doubtful):
-            raise UnavailableError(f"server {self.index} has not heard yet that it has partitions {sorted(doubtful)}")
+            raise UnavailableError(
+                f"server {self.index} has not heard yet that it has partitions {sorted(doubtful)}"
+            )
         there = self._ledger.ahead(held)
         self._payloads.settle(doubtful, applied=there)
         self._ledger.follow(each for each in held if not doubtful[each.partition_id])
@@ -446,8 +563,9 @@ class ServerLink:
         lost = self._ledger.rewind(state)
         if lost:
             _log.warning(
-                "server %d came back without %d updates of this worker that it had acknowledged (counted by partition), and without those "
-                "of other workers since then; training goes on from what it has. With a data directory of its own it loses none",
+                "server %d came back without %d updates of this worker that it had acknowledged "
+                "(counted by partition), and without those of other workers since then; training "
+                "goes on from what it has. With a data directory of its own it loses none",
                 self.index,
                 lost,
             )

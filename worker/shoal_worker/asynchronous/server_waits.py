@@ -53,7 +53,8 @@ class ServerWaits:
 
     @property
     def now(self) -> tuple[float, str]:
-        """For how many seconds the training thread has waited, and for which server; (0, ""): for none."""
+        """For how many seconds the training thread has waited, and for which server; (0, ""): for
+        none."""
         collects = self._collects_since
         waits = [
             (since if thread == self._training else max(since, collects or since), server)

@@ -1,10 +1,13 @@
-"""All parameter servers of the job, as one worker uses them: the same call to each at once, and one answer.
+"""All parameter servers of the job, as one worker uses them: the same call to each at once, and one
+answer.
 
-While one server is still being pushed to, values of another are pulled: each server has a thread of its own. The training thread waits for
-all of them, so the tensors' memory is used by one side at a time. What goes wrong at one server is raised when the others have finished.
+While one server is still being pushed to, values of another are pulled: each server has a thread of
+its own. The training thread waits for all of them, so the tensors' memory is used by one side at a
+time. What goes wrong at one server is raised when the others have finished.
 
-When partitions have moved (docs/decisions/0200), the training thread deals them out anew once all threads have come back, and asks all
-servers again: every call here may be repeated, since each server's part is done once, or is the same however often it is done.
+When partitions have moved (docs/decisions/0200), the training thread deals them out anew once all
+threads have come back, and asks all servers again: every call here may be repeated, since each
+server's part is done once, or is the same however often it is done.
 """
 
 from __future__ import annotations
@@ -29,7 +32,14 @@ from shoal_worker.asynchronous.ledger import Ledger
 from shoal_worker.asynchronous.options import AsyncOptions, ServerOptimizer
 from shoal_worker.asynchronous.prefetch import Prefetch
 from shoal_worker.asynchronous.server_link import Position, ServerLink
-from shoal_worker.asynchronous.tensors import HostTensor, Iteration, Payloads, ServerShare, publish, shares
+from shoal_worker.asynchronous.tensors import (
+    HostTensor,
+    Iteration,
+    Payloads,
+    ServerShare,
+    publish,
+    shares,
+)
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.metrics import WorkerMetrics
 
@@ -65,9 +75,13 @@ class ParameterServers:
         self._closing = threading.Event()
         partitions = [partition.partition_id for partition in shard_map.partitions]
         self._ledger = Ledger(partitions)
-        self._payloads = Payloads(compressor, partitions, stream=xxhash.xxh3_64_intdigest(job.member_id.encode()))
+        self._payloads = Payloads(
+            compressor, partitions, stream=xxhash.xxh3_64_intdigest(job.member_id.encode())
+        )
         self._links = [self._link(share) for share in shares(shard_map, tensors)]
-        self._pool = ThreadPoolExecutor(max_workers=_MOST_SERVERS, thread_name_prefix="shoal-server")
+        self._pool = ThreadPoolExecutor(
+            max_workers=_MOST_SERVERS, thread_name_prefix="shoal-server"
+        )
         self._prefetch = Prefetch(self._trained, self._ledger) if options.prefetch else None
         self._snapshot: threading.Thread | None = None
 
@@ -76,14 +90,18 @@ class ParameterServers:
         self._each(ServerLink.configure)
 
     def start(self, *, has_values: bool, joins_late: bool = False) -> None:
-        """Rank 0 gives the first values, if there are none yet; then the module has what the servers hold. Raises as `ServerLink.start`."""
+        """Rank 0 gives the first values, if there are none yet; then the module has what the
+        servers hold. Raises as `ServerLink.start`."""
         self._each(lambda link: link.start(has_values=has_values, joins_late=joins_late))
         publish(self._tensors)
 
     def exchange(self, iteration: Iteration) -> Pushed:
-        """Pushes gradients, and pulls values or, with `prefetch`, begins to. Raises as `ServerLink.exchange`."""
+        """Pushes gradients, and pulls values or, with `prefetch`, begins to. Raises as
+        `ServerLink.exchange`."""
         ahead = self._prefetch if iteration.pull else None
-        delivery = Delivery(iteration=iteration if ahead is None else replace(iteration, pull=False))
+        delivery = Delivery(
+            iteration=iteration if ahead is None else replace(iteration, pull=False)
+        )
         self._each(lambda link: link.exchange(delivery))
         if ahead is not None:
             # Not before the push, which says on which values its gradients were computed.
@@ -96,12 +114,14 @@ class ParameterServers:
         return delivery.outcome()
 
     def finished(self, batch: int) -> None:
-        """All that is to be pushed of the batch with this key was acknowledged; the servers are told with the next push."""
+        """All that is to be pushed of the batch with this key was acknowledged; the servers are
+        told with the next push."""
         for link in self._links:
             link.finished(batch)
 
     def take_prefetched(self) -> None:
-        """Between two steps: the module has the values that were pulled ahead, if they have come."""
+        """Between two steps: the module has the values that were pulled ahead, if they have
+        come."""
         if self._prefetch is not None and self._prefetch.is_there:
             self._land()
 
@@ -119,14 +139,17 @@ class ParameterServers:
 
     def read(self) -> dict[str, torch.Tensor]:
         """The servers' values by name, in host memory of their own; the module stays as it is."""
-        values = {t.name: torch.empty(t.parameter.shape, dtype=t.parameter.dtype, device="cpu") for t in self._tensors}
+        values = {
+            t.name: torch.empty(t.parameter.shape, dtype=t.parameter.dtype, device="cpu")
+            for t in self._tensors
+        }
         flat = {name: value.reshape(-1) for name, value in values.items()}
         self._each(lambda link: link.read(flat))
         return values
 
     def enter(self, clock: int) -> None:
-        """Takes part, having finished `clock` iterations, and pulls what the next one begins with. From now on others may wait for this
-        worker."""
+        """Takes part, having finished `clock` iterations, and pulls what the next one begins with.
+        From now on others may wait for this worker."""
         placed_on: Sequence[ServerLink] = ()
         while placed_on is not self._links:  # again where partitions have moved meanwhile
             positions = self._each(lambda link: link.enter(clock))
@@ -143,14 +166,18 @@ class ParameterServers:
         self._each(lambda link: link.place(places.get(link.index)))
 
     def rest(self) -> None:
-        """Says that nobody need wait for this worker until it enters again; the farewell has said so already."""
+        """Says that nobody need wait for this worker until it enters again; the farewell has said
+        so already."""
         if not self._closing.is_set():
             self._each(ServerLink.rest)
 
     def write_snapshots(self) -> None:
-        """Has each server write its snapshot, in the background; training goes on. One that fails is logged."""
+        """Has each server write its snapshot, in the background; training goes on. One that fails
+        is logged."""
         if self._snapshot is None or not self._snapshot.is_alive():
-            self._snapshot = threading.Thread(target=self._write_snapshots, name="shoal-server-snapshots", daemon=True)
+            self._snapshot = threading.Thread(
+                target=self._write_snapshots, name="shoal-server-snapshots", daemon=True
+            )
             self._snapshot.start()
 
     def close(self) -> None:
@@ -167,7 +194,8 @@ class ParameterServers:
         self._abort()
 
     def _each(self, call: Callable[[ServerLink], AnswerT]) -> list[AnswerT]:
-        """What each server answers, by the links' order; all are asked again when partitions have moved."""
+        """What each server answers, by the links' order; all are asked again when partitions have
+        moved."""
         self._job.waits.trains()
         if self._prefetch is not None:
             with self._job.waits.collects():
@@ -206,11 +234,20 @@ class ParameterServers:
         made = [self._link(share) for share in dealt if (share.index, share.address) not in before]
         for link in made:
             link.joins(self._links)
-        kept = [before.pop((share.index, share.address)) for share in dealt if (share.index, share.address) in before]
+        kept = [
+            before.pop((share.index, share.address))
+            for share in dealt
+            if (share.index, share.address) in before
+        ]
         by_index = {share.index: share for share in dealt}
         for link in kept:
             link.adopt(by_index[link.index])
-        _log.info("partitions have moved (shard map %d): %d servers, %d before", shard_map.epoch, len(dealt), len(self._links))
+        _log.info(
+            "partitions have moved (shard map %d): %d servers, %d before",
+            shard_map.epoch,
+            len(dealt),
+            len(self._links),
+        )
         self._links = sorted([*kept, *made], key=lambda link: link.index)
         for link in before.values():
             link.close()
@@ -230,7 +267,9 @@ class ParameterServers:
                 _log.info("server snapshot at %s", link.snapshot())
             except ShoalError as error:
                 level = logging.INFO if error.reason == "SNAPSHOTS_OFF" else logging.WARNING
-                _log.log(level, "a parameter server wrote no snapshot with this checkpoint: %s", error)
+                _log.log(
+                    level, "a parameter server wrote no snapshot with this checkpoint: %s", error
+                )
 
     def _abort(self) -> None:
         for link in self._links:
@@ -239,15 +278,18 @@ class ParameterServers:
 
 
 def aligned(positions: Sequence[Position | None]) -> list[int | None]:
-    """Where a worker that comes while others train begins on each server, so that it is one iteration on all of them: by each server's own
-    count; None: where it is.
+    """Where a worker that comes while others train begins on each server, so that it is one
+    iteration on all of them: by each server's own count; None: where it is.
 
-    Servers place it one by one, and an iteration may begin in between. A member that takes part has one count for all servers; by that the
-    worker goes to the furthest of its places. Of several members the one counts that has the places closest together: another may have
-    rested between two answers.
+    Servers place it one by one, and an iteration may begin in between. A member that takes part has
+    one count for all servers; by that the worker goes to the furthest of its places. Of several
+    members the one counts that has the places closest together: another may have rested between two
+    answers.
     """
     placed = [position for position in positions if position is not None]
-    common = set.intersection(*(set(position.by_others) for position in placed)) if placed else set()
+    common = (
+        set.intersection(*(set(position.by_others) for position in placed)) if placed else set()
+    )
     if not common:
         return [None] * len(positions)
 
@@ -257,4 +299,7 @@ def aligned(positions: Sequence[Position | None]) -> list[int | None]:
     member = min(sorted(common), key=lambda m: max(places(m)) - min(places(m)))
     furthest = max(places(member))
     missing = [None if p is None else furthest - p.by_others[member] for p in positions]
-    return [p.clock + lag if p is not None and lag else None for p, lag in zip(positions, missing, strict=True)]
+    return [
+        p.clock + lag if p is not None and lag else None
+        for p, lag in zip(positions, missing, strict=True)
+    ]

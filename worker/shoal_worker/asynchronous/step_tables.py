@@ -1,17 +1,25 @@
-"""Sparse tables of a model whose ranks take steps together (ddp): gradients of rows are summed over the ranks, and pushed once a step.
+"""Sparse tables of a model whose ranks take steps together (ddp): gradients of rows are summed over
+the ranks, and pushed once a step.
 
-A step that is lost must leave the servers' rows as they were, and a step that counts must reach all of them once, whoever dies on the way:
+A step that is lost must leave the servers' rows as they were, and a step that counts must reach all
+of them once, whoever dies on the way:
 
-1. Before the closing, each rank gathers the row gradients of all ranks and sums them (`reduce`): every rank has all that the step pushes.
-2. When the step is committed, the ranks meet once more (`commit`). A rank that comes out of that meeting knows that all have seen the
-   closing: nobody will redo the step. Where the meeting fails, the next generation is as good: its ranks are all past the step.
-3. Only then the sums are pushed (`deliver`), by each rank to a share of the buckets, under a key that no other step has. A server applies
-   one push of a key to each bucket, whoever sends it; so a rank that waits for what another should have pushed pushes it as well.
-4. A bucket's version counts its pushes, and every rank knows which version follows the last step: a lookup waits until its buckets are
-   there. Versions that are not as expected mean that a server has lost its data: that is logged, and the ranks agree on the versions that
-   there are. A checkpoint has the rows too (`row_store.py`), and a return to it puts them and their versions in place.
+1. Before the closing, each rank gathers the row gradients of all ranks and sums them (`reduce`):
+every rank has all that the step pushes.
+2. When the step is committed, the ranks meet once more (`commit`). A rank that comes out of that
+   meeting knows that all have seen the closing: nobody will redo the step. Where the meeting fails,
+   the next generation is as good: its ranks are all past the step.
+3. Only then the sums are pushed (`deliver`), by each rank to a share of the buckets, under a key
+   that no other step has. A server applies one push of a key to each bucket, whoever sends it; so a
+   rank that waits for what another should have pushed pushes it as well.
+4. A bucket's version counts its pushes, and every rank knows which version follows the last step: a
+   lookup waits until its buckets are there. Versions that are not as expected mean that a server
+   has lost its data: that is logged, and the ranks agree on the versions that there are. A
+   checkpoint has the rows too (`row_store.py`), and a return to it puts them and their versions in
+   place.
 
-All of it belongs to the training thread, or to the thread of a backward pass that computes activations again while that one waits.
+All of it belongs to the training thread, or to the thread of a backward pass that computes
+activations again while that one waits.
 """
 
 from __future__ import annotations
@@ -26,7 +34,13 @@ from typing import Any, Final, cast
 
 import numpy as np
 import torch
-from shoal_common.errors import DeadlineError, InvalidRequestError, LimitError, MembershipChanged, ShoalError
+from shoal_common.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    LimitError,
+    MembershipChanged,
+    ShoalError,
+)
 from shoal_common.failpoints import failpoint
 from shoal_common.tables.values import Ids
 from torch import nn
@@ -39,7 +53,13 @@ from shoal_worker.asynchronous.row_reader import RowReader
 from shoal_worker.asynchronous.row_store import StepRowStore
 from shoal_worker.asynchronous.row_sums import RowSums, summed
 from shoal_worker.asynchronous.servers import ParameterServers
-from shoal_worker.asynchronous.tables import PushedRows, buckets_of_tables, check_names, pushed_rows, table_specs
+from shoal_worker.asynchronous.tables import (
+    PushedRows,
+    buckets_of_tables,
+    check_names,
+    pushed_rows,
+    table_specs,
+)
 from shoal_worker.asynchronous.tensors import Iteration
 from shoal_worker.elastic.loader_interface import StopTraining
 from shoal_worker.elastic.session import Session
@@ -57,13 +77,14 @@ _LAST_PATIENCE_S: Final = 30.0
 _SHORTEST_WAIT_S: Final = 0.0005
 _LONGEST_WAIT_S: Final = 0.02
 _LARGEST_NEW_KEY: Final = 1 << 62
-"""Keys begin at a random number, and again wherever versions were found anew: servers may know keys that followed the last one told here,
-of a run before, or of steps that a return to a checkpoint has undone."""
+"""Keys begin at a random number, and again wherever versions were found anew: servers may know keys
+that followed the last one told here, of a run before, or of steps that a return to a checkpoint has
+undone."""
 
 
 class SynchronousJob(Job):
-    """The job of a worker that, once it takes steps, leaves at borders alone, where all ranks know of it: no wait for a server ends early
-    because it is to leave."""
+    """The job of a worker that, once it takes steps, leaves at borders alone, where all ranks know
+    of it: no wait for a server ends early because it is to leave."""
 
     takes_steps = False
 
@@ -97,7 +118,8 @@ class _Step:
 
 
 class ServerStepTables:
-    """Tables whose rows are on the job's parameter servers. A `StepTables` (replicated/step_tables.py)."""
+    """Tables whose rows are on the job's parameter servers. A `StepTables`
+    (replicated/step_tables.py)."""
 
     def __init__(self, setup: Setup, tables: Sequence[SparseEmbedding]) -> None:
         """Does not connect yet.
@@ -109,7 +131,8 @@ class ServerStepTables:
         self._setup = setup
         self._session = setup.session
         self._own = cast(Session, setup.session)
-        """The session itself: its membership, its metrics and its end are of interest here as well."""
+        """The session itself: its membership, its metrics and its end are of interest here as
+        well."""
         self._tables = tables
         self._by_name = {table.name: table for table in tables}
         self._options = AsyncOptions()
@@ -122,21 +145,25 @@ class ServerStepTables:
         """Table -> its buckets' partitions, by the buckets' numbers."""
         self._here = RowSums(tables)
         self._stale = False
-        """Rows were looked up in this step that lack something of the last one: it must not count."""
+        """Rows were looked up in this step that lack something of the last one: it must not
+        count."""
         self._next_key = 0
         """Key of the next step that pushes; 0: no step has."""
-        self._versions = BucketVersions(table_of=self._table_of, lost=self._own.metrics.pushes_lost.inc)
+        self._versions = BucketVersions(
+            table_of=self._table_of, lost=self._own.metrics.pushes_lost.inc
+        )
         self._staged: _Step | None = None
         """The step in progress, when it is summed."""
         self._pending: _Step | None = None
         """The last step committed, until all partitions are known to have it."""
         self._shut_out = False
-        """This rank takes its last steps, and servers take nothing from it any more: the others push its share."""
+        """This rank takes its last steps, and servers take nothing from it any more: the others
+        push its share."""
         self._clock = 0
         self._early: Mapping[str, Any] | None = None
         """A state that came before the servers did."""
 
-    # ----------------------------------------------------------------------------------------------------------- StepTables
+    # ----------------------------------------------------------------------------------- StepTables
 
     def connect(self) -> None:
         """See `StepTables`."""
@@ -146,9 +173,12 @@ class ServerStepTables:
         try:
             job, self._own_cluster = open_job(self._own, SynchronousJob)
             shard_map = job.declare(table_specs(self._tables))
-            # Servers want an optimizer of dense tensors, of which there are none; each table has its own.
+            # Servers want an optimizer of dense tensors, of which there are none; each table has
+            # its own.
             schedule = ServerOptimizer(torch.optim.SGD([unused], lr=1.0), {id(unused): ""})
-            self._servers = ParameterServers(job, shard_map, (), schedule, self._options, self._own.metrics)
+            self._servers = ParameterServers(
+                job, shard_map, (), schedule, self._options, self._own.metrics
+            )
             self._revision = schedule.look()
             self._servers.configure()
             self._reader = RowReader(job, shard_map, patience=self._options.server_timeout)
@@ -204,7 +234,10 @@ class ServerStepTables:
             payloads = group.exchange(payload) if group is not None else [payload]
             failpoint("tables.summed")
             try:
-                staged = self._combined([load_tensors(each) for each in payloads], in_micro_batches=step.in_micro_batches)
+                staged = self._combined(
+                    [load_tensors(each) for each in payloads],
+                    in_micro_batches=step.in_micro_batches,
+                )
             except (InvalidRequestError, LimitError) as error:
                 step.refused = error  # every rank has the same sums
                 return
@@ -227,7 +260,10 @@ class ServerStepTables:
             if group is not None:
                 group.meet()
         except MembershipChanged as error:
-            _log.info("not all ranks are known to have committed the step; the next generation tells: %s", error)
+            _log.info(
+                "not all ranks are known to have committed the step; the next generation tells: %s",
+                error,
+            )
         else:
             staged.known_to_all = True
         failpoint("tables.met")
@@ -244,12 +280,16 @@ class ServerStepTables:
             return
         # Where the meeting failed a rank is gone perhaps, and with it its share.
         ranks, place = self._pushing() if pending.known_to_all else (1, 0)
-        self._push(pending, [each for number, each in enumerate(sorted(pending.pushes)) if number % ranks == place])
+        self._push(
+            pending,
+            [each for number, each in enumerate(sorted(pending.pushes)) if number % ranks == place],
+        )
         pending.delivered = True
 
     def _pushing(self) -> tuple[int, int]:
-        """How many ranks push, and which of them this one is. Servers take nothing from a rank that is asked to leave, from when the
-        coordinator has a generation without it. Ranks hear of that at different moments: what nobody takes for its share comes late."""
+        """How many ranks push, and which of them this one is. Servers take nothing from a rank that
+        is asked to leave, from when the coordinator has a generation without it. Ranks hear of that
+        at different moments: what nobody takes for its share comes late."""
         membership, group = self._own.membership, self._session.group
         newest = membership.link.newest_generation if membership is not None else None
         ranks, rank = self._session.world_size, self._session.rank
@@ -298,17 +338,20 @@ class ServerStepTables:
         self._next_key = state["next_key"]
         if state["pending"] is not None:
             gradients = {
-                name: RowGradients(ids=rows["ids"].numpy(), values=rows["values"].numpy(), versions={})
+                name: RowGradients(
+                    ids=rows["ids"].numpy(), values=rows["values"].numpy(), versions={}
+                )
                 for name, rows in state["pending"]["rows"].items()
             }
             self._pending = self._step(state["pending"]["key"], gradients, steps_back=1)
             self._pending.known_to_all = True
 
-    # ------------------------------------------------------------------------------------------------------------- lookups
+    # -------------------------------------------------------------------------------------- lookups
 
     def look_up(self, partitions: Sequence[int], dim: int, ids: Ids) -> LookedUp:
-        """The rows with these ids, each named once, as the last step has left them. Raises as `RowReader.read`, PreconditionError
-        (TABLE_AHEAD): somebody else trains them, and DeadlineError: this rank is to leave, and the others have not pushed its last step."""
+        """The rows with these ids, each named once, as the last step has left them. Raises as
+        `RowReader.read`, PreconditionError (TABLE_AHEAD): somebody else trains them, and
+        DeadlineError: this rank is to leave, and the others have not pushed its last step."""
         waits = _SHORTEST_WAIT_S
         since = time.monotonic()
         looked_anew = False
@@ -317,7 +360,9 @@ class ServerStepTables:
             if self._session.is_joining or self._is_void:
                 return found  # of what is computed with them nothing counts
             pending = self._pending
-            behind = {each for each in partitions if found.versions[each] < self._versions.get(each)}
+            behind = {
+                each for each in partitions if found.versions[each] < self._versions.get(each)
+            }
             if not behind:
                 self._note(found.versions)
                 return found
@@ -334,22 +379,28 @@ class ServerStepTables:
             if self._shut_out:
                 if time.monotonic() - since > _LAST_PATIENCE_S:
                     raise DeadlineError(
-                        f"waited {_LAST_PATIENCE_S:.0f} s for the other ranks to push rows of the last step: servers take none from this "
-                        "one, which is asked to leave; see what the others say"
+                        f"waited {_LAST_PATIENCE_S:.0f} s for the other ranks to push rows of the "
+                        "last step: servers take none from this one, which is asked to leave; see "
+                        "what the others say"
                     )
             elif time.monotonic() - since > _PATIENCE_S:
-                _log.info("pushing rows that another rank has not pushed within %.0f s", _PATIENCE_S)
+                _log.info(
+                    "pushing rows that another rank has not pushed within %.0f s", _PATIENCE_S
+                )
                 self._push(pending, sorted(pending.unseen))
             time.sleep(waits)
             waits = min(2 * waits, _LONGEST_WAIT_S)
 
     def _note(self, versions: Mapping[int, int]) -> None:
-        """These partitions were found so, and nothing that is known is missing in them. Raises as `BucketVersions.note`."""
+        """These partitions were found so, and nothing that is known is missing in them. Raises as
+        `BucketVersions.note`."""
         self._versions.note(versions)
         self._saw(versions)
 
     def _table_of(self, partition_id: int) -> str:
-        return next(name for name, partitions in self._partitions.items() if partition_id in partitions)
+        return next(
+            name for name, partitions in self._partitions.items() if partition_id in partitions
+        )
 
     def _saw(self, partitions: Iterable[int]) -> None:
         """All that counts is in these partitions."""
@@ -361,44 +412,77 @@ class ServerStepTables:
             self._pending = None
 
     def _see_all(self) -> None:
-        """Returns when all partitions have the last step, in versions that this rank knows, or when the step must not count."""
+        """Returns when all partitions have the last step, in versions that this rank knows, or when
+        the step must not count."""
         for table in self._tables:
             partitions = self._partitions[table.name]
             awaited = self._pending is not None and self._pending.unseen.intersection(partitions)
             if awaited or not self._versions.has_all(partitions):
-                self.look_up(self._partitions[table.name], table.embedding_dim, np.empty(0, dtype=np.int64))
+                self.look_up(
+                    self._partitions[table.name], table.embedding_dim, np.empty(0, dtype=np.int64)
+                )
 
-    # --------------------------------------------------------------------------------------------------------------- steps
+    # ---------------------------------------------------------------------------------------- steps
 
-    def _combined(self, told: Sequence[tuple[dict[str, torch.Tensor], dict[str, Any]]], *, in_micro_batches: bool) -> _Step:
+    def _combined(
+        self,
+        told: Sequence[tuple[dict[str, torch.Tensor], dict[str, Any]]],
+        *,
+        in_micro_batches: bool,
+    ) -> _Step:
         """What the step pushes, from what all ranks have told; the same on all of them.
 
         Raises:
-            MembershipChanged: the ranks have looked up rows of different times; the step must be done again.
+            MembershipChanged: the ranks have looked up rows of different times; the step must be
+                done again.
             InvalidRequestError, LimitError: as `StepTables.reduce`.
         """
         metadata = [each for _, each in told]
         if any(each["stale"] for each in metadata):
-            raise MembershipChanged("a rank has looked up rows before all of the last step were pushed")
-        self._versions.agree([{int(number): version for number, version in each["versions"].items()} for each in metadata])
-        key = max(each["new_key"] for each in metadata) or max(1, *(each["key"] for each in metadata))
+            raise MembershipChanged(
+                "a rank has looked up rows before all of the last step were pushed"
+            )
+        self._versions.agree(
+            [
+                {int(number): version for number, version in each["versions"].items()}
+                for each in metadata
+            ]
+        )
+        key = max(each["new_key"] for each in metadata) or max(
+            1, *(each["key"] for each in metadata)
+        )
         weight = sum(each["weight"] for each in metadata)
         divisor = weight if in_micro_batches and weight and not self._sums_losses else 1.0
         gradients: dict[str, RowGradients] = {}
         for name in self._by_name:
-            parts = [(each[f"{name}/ids"].numpy(), each[f"{name}/sums"].numpy()) for each, _ in told if f"{name}/ids" in each]
+            parts = [
+                (each[f"{name}/ids"].numpy(), each[f"{name}/sums"].numpy())
+                for each, _ in told
+                if f"{name}/ids" in each
+            ]
             if parts:
                 ids, sums = summed(parts)
-                gradients[name] = RowGradients(ids=ids, values=(sums / divisor).astype(np.float32), versions={})
+                gradients[name] = RowGradients(
+                    ids=ids, values=(sums / divisor).astype(np.float32), versions={}
+                )
         return self._step(key, gradients)
 
-    def _step(self, key: int, gradients: Mapping[str, RowGradients], *, steps_back: int = 0) -> _Step:
+    def _step(
+        self, key: int, gradients: Mapping[str, RowGradients], *, steps_back: int = 0
+    ) -> _Step:
         """`steps_back`: before the last step committed."""
         pushes: dict[int, PushedRows] = {}
         for name, each in gradients.items():
             partitions = self._partitions[name]
-            versions = {partition_id: self._versions[partition_id] - steps_back for partition_id in partitions}
-            pushes |= pushed_rows(self._by_name[name], partitions, RowGradients(ids=each.ids, values=each.values, versions=versions))
+            versions = {
+                partition_id: self._versions[partition_id] - steps_back
+                for partition_id in partitions
+            }
+            pushes |= pushed_rows(
+                self._by_name[name],
+                partitions,
+                RowGradients(ids=each.ids, values=each.values, versions=versions),
+            )
         return _Step(key=key, gradients=gradients, pushes=pushes, generation=self._generation)
 
     def _may_push(self, step: _Step) -> bool:
@@ -410,15 +494,31 @@ class ServerStepTables:
         if not rows or self._shut_out:
             return
         self._clock += 1
-        iteration = Iteration(clock=self._clock, revision=self._revision, gradients={}, pull=False, batch=step.key, in_part=True, rows=rows)
+        iteration = Iteration(
+            clock=self._clock,
+            revision=self._revision,
+            gradients={},
+            pull=False,
+            batch=step.key,
+            in_part=True,
+            rows=rows,
+        )
         try:
             self._require_servers().exchange(iteration)
         except StopTraining as stop:
             if self._own.membership is not None and self._own.membership.link.excluded:
                 self._shut_out = True
-                _log.info("servers take no rows from this rank any more, since it leaves; the others push them: %s", stop)
+                _log.info(
+                    "servers take no rows from this rank any more, since it leaves; the others "
+                    "push them: %s",
+                    stop,
+                )
             else:
-                _log.warning("rows of the last step were not pushed, since the job was stopped meanwhile: %s", stop)
+                _log.warning(
+                    "rows of the last step were not pushed, since the job was stopped meanwhile: "
+                    "%s",
+                    stop,
+                )
             return
         failpoint("tables.pushed")
         self._saw(rows)
@@ -454,11 +554,15 @@ class ServerStepTables:
             self._own_cluster = None
 
     def _push_the_last(self, step: _Step) -> None:
-        """No lookup follows that would find out what another rank has not pushed: this one pushes all that it has not seen there."""
+        """No lookup follows that would find out what another rank has not pushed: this one pushes
+        all that it has not seen there."""
         if self._shut_out:
             return
         if not self._may_push(step):
-            _log.warning("rows of the last step were not pushed: it is not known whether all ranks have committed it")
+            _log.warning(
+                "rows of the last step were not pushed: it is not known whether all ranks have "
+                "committed it"
+            )
             return
         try:
             self._push(step, sorted(step.unseen))

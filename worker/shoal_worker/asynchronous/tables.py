@@ -1,7 +1,9 @@
-"""The sparse tables of a worker's model, whose rows are on the parameter servers: looked up there by forward passes, and pushed by steps.
+"""The sparse tables of a worker's model, whose rows are on the parameter servers: looked up there
+by forward passes, and pushed by steps.
 
-Rows are looked up (row_reader.py) on the training thread's behalf, or ahead of it (`prefetch`), while pushes are on their way. What a step
-pushes of them goes with its dense gradients, under the same numbers, clock and batch (server_link.py): here it is only made.
+Rows are looked up (row_reader.py) on the training thread's behalf, or ahead of it (`prefetch`),
+while pushes are on their way. What a step pushes of them goes with its dense gradients, under the
+same numbers, clock and batch (server_link.py): here it is only made.
 
 All of it belongs to the training thread.
 """
@@ -68,29 +70,47 @@ def check_names(module: nn.Module, tables: Sequence[SparseEmbedding]) -> None:
     taken = {name for name, _ in module.named_parameters()}
     for name in names:
         if name in taken or names.count(name) > 1:
-            raise ConfigurationError(f"table name={name!r} is another table's, or a parameter's; give each a name of its own")
+            raise ConfigurationError(
+                f"table name={name!r} is another table's, or a parameter's; give each a name of "
+                "its own"
+            )
 
 
 def table_specs(tables: Iterable[SparseEmbedding]) -> list[coordinator_pb.TensorSpec]:
     """For DeclareTensors."""
     return [
-        coordinator_pb.TensorSpec(name=table.name, shape=table.shape, dtype=_DTYPE.name, table=table.spec.message()) for table in tables
+        coordinator_pb.TensorSpec(
+            name=table.name, shape=table.shape, dtype=_DTYPE.name, table=table.spec.message()
+        )
+        for table in tables
     ]
 
 
-def buckets_of_tables(shard_map: coordinator_pb.ShardMap, tables: Iterable[SparseEmbedding]) -> dict[str, tuple[int, ...]]:
+def buckets_of_tables(
+    shard_map: coordinator_pb.ShardMap, tables: Iterable[SparseEmbedding]
+) -> dict[str, tuple[int, ...]]:
     """Table -> its buckets' partitions, by the buckets' numbers."""
     found: dict[str, tuple[int, ...]] = {}
     for table in tables:
-        index = next(number for number, tensor in enumerate(shard_map.tensors) if tensor.name == table.name)
-        buckets = [each for each in shard_map.partitions if each.HasField("bucket") and each.bucket.tensor_index == index]
-        found[table.name] = tuple(each.partition_id for each in sorted(buckets, key=lambda each: each.bucket.number))
+        index = next(
+            number for number, tensor in enumerate(shard_map.tensors) if tensor.name == table.name
+        )
+        buckets = [
+            each
+            for each in shard_map.partitions
+            if each.HasField("bucket") and each.bucket.tensor_index == index
+        ]
+        found[table.name] = tuple(
+            each.partition_id for each in sorted(buckets, key=lambda each: each.bucket.number)
+        )
     return found
 
 
-def pushed_rows(table: SparseEmbedding, partitions: Sequence[int], gradients: RowGradients) -> dict[int, PushedRows]:
-    """Partition -> what a step pushes to it: of all buckets of the table, also those of which it has no row. `partitions`: by the buckets'
-    numbers.
+def pushed_rows(
+    table: SparseEmbedding, partitions: Sequence[int], gradients: RowGradients
+) -> dict[int, PushedRows]:
+    """Partition -> what a step pushes to it: of all buckets of the table, also those of which it
+    has no row. `partitions`: by the buckets' numbers.
 
     Raises:
         InvalidRequestError (GRADIENT_NOT_FINITE): naming the table; nothing is to be pushed.
@@ -98,7 +118,9 @@ def pushed_rows(table: SparseEmbedding, partitions: Sequence[int], gradients: Ro
     """
     _check_finite(table, gradients.ids, gradients.values)
     found: dict[int, PushedRows] = {}
-    for partition_id, places in zip(partitions, by_bucket(gradients.ids, len(partitions)), strict=True):
+    for partition_id, places in zip(
+        partitions, by_bucket(gradients.ids, len(partitions)), strict=True
+    ):
         data = pushed_payload(gradients.ids[places], gradients.values[places])
         _check_size(table, len(places), data.nbytes)
         found[partition_id] = PushedRows(
@@ -136,10 +158,15 @@ class Tables:
         return table_specs(self._tables)
 
     def connect(
-        self, job: Job, shard_map: coordinator_pb.ShardMap, *, patience: timedelta, stopped: Callable[[StopTraining], None]
+        self,
+        job: Job,
+        shard_map: coordinator_pb.ShardMap,
+        *,
+        patience: timedelta,
+        stopped: Callable[[StopTraining], None],
     ) -> None:
-        """From now on the rows come from the servers. `patience`: how long one may be away. `stopped`: told on the training thread that
-        the run ended while rows were waited for.
+        """From now on the rows come from the servers. `patience`: how long one may be away.
+        `stopped`: told on the training thread that the run ended while rows were waited for.
 
         Raises:
             ConfigurationError: a table was trained in this process before.
@@ -150,11 +177,13 @@ class Tables:
         self._partitions = buckets_of_tables(shard_map, self._tables)
         self.store = ServerRowStore(job, self._reader, self._tables, self._partitions)
         for table in self._tables:
-            table.come_from(ServerRows(self._reader, self._partitions[table.name], table.embedding_dim, stopped))
+            table.come_from(
+                ServerRows(self._reader, self._partitions[table.name], table.embedding_dim, stopped)
+            )
 
     def pushes(self) -> dict[int, PushedRows]:
-        """Partition -> what this step pushes to it, of each table with a gradient. Call `drop_gradients` when it has been acknowledged.
-        Raises as `pushed_rows`."""
+        """Partition -> what this step pushes to it, of each table with a gradient. Call
+        `drop_gradients` when it has been acknowledged. Raises as `pushed_rows`."""
         found: dict[int, PushedRows] = {}
         for table in self._tables:
             gradients = table.gradients()
@@ -176,7 +205,13 @@ class Tables:
 class ServerRows:
     """One table's rows on the servers. A `RowSource`."""
 
-    def __init__(self, reader: RowReader, partitions: Sequence[int], dim: int, stopped: Callable[[StopTraining], None]) -> None:
+    def __init__(
+        self,
+        reader: RowReader,
+        partitions: Sequence[int],
+        dim: int,
+        stopped: Callable[[StopTraining], None],
+    ) -> None:
         self._reader = reader
         self._partitions = partitions
         self._dim = dim
@@ -185,7 +220,8 @@ class ServerRows:
         """Ids, ascending, and their rows, the oldest first."""
 
     def look_up(self, ids: Ids) -> LookedUp:
-        """See `RowSource`. Raises as `RowReader.read`; a prefetch that failed is one that was not made."""
+        """See `RowSource`. Raises as `RowReader.read`; a prefetch that failed is one that was not
+        made."""
         try:
             return self._prefetched(ids) or self._reader.read(self._partitions, self._dim, ids)
         except StopTraining as stop:
@@ -216,11 +252,13 @@ class ServerRows:
 
 
 def _check_size(table: SparseEmbedding, rows: int, nbytes: int) -> None:
-    """Before anything is pushed: a server would refuse it when other parts of the step are applied."""
+    """Before anything is pushed: a server would refuse it when other parts of the step are
+    applied."""
     if nbytes > LARGEST_PAYLOAD_BYTES:
         raise LimitError(
-            f"table {table.name!r}: the batch has {rows} rows of one of its {table.spec.buckets} buckets, {nbytes} bytes to push; expected "
-            f"at most {LARGEST_PAYLOAD_BYTES}: take smaller batches, or more buckets",
+            f"table {table.name!r}: the batch has {rows} rows of one of its {table.spec.buckets} "
+            f"buckets, {nbytes} bytes to push; expected at most {LARGEST_PAYLOAD_BYTES}: take "
+            "smaller batches, or more buckets",
             reason="PAYLOAD_TOO_LARGE",
         )
 
@@ -229,8 +267,8 @@ def _check_finite(table: SparseEmbedding, ids: Ids, values: Values) -> None:
     culprits = ~np.isfinite(values).all(axis=1)
     if count := int(culprits.sum()):
         raise InvalidRequestError(
-            f"the gradient of table {table.name!r} has {count} of {len(ids)} rows that are NaN or infinite, the first of id "
-            f"{ids[culprits][0]}; nothing was pushed. Leave the batch out (optimizer.zero_grad(), then optimizer.step()), or lower the "
-            "learning rate",
+            f"the gradient of table {table.name!r} has {count} of {len(ids)} rows that are NaN or "
+            f"infinite, the first of id {ids[culprits][0]}; nothing was pushed. Leave the batch "
+            "out (optimizer.zero_grad(), then optimizer.step()), or lower the learning rate",
             reason="GRADIENT_NOT_FINITE",
         )

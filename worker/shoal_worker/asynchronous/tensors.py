@@ -1,10 +1,11 @@
 """A module's parameters and gradients in host memory, to be sent from there and received into.
 
-On the CPU these are the tensors' own memory. Tensors of a device, and those that do not lie in one piece, go through a host copy each.
-Belongs to the training thread, except for the values themselves, which the servers' threads read and write during an exchange.
+On the CPU these are the tensors' own memory. Tensors of a device, and those that do not lie in one
+piece, go through a host copy each. Belongs to the training thread, except for the values
+themselves, which the servers' threads read and write during an exchange.
 
-Beside them, as plain values: which part of which tensor lies on which server, as the coordinator's shard map says, and which gradients of a
-step travel, and as what (`Iteration`).
+Beside them, as plain values: which part of which tensor lies on which server, as the coordinator's
+shard map says, and which gradients of a step travel, and as what (`Iteration`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from typing import NamedTuple
 
 import torch
 from shoal_common import codecs
-from shoal_common.errors import ConfigurationError, CorruptDataError, InvalidRequestError, PreconditionError
+from shoal_common.errors import (
+    ConfigurationError,
+    CorruptDataError,
+    InvalidRequestError,
+    PreconditionError,
+)
 from shoal_common.wire import DtypeInfo, dtype_info
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
@@ -29,26 +35,33 @@ from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.compression.pushes import CompressedPushes
 from shoal_worker.compression.registry import parse_compression
 
-# -------------------------------------------------------------------------------------------------------------- tensors in host memory
+# --------------------------------------------------------------------------- tensors in host memory
 
-_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_NAMES = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
 _EMPTY = memoryview(bytearray())
 
 
 class HostTensor:
     """One declared tensor: a parameter of the module."""
 
-    def __init__(self, name: str, parameter: nn.Parameter, *, trained: bool, apart: bool = False) -> None:
-        """`trained`: the optimizer has it, so that it is pushed and pulled in every step; the others only get their first values.
-        `apart`: it shares a partition with no other.
+    def __init__(
+        self, name: str, parameter: nn.Parameter, *, trained: bool, apart: bool = False
+    ) -> None:
+        """`trained`: the optimizer has it, so that it is pushed and pulled in every step; the
+        others only get their first values. `apart`: it shares a partition with no other.
 
         Raises:
             ConfigurationError: a dtype that servers do not hold.
         """
         if parameter.dtype not in _NAMES:
             raise ConfigurationError(
-                f"parameter {name!r} has dtype {parameter.dtype}; parameter servers hold {', '.join(_NAMES.values())}: convert it, or make "
-                "it a buffer"
+                f"parameter {name!r} has dtype {parameter.dtype}; parameter servers hold "
+                f"{', '.join(_NAMES.values())}: convert it, or make it a buffer"
             )
         self.name = name
         self.parameter = parameter
@@ -65,7 +78,9 @@ class HostTensor:
     def spec(self) -> coordinator_pb.TensorSpec:
         """For DeclareTensors."""
         shape, dtype = list(self._shape), self.dtype.name
-        return coordinator_pb.TensorSpec(name=self.name, shape=shape, dtype=dtype, frozen=not self.trained, apart=self._apart)
+        return coordinator_pb.TensorSpec(
+            name=self.name, shape=shape, dtype=dtype, frozen=not self.trained, apart=self._apart
+        )
 
     @property
     def row(self) -> int:
@@ -76,7 +91,8 @@ class HostTensor:
         """Where values are received, flat; `publish` makes them the parameter's.
 
         Raises:
-            ConfigurationError: the parameter was given another shape or dtype since `as_distributed`.
+            ConfigurationError: the parameter was given another shape or dtype since
+                `as_distributed`.
         """
         self._check_unchanged()
         if _is_host_memory(self.parameter):
@@ -85,7 +101,8 @@ class HostTensor:
             return self._own
         if self._values is None:
             self._values = _host_like(self.parameter)
-            self._values.copy_(self.parameter.detach())  # so that a pull of a part leaves the rest as it is
+            # so that a pull of a part leaves the rest as it is
+            self._values.copy_(self.parameter.detach())
         return self._values.reshape(-1)
 
     def values(self) -> torch.Tensor:
@@ -96,12 +113,14 @@ class HostTensor:
         return flat
 
     def publish(self) -> None:
-        """What was received becomes the parameter's values; on a device once its stream comes to it."""
+        """What was received becomes the parameter's values; on a device once its stream comes to
+        it."""
         if self._values is not None and not _is_host_memory(self.parameter):
             self.parameter.detach().copy_(self._values, non_blocking=True)
 
     def gradient(self) -> torch.Tensor | None:
-        """The gradient, flat; None: there is none in this step. From a device, it is there once its stream has come to the copy."""
+        """The gradient, flat; None: there is none in this step. From a device, it is there once its
+        stream has come to the copy."""
         gradient = self.parameter.grad
         if gradient is None:
             return None
@@ -119,14 +138,15 @@ class HostTensor:
         parameter = self.parameter
         if parameter.shape != self._shape or parameter.dtype is not self._torch_dtype:
             raise ConfigurationError(
-                f"parameter {self.name!r} is now {parameter.dtype} of shape {tuple(parameter.shape)}, the servers hold "
-                f"{self._torch_dtype} of {tuple(self._shape)}; convert the model before as_distributed"
+                f"parameter {self.name!r} is now {parameter.dtype} of shape "
+                f"{tuple(parameter.shape)}, the servers hold {self._torch_dtype} of "
+                f"{tuple(self._shape)}; convert the model before as_distributed"
             )
 
 
 def gradients(tensors: Iterable[HostTensor]) -> dict[str, torch.Tensor]:
-    """The gradients that there are, flat and in host memory, by the tensors' names; blocks until copies from a device are there. They must
-    not change until they are sent."""
+    """The gradients that there are, flat and in host memory, by the tensors' names; blocks until
+    copies from a device are there. They must not change until they are sent."""
     found: dict[str, torch.Tensor] = {}
     devices: set[torch.device] = set()
     for tensor in tensors:
@@ -141,7 +161,8 @@ def publish(tensors: Sequence[HostTensor]) -> None:
     """What was received becomes the parameters' values; returns when it has."""
     for tensor in tensors:
         tensor.publish()
-    # Written behind autograd's back: a graph that saved the older values must notice, as after any update in place.
+    # Written behind autograd's back: a graph that saved the older values must notice, as after any
+    # update in place.
     torch.autograd.graph.increment_version([tensor.parameter for tensor in tensors])
     _synchronize({tensor.parameter.device for tensor in tensors})
 
@@ -153,16 +174,22 @@ def check_gradients(tensors: Iterable[HostTensor]) -> None:
         ConfigurationError: a sparse one.
         InvalidRequestError (GRADIENT_NOT_FINITE): NaN or infinite values, naming the parameter.
     """
-    found = [(tensor.name, tensor.parameter.grad) for tensor in tensors if tensor.parameter.grad is not None]
+    found = [
+        (tensor.name, tensor.parameter.grad)
+        for tensor in tensors
+        if tensor.parameter.grad is not None
+    ]
     for name, gradient in found:
         if gradient.layout is not torch.strided:
             raise ConfigurationError(
-                f"the gradient of {name!r} is {gradient.layout}; parameter servers take dense ones: make the embedding with sparse=False"
+                f"the gradient of {name!r} is {gradient.layout}; parameter servers take dense "
+                "ones: make the embedding with sparse=False"
             )
     for name, culprits in _not_finite(found):
         raise InvalidRequestError(
-            f"the gradient of {name!r} has {culprits} values that are NaN or infinite; nothing was pushed. Leave "
-            "the batch out (optimizer.zero_grad(), then optimizer.step()), clip, or lower the learning rate",
+            f"the gradient of {name!r} has {culprits} values that are NaN or infinite; nothing was "
+            "pushed. Leave the batch out (optimizer.zero_grad(), then optimizer.step()), clip, or "
+            "lower the learning rate",
             reason="GRADIENT_NOT_FINITE",
         )
 
@@ -175,8 +202,9 @@ def check_outer_gradients(found: Mapping[str, torch.Tensor], *, steps: int) -> N
     """
     for name, culprits in _not_finite(list(found.items())):
         raise InvalidRequestError(
-            f"in {steps} inner steps {culprits} values of {name!r} became NaN or infinite; nothing was pushed, and the values are again "
-            "those that the round began with. Leave the round out (optimizer.zero_grad(), then optimizer.step()), clip, or lower the "
+            f"in {steps} inner steps {culprits} values of {name!r} became NaN or infinite; nothing "
+            "was pushed, and the values are again those that the round began with. Leave the "
+            "round out (optimizer.zero_grad(), then optimizer.step()), clip, or lower the "
             "learning rate; the inner optimizer's state may have such values as well",
             reason="GRADIENT_NOT_FINITE",
         )
@@ -193,7 +221,8 @@ def _not_finite(found: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
 
 @torch.no_grad()
 def _surely_finite(found: Sequence[torch.Tensor]) -> bool:
-    """A sum is not finite when an element is not, and far cheaper than isfinite(). It can overflow by itself, so it only acquits."""
+    """A sum is not finite when an element is not, and far cheaper than isfinite(). It can overflow
+    by itself, so it only acquits."""
     sums: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in found:
         wide = torch.float64 if gradient.dtype is torch.float64 else torch.float32
@@ -213,7 +242,9 @@ def _is_host_memory(tensor: torch.Tensor) -> bool:
 
 
 def _host_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda")
+    return torch.empty(
+        tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.device.type == "cuda"
+    )
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -244,7 +275,8 @@ class Piece:
         return codecs.piece_shape(offset=self.begin, length=self.length, row=self.tensor.row)
 
     def of(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """This piece of the flat tensor, or of memory laid out like it, which `memory` has by the tensor's name."""
+        """This piece of the flat tensor, or of memory laid out like it, which `memory` has by the
+        tensor's name."""
         whole = memory[self.tensor.name]
         return whole if self.length == whole.numel() else whole[self.begin : self.end]
 
@@ -265,10 +297,15 @@ class Partition:
 
     def absent_from(self, gradients: Collection[str]) -> tuple[int, ...]:
         """Positions of the pieces whose tensors are not named."""
-        return tuple(position for position, piece in enumerate(self.pieces) if piece.tensor.name not in gradients)
+        return tuple(
+            position
+            for position, piece in enumerate(self.pieces)
+            if piece.tensor.name not in gradients
+        )
 
     def places(self, absent: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """First element and end, among the partition's, of each piece but those at the positions `absent`."""
+        """First element and end, among the partition's, of each piece but those at the positions
+        `absent`."""
         missing = frozenset(absent)
         bounds = pairwise(accumulate((piece.length for piece in self.pieces), initial=0))
         return tuple(each for position, each in enumerate(bounds) if position not in missing)
@@ -276,13 +313,23 @@ class Partition:
     def shapes(self, absent: Collection[int]) -> dict[int, tuple[int, int]]:
         """Rows and columns of each piece but those at the positions `absent`, by its position."""
         missing = frozenset(absent)
-        return {position: piece.shape for position, piece in enumerate(self.pieces) if position not in missing}
+        return {
+            position: piece.shape
+            for position, piece in enumerate(self.pieces)
+            if position not in missing
+        }
 
-    def gathered(self, memory: Mapping[str, torch.Tensor], absent: Collection[int] = ()) -> torch.Tensor:
-        """The pieces, but for those at the positions `absent`, one after another: where they lie if it is one piece alone, else a copy.
-        Any thread may call it."""
+    def gathered(
+        self, memory: Mapping[str, torch.Tensor], absent: Collection[int] = ()
+    ) -> torch.Tensor:
+        """The pieces, but for those at the positions `absent`, one after another: where they lie if
+        it is one piece alone, else a copy. Any thread may call it."""
         missing = frozenset(absent)
-        present = [piece.of(memory) for position, piece in enumerate(self.pieces) if position not in missing]
+        present = [
+            piece.of(memory)
+            for position, piece in enumerate(self.pieces)
+            if position not in missing
+        ]
         return present[0] if len(present) == 1 else torch.cat(present)
 
     def landing(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -290,14 +337,18 @@ class Partition:
         if len(self.pieces) == 1:
             return self.pieces[0].of(memory)
         if self._landing is None:
-            self._landing = torch.empty(self.length, dtype=self.pieces[0].of(memory).dtype, device="cpu")
+            self._landing = torch.empty(
+                self.length, dtype=self.pieces[0].of(memory).dtype, device="cpu"
+            )
         return self._landing
 
     def landed(self, memory: Mapping[str, torch.Tensor]) -> None:
         """What was written to `landing` is now each tensor's."""
         if self._landing is not None:
             into = [piece.of(memory) for piece in self.pieces]
-            torch._foreach_copy_(into, list(self._landing.split([piece.length for piece in self.pieces])))
+            torch._foreach_copy_(
+                into, list(self._landing.split([piece.length for piece in self.pieces]))
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +365,9 @@ class ServerShare:
     """Partitions that are buckets of sparse tables."""
 
 
-def shares(shard_map: coordinator_pb.ShardMap, tensors: Sequence[HostTensor]) -> tuple[ServerShare, ...]:
+def shares(
+    shard_map: coordinator_pb.ShardMap, tensors: Sequence[HostTensor]
+) -> tuple[ServerShare, ...]:
     """The servers that hold something, by index.
 
     Raises:
@@ -330,14 +383,16 @@ def shares(shard_map: coordinator_pb.ShardMap, tensors: Sequence[HostTensor]) ->
         for piece in partition.pieces:
             tensor = by_name[shard_map.tensors[piece.tensor_index].name]
             pieces.append(Piece(tensor=tensor, begin=piece.offset, end=piece.offset + piece.length))
-        partitions.setdefault(partition.primary, []).append(Partition(partition.partition_id, pieces))
+        partitions.setdefault(partition.primary, []).append(
+            Partition(partition.partition_id, pieces)
+        )
     addresses = {server.server_index: server.address for server in shard_map.servers}
     holders = partitions.keys() | buckets.keys()
     missing = sorted(holders - addresses.keys())
     if missing:
         raise PreconditionError(
-            f"the shard map gives partitions to the servers {missing}, but names only {sorted(addresses)}; restart the job's parameter "
-            "servers",
+            f"the shard map gives partitions to the servers {missing}, but names only "
+            f"{sorted(addresses)}; restart the job's parameter servers",
             reason="SHARD_MAP_INCOMPLETE",
         )
     return tuple(
@@ -352,9 +407,10 @@ def shares(shard_map: coordinator_pb.ShardMap, tensors: Sequence[HostTensor]) ->
     )
 
 
-# ---------------------------------------------------------------------------------------------------------------------- what a step sends
+# -------------------------------------------------------------------------------- what a step sends
 #
-# One step of a worker as the servers are told of it, and its gradients as the payloads that are sent: as they are, or compressed.
+# One step of a worker as the servers are told of it, and its gradients as the payloads that are
+# sent: as they are, or compressed.
 #
 # Belongs to the thread that speaks to the server: see `ServerLink`.
 
@@ -368,12 +424,14 @@ class Iteration:
     revision: Revision
     """Hyperparameters that the push is to be applied with, or newer ones."""
     gradients: Mapping[str, torch.Tensor]
-    """The flat gradients of this step in host memory, by the name of the tensor; a tensor without a gradient is left out."""
+    """The flat gradients of this step in host memory, by the name of the tensor; a tensor without a
+    gradient is left out."""
     pull: bool
     batch: int = 0
     """Key of the leased batch that the gradients were computed on; 0: none."""
     in_part: bool = False
-    """Other calls push the rest of the batch: `ParameterServers.finished` says when all is there."""
+    """Other calls push the rest of the batch: `ParameterServers.finished` says when all is
+    there."""
     rows: Mapping[int, PushedRows] = field(default_factory=dict)
     """What is pushed to buckets of sparse tables, by partition."""
 
@@ -393,22 +451,35 @@ class Payload(NamedTuple):
 
 
 class Payloads:
-    """Makes the payloads of partitions. What compression keeps of a partition belongs to the thread that speaks to its server."""
+    """Makes the payloads of partitions. What compression keeps of a partition belongs to the thread
+    that speaks to its server."""
 
-    def __init__(self, compressor: GradientCompressor | None, partitions: Iterable[int], *, stream: int) -> None:
-        """`compressor`: of gradients; None: they are sent as they are. `partitions`: all of the job, by number. `stream`: see
-        `CompressedPushes`."""
-        self._compressed = {} if compressor is None else {each: CompressedPushes(compressor, stream=stream) for each in partitions}
+    def __init__(
+        self, compressor: GradientCompressor | None, partitions: Iterable[int], *, stream: int
+    ) -> None:
+        """`compressor`: of gradients; None: they are sent as they are. `partitions`: all of the
+        job, by number. `stream`: see `CompressedPushes`."""
+        self._compressed = (
+            {}
+            if compressor is None
+            else {each: CompressedPushes(compressor, stream=stream) for each in partitions}
+        )
 
     def values(self, partitions: Iterable[Partition]) -> Iterator[Payload]:
         """The tensors' values, made as they are sent."""
         for partition in partitions:
             memory = {piece.tensor.name: piece.tensor.values() for piece in partition.pieces}
-            yield Payload(partition, (), partition.length, pb.CODEC_RAW, tensor_bytes(partition.gathered(memory)))
+            yield Payload(
+                partition,
+                (),
+                partition.length,
+                pb.CODEC_RAW,
+                tensor_bytes(partition.gathered(memory)),
+            )
 
     def gradient(self, partition: Partition, iteration: Iteration) -> Callable[[], Payload]:
-        """Gives the payload of one push of a partition, the same bytes however often the push is attempted. Say what became of it with
-        `settle` before the next push."""
+        """Gives the payload of one push of a partition, the same bytes however often the push is
+        attempted. Say what became of it with `settle` before the next push."""
         compressed = self._compressed.get(partition.partition_id)
         if compressed is None:
             return lambda: _as_it_is(partition, iteration.gradients)
@@ -432,8 +503,9 @@ class Payloads:
         return lambda: payload
 
     def settle(self, partitions: Iterable[int], *, applied: Collection[int]) -> None:
-        """Says to which of these partitions the server has applied the last push, each by this very payload: what compression left out of
-        it is then owed to the next. To the others it has not, and will not: there what was owed before is owed still."""
+        """Says to which of these partitions the server has applied the last push, each by this very
+        payload: what compression left out of it is then owed to the next. To the others it has not,
+        and will not: there what was owed before is owed still."""
         for partition_id in partitions:
             compressed = self._compressed.get(partition_id)
             if compressed is not None and compressed.unanswered:
@@ -456,7 +528,9 @@ class PulledValues:
     @property
     def codec(self) -> pb.Codec:
         """What is asked for. A server answers with it, or with CODEC_RAW."""
-        return pb.CODEC_RAW if self._compressor is None else pb.Codec.ValueType(self._compressor.codec)
+        return (
+            pb.CODEC_RAW if self._compressor is None else pb.Codec.ValueType(self._compressor.codec)
+        )
 
     def room(self, codec: int, length: int) -> torch.Tensor:
         """Memory for the payload of so many values.
@@ -465,7 +539,10 @@ class PulledValues:
             CorruptDataError (STREAM_MALFORMED): a codec that was not asked for.
         """
         if codec != self.codec:
-            raise CorruptDataError(f"values came in codec {codec}; {self.codec} was asked for, or CODEC_RAW", reason="STREAM_MALFORMED")
+            raise CorruptDataError(
+                f"values came in codec {codec}; {self.codec} was asked for, or CODEC_RAW",
+                reason="STREAM_MALFORMED",
+            )
         return torch.empty(codecs.payload_bytes(codec, length), dtype=torch.uint8)
 
     def decode(self, payload: torch.Tensor, into: torch.Tensor) -> None:

@@ -1,11 +1,15 @@
-"""What every communication backend offers: collectives over one process group of its own, and an end to them that works.
+"""What every communication backend offers: collectives over one process group of its own, and an
+end to them that works.
 
-A backend is a thin layer over a real `torch.distributed.ProcessGroup` (`process_group`), so that torch's own parallel code runs on it.
-It does not touch torch's default group: a process can hold several backends, one per generation, and drop one without a trace.
-The backend does not decide about membership. A group lives until its first failure; then it is aborted and a new one is initialized.
+A backend is a thin layer over a real `torch.distributed.ProcessGroup` (`process_group`), so that
+torch's own parallel code runs on it. It does not touch torch's default group: a process can hold
+several backends, one per generation, and drop one without a trace. The backend does not decide
+about membership. A group lives until its first failure; then it is aborted and a new one is
+initialized.
 
-Threads: one thread issues the collectives, in the same order on all ranks. `abort` may be called from any thread, at any time, and
-frees that thread. `initialize` and `shutdown` are called by the issuing thread.
+Threads: one thread issues the collectives, in the same order on all ranks. `abort` may be called
+from any thread, at any time, and frees that thread. `initialize` and `shutdown` are called by the
+issuing thread.
 """
 
 from __future__ import annotations
@@ -21,7 +25,12 @@ from typing import ClassVar, Final
 
 import torch
 import torch.distributed as dist
-from shoal_common.errors import ConfigurationError, InvalidRequestError, MembershipChanged, PreconditionError
+from shoal_common.errors import (
+    ConfigurationError,
+    InvalidRequestError,
+    MembershipChanged,
+    PreconditionError,
+)
 from torch.distributed import DistBackendError
 
 from shoal_worker.backends.waits import Waits
@@ -36,15 +45,19 @@ from shoal_worker.torch_internals import (
     Store,
 )
 
-# --------------------------------------------------------------------------------------------------------------------------------- errors
+# ------------------------------------------------------------------------------------------- errors
 #
-# What a collective raises when its group is over: Shoal's error that is also torch's. And what a library's errors say in short.
+# What a collective raises when its group is over: Shoal's error that is also torch's. And what a
+# library's errors say in short.
 
-_WHERE: Final = re.compile(r"^(Got the following error when running the callback: \w+: )?(\[[^\]]*\] )?")
+_WHERE: Final = re.compile(
+    r"^(Got the following error when running the callback: \w+: )?(\[[^\]]*\] )?"
+)
 
 
 class GroupEndedError(MembershipChanged, DistBackendError):
-    """The group is over: it was aborted, a peer went away, or a collective took longer than the group's timeout."""
+    """The group is over: it was aborted, a peer went away, or a collective took longer than the
+    group's timeout."""
 
 
 def cause_of(error: Exception) -> str:
@@ -53,7 +66,7 @@ def cause_of(error: Exception) -> str:
     return re.split(r"[.,;]? This is typically", first_line)[0] or type(error).__name__
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- the backend
+# -------------------------------------------------------------------------------------- the backend
 
 DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
 DEFAULT_CONNECT_TIMEOUT: Final = timedelta(seconds=5)
@@ -91,18 +104,27 @@ class Traffic:
 class Handle:
     """A collective that was issued: what there is to wait for.
 
-    It does not retry: a collective that fails on the wire ends its group. It belongs to the thread that issued the collective.
+    It does not retry: a collective that fails on the wire ends its group. It belongs to the thread
+    that issued the collective.
     """
 
-    def __init__(self, work: dist.Work, *, finish: Callable[[], None] | None, failed: Callable[[RuntimeError], None]) -> None:
-        """`finish` runs once `work` has completed. `failed` sees its failure first, and may raise another error instead."""
+    def __init__(
+        self,
+        work: dist.Work,
+        *,
+        finish: Callable[[], None] | None,
+        failed: Callable[[RuntimeError], None],
+    ) -> None:
+        """`finish` runs once `work` has completed. `failed` sees its failure first, and may raise
+        another error instead."""
         self._work: dist.Work | None = work
         self._failure: str | None = None
         self._finish = finish
         self._failed = failed
 
     def wait(self) -> None:
-        """Returns when the result is in place; may be called again. Raises MembershipChanged when the group failed."""
+        """Returns when the result is in place; may be called again. Raises MembershipChanged when
+        the group failed."""
         if self._failure is not None:
             raise PreconditionError(f"this collective has failed before: {self._failure}")
         # Let go of the work in any case: it would keep the sockets of its group open.
@@ -111,7 +133,8 @@ class Handle:
             try:
                 work.wait()
             except RuntimeError as error:
-                # Only the text is kept: the error itself refers, by its traceback, to this handle and to the group.
+                # Only the text is kept: the error itself refers, by its traceback, to this handle
+                # and to the group.
                 self._failure = str(error)
                 del work
                 self._failed(error)
@@ -132,17 +155,20 @@ def _nothing() -> None:
 class CommunicationBackend(abc.ABC):
     """Collectives of one group of ranks.
 
-    All ranks of the group must issue the same collectives in the same order, with tensors of the same shape and dtype. Tensors must be
-    contiguous; results are written in place. Each collective returns a `Handle`; unless `async_op`, it is complete already.
+    All ranks of the group must issue the same collectives in the same order, with tensors of the
+    same shape and dtype. Tensors must be contiguous; results are written in place. Each collective
+    returns a `Handle`; unless `async_op`, it is complete already.
 
-    Collectives raise MembershipChanged when the group has failed or was aborted, PreconditionError when it is not initialized, and
-    InvalidRequestError for arguments that cannot work (before anything is sent).
+    Collectives raise MembershipChanged when the group has failed or was aborted, PreconditionError
+    when it is not initialized, and InvalidRequestError for arguments that cannot work (before
+    anything is sent).
     """
 
     name: ClassVar[str]
     """What users select it by: "gloo", "nccl"."""
     device_type: ClassVar[str] = "cpu"
-    """Type of the device on which tensors of collectives must live, and `sum_numbers` puts its own."""
+    """Type of the device on which tensors of collectives must live, and `sum_numbers` puts its
+    own."""
     averages_natively: ClassVar[bool]
     """Whether the library knows AVERAGE; else it is a sum, divided afterwards."""
     finalizes: ClassVar[bool] = False
@@ -178,23 +204,29 @@ class CommunicationBackend(abc.ABC):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The torch process group underneath. Do not keep it longer than the backend: its sockets close when the last reference goes.
+        """The torch process group underneath. Do not keep it longer than the backend: its sockets
+        close when the last reference goes.
 
         It ends what waits on it when it is aborted, with MembershipChanged.
         """
         if self._reason is not None:
             raise GroupEndedError(self._reason)
         if self._process_group is None:
-            raise PreconditionError(f"backend {self.name!r} is not initialized: call initialize() first", reason="BACKEND_NOT_INITIALIZED")
+            raise PreconditionError(
+                f"backend {self.name!r} is not initialized: call initialize() first",
+                reason="BACKEND_NOT_INITIALIZED",
+            )
         return self._process_group
 
     @property
     def host_group(self) -> dist.ProcessGroup:
-        """The process group for what hosts tell each other, on CPU tensors: `process_group`, or another one where that is a device's."""
+        """The process group for what hosts tell each other, on CPU tensors: `process_group`, or
+        another one where that is a device's."""
         return self.process_group
 
     def traffic(self) -> dict[str, Traffic]:
-        """What the group's connections have sent so far, by the address they lead to; empty where that is not known."""
+        """What the group's connections have sent so far, by the address they lead to; empty where
+        that is not known."""
         return {}
 
     def initialize(
@@ -208,21 +240,28 @@ class CommunicationBackend(abc.ABC):
         hostname: str | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Connects to the other ranks over `store`, which no group may have used before. All ranks call it; returns when all are connected.
+        """Connects to the other ranks over `store`, which no group may have used before. All ranks
+        call it; returns when all are connected.
 
-        `timeout` holds for each later collective, `connect_timeout` for the connecting. `hostname` is the address or name under which peers
-        reach this process; None: the interface that reaches the store. `members`: for a part of the run's ranks, which of them it has, in
-        the order of their ranks here; only MPI, which makes its groups of its own world, wants to know. A backend is initialized once.
+        `timeout` holds for each later collective, `connect_timeout` for the connecting. `hostname`
+        is the address or name under which peers reach this process; None: the interface that
+        reaches the store. `members`: for a part of the run's ranks, which of them it has, in the
+        order of their ranks here; only MPI, which makes its groups of its own world, wants to know.
+        A backend is initialized once.
 
-        Raises MembershipChanged when it was given up (`abort` here or on the store) or a peer went away, DeadlineError when a peer did not
-        come within `connect_timeout`, ConfigurationError for values that cannot work.
+        Raises MembershipChanged when it was given up (`abort` here or on the store) or a peer went
+        away, DeadlineError when a peer did not come within `connect_timeout`, ConfigurationError
+        for values that cannot work.
         """
         if self._process_group is not None or self._reason is not None:
             raise PreconditionError(
-                f"backend {self.name!r} was initialized before: make a new one for each group", reason="BACKEND_ALREADY_INITIALIZED"
+                f"backend {self.name!r} was initialized before: make a new one for each group",
+                reason="BACKEND_ALREADY_INITIALIZED",
             )
         if not 0 <= rank < world_size:
-            raise ConfigurationError(f"rank={rank} with world_size={world_size}: expected 0 <= rank < world_size")
+            raise ConfigurationError(
+                f"rank={rank} with world_size={world_size}: expected 0 <= rank < world_size"
+            )
         for field, value in (("timeout", timeout), ("connect_timeout", connect_timeout)):
             if value <= timedelta(0):
                 raise ConfigurationError(f"{field}={value}: expected more than 0 s")
@@ -235,14 +274,17 @@ class CommunicationBackend(abc.ABC):
             self._release()
             raise GroupEndedError(self._reason or "given up")
 
-    def comes_from(self, whole: CommunicationBackend, part: int) -> None:  # noqa: B027 - most libraries have no need of it
-        """Says, before `initialize`, that every rank of `whole` now connects one of several parts, of which this is number `part`. A
-        library that can split a group does so."""
+    def comes_from(self, whole: CommunicationBackend, part: int) -> None:  # noqa: B027
+        # most libraries have no need of it
+        """Says, before `initialize`, that every rank of `whole` now connects one of several parts,
+        of which this is number `part`. A library that can split a group does so."""
 
     def abort(self, reason: str) -> None:
-        """Ends the group: running and later collectives raise GroupEndedError(reason), here and soon at all peers.
+        """Ends the group: running and later collectives raise GroupEndedError(reason), here and
+        soon at all peers.
 
-        From any thread; returns at once; the first reason stays. The group's resources go with `shutdown`.
+        From any thread; returns at once; the first reason stays. The group's resources go with
+        `shutdown`.
         """
         with self._lock:
             if self._reason is not None:
@@ -251,27 +293,32 @@ class CommunicationBackend(abc.ABC):
         self._break()
 
     def shutdown(self) -> None:
-        """Ends the group and lets go of its sockets and threads. Waits for none, but for a device that uses its memory. Idempotent."""
+        """Ends the group and lets go of its sockets and threads. Waits for none, but for a device
+        that uses its memory. Idempotent."""
         self.abort(f"backend {self.name!r} was shut down")
         self._release()
 
     def all_leave(self, within: timedelta) -> bool:
-        """Whether all ranks of the group call this within that time of each other, with nothing left to do in it. A rank that does not hear
-        of all answers False, though others may have."""
+        """Whether all ranks of the group call this within that time of each other, with nothing
+        left to do in it. A rank that does not hear of all answers False, though others may have."""
         return False
 
     def finalize(self) -> Callable[[], None]:
-        """Has the library end the group in order, after `all_leave`. Returns at once, with what waits until that is done, or given up;
-        `shutdown` follows that."""
+        """Has the library end the group in order, after `all_leave`. Returns at once, with what
+        waits until that is done, or given up; `shutdown` follows that."""
         return _nothing
 
     @abc.abstractmethod
-    def _connect(self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None) -> dist.ProcessGroup:
-        """Makes the process group of `rank` and `world_size`. Must return or raise soon after `abort`."""
+    def _connect(
+        self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None
+    ) -> dist.ProcessGroup:
+        """Makes the process group of `rank` and `world_size`. Must return or raise soon after
+        `abort`."""
 
     @abc.abstractmethod
     def _break(self) -> None:
-        """Makes everything that waits on the group fail, at any stage of its life. Any thread; must not block."""
+        """Makes everything that waits on the group fail, at any stage of its life. Any thread; must
+        not block."""
 
     @abc.abstractmethod
     def _release(self) -> None:
@@ -279,46 +326,77 @@ class CommunicationBackend(abc.ABC):
 
     @abc.abstractmethod
     def _is_broken(self, error: RuntimeError) -> bool:
-        """Whether an error of a collective means that the group is lost, rather than that an argument was wrong."""
+        """Whether an error of a collective means that the group is lost, rather than that an
+        argument was wrong."""
 
     # --- collectives
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False) -> Handle:
+    def all_reduce(
+        self, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False
+    ) -> Handle:
         """Reduces `tensor` over all ranks, in place, on every rank."""
         group = self._checked("all_reduce", tensor, op=op)
         options = AllreduceOptions()
         options.reduceOp = self._torch_op(op)
-        return self._handle("all_reduce", lambda: group.allreduce([tensor], options), async_op, self._average(op, tensor))
+        return self._handle(
+            "all_reduce",
+            lambda: group.allreduce([tensor], options),
+            async_op,
+            self._average(op, tensor),
+        )
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """Sums a tensor of a few hundred bytes over all ranks, in place, to the same bits on every rank. Blocks.
+        """Sums a tensor of a few hundred bytes over all ranks, in place, to the same bits on every
+        rank. Blocks.
 
-        The training thread waits for such a sum at each step, so the backend takes the way on which it goes on soonest. Raises also
-        PreconditionError (RANKS_DIVERGED) where a rank is seen to sum something else; the group stands until the caller ends it.
+        The training thread waits for such a sum at each step, so the backend takes the way on which
+        it goes on soonest. Raises also PreconditionError (RANKS_DIVERGED) where a rank is seen to
+        sum something else; the group stands until the caller ends it.
         """
         self.all_reduce(tensor)
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
-        """Sums a few dozen numbers over all ranks, in float64, as `all_reduce_short` does; returns the sums."""
+        """Sums a few dozen numbers over all ranks, in float64, as `all_reduce_short` does; returns
+        the sums."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device_type)
         self.all_reduce_short(tensor)
         summed: list[float] = tensor.tolist()
         return summed
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Handle:
-        """Writes the `tensor` of all ranks into `output`, one after the other by rank. `output` holds world_size times as many elements."""
+    def all_gather(
+        self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False
+    ) -> Handle:
+        """Writes the `tensor` of all ranks into `output`, one after the other by rank. `output`
+        holds world_size times as many elements."""
         group = self._checked("all_gather", output, tensor)
         self._check_parts("all_gather", "output", output, "tensor", tensor)
-        return self._handle("all_gather", lambda: group.all_gather_single(output.view(-1), tensor.view(-1), AllgatherOptions()), async_op)
+        return self._handle(
+            "all_gather",
+            lambda: group.all_gather_single(output.view(-1), tensor.view(-1), AllgatherOptions()),
+            async_op,
+        )
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = ReduceOp.SUM, *, async_op: bool = False) -> Handle:
-        """Reduces `tensor` over all ranks and writes this rank's part of it into `output`. `tensor` holds world_size parts, by rank."""
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        op: ReduceOp = ReduceOp.SUM,
+        *,
+        async_op: bool = False,
+    ) -> Handle:
+        """Reduces `tensor` over all ranks and writes this rank's part of it into `output`. `tensor`
+        holds world_size parts, by rank."""
         group = self._checked("reduce_scatter", output, tensor, op=op)
         self._check_parts("reduce_scatter", "tensor", tensor, "output", output)
         options = ReduceScatterOptions()
         options.reduceOp = self._torch_op(op)
         flat = output.view(-1), tensor.view(-1)
-        return self._handle("reduce_scatter", lambda: group.reduce_scatter_single(*flat, options), async_op, self._average(op, output))
+        return self._handle(
+            "reduce_scatter",
+            lambda: group.reduce_scatter_single(*flat, options),
+            async_op,
+            self._average(op, output),
+        )
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, async_op: bool = False) -> Handle:
         """Copies `tensor` of rank `source` into `tensor` of every rank."""
@@ -327,13 +405,22 @@ class CommunicationBackend(abc.ABC):
         options.rootRank = self._checked_rank("broadcast", "source", source)
         return self._handle("broadcast", lambda: group.broadcast([tensor], options), async_op)
 
-    def scatter(self, output: torch.Tensor, tensor: torch.Tensor | None, source: int, *, async_op: bool = False) -> Handle:
-        """Writes this rank's part of `tensor` of rank `source` into `output`. `tensor` holds world_size parts; None on other ranks."""
+    def scatter(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor | None,
+        source: int,
+        *,
+        async_op: bool = False,
+    ) -> Handle:
+        """Writes this rank's part of `tensor` of rank `source` into `output`. `tensor` holds
+        world_size parts; None on other ranks."""
         options = ScatterOptions()
         options.rootRank = self._checked_rank("scatter", "source", source)
         if (tensor is not None) != (self.rank == source):
             raise InvalidRequestError(
-                f"scatter on rank {self.rank}: tensor {'given' if tensor is not None else 'missing'}; only rank {source} gives one"
+                f"scatter on rank {self.rank}: tensor "
+                f"{'given' if tensor is not None else 'missing'}; only rank {source} gives one"
             )
         group = self._checked("scatter", output, *([] if tensor is None else [tensor]))
         parts: list[list[torch.Tensor]] = []
@@ -358,15 +445,24 @@ class CommunicationBackend(abc.ABC):
         group = self._checked("all_to_all", output, tensor)
         received = self._checked_sizes("output_sizes", output_sizes, output)
         sent = self._checked_sizes("input_sizes", input_sizes, tensor)
-        return self._handle("all_to_all", lambda: group.all_to_all_single(output, tensor, received, sent, AllToAllOptions()), async_op)
+        return self._handle(
+            "all_to_all",
+            lambda: group.all_to_all_single(output, tensor, received, sent, AllToAllOptions()),
+            async_op,
+        )
 
-    def send(self, tensor: torch.Tensor, destination: int, tag: int = 0, *, async_op: bool = False) -> Handle:
-        """Sends `tensor` to one rank, which calls `recv` with the same tag. Blocking sends must be received in the order sent."""
+    def send(
+        self, tensor: torch.Tensor, destination: int, tag: int = 0, *, async_op: bool = False
+    ) -> Handle:
+        """Sends `tensor` to one rank, which calls `recv` with the same tag. Blocking sends must be
+        received in the order sent."""
         group = self._checked("send", tensor)
         peer = self._checked_peer("send", "destination", destination)
         return self._handle("send", lambda: group.send([tensor], peer, tag), async_op)
 
-    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0, *, async_op: bool = False) -> Handle:
+    def recv(
+        self, tensor: torch.Tensor, source: int, tag: int = 0, *, async_op: bool = False
+    ) -> Handle:
         """Receives into `tensor` what rank `source` sends with the same tag."""
         group = self._checked("recv", tensor)
         peer = self._checked_peer("recv", "source", source)
@@ -382,9 +478,11 @@ class CommunicationBackend(abc.ABC):
     def order(self, work: dist.Work) -> None:
         """Has what the calling thread computes from here on come after `work`, one of this group's.
 
-        The thread itself waits only where it computes by itself, on the host; else it goes on, and what it queues on the device runs after
-        the collective, also after one that an abort has ended, which may have left anything. So nothing that follows from such a result may
-        be kept, told to another rank or taken for an index before `settle` has returned. Raises as `Handle.wait`.
+        The thread itself waits only where it computes by itself, on the host; else it goes on, and
+        what it queues on the device runs after the collective, also after one that an abort has
+        ended, which may have left anything. So nothing that follows from such a result may be kept,
+        told to another rank or taken for an index before `settle` has returned. Raises as
+        `Handle.wait`.
         """
         work.wait()
 
@@ -394,17 +492,25 @@ class CommunicationBackend(abc.ABC):
         return False
 
     def settle(self) -> None:
-        """Returns when all that `order` was called for has ended well. Raises MembershipChanged: not all has; nothing of the group writes
-        into memory then."""
+        """Returns when all that `order` was called for has ended well. Raises MembershipChanged:
+        not all has; nothing of the group writes into memory then."""
         if self._reason is not None:
             raise GroupEndedError(self._reason)
 
-    def rest(self) -> None:  # noqa: B027 - on the host whoever has waited for a collective's end has seen it
-        """Returns when nothing of a group that is over reads or writes memory on a device any more."""
+    def rest(self) -> None:  # noqa: B027
+        # on the host whoever has waited for a collective's end has seen it
+        """Returns when nothing of a group that is over reads or writes memory on a device any
+        more."""
 
     # --- checks
 
-    def _handle(self, what: str, issue: Callable[[], dist.Work], async_op: bool, finish: Callable[[], None] | None = None) -> Handle:
+    def _handle(
+        self,
+        what: str,
+        issue: Callable[[], dist.Work],
+        async_op: bool,
+        finish: Callable[[], None] | None = None,
+    ) -> Handle:
         def raise_if_lost(error: RuntimeError) -> None:
             if self._is_broken(error):
                 self.abort(f"{what} on rank {self.rank} of {self.world_size} failed: {error}")
@@ -432,43 +538,69 @@ class CommunicationBackend(abc.ABC):
 
         return divide
 
-    def _checked(self, what: str, *tensors: torch.Tensor, op: ReduceOp | None = None) -> dist.ProcessGroup:
+    def _checked(
+        self, what: str, *tensors: torch.Tensor, op: ReduceOp | None = None
+    ) -> dist.ProcessGroup:
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 raise InvalidRequestError(
-                    f"{what} of a tensor with layout {tensor.layout}: pass tensor.to_dense(), or its indices and values"
+                    f"{what} of a tensor with layout {tensor.layout}: pass tensor.to_dense(), or "
+                    "its indices and values"
                 )
             if not tensor.is_contiguous():
-                raise InvalidRequestError(f"{what} of a non-contiguous tensor of shape {tuple(tensor.shape)}: pass tensor.contiguous()")
+                raise InvalidRequestError(
+                    f"{what} of a non-contiguous tensor of shape {tuple(tensor.shape)}: pass "
+                    "tensor.contiguous()"
+                )
             if tensor.dtype != tensors[0].dtype:
-                raise InvalidRequestError(f"{what}: output is {tensors[0].dtype} and input {tensor.dtype}; expected one dtype")
+                raise InvalidRequestError(
+                    f"{what}: output is {tensors[0].dtype} and input {tensor.dtype}; expected one "
+                    "dtype"
+                )
             if op is ReduceOp.AVERAGE and not (tensor.is_floating_point() or tensor.is_complex()):
-                raise InvalidRequestError(f"{what} with AVERAGE of {tensor.dtype}: expected a floating-point tensor; use SUM and divide")
+                raise InvalidRequestError(
+                    f"{what} with AVERAGE of {tensor.dtype}: expected a floating-point tensor; use "
+                    "SUM and divide"
+                )
         return self.process_group
 
-    def _check_parts(self, what: str, whole_name: str, whole: torch.Tensor, part_name: str, part: torch.Tensor) -> None:
+    def _check_parts(
+        self, what: str, whole_name: str, whole: torch.Tensor, part_name: str, part: torch.Tensor
+    ) -> None:
         if whole.numel() != self.world_size * part.numel():
             raise InvalidRequestError(
-                f"{what}: {whole_name} has {whole.numel()} elements and {part_name} {part.numel()}; "
-                f"expected world_size={self.world_size} times as many"
+                f"{what}: {whole_name} has {whole.numel()} elements and {part_name} "
+                f"{part.numel()}; expected world_size={self.world_size} times as many"
             )
 
     def _checked_rank(self, what: str, field: str, rank: int) -> int:
         if not 0 <= rank < self.world_size:
-            raise InvalidRequestError(f"{what}: {field}={rank}; expected a rank from 0 to {self.world_size - 1}")
+            raise InvalidRequestError(
+                f"{what}: {field}={rank}; expected a rank from 0 to {self.world_size - 1}"
+            )
         return rank
 
     def _checked_peer(self, what: str, field: str, rank: int) -> int:
         if rank == self.rank:
-            raise InvalidRequestError(f"{what}: {field}={rank} is this rank itself; expected another one")
+            raise InvalidRequestError(
+                f"{what}: {field}={rank} is this rank itself; expected another one"
+            )
         return self._checked_rank(what, field, rank)
 
-    def _checked_sizes(self, field: str, sizes: Sequence[int] | None, tensor: torch.Tensor) -> list[int]:
+    def _checked_sizes(
+        self, field: str, sizes: Sequence[int] | None, tensor: torch.Tensor
+    ) -> list[int]:
         rows = tensor.shape[0] if tensor.dim() else 0
         if sizes is None:
             if rows % self.world_size:
-                raise InvalidRequestError(f"all_to_all: {rows} rows do not divide by world_size={self.world_size}; pass {field}")
+                raise InvalidRequestError(
+                    f"all_to_all: {rows} rows do not divide by world_size={self.world_size}; pass "
+                    f"{field}"
+                )
             return []
         if len(sizes) != self.world_size or sum(sizes) != rows or min(sizes) < 0:
-            raise InvalidRequestError(f"all_to_all: {field}={list(sizes)}; expected {self.world_size} sizes that sum to {rows}")
+            raise InvalidRequestError(
+                f"all_to_all: {field}={list(sizes)}; expected {self.world_size} sizes that sum to "
+                f"{rows}"
+            )
         return list(sizes)

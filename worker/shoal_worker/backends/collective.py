@@ -1,9 +1,12 @@
-"""One rank's part in one collective, as data: what it gives, where its result goes, and whether all ranks' parts fit together.
+"""One rank's part in one collective, as data: what it gives, where its result goes, and whether all
+ranks' parts fit together.
 
-All of torch's spellings of a collective (lists, single tensors, coalesced) come down to lists of parts here. Parts are usually views of the
-caller's tensors. This module moves nothing between processes: `execute` has the parts of all ranks in one memory.
+All of torch's spellings of a collective (lists, single tensors, coalesced) come down to lists of
+parts here. Parts are usually views of the caller's tensors. This module moves nothing between
+processes: `execute` has the parts of all ranks in one memory.
 
-How the parts that come from all ranks become one, always in rank order: so every backend that reduces here gives the same bits.
+How the parts that come from all ranks become one, always in rank order: so every backend that
+reduces here gives the same bits.
 """
 
 from __future__ import annotations
@@ -29,11 +32,13 @@ _COMBINATIONS: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tens
     "BXOR": torch.bitwise_xor,
 }
 _EXACT: Final = frozenset({"MIN", "MAX", "BAND", "BOR", "BXOR"})
-"""Reductions that round nothing, so that tensors of half precision need not be reduced in a wider dtype."""
+"""Reductions that round nothing, so that tensors of half precision need not be reduced in a wider
+dtype."""
 
 
 def op_name(op: Any) -> str:
-    """The name of torch's `op`, which is a ReduceOp or one of its constants. Raises ValueError for others than those here."""
+    """The name of torch's `op`, which is a ReduceOp or one of its constants. Raises ValueError for
+    others than those here."""
     name = str(getattr(op, "op", op)).rpartition(".")[2]
     if name not in _COMBINATIONS:
         raise ValueError(f"cannot reduce with {name}: expected one of {', '.join(_COMBINATIONS)}")
@@ -44,7 +49,10 @@ def check_op(op: Any, dtype: torch.dtype) -> None:
     """Raises ValueError when values of `dtype` cannot be reduced with torch's `op`."""
     name = op_name(op)
     if name in ("AVG", "PREMUL_SUM") and not (dtype.is_floating_point or dtype.is_complex):
-        raise ValueError(f"cannot reduce {dtype} with {name}: expected a floating-point tensor; use SUM and divide")
+        raise ValueError(
+            f"cannot reduce {dtype} with {name}: expected a floating-point tensor; use SUM and "
+            "divide"
+        )
     if name in ("BAND", "BOR", "BXOR") and (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"cannot reduce {dtype} with {name}: expected integers or booleans")
     if name in ("MIN", "MAX") and dtype.is_complex:
@@ -57,10 +65,14 @@ def premultiplier(op: Any) -> float | torch.Tensor:
     return factor
 
 
-def reduce_parts(parts: Sequence[torch.Tensor], op: Any, out: torch.Tensor | None = None) -> torch.Tensor:
-    """`parts`, by rank, reduced with torch's `op`, in `out` or a new tensor. Half precision is summed in float32 and rounded once.
+def reduce_parts(
+    parts: Sequence[torch.Tensor], op: Any, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`parts`, by rank, reduced with torch's `op`, in `out` or a new tensor. Half precision is
+    summed in float32 and rounded once.
 
-    `out` has the parts' dtype and shape, and shares memory with none of them. Raises ValueError for what `check_op` refuses.
+    `out` has the parts' dtype and shape, and shares memory with none of them. Raises ValueError for
+    what `check_op` refuses.
     """
     name, dtype = op_name(op), parts[0].dtype
     check_op(op, dtype)
@@ -77,7 +89,13 @@ def reduce_parts(parts: Sequence[torch.Tensor], op: Any, out: torch.Tensor | Non
     return out.copy_(sofar) if widened else out
 
 
-def _combine(combine: Callable[..., torch.Tensor], parts: Sequence[torch.Tensor], sofar: torch.Tensor, *, widened: bool) -> None:
+def _combine(
+    combine: Callable[..., torch.Tensor],
+    parts: Sequence[torch.Tensor],
+    sofar: torch.Tensor,
+    *,
+    widened: bool,
+) -> None:
     """Into `sofar`, one rank after the other."""
     if len(parts) == 1 or widened:
         sofar.copy_(parts[0])
@@ -90,13 +108,15 @@ def _combine(combine: Callable[..., torch.Tensor], parts: Sequence[torch.Tensor]
 
 
 class UnmatchedCollectiveError(InvalidRequestError, DistBackendError):
-    """Ranks of one group issued collectives that do not belong together: another kind, op, root, dtype, size or order."""
+    """Ranks of one group issued collectives that do not belong together: another kind, op, root,
+    dtype, size or order."""
 
     default_reason = "COLLECTIVES_UNMATCHED"
 
 
 class Kind(enum.Enum):
-    """What a collective does, and how `Collective.inputs` and `Collective.outputs` hold it, w being the number of ranks."""
+    """What a collective does, and how `Collective.inputs` and `Collective.outputs` hold it, w being
+    the number of ranks."""
 
     ALL_REDUCE = "all_reduce"
     """k tensors, in place: inputs are the outputs."""
@@ -144,7 +164,13 @@ class Collective:
     def signature(self) -> tuple[Any, ...]:
         """What must be equal on all ranks."""
         sizes = tuple(one.numel() for one in self.inputs) if self.kind in _LIKE_EVERYWHERE else ()
-        return self.kind, None if self.op is None else op_name(self.op), self.root, self.dtypes, sizes
+        return (
+            self.kind,
+            None if self.op is None else op_name(self.op),
+            self.root,
+            self.dtypes,
+            sizes,
+        )
 
     def __str__(self) -> str:
         details = [] if self.op is None else [op_name(self.op)]
@@ -158,7 +184,8 @@ class Collective:
 def execute(calls: Sequence[Collective]) -> None:
     """Writes the outputs of all ranks. `calls`: by rank, with one signature.
 
-    Raises UnmatchedCollectiveError when a part does not have the size that its receiver expects, ValueError for an op that cannot be.
+    Raises UnmatchedCollectiveError when a part does not have the size that its receiver expects,
+    ValueError for an op that cannot be.
     """
     with torch.no_grad():
         _EXECUTIONS[calls[0].kind](calls)
@@ -239,16 +266,20 @@ _EXECUTIONS: Final[dict[Kind, Callable[[Sequence[Collective]], None]]] = {
 }
 
 
-def _transfer(output: torch.Tensor, given: torch.Tensor, sender: int, receiver: int, call: Collective) -> None:
+def _transfer(
+    output: torch.Tensor, given: torch.Tensor, sender: int, receiver: int, call: Collective
+) -> None:
     if output.numel() != given.numel():
         raise UnmatchedCollectiveError(
-            f"{call.kind.value}: rank {receiver} expects {_described(output)} from rank {sender}, which gives {_described(given)}"
+            f"{call.kind.value}: rank {receiver} expects {_described(output)} from rank {sender}, "
+            f"which gives {_described(given)}"
         )
     _copy(output, given)
 
 
 def _copy(output: torch.Tensor, given: torch.Tensor) -> None:
-    if output.is_sparse:  # whose .data is another tensor, with rows of its own once it is written to
+    if output.is_sparse:
+        # whose .data is another tensor, with rows of its own once it is written to
         output.copy_(given)
         return
     # By .data, as other backends write: it leaves autograd's version counters alone.

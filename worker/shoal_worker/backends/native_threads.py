@@ -1,8 +1,11 @@
-"""Threads of this process that are inside torch, where the interpreter must not finalize under them.
+"""Threads of this process that are inside torch, where the interpreter must not finalize under
+them.
 
-A thread that comes back from C++ to Python, or is called by C++, when the interpreter finalizes is ended on the spot; torch's frames do not
-allow that, and the process ends by SIGABRT (std::terminate), whatever its exit status would have been. So the interpreter's exit waits for
-the threads that were started here, and until no thread of Gloo's runs, which may call what a script or this package has asked it to call.
+A thread that comes back from C++ to Python, or is called by C++, when the interpreter finalizes is
+ended on the spot; torch's frames do not allow that, and the process ends by SIGABRT
+(std::terminate), whatever its exit status would have been. So the interpreter's exit waits for the
+threads that were started here, and until no thread of Gloo's runs, which may call what a script or
+this package has asked it to call.
 """
 
 from __future__ import annotations
@@ -18,12 +21,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
-# ------------------------------------------------------------------------------------------------------------------------- Gloo's threads
+# ----------------------------------------------------------------------------------- Gloo's threads
 #
 # What the threads in which torch runs Gloo's collectives are at: working, or asleep.
 #
-# Only the kernel knows: torch gives these threads a name and nothing else. Used once a group's connections are broken, to tell operations
-# that are about to end from those that sleep until their timeout. It does not tell groups apart: the threads of all must be asleep.
+# Only the kernel knows: torch gives these threads a name and nothing else. Used once a group's
+# connections are broken, to tell operations that are about to end from those that sleep until their
+# timeout. It does not tell groups apart: the threads of all must be asleep.
 
 _NAME: Final = "pt_gloo_runloop"
 _TASKS: Final = Path("/proc/self/task")
@@ -47,7 +51,8 @@ def wait_until_asleep(done: threading.Event, at_most_s: float) -> None:
 
 
 def wait_until_still(at_most_s: float) -> None:
-    """Returns when there is no thread of Gloo's, when none has run for 0.1 s, or after `at_most_s`."""
+    """Returns when there is no thread of Gloo's, when none has run for 0.1 s, or after
+    `at_most_s`."""
     deadline = time.monotonic() + at_most_s
     now, before = _sample(), None
     while now != {} and (now is None or now != before) and time.monotonic() < deadline:
@@ -66,11 +71,13 @@ def _sample() -> _Sample | None:
         if fields["Name"].strip() == _NAME:
             if not fields["State"].strip().startswith("S"):
                 return None
-            sample[task.name] = fields["voluntary_ctxt_switches"] + fields["nonvoluntary_ctxt_switches"]
+            sample[task.name] = (
+                fields["voluntary_ctxt_switches"] + fields["nonvoluntary_ctxt_switches"]
+            )
     return sample
 
 
-# ------------------------------------------------------------------------------------------------- threads that the interpreter waits for
+# ----------------------------------------------------------- threads that the interpreter waits for
 
 _MOST: Final = timedelta(seconds=5)
 
@@ -82,7 +89,13 @@ _running: set[_Call] = set()
 class _Call:
     """What a thread of this module calls."""
 
-    def __init__(self, call: Callable[[], object], most_s: float, *, destroys: tuple[list[object], threading.Event] | None = None) -> None:
+    def __init__(
+        self,
+        call: Callable[[], object],
+        most_s: float,
+        *,
+        destroys: tuple[list[object], threading.Event] | None = None,
+    ) -> None:
         """
         most_s: for how long the interpreter's exit waits for it.
         destroys: what it destroys, and the event after which it does.
@@ -102,38 +115,51 @@ class _Call:
 
 
 def start(call: Callable[[], object], *, name: str, most_s: float = _MOST.total_seconds()) -> None:
-    """Runs `call`, which calls torch and may take long there, on a thread called `name`. The exit waits for it, at most `most_s`."""
+    """Runs `call`, which calls torch and may take long there, on a thread called `name`. The exit
+    waits for it, at most `most_s`."""
     one = _Call(call, most_s)
     if not _start(one, name):
         _reserve.put(one)
 
 
 def drop(references: list[object], *, when: threading.Event) -> None:
-    """Clears `references`, which must be the last ones, on a new thread, once `when` is set. Returns at once.
+    """Clears `references`, which must be the last ones, on a new thread, once `when` is set.
+    Returns at once.
 
-    For process groups: their destructors join threads, which takes some 10 ms, or wait for what is unfinished.
+    For process groups: their destructors join threads, which takes some 10 ms, or wait for what is
+    unfinished.
     """
 
     def destroy() -> None:
         when.wait()
         references.clear()
 
-    if not _start(_Call(destroy, _MOST.total_seconds(), destroys=(references, when)), "shoal-group-end"):
-        for reference in references:  # their connections are closed, and the process is about to end
+    if not _start(
+        _Call(destroy, _MOST.total_seconds(), destroys=(references, when)), "shoal-group-end"
+    ):
+        for reference in references:
+            # their connections are closed, and the process is about to end
             keep(reference)
 
 
 def keep(reference: object) -> None:
-    """Has an object live until the process ends, because its destructor would wait for what is unfinished, or end the process."""
+    """Has an object live until the process ends, because its destructor would wait for what is
+    unfinished, or end the process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(reference))
 
 
 def wait(timeout: timedelta) -> bool:
-    """Waits for all that runs; False if some still does after `timeout`. Does not wait for groups that are not finished."""
+    """Waits for all that runs; False if some still does after `timeout`. Does not wait for groups
+    that are not finished."""
     started = time.monotonic()
     with _lock:
         running = [call for call in _running if call.destroys is None or call.destroys[1].is_set()]
-    ended = [call.over.wait(max(0.0, started + min(call.most_s, timeout.total_seconds()) - time.monotonic())) for call in running]
+    ended = [
+        call.over.wait(
+            max(0.0, started + min(call.most_s, timeout.total_seconds()) - time.monotonic())
+        )
+        for call in running
+    ]
     return all(ended)
 
 
@@ -157,10 +183,10 @@ def _start(call: _Call, name: str) -> bool:
     return True
 
 
-# Python 3.12.0 to 3.12.2 start no thread once the interpreter goes down (gh-113964), and that is when a
-# script's groups end that does not call shoal.shutdown(). There some threads are started beforehand.
-# Four: one waits for torch while a group is finalized, another one keeps the time, and the group may
-# have parts.
+# Python 3.12.0 to 3.12.2 start no thread once the interpreter goes down (gh-113964), and that is
+# when a script's groups end that does not call shoal.shutdown(). There some threads are started
+# beforehand. Four: one waits for torch while a group is finalized, another one keeps the time, and
+# the group may have parts.
 
 STARTS_NONE_AT_EXIT: Final = (3, 12, 0) <= sys.version_info[:3] <= (3, 12, 2)
 _reserve: Final[queue.SimpleQueue[_Call]] = queue.SimpleQueue()
@@ -180,11 +206,16 @@ def _at_exit() -> None:
     wait_until_still(_MOST.total_seconds())
     wait(_MOST)
     with _lock:
-        unfinished = [call.destroys[0] for call in _running if call.destroys is not None and not call.destroys[1].is_set()]
+        unfinished = [
+            call.destroys[0]
+            for call in _running
+            if call.destroys is not None and not call.destroys[1].is_set()
+        ]
     for references in unfinished:
         for reference in references:
             keep(reference)
 
 
-# Registered on import, so it runs after the exit handlers of those who use it: handlers still start threads.
+# Registered on import, so it runs after the exit handlers of those who use it: handlers still start
+# threads.
 atexit.register(_at_exit)

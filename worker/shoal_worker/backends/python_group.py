@@ -1,10 +1,11 @@
 """Process groups that torch calls and that are written in Python.
 
-A `NamedGroup` has a name; a `ForwardingGroup` issues collectives on a native group, by their names there; a `PythonGroup` brings them down
-to collectives as data (collective.py) and transfers.
+A `NamedGroup` has a name; a `ForwardingGroup` issues collectives on a native group, by their names
+there; a `PythonGroup` brings them down to collectives as data (collective.py) and transfers.
 
-torch calls a process group by many names: C++ code (DDP's reducer, functional collectives) by those that its trampoline knows, Python code
-(dist.*, FSDP2) by all of them. A subclass implements `_issue`, `_send` and `_receive`. No knowledge of any transport here.
+torch calls a process group by many names: C++ code (DDP's reducer, functional collectives) by those
+that its trampoline knows, Python code (dist.*, FSDP2) by all of them. A subclass implements
+`_issue`, `_send` and `_receive`. No knowledge of any transport here.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from shoal_worker.backends.collective import Collective, Kind
 from shoal_worker.torch_internals import Work
 
 if TYPE_CHECKING:
-    # The stub has other overloads of the constructor and the collectives than those that C++ calls and these classes have.
+    # The stub has other overloads of the constructor and the collectives than those that C++ calls
+    # and these classes have.
     _ProcessGroup: TypeAlias = Any
 else:
     _ProcessGroup = dist.ProcessGroup
@@ -31,7 +33,8 @@ class NamedGroup(_ProcessGroup):
     """A process group of `size` ranks, of which this is `rank`."""
 
     backend_name: ClassVar[str]
-    """The name that torch knows it by. Not that of a backend of torch's own: torch would look for its C++ part in here."""
+    """The name that torch knows it by. Not that of a backend of torch's own: torch would look for
+    its C++ part in here."""
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
@@ -68,7 +71,9 @@ class ForwardingGroup(NamedGroup):
 
     allgather = _collective("allgather")
     allgather_coalesced = _collective("allgather_coalesced")
-    allgather_into_tensor_coalesced = all_gather_single_coalesced = _collective("all_gather_single_coalesced")
+    allgather_into_tensor_coalesced = all_gather_single_coalesced = _collective(
+        "all_gather_single_coalesced"
+    )
     _allgather_base = all_gather_single = _collective("all_gather_single")
     allreduce = _collective("allreduce")
     allreduce_coalesced = _collective("allreduce_coalesced")
@@ -82,7 +87,9 @@ class ForwardingGroup(NamedGroup):
     reduce = _collective("reduce")
     reduce_scatter = _collective("reduce_scatter")
     _reduce_scatter_base = reduce_scatter_single = _collective("reduce_scatter_single")
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _collective("reduce_scatter_single_coalesced")
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _collective(
+        "reduce_scatter_single_coalesced"
+    )
     scatter = _collective("scatter")
     send = _collective("send")
 
@@ -125,59 +132,125 @@ class PythonGroup(NamedGroup):
         """`ProcessGroup.broadcast`."""
         return self._in_place(Kind.BROADCAST, tensors, root=opts.rootRank)
 
-    def allgather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None) -> Work:
+    def allgather(
+        self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None
+    ) -> Work:
         """`ProcessGroup.allgather`, of one tensor or several."""
-        outputs = [part for parts in output_tensors for part in self._by_rank(parts, "output_tensors")]
-        return self._issue(Collective(kind=Kind.ALL_GATHER, inputs=input_tensors, outputs=outputs, result=output_tensors))
+        outputs = [
+            part for parts in output_tensors for part in self._by_rank(parts, "output_tensors")
+        ]
+        return self._issue(
+            Collective(
+                kind=Kind.ALL_GATHER, inputs=input_tensors, outputs=outputs, result=output_tensors
+            )
+        )
 
-    def allgather_coalesced(self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None) -> Work:
+    def allgather_coalesced(
+        self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None
+    ) -> Work:
         """`ProcessGroup.allgather_coalesced`: lists by rank, each holding one tensor per input."""
         by_input = [list(parts) for parts in zip(*output_lists, strict=True)]
         return self.allgather(by_input, input_list)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+    def all_gather_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Work:
         """`ProcessGroup.all_gather_single_coalesced`."""
         parts = [part for output in outputs for part in self._rows(output, "output")]
-        return self._issue(Collective(kind=Kind.ALL_GATHER, inputs=inputs, outputs=parts, result=outputs))
+        return self._issue(
+            Collective(kind=Kind.ALL_GATHER, inputs=inputs, outputs=parts, result=outputs)
+        )
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> Work:
         """`ProcessGroup.all_gather_single`."""
         return self.all_gather_single_coalesced([output], [input])
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:
         """`ProcessGroup.reduce_scatter`."""
         parts = [part for given in inputs for part in self._by_rank(given, "input_tensors")]
-        return self._issue(Collective(kind=Kind.REDUCE_SCATTER, inputs=parts, outputs=outputs, op=_op(opts), result=outputs))
+        return self._issue(
+            Collective(
+                kind=Kind.REDUCE_SCATTER,
+                inputs=parts,
+                outputs=outputs,
+                op=_op(opts),
+                result=outputs,
+            )
+        )
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = None
+    ) -> Work:
         """`ProcessGroup.reduce_scatter_single_coalesced`."""
         return self.reduce_scatter(outputs, [self._rows(given, "input") for given in inputs], opts)
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
+    ) -> Work:
         """`ProcessGroup.reduce_scatter_single`."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def gather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> Work:
         """`ProcessGroup.gather`; only the root has outputs."""
-        outputs = self._by_rank(output_tensors[0], "output_tensors") if self.rank() == opts.rootRank else []
-        return self._issue(Collective(kind=Kind.GATHER, inputs=input_tensors, outputs=outputs, root=opts.rootRank, result=output_tensors))
+        outputs = (
+            self._by_rank(output_tensors[0], "output_tensors")
+            if self.rank() == opts.rootRank
+            else []
+        )
+        return self._issue(
+            Collective(
+                kind=Kind.GATHER,
+                inputs=input_tensors,
+                outputs=outputs,
+                root=opts.rootRank,
+                result=output_tensors,
+            )
+        )
 
     def scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> Work:
         """`ProcessGroup.scatter`; only the root has inputs."""
-        inputs = self._by_rank(input_tensors[0], "input_tensors") if self.rank() == opts.rootRank else []
-        return self._issue(Collective(kind=Kind.SCATTER, inputs=inputs, outputs=output_tensors, root=opts.rootRank, result=output_tensors))
+        inputs = (
+            self._by_rank(input_tensors[0], "input_tensors") if self.rank() == opts.rootRank else []
+        )
+        return self._issue(
+            Collective(
+                kind=Kind.SCATTER,
+                inputs=inputs,
+                outputs=output_tensors,
+                root=opts.rootRank,
+                result=output_tensors,
+            )
+        )
 
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Work:
         """`ProcessGroup.alltoall`."""
-        inputs, outputs = self._by_rank(input_tensors, "input_tensors"), self._by_rank(output_tensors, "output_tensors")
-        return self._issue(Collective(kind=Kind.ALL_TO_ALL, inputs=inputs, outputs=outputs, result=output_tensors))
+        inputs, outputs = (
+            self._by_rank(input_tensors, "input_tensors"),
+            self._by_rank(output_tensors, "output_tensors"),
+        )
+        return self._issue(
+            Collective(kind=Kind.ALL_TO_ALL, inputs=inputs, outputs=outputs, result=output_tensors)
+        )
 
     def all_to_all_single(
-        self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
     ) -> Work:
-        """`ProcessGroup.all_to_all_single`. Sizes are rows of the first dimension; none: equal parts."""
-        outputs, inputs = self._parts(output, output_sizes, "output"), self._parts(input, input_sizes, "input")
-        return self._issue(Collective(kind=Kind.ALL_TO_ALL, inputs=inputs, outputs=outputs, result=[output]))
+        """`ProcessGroup.all_to_all_single`. Sizes are rows of the first dimension; none: equal
+        parts."""
+        outputs, inputs = (
+            self._parts(output, output_sizes, "output"),
+            self._parts(input, input_sizes, "input"),
+        )
+        return self._issue(
+            Collective(kind=Kind.ALL_TO_ALL, inputs=inputs, outputs=outputs, result=[output])
+        )
 
     def barrier(self, opts: Any = None) -> Work:
         """`ProcessGroup.barrier`."""
@@ -189,11 +262,13 @@ class PythonGroup(NamedGroup):
     reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
     alltoall_base: Any = all_to_all_single
 
-    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:  # noqa: N803 - torch's names
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:  # noqa: N803
+        # torch's names
         """`ProcessGroup.send`."""
         return self._send(_only(tensors), self._peer(dstRank), tag)
 
-    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:  # noqa: N803 - torch's names
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:  # noqa: N803
+        # torch's names
         """`ProcessGroup.recv`."""
         return self._receive(_only(tensors), self._peer(srcRank), tag)
 
@@ -203,19 +278,27 @@ class PythonGroup(NamedGroup):
 
     # --- parts
 
-    def _in_place(self, kind: Kind, tensors: Any, *, op: Any = None, root: int | None = None) -> Work:
+    def _in_place(
+        self, kind: Kind, tensors: Any, *, op: Any = None, root: int | None = None
+    ) -> Work:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        return self._issue(Collective(kind=kind, inputs=given, outputs=given, op=op, root=root, result=given))
+        return self._issue(
+            Collective(kind=kind, inputs=given, outputs=given, op=op, root=root, result=given)
+        )
 
     def _by_rank(self, parts: Sequence[torch.Tensor], field: str) -> Tensors:
         if len(parts) != self.size():
-            raise InvalidRequestError(f"{field} holds {len(parts)} tensors; expected one for each of {self.size()} ranks")
+            raise InvalidRequestError(
+                f"{field} holds {len(parts)} tensors; expected one for each of {self.size()} ranks"
+            )
         return list(parts)
 
     def _rows(self, tensor: torch.Tensor, field: str) -> Tensors:
         """Its parts by rank: equally many elements each."""
         if tensor.numel() % self.size():
-            raise InvalidRequestError(f"{field} has {tensor.numel()} elements; expected a multiple of {self.size()} ranks")
+            raise InvalidRequestError(
+                f"{field} has {tensor.numel()} elements; expected a multiple of {self.size()} ranks"
+            )
         return list(_contiguous(tensor, field).view(self.size(), -1).unbind(0))
 
     def _parts(self, tensor: torch.Tensor, sizes: list[int], field: str) -> Tensors:
@@ -223,12 +306,17 @@ class PythonGroup(NamedGroup):
         if not sizes:
             return self._rows(tensor, field)
         if len(sizes) != self.size() or sum(sizes) != tensor.shape[0]:
-            raise InvalidRequestError(f"{field} sizes {sizes}: expected {self.size()} that sum to {tensor.shape[0]} rows")
+            raise InvalidRequestError(
+                f"{field} sizes {sizes}: expected {self.size()} that sum to {tensor.shape[0]} rows"
+            )
         return list(_contiguous(tensor, field).split(sizes))
 
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self.size() or rank == self.rank():
-            raise InvalidRequestError(f"rank {rank}: expected another rank than {self.rank()}, from 0 to {self.size() - 1}")
+            raise InvalidRequestError(
+                f"rank {rank}: expected another rank than {self.rank()}, from 0 to "
+                f"{self.size() - 1}"
+            )
         return rank
 
 
@@ -245,5 +333,7 @@ def _only(tensors: Tensors) -> torch.Tensor:
 
 def _contiguous(tensor: torch.Tensor, field: str) -> torch.Tensor:
     if not tensor.is_contiguous():
-        raise InvalidRequestError(f"{field} of shape {tuple(tensor.shape)} is not contiguous: pass {field}.contiguous()")
+        raise InvalidRequestError(
+            f"{field} of shape {tuple(tensor.shape)} is not contiguous: pass {field}.contiguous()"
+        )
     return tensor.data

@@ -1,4 +1,5 @@
-"""The backends by name. Adding one is a module and a line here; it is imported when it is asked for."""
+"""The backends by name. Adding one is a module and a line here; it is imported when it is asked
+for."""
 
 from __future__ import annotations
 
@@ -27,6 +28,8 @@ def backend_class(name: str) -> type[CommunicationBackend]:
     try:
         module, _, attribute = _BACKENDS[name].partition(":")
     except KeyError:
-        raise ConfigurationError(f"backend={name!r}: expected one of {', '.join(backend_names())}") from None
+        raise ConfigurationError(
+            f"backend={name!r}: expected one of {', '.join(backend_names())}"
+        ) from None
     found: type[CommunicationBackend] = getattr(importlib.import_module(module), attribute)
     return found

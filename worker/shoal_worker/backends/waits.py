@@ -1,6 +1,8 @@
-"""How long a rank waits for its peers: noted where works are waited for, read by heartbeats and by whoever explains a step that stands.
+"""How long a rank waits for its peers: noted where works are waited for, read by heartbeats and by
+whoever explains a step that stands.
 
-The training thread waits; any thread reads. Single values only, so there is no lock: a reader may see a wait that has just ended.
+The training thread waits; any thread reads. Single values only, so there is no lock: a reader may
+see a wait that has just ended.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class Waits:
             self._total_s += self._last_s
 
     def hold(self, what: str | None) -> None:
-        """Begins a wait that goes on until this is called with None, whatever is waited for in between. Said again, it changes nothing."""
+        """Begins a wait that goes on until this is called with None, whatever is waited for in
+        between. Said again, it changes nothing."""
         if (what is not None) == self._held:
             return
         self._held = what is not None
@@ -51,7 +54,8 @@ class Waits:
 
     @property
     def now(self) -> tuple[float, str]:
-        """Returns for how many seconds the training thread has waited, and in what; (0, "") if it does not wait."""
+        """Returns for how many seconds the training thread has waited, and in what; (0, "") if it
+        does not wait."""
         since = self._since
         return (self._clock() - since[0], since[1]) if since is not None else (0.0, "")
 

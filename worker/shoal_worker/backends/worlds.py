@@ -1,12 +1,15 @@
-"""A torch.distributed of its own for each thread that is a rank, and for the threads that it starts.
+"""A torch.distributed of its own for each thread that is a rank, and for the threads that it
+starts.
 
-torch keeps its default group and all it knows of groups in one global per process. While there are such threads, that global is one that
-looks up the calling thread's; threads that are no ranks go on with the process's. The same holds for the registry in C++ by which
-functional collectives find groups, through torch's own switch for it, and for DeviceMesh: two ranks' meshes must not be equal, because
-DTensor caches by mesh.
+torch keeps its default group and all it knows of groups in one global per process. While there are
+such threads, that global is one that looks up the calling thread's; threads that are no ranks go on
+with the process's. The same holds for the registry in C++ by which functional collectives find
+groups, through torch's own switch for it, and for DeviceMesh: two ranks' meshes must not be equal,
+because DTensor caches by mesh.
 
-A rank's own threads (of a checkpoint being saved, say) see its world, as they would in a process, but not C++'s registry of names; one that
-several ranks share, of a global executor, has the world of the rank that started it.
+A rank's own threads (of a checkpoint being saved, say) see its world, as they would in a process,
+but not C++'s registry of names; one that several ranks share, of a global executor, has the world
+of the rank that started it.
 
 Threads: `installed` may be nested and run in several threads; `entered` is for the rank's thread.
 """
@@ -38,13 +41,14 @@ _identities: Final = itertools.count(1)
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """A rank's place among ranks that stay the same to the end: those of a launch, or of MPI's world."""
+    """A rank's place among ranks that stay the same to the end: those of a launch, or of MPI's
+    world."""
 
     rank: int
     world_size: int
     store: Store
-    """Shared by all ranks, where the backend needs one. In a launch, waiting on it would keep the rank's turn: for what returns at once
-    only."""
+    """Shared by all ranks, where the backend needs one. In a launch, waiting on it would keep the
+    rank's turn: for what returns at once only."""
     timeout: timedelta
     """How long a wait for other ranks may take."""
     backend: str = "inmemory"
@@ -114,8 +118,10 @@ def installed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def entered(seat: Seat | None = None) -> Iterator[None]:
-    """The calling thread is a rank, of a launch if it has a seat, and leaves all its groups in the end."""
-    # Backward passes stay in this thread, also for CUDA tensors, so that collectives in autograd hooks find this world.
+    """The calling thread is a rank, of a launch if it has a seat, and leaves all its groups in the
+    end."""
+    # Backward passes stay in this thread, also for CUDA tensors, so that collectives in autograd
+    # hooks find this world.
     with installed(), torch.autograd.set_multithreading_enabled(False):
         world = _thread.world = World()
         world.seat = seat
@@ -161,5 +167,6 @@ def _install() -> contextlib.ExitStack:
 
     threading.Thread.start = start_in_world  # type: ignore[method-assign]
     undo.callback(setattr, threading.Thread, "start", start)
-    undo.callback(setattr, sys, "excepthook", sys.excepthook)  # init_process_group wraps it anew each time
+    # init_process_group wraps it anew each time
+    undo.callback(setattr, sys, "excepthook", sys.excepthook)
     return undo

@@ -1,15 +1,19 @@
-"""Checkpoints on disk: either there and complete or not there, and read only if every byte is as it was written.
+"""Checkpoints on disk: either there and complete or not there, and read only if every byte is as it
+was written.
 
 One checkpoint is a directory. In the layout "whole", written by one process:
 
     step-1200/
-      checkpoint.json         what it is, the state's structure, and size and digest of each tensor file
-      model.safetensors       the tensors under "model", by their path in it: for a model, the names in its state_dict()
+      checkpoint.json         what it is, the state's structure, and size and digest of each tensor
+                              file
+      model.safetensors       the tensors under "model", by their path in it: for a model, the names
+                              in its state_dict()
       optimizer.safetensors   ... one such file per top-level entry of the state that holds tensors
       rows-...                the rows of sparse tables (`rows.py`)
 
-`shards.py` has the layout "sharded", which the ranks write together. Either is made under a name that starts with a dot, flushed to the
-disk, and renamed into place. Nothing is pickled. When to save, and who, is not decided here.
+`shards.py` has the layout "sharded", which the ranks write together. Either is made under a name
+that starts with a dot, flushed to the disk, and renamed into place. Nothing is pickled. When to
+save, and who, is not decided here.
 """
 
 from __future__ import annotations
@@ -47,7 +51,8 @@ _WHOLE_LAYOUT = "whole"
 _STEP = re.compile(r"step-([0-9]+)")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _WHOLE = "~whole"
-"""Name in its file of a tensor that is itself a top-level entry. Names made by the state tree never hold "~w" or "~m"."""
+"""Name in its file of a tensor that is itself a top-level entry. Names made by the state tree never
+hold "~w" or "~m"."""
 _RESERVED = {"__metadata__": "~metadata"}
 """Names that safetensors keeps for itself."""
 
@@ -64,8 +69,8 @@ class Checkpoint:
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Makes the directory in which the checkpoint of `step` is written; `finish` publishes it. What killed processes of this host have left
-    is removed first: it may be what the disk is full of.
+    """Makes the directory in which the checkpoint of `step` is written; `finish` publishes it. What
+    killed processes of this host have left is removed first: it may be what the disk is full of.
 
     Raises:
         ConfigurationError: it cannot be made.
@@ -76,21 +81,23 @@ def begin(directory: Path, step: int) -> Path:
         return make_temporary(directory, f"step-{step}")
     except OSError as error:
         raise ConfigurationError(
-            f"no checkpoint can be written to {directory}: {error}; choose a directory that this process may write"
+            f"no checkpoint can be written to {directory}: {error}; choose a directory that this "
+            "process may write"
         ) from error
 
 
 def finish(temporary: Path, info: CheckpointInfo, *, fence: Callable[[], None], keep: int) -> Path:
-    """Publishes `temporary`, in which all of checkpoint `info` is on the disk, as `step-<n>` beside it, and returns that. An older one of
-    the same step is replaced; older steps of the same run but the newest `keep` are removed, after the new one is in place.
+    """Publishes `temporary`, in which all of checkpoint `info` is on the disk, as `step-<n>` beside
+    it, and returns that. An older one of the same step is replaced; older steps of the same run but
+    the newest `keep` are removed, after the new one is in place.
 
     Args:
         fence: raises if this process may no longer publish.
         keep: >= 1; the one published here is never removed.
 
     Raises:
-        UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is failing. As with anything the fence raises, what was there before is still
-            there, and nothing new.
+        UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is failing. As with anything the fence
+            raises, what was there before is still there, and nothing new.
     """
     directory = temporary.parent
     target = directory / f"step-{info.step}"
@@ -116,11 +123,14 @@ def write_checkpoint(
 
     Args:
         snapshot: of a mapping; its top-level keys name the tensor files.
-        temporary: where it is written, as `begin` gave it; some of its files may be there already. None: nothing was begun.
-        rows: sees that the rows of sparse tables are in a directory, and returns what the manifest is to say of them.
+        temporary: where it is written, as `begin` gave it; some of its files may be there already.
+            None: nothing was begun.
+        rows: sees that the rows of sparse tables are in a directory, and returns what the manifest
+            is to say of them.
 
     Raises:
-        ConfigurationError: `keep` below 1, a directory that cannot be made, or a top-level key that cannot be a file's name.
+        ConfigurationError: `keep` below 1, a directory that cannot be made, or a top-level key that
+            cannot be a file's name.
         UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing; nothing has changed.
     """
     if keep < 1:
@@ -136,18 +146,27 @@ def write_checkpoint(
 
 
 def write_sharded(
-    temporary: Path, shards: Shards, info: CheckpointInfo, *, gone: Callable[[int], bool], fence: Callable[[], None], keep: int
+    temporary: Path,
+    shards: Shards,
+    info: CheckpointInfo,
+    *,
+    gone: Callable[[int], bool],
+    fence: Callable[[], None],
+    keep: int,
 ) -> Path | None:
-    """Completes a checkpoint that the ranks write in `temporary`, once their shards are there: see `finish`. The first rank's part.
+    """Completes a checkpoint that the ranks write in `temporary`, once their shards are there: see
+    `finish`. The first rank's part.
 
-    Returns None, having removed all of it, if a rank went away and its shard did not come: what was there before is still the newest.
+    Returns None, having removed all of it, if a rank went away and its shard did not come: what was
+    there before is still the newest.
 
     Args:
         shards: all that this rank knows of the state, and the shards that it writes itself.
         gone: whether the rank that writes a shard is no more.
 
     Raises:
-        UnavailableError (CHECKPOINT_NOT_WRITTEN): a disk is full or failing, or shards did not come in time; nothing has changed.
+        UnavailableError (CHECKPOINT_NOT_WRITTEN): a disk is full or failing, or shards did not come
+            in time; nothing has changed.
     """
     try:
         with disk_errors(temporary.parent / f"step-{info.step}"):
@@ -155,29 +174,40 @@ def write_sharded(
             files = shards.collect(temporary, gone=gone)
             if files is None:
                 return None
-            write_manifest(temporary, info, SHARDED, files=files, structure=shards.structure, tensors=shards.described())
+            write_manifest(
+                temporary,
+                info,
+                SHARDED,
+                files=files,
+                structure=shards.structure,
+                tensors=shards.described(),
+            )
         return finish(temporary, info, fence=fence, keep=keep)
     finally:
         remove(temporary)
 
 
 def latest(directory: Path, *, run: str | None = None) -> Path | None:
-    """The checkpoint of the highest step in `directory`, of that run unless it is None; None if there is none, or no such directory.
+    """The checkpoint of the highest step in `directory`, of that run unless it is None; None if
+    there is none, or no such directory.
 
     One that does not say, or cannot be read, counts as that run's.
     """
     newest_first = sorted(_checkpoints(directory), reverse=True)
-    return next((path for _, path in newest_first if run is None or _run_of(path) in (run, "")), None)
+    return next(
+        (path for _, path in newest_first if run is None or _run_of(path) in (run, "")), None
+    )
 
 
 def check_place(directory: Path, step: int, run: str) -> None:
-    """Raises ConfigurationError if a checkpoint of another run lies in `directory` that is ahead of `step`: it would go on counting as the
-    newest."""
+    """Raises ConfigurationError if a checkpoint of another run lies in `directory` that is ahead of
+    `step`: it would go on counting as the newest."""
     for other, path in sorted(_checkpoints(directory), reverse=True):
         if run and other > step and _run_of(path) not in (run, ""):
             raise ConfigurationError(
-                f"{directory} holds {path.name} of another run, which would go on counting as the newest beside this run's step {step}: "
-                "give each run a directory of its own; or, to go on from there, call shoal.resume before the loop"
+                f"{directory} holds {path.name} of another run, which would go on counting as the "
+                f"newest beside this run's step {step}: give each run a directory of its own; or, "
+                "to go on from there, call shoal.resume before the loop"
             )
 
 
@@ -185,19 +215,32 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """Reads one checkpoint (`.../step-<n>`), of either layout, and verifies all of it.
 
     Raises:
-        CorruptDataError: damaged (FILE_CORRUPT), not Shoal's (FILE_FOREIGN), or of a newer release (FILE_NEWER).
+        CorruptDataError: damaged (FILE_CORRUPT), not Shoal's (FILE_FOREIGN), or of a newer release
+            (FILE_NEWER).
     """
     content = read_manifest(path, (_WHOLE_LAYOUT, SHARDED))
     try:
         info = CheckpointInfo(**content["info"])
-        tensors = read_shards(path, content) if content["layout"] == SHARDED else _read_parts(path, content["files"])
-        return Checkpoint(info=info, state=unflatten(content["structure"], tensors), rows=SavedRows.of(path, content))
-    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:  # torch's and Python's, of what cannot be
-        raise damaged(path, f"its {manifest.NAME} lacks something, or says what cannot be: {error!r}") from error
+        tensors = (
+            read_shards(path, content)
+            if content["layout"] == SHARDED
+            else _read_parts(path, content["files"])
+        )
+        return Checkpoint(
+            info=info,
+            state=unflatten(content["structure"], tensors),
+            rows=SavedRows.of(path, content),
+        )
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        # torch's and Python's, of what cannot be
+        raise damaged(
+            path, f"its {manifest.NAME} lacks something, or says what cannot be: {error!r}"
+        ) from error
 
 
 def rows_of(path: Path) -> SavedRows:
-    """The rows of sparse tables in one checkpoint (`.../step-<n>`), whose files are there, and were not read.
+    """The rows of sparse tables in one checkpoint (`.../step-<n>`), whose files are there, and were
+    not read.
 
     Raises:
         CorruptDataError: as `read_checkpoint`.
@@ -205,41 +248,54 @@ def rows_of(path: Path) -> SavedRows:
     try:
         return SavedRows.of(path, read_manifest(path, (_WHOLE_LAYOUT, SHARDED)))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise damaged(path, f"its {manifest.NAME} lacks something, or says what cannot be: {error!r}") from error
+        raise damaged(
+            path, f"its {manifest.NAME} lacks something, or says what cannot be: {error!r}"
+        ) from error
 
 
 def read_model(path: Path, number: int | None = None) -> dict[str, torch.Tensor]:
-    """The model's state of one checkpoint, or of the newest one in a directory of them. `number`: of several models, which one.
+    """The model's state of one checkpoint, or of the newest one in a directory of them. `number`:
+    of several models, which one.
 
     Raises:
-        ConfigurationError: there is none; or it has several models, and `number` is not that of one of them.
+        ConfigurationError: there is none; or it has several models, and `number` is not that of one
+            of them.
         CorruptDataError: as `read_checkpoint`, or the checkpoint holds no model.
     """
     found = path if (path / manifest.NAME).is_file() else latest(path)
     if found is None:
-        raise ConfigurationError(f"there is no checkpoint in {path}; expected a directory given to save_checkpoint, or a step-<n> in it")
+        raise ConfigurationError(
+            f"there is no checkpoint in {path}; expected a directory given to save_checkpoint, or "
+            "a step-<n> in it"
+        )
     state = read_checkpoint(found).state
     states = state.get("models", [state]) if isinstance(state, dict) else []
-    if not states or not all(isinstance(each, dict) and isinstance(each.get("model"), dict) for each in states):
+    if not states or not all(
+        isinstance(each, dict) and isinstance(each.get("model"), dict) for each in states
+    ):
         raise damaged(found, "it holds no model")
     if number is None and len(states) == 1:
         number = 0
     if type(number) is not int or not 0 <= number < len(states):
         raise ConfigurationError(
-            f"{found} has {len(states)} model{'s' if len(states) > 1 else ''}, and model={number!r}: expected a number from 0 to "
-            f"{len(states) - 1}, in the order in which as_distributed was given them"
+            f"{found} has {len(states)} model{'s' if len(states) > 1 else ''}, and "
+            f"model={number!r}: expected a number from 0 to {len(states) - 1}, in the order in "
+            "which as_distributed was given them"
         )
     return dict(states[number]["model"])
 
 
-# ------------------------------------------------------------------------------------------------------------------ writing
+# ------------------------------------------------------------------------------------------ writing
 
 
 def _by_part(snapshot: Snapshot) -> dict[str, dict[str, torch.Tensor]]:
     """The tensors of each top-level key, by their name in its file."""
-    if not isinstance(snapshot.structure, Mapping) or not all(_PART.fullmatch(key) for key in snapshot.structure):
+    if not isinstance(snapshot.structure, Mapping) or not all(
+        _PART.fullmatch(key) for key in snapshot.structure
+    ):
         raise ConfigurationError(
-            "a checkpoint's state must be a dict whose keys can name files (letters, digits, '_', '-', '.'), such as model and optimizer"
+            "a checkpoint's state must be a dict whose keys can name files (letters, digits, '_', "
+            "'-', '.'), such as model and optimizer"
         )
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in snapshot.tensors.items():
@@ -263,12 +319,24 @@ def _fill(
             if tensor.dtype not in STORED_DTYPES
         }
         files[part] = write_tensors(temporary / f"{part}{SUFFIX}", tensors) | {"as_bytes": as_bytes}
-    write_manifest(temporary, info, _WHOLE_LAYOUT, files=files, structure=snapshot.structure, **({"rows": rows} if rows else {}))
+    write_manifest(
+        temporary,
+        info,
+        _WHOLE_LAYOUT,
+        files=files,
+        structure=snapshot.structure,
+        **({"rows": rows} if rows else {}),
+    )
 
 
 def _prune(directory: Path, written: Path, run: str, keep: int) -> None:
-    """Removes what is no longer wanted of a run. A failure here takes nothing from the checkpoint that was written."""
-    newest_first = [path for _, path in sorted(_checkpoints(directory), reverse=True) if _run_of(path) in (run, "")]
+    """Removes what is no longer wanted of a run. A failure here takes nothing from the checkpoint
+    that was written."""
+    newest_first = [
+        path
+        for _, path in sorted(_checkpoints(directory), reverse=True)
+        if _run_of(path) in (run, "")
+    ]
     for path in newest_first[keep:]:
         if path != written and (path / manifest.NAME).is_file():
             remove(path)
@@ -289,7 +357,7 @@ def _checkpoints(directory: Path) -> list[tuple[int, Path]]:
     return [(int(match[1]), path) for match, path in found if match is not None and path.is_dir()]
 
 
-# ------------------------------------------------------------------------------------------------------------------ reading
+# ------------------------------------------------------------------------------------------ reading
 
 
 def _read_parts(path: Path, files: Mapping[str, Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -298,6 +366,11 @@ def _read_parts(path: Path, files: Mapping[str, Mapping[str, Any]]) -> dict[str,
     for part, about in files.items():
         stored, _ = read_tensors(path, part, about)
         for name, described in about["as_bytes"].items():
-            stored[name] = stored[name].view(getattr(torch, described["dtype"])).reshape(described["shape"])
-        tensors |= {part if name == _WHOLE else f"{part}/{originals.get(name, name)}": tensor for name, tensor in stored.items()}
+            stored[name] = (
+                stored[name].view(getattr(torch, described["dtype"])).reshape(described["shape"])
+            )
+        tensors |= {
+            part if name == _WHOLE else f"{part}/{originals.get(name, name)}": tensor
+            for name, tensor in stored.items()
+        }
     return tensors

@@ -1,7 +1,7 @@
 """`checkpoint.json`: what a checkpoint says about itself, and the mark that it is complete.
 
-It is written last, carries a digest of itself, and names size and digest of every other file. What its fields mean for the state is up to
-its layout: `files.py` knows "whole", `shards.py` "sharded".
+It is written last, carries a digest of itself, and names size and digest of every other file. What
+its fields mean for the state is up to its layout: `files.py` knows "whole", `shards.py` "sharded".
 """
 
 from __future__ import annotations
@@ -31,15 +31,25 @@ import xxhash
 from safetensors import SafetensorError
 from shoal_common.errors import CorruptDataError, UnavailableError
 
-# -------------------------------------------------------------------------------------------------------------------- one file of tensors
+# ------------------------------------------------------------------------------ one file of tensors
 #
-# One safetensors file of a checkpoint: written with its size and digest told, read only if both are as they were told.
+# One safetensors file of a checkpoint: written with its size and digest told, read only if both are
+# as they were told.
 
 SUFFIX: Final = ".safetensors"
 STORED_DTYPES: Final = frozenset(
     getattr(torch, name)
     for name in (
-        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64", "bool"),
+        *(
+            "float64",
+            "float32",
+            "float16",
+            "bfloat16",
+            "float8_e4m3fn",
+            "float8_e5m2",
+            "complex64",
+            "bool",
+        ),
         *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
     )
 )
@@ -52,21 +62,29 @@ def stored(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in STORED_DTYPES else tensor.reshape(-1).view(torch.uint8)
 
 
-def write_tensors(file: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None) -> dict[str, Any]:
-    """Writes contiguous CPU tensors and waits until they are on the disk. Returns {"bytes", "xxh3_64"} of the file.
+def write_tensors(
+    file: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """Writes contiguous CPU tensors and waits until they are on the disk. Returns {"bytes",
+    "xxh3_64"} of the file.
 
     Raises:
         OSError, SafetensorError: the disk is full or failing.
     """
     file.touch()
-    mode = file.stat().st_mode  # as the umask has it; safetensors puts a file that its owner alone may read in the place of this one
-    safetensors.torch.save_file({name: stored(tensor) for name, tensor in tensors.items()}, file, metadata)
+    # as the umask has it; safetensors puts a file that its owner alone may read in the place of
+    # this one
+    mode = file.stat().st_mode
+    safetensors.torch.save_file(
+        {name: stored(tensor) for name, tensor in tensors.items()}, file, metadata
+    )
     file.chmod(stat.S_IMODE(mode))
     return told_of(file)
 
 
 def told_of(file: Path) -> dict[str, Any]:
-    """Waits until a file is on the disk; returns what the manifest says of it: {"bytes", "xxh3_64"}. Raises OSError."""
+    """Waits until a file is on the disk; returns what the manifest says of it: {"bytes",
+    "xxh3_64"}. Raises OSError."""
     sync_file(file)
     return {"bytes": file.stat().st_size, "xxh3_64": _file_digest(file)}
 
@@ -104,7 +122,9 @@ def file_of(path: Path, name: str, about: Mapping[str, Any]) -> Path:
     return file
 
 
-def read_tensors(path: Path, name: str, about: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def read_tensors(
+    path: Path, name: str, about: Mapping[str, Any]
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """The tensors of `path/name.safetensors` and its metadata, if it is what `write_tensors` told.
 
     Raises:
@@ -114,7 +134,8 @@ def read_tensors(path: Path, name: str, about: Mapping[str, Any]) -> tuple[dict[
     try:
         with safetensors.safe_open(file, framework="pt") as opened:
             # Copied: the library maps the file, and a mapping must not outlive it.
-            tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118 (no mapping: it has only keys())
+            # no mapping: it has only keys()
+            tensors = {key: opened.get_tensor(key).clone() for key in opened.keys()}  # noqa: SIM118
             return tensors, opened.metadata() or {}
     except (OSError, SafetensorError, ValueError) as error:
         raise damaged(path, f"{file.name} cannot be read: {error}") from error
@@ -126,7 +147,9 @@ def disk_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:  # the library reports a full disk as its own error
-        told = UnavailableError(f"checkpoint {target} could not be written: {error}", reason="CHECKPOINT_NOT_WRITTEN")
+        told = UnavailableError(
+            f"checkpoint {target} could not be written: {error}", reason="CHECKPOINT_NOT_WRITTEN"
+        )
         told.failed_at = time.time()  # the rank that it strikes raises it later, at its next save
         raise told from error
 
@@ -146,12 +169,13 @@ _RENAME_EXCHANGE = 2
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)\.(?P<pid>[0-9]+)\.[0-9a-f]{32}\.tmp")
 
 
-# ---------------------------------------------------------------------------------------------------------- directories that appear whole
+# -------------------------------------------------------------------- directories that appear whole
 #
-# Directories that appear and disappear whole, also when the process is killed or the machine loses power in between.
+# Directories that appear and disappear whole, also when the process is killed or the machine loses
+# power in between.
 #
-# A directory under way has a name `.<name>.<host>.<pid>.<random>.tmp`. A dead process may leave one; the next writer on that host removes
-# it.
+# A directory under way has a name `.<name>.<host>.<pid>.<random>.tmp`. A dead process may leave
+# one; the next writer on that host removes it.
 
 
 def make_temporary(parent: Path, name: str) -> Path:
@@ -162,7 +186,8 @@ def make_temporary(parent: Path, name: str) -> Path:
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Renames `temporary` to `target`, in place of what is there, and waits until that is on the disk. Raises OSError."""
+    """Renames `temporary` to `target`, in place of what is there, and waits until that is on the
+    disk. Raises OSError."""
     if target.exists():
         _exchange(temporary, target)
     else:
@@ -171,9 +196,11 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory so that it is never seen in part; logs what it cannot remove. Nothing happens if it is not there.
+    """Removes a directory so that it is never seen in part; logs what it cannot remove. Nothing
+    happens if it is not there.
 
-    It is renamed first: who still writes to it by its name is told at once that it is not there, and adds nothing to what is removed.
+    It is renamed first: who still writes to it by its name is told at once that it is not there,
+    and adds nothing to what is removed.
     """
     under_way = _TEMPORARY.fullmatch(path.name)
     doomed = _temporary_path(path.parent, under_way["name"] if under_way else path.name)
@@ -218,9 +245,15 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def _exchange(temporary: Path, target: Path) -> None:
-    """Swaps the two at once, where the file system can; else there is a moment in which `target` is not there."""
+    """Swaps the two at once, where the file system can; else there is a moment in which `target` is
+    not there."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.renameat2(_AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE) == 0:
+    if (
+        libc.renameat2(
+            _AT_FDCWD, os.fsencode(temporary), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE
+        )
+        == 0
+    ):
         return
     code = ctypes.get_errno()
     if code not in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
@@ -264,7 +297,7 @@ _VERSION = 1
 _ENVELOPE = frozenset({"format", "version", "xxh3_64"})
 
 
-# --------------------------------------------------------------------------------------------------------------------------- the manifest
+# ------------------------------------------------------------------------------------- the manifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,13 +312,15 @@ class CheckpointInfo:
     generation: int
     """The generation that saved it."""
     run: str = ""
-    """The run that it is of: one that began from nothing, whatever came and went since, and however often it was resumed."""
+    """The run that it is of: one that began from nothing, whatever came and went since, and however
+    often it was resumed."""
     shoal_version: str = field(default_factory=lambda: version("shoal-worker"))
     """The release that wrote it."""
 
 
 def write_manifest(directory: Path, info: CheckpointInfo, layout: str, **content: Any) -> None:
-    """Writes it and waits until it, and all else in the directory, is on the disk. Raises OSError."""
+    """Writes it and waits until it, and all else in the directory, is on the disk. Raises
+    OSError."""
     content = {"info": asdict(info), "layout": layout, **content}
     document = {"format": _FORMAT, "version": _VERSION, "xxh3_64": _digest_of(content), **content}
     manifest = directory / NAME
@@ -299,27 +334,37 @@ def read_info(path: Path, layouts: Collection[str]) -> CheckpointInfo:
     try:
         return CheckpointInfo(**read_manifest(path, layouts)["info"])
     except (KeyError, TypeError) as error:
-        raise damaged(path, f"its {NAME} lacks something, or says what cannot be: {error!r}") from error
+        raise damaged(
+            path, f"its {NAME} lacks something, or says what cannot be: {error!r}"
+        ) from error
 
 
 def read_manifest(path: Path, layouts: Collection[str]) -> dict[str, Any]:
     """Its content, of one of these layouts, undamaged.
 
     Raises:
-        CorruptDataError: damaged (FILE_CORRUPT), not Shoal's (FILE_FOREIGN), or of a newer release (FILE_NEWER).
+        CorruptDataError: damaged (FILE_CORRUPT), not Shoal's (FILE_FOREIGN), or of a newer release
+            (FILE_NEWER).
     """
     try:
         document = json.loads((path / NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise CorruptDataError(f"{path} is no checkpoint of Shoal's: it has no {NAME}", reason="FILE_FOREIGN") from error
+        raise CorruptDataError(
+            f"{path} is no checkpoint of Shoal's: it has no {NAME}", reason="FILE_FOREIGN"
+        ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(path, f"its {NAME} cannot be read: {error}") from error
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise CorruptDataError(f"{path} is no checkpoint of Shoal's: its {NAME} does not say {_FORMAT!r}", reason="FILE_FOREIGN")
+        raise CorruptDataError(
+            f"{path} is no checkpoint of Shoal's: its {NAME} does not say {_FORMAT!r}",
+            reason="FILE_FOREIGN",
+        )
     if document.get("version") != _VERSION or document.get("layout") not in layouts:
         raise CorruptDataError(
-            f"checkpoint {path} has format version {document.get('version')!r} and layout {document.get('layout')!r}, of which this "
-            f"release reads {_VERSION} and {' or '.join(map(repr, layouts))}; load it with the release that wrote it, {_release(document)}",
+            f"checkpoint {path} has format version {document.get('version')!r} and layout "
+            f"{document.get('layout')!r}, of which this release reads {_VERSION} and "
+            f"{' or '.join(map(repr, layouts))}; load it with the release that wrote it, "
+            f"{_release(document)}",
             reason="FILE_NEWER",
         )
     content = {key: value for key, value in document.items() if key not in _ENVELOPE}
@@ -329,7 +374,8 @@ def read_manifest(path: Path, layouts: Collection[str]) -> dict[str, Any]:
 
 
 def digest_of(path: Path) -> str:
-    """Tells the checkpoint in `path` from all others: its manifest has the digests of all files. Empty: there is none to be read."""
+    """Tells the checkpoint in `path` from all others: its manifest has the digests of all files.
+    Empty: there is none to be read."""
     try:
         return _file_digest(path / NAME)
     except OSError:
@@ -338,7 +384,9 @@ def digest_of(path: Path) -> str:
 
 def damaged(path: Path, what: str) -> CorruptDataError:
     """The error for a checkpoint that is not as it was written."""
-    return CorruptDataError(f"checkpoint {path} is damaged: {what}; use an older one, or a copy", reason="FILE_CORRUPT")
+    return CorruptDataError(
+        f"checkpoint {path} is damaged: {what}; use an older one, or a copy", reason="FILE_CORRUPT"
+    )
 
 
 def _release(document: Mapping[str, Any]) -> str:
@@ -347,4 +395,6 @@ def _release(document: Mapping[str, Any]) -> str:
 
 
 def _digest_of(content: Any) -> str:
-    return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
+    return xxhash.xxh3_64_hexdigest(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    )

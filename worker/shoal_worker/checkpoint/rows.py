@@ -1,12 +1,16 @@
-"""The rows of sparse tables in a checkpoint: one file for each bucket, read from and given to the servers one by one.
+"""The rows of sparse tables in a checkpoint: one file for each bucket, read from and given to the
+servers one by one.
 
     step-1200/
-      checkpoint.json                              under "rows": each table's declaration, and of each file its size, digest and version
-      rows-users-00001-of-00016.safetensors        a bucket (shoal_common/tables/file.py says what is in it)
+      checkpoint.json                              under "rows": each table's declaration, and of
+                                                   each file its size, digest and version
+      rows-users-00001-of-00016.safetensors        a bucket (shoal_common/tables/file.py says what
+                                                   is in it)
       ...
 
-No process has more than one bucket in memory: what comes from a server goes to the disk, and back. Ids are spread over buckets by a hash of
-theirs, so that a table that is declared with another number of buckets gets each of its own from those that have ids in common with it.
+No process has more than one bucket in memory: what comes from a server goes to the disk, and back.
+Ids are spread over buckets by a hash of theirs, so that a table that is declared with another
+number of buckets gets each of its own from those that have ids in common with it.
 """
 
 from __future__ import annotations
@@ -29,7 +33,14 @@ from shoal_common.tables.file import BucketImage, EncodedBucket, read_bucket
 from shoal_common.tables.rows import RowsImage
 from shoal_common.tables.values import buckets_of
 
-from shoal_worker.checkpoint.manifest import SUFFIX, damaged, disk_errors, file_of, told_of, verify_file
+from shoal_worker.checkpoint.manifest import (
+    SUFFIX,
+    damaged,
+    disk_errors,
+    file_of,
+    told_of,
+    verify_file,
+)
 from shoal_worker.elastic.row_store import RowStore, StoredBucket
 
 _CHUNK: Final = 1 << 20
@@ -42,16 +53,23 @@ Files = dict[str, dict[str, Any]]
 def file_name(table: str, number: int, buckets: int) -> str:
     """The name of a bucket's file, without its suffix."""
     if not _PLAIN.fullmatch(table):
-        table = f"{re.sub(r'[^A-Za-z0-9_.]', '_', table)[:40]}_{xxhash.xxh3_64_hexdigest(table.encode())}"
+        digest = xxhash.xxh3_64_hexdigest(table.encode())
+        table = f"{re.sub(r'[^A-Za-z0-9_.]', '_', table)[:40]}_{digest}"
     return f"rows-{table}-{number + 1:05d}-of-{buckets:05d}"
 
 
-# ------------------------------------------------------------------------------------------------------------------ writing
+# ------------------------------------------------------------------------------------------ writing
 
 
-def write_rows(temporary: Path, store: RowStore, *, share: tuple[int, int] = (0, 1), given_up: Event | None = None) -> dict[str, Files]:
-    """Writes a rank's share of all buckets (rank, and of how many), and waits until they are on the disk. Returns, by table, what the
-    manifest is to say of them.
+def write_rows(
+    temporary: Path,
+    store: RowStore,
+    *,
+    share: tuple[int, int] = (0, 1),
+    given_up: Event | None = None,
+) -> dict[str, Files]:
+    """Writes a rank's share of all buckets (rank, and of how many), and waits until they are on the
+    disk. Returns, by table, what the manifest is to say of them.
 
     Raises:
         UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing.
@@ -74,7 +92,10 @@ def write_rows(temporary: Path, store: RowStore, *, share: tuple[int, int] = (0,
 
 def described(store: RowStore, shares: Sequence[Mapping[str, Files]]) -> dict[str, Any]:
     """What the manifest says of all tables, whose buckets the ranks have written."""
-    content: dict[str, Any] = {table: {"declared": dict(declared), "files": {}} for table, declared in store.declared().items()}
+    content: dict[str, Any] = {
+        table: {"declared": dict(declared), "files": {}}
+        for table, declared in store.declared().items()
+    }
     for written in shares:
         for table, files in written.items():
             content[table]["files"] |= files
@@ -83,11 +104,17 @@ def described(store: RowStore, shares: Sequence[Mapping[str, Files]]) -> dict[st
 
 def _all_buckets(store: RowStore) -> list[tuple[str, int, int]]:
     """Table, bucket, and how many the table has."""
-    counts = {table: int(declared["spec"]["buckets"]) for table, declared in store.declared().items()}
-    return [(table, number, buckets) for table, buckets in sorted(counts.items()) for number in range(buckets)]
+    counts = {
+        table: int(declared["spec"]["buckets"]) for table, declared in store.declared().items()
+    }
+    return [
+        (table, number, buckets)
+        for table, buckets in sorted(counts.items())
+        for number in range(buckets)
+    ]
 
 
-# ------------------------------------------------------------------------------------------------------------------ reading
+# ------------------------------------------------------------------------------------------ reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +128,9 @@ class SavedRows:
 
     @classmethod
     def of(cls, path: Path, content: Mapping[str, Any]) -> SavedRows:
-        """`content`: the manifest's. Raises CorruptDataError where a file is missing or of another size; KeyError, TypeError, ValueError
-        and AttributeError for a manifest that says what cannot be."""
+        """`content`: the manifest's. Raises CorruptDataError where a file is missing or of another
+        size; KeyError, TypeError, ValueError and AttributeError for a manifest that says what
+        cannot be."""
         saved = cls(path=path, tables=content.get("rows", {}))
         for table in saved.tables:
             for number in range(saved._buckets(table)):
@@ -112,18 +140,23 @@ class SavedRows:
     @property
     def nbytes(self) -> int:
         """Size of all files."""
-        return sum(int(about["bytes"]) for each in self.tables.values() for about in each["files"].values())
+        return sum(
+            int(about["bytes"]) for each in self.tables.values() for about in each["files"].values()
+        )
 
     def check(self, declared: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raises CorruptDataError unless these are rows of tables that are declared so (`RowStore.declared`); the number of buckets, limits
-        and hyperparameters may differ."""
+        """Raises CorruptDataError unless these are rows of tables that are declared so
+        (`RowStore.declared`); the number of buckets, limits and hyperparameters may differ."""
         if differing := declared.keys() ^ self.tables.keys():
             name = min(differing)
             what = (
-                "has no rows of table {!r}, which the model has" if name in declared else "has rows of table {!r}, which the model has not"
+                "has no rows of table {!r}, which the model has"
+                if name in declared
+                else "has rows of table {!r}, which the model has not"
             )
             raise CorruptDataError(
-                f"checkpoint {self.path} {what.format(name)}; resume with the model that saved it, or from another checkpoint",
+                f"checkpoint {self.path} {what.format(name)}; resume with the model that saved it, "
+                "or from another checkpoint",
                 reason="MODEL_DIFFERS",
             )
         for name, now in declared.items():
@@ -131,7 +164,8 @@ class SavedRows:
             _check_same(self.path, name, then, now)
 
     def version(self, table: str, bucket: int, buckets: int) -> int:
-        """See `StoredRows`. Of buckets that are made anew the newest: under ddp all are the same."""
+        """See `StoredRows`. Of buckets that are made anew the newest: under ddp all are the
+        same."""
         if buckets == self._buckets(table):
             return int(self._file(table, bucket)[1]["version"])
         return max(int(about["version"]) for about in self.tables[table]["files"].values())
@@ -141,7 +175,11 @@ class SavedRows:
         if buckets != self._buckets(table):
             return _Made(self._made(table, number, buckets).encoded())
         name, about = self._file(table, number)
-        return _InFile(file=file_of(self.path, name, about), nbytes=int(about["bytes"]), checksum=int(about["xxh3_64"], 16))
+        return _InFile(
+            file=file_of(self.path, name, about),
+            nbytes=int(about["bytes"]),
+            checksum=int(about["xxh3_64"], 16),
+        )
 
     def verify(self) -> None:
         """See `StoredRows`. Once."""
@@ -155,7 +193,11 @@ class SavedRows:
     def verify_share(self, share: tuple[int, int], given_up: Event | None = None) -> None:
         """`verify`, of a rank's share: rank, and of how many."""
         rank, ranks = share
-        every = [(table, number) for table in sorted(self.tables) for number in range(self._buckets(table))]
+        every = [
+            (table, number)
+            for table in sorted(self.tables)
+            for number in range(self._buckets(table))
+        ]
         for table, number in every[rank::ranks]:
             if given_up is not None and given_up.is_set():
                 return
@@ -171,7 +213,13 @@ class SavedRows:
             mine = np.flatnonzero(buckets_of(rows.ids, buckets) == number)
             parts.append(_chosen(rows, mine))
         rows = _joined(parts)
-        return BucketImage(table=table, number=number, buckets=buckets, version=self.version(table, number, buckets), rows=rows)
+        return BucketImage(
+            table=table,
+            number=number,
+            buckets=buckets,
+            version=self.version(table, number, buckets),
+            rows=rows,
+        )
 
     def _read(self, table: str, number: int) -> BucketImage:
         name, about = self._file(table, number)
@@ -229,23 +277,27 @@ class _Made:
 
 def _check_same(path: Path, name: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     for what in ("embedding_dim", "seed", "initializer", "scale"):
-        before, declared = (each[what] if what in each else each["spec"][what] for each in (then, now))
+        before, declared = (
+            each[what] if what in each else each["spec"][what] for each in (then, now)
+        )
         if before != declared:
             raise CorruptDataError(
-                f"checkpoint {path} has table {name!r} with {what}={before!r}, the model declares {declared!r}; declare it as it was",
+                f"checkpoint {path} has table {name!r} with {what}={before!r}, the model declares "
+                f"{declared!r}; declare it as it was",
                 reason="MODEL_DIFFERS",
             )
     before, declared = then["num_embeddings"], now["num_embeddings"]
     if declared is not None and (before is None or before > declared):
         raise CorruptDataError(
-            f"checkpoint {path} has table {name!r} with num_embeddings={before}, the model declares {declared}, which leaves ids out; "
-            "declare as many, or more",
+            f"checkpoint {path} has table {name!r} with num_embeddings={before}, the model "
+            f"declares {declared}, which leaves ids out; declare as many, or more",
             reason="MODEL_DIFFERS",
         )
     if _optimizer(then) != _optimizer(now):
         raise CorruptDataError(
-            f"checkpoint {path} has rows of table {name!r} with the state of {then['spec']['optimizer']}, the model declares "
-            f"{now['spec']['optimizer']}; declare the optimizer that trained them",
+            f"checkpoint {path} has rows of table {name!r} with the state of "
+            f"{then['spec']['optimizer']}, the model declares {now['spec']['optimizer']}; declare "
+            "the optimizer that trained them",
             reason="OPTIMIZER_DIFFERS",
         )
 
@@ -253,12 +305,19 @@ def _check_same(path: Path, name: str, then: Mapping[str, Any], now: Mapping[str
 def _optimizer(declared: Mapping[str, Any]) -> tuple[str, int]:
     """Its name, and what it keeps for a row."""
     spec = declared["spec"]
-    return str(spec["optimizer"]), TABLE_OPTIMIZERS[spec["optimizer"]].state_tensors(dict(spec["hyperparameters"]))
+    return str(spec["optimizer"]), TABLE_OPTIMIZERS[spec["optimizer"]].state_tensors(
+        dict(spec["hyperparameters"])
+    )
 
 
 def _chosen(rows: RowsImage, places: Any) -> RowsImage:
     state = {name: array[places] for name, array in rows.state.items()}
-    return RowsImage(ids=rows.ids[places], values=rows.values[places], state=state, updated_at=rows.updated_at[places])
+    return RowsImage(
+        ids=rows.ids[places],
+        values=rows.values[places],
+        state=state,
+        updated_at=rows.updated_at[places],
+    )
 
 
 def _joined(parts: Sequence[RowsImage]) -> RowsImage:
@@ -267,7 +326,9 @@ def _joined(parts: Sequence[RowsImage]) -> RowsImage:
     whole = RowsImage(
         ids=ids,
         values=np.concatenate([each.values for each in parts]),
-        state={name: np.concatenate([each.state[name] for each in parts]) for name in parts[0].state},
+        state={
+            name: np.concatenate([each.state[name] for each in parts]) for name in parts[0].state
+        },
         updated_at=np.concatenate([each.updated_at for each in parts]),
     )
     return _chosen(whole, np.argsort(ids))

@@ -1,10 +1,11 @@
 """Checkpoints of a session: what `shoal.save_checkpoint` and `shoal.resume` do on each rank.
 
-Saving copies the state on the training thread, at a border between steps, and writes it on another. Where the state is in parts each rank
-copies and writes its own, and the first rank completes the checkpoint; else the first rank that holds the state does it all. Rows of sparse
-tables are read from the servers: under ddp by all ranks, before a save returns; under async_sgd by the writer's thread. Resuming reads
-on that rank and sends the state to the others as a joiner would get it. A rank that was put out of the job meanwhile publishes nothing
-(`fence`).
+Saving copies the state on the training thread, at a border between steps, and writes it on another.
+Where the state is in parts each rank copies and writes its own, and the first rank completes the
+checkpoint; else the first rank that holds the state does it all. Rows of sparse tables are read
+from the servers: under ddp by all ranks, before a save returns; under async_sgd by the writer's
+thread. Resuming reads on that rank and sends the state to the others as a joiner would get it. A
+rank that was put out of the job meanwhile publishes nothing (`fence`).
 """
 
 from __future__ import annotations
@@ -20,14 +21,34 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal_common.errors import ConfigurationError, CorruptDataError, DeadlineError, ShoalError, UnavailableError
+from shoal_common.errors import (
+    ConfigurationError,
+    CorruptDataError,
+    DeadlineError,
+    ShoalError,
+    UnavailableError,
+)
 
 from shoal_worker.checkpoint import manifest
-from shoal_worker.checkpoint.files import begin, check_place, latest, read_checkpoint, rows_of, write_checkpoint, write_sharded
+from shoal_worker.checkpoint.files import (
+    begin,
+    check_place,
+    latest,
+    read_checkpoint,
+    rows_of,
+    write_checkpoint,
+    write_sharded,
+)
 from shoal_worker.checkpoint.manifest import CheckpointInfo, remove
 from shoal_worker.checkpoint.rows import Files, SavedRows, described, write_rows
 from shoal_worker.checkpoint.shards import Shards
-from shoal_worker.checkpoint.writer import DISK_PATIENCE, CheckpointWriter, in_company, on_each, on_first
+from shoal_worker.checkpoint.writer import (
+    DISK_PATIENCE,
+    CheckpointWriter,
+    in_company,
+    on_each,
+    on_first,
+)
 from shoal_worker.elastic.channel import LocalChannel
 from shoal_worker.state.tree import Snapshot, StatePart
 
@@ -54,7 +75,8 @@ class CheckpointSaver:
         self._given_up = threading.Event()
         """The save under way waits for no further shards of other ranks."""
         self._given_up_last: str | None = None
-        """What the newest save was, if it was given up, since a rank went away with its part. Written by the writer's thread."""
+        """What the newest save was, if it was given up, since a rank went away with its part.
+        Written by the writer's thread."""
         self._collects = False
         """The save under way, if there is one, waits for shards that other ranks write."""
         self._elsewhere: _Elsewhere | None = None
@@ -62,19 +84,25 @@ class CheckpointSaver:
 
     @classmethod
     def of(cls, session: Session) -> CheckpointSaver:
-        """The saver of `session`. Before this process leaves its job, it has written what it has copied: the first rank waits for that."""
+        """The saver of `session`. Before this process leaves its job, it has written what it has
+        copied: the first rank waits for that."""
         if session not in _savers:
             saver = _savers[session] = cls()
             session.on_close(lambda: saver._leave(session))
         return _savers[session]
 
     def save(self, session: Session, directory: Path, *, keep: int, sharded: bool | None) -> None:
-        """One rank's part of a save. Returns when the state is copied. Raises what an earlier save on this rank raised."""
-        named, directory = str(directory), directory.absolute()  # the script may change its directory while the writer works
+        """One rank's part of a save. Returns when the state is copied. Raises what an earlier save
+        on this rank raised."""
+        # the script may change its directory while the writer works
+        named, directory = str(directory), directory.absolute()
         if _holds_nothing_new(session):
             return
         if session.has_left:
-            _log.info("nothing is saved: this process has left its job, and its peers go on with the state")
+            _log.info(
+                "nothing is saved: this process has left its job, and its peers go on with the "
+                "state"
+            )
             return
         session.warn_of_given_up()
         session.go_back_by(lambda: _go_back(session, directory))
@@ -98,13 +126,23 @@ class CheckpointSaver:
             copy.drop()
             raise
         info = CheckpointInfo(
-            step=session.steps, strategy=session.strategy, world_size=session.world_size, generation=session.generation, run=session.run
+            step=session.steps,
+            strategy=session.strategy,
+            world_size=session.world_size,
+            generation=session.generation,
+            run=session.run,
         )
         what = f"writing step-{info.step} to {directory}"
         fence, shards, temporary = session.fence(), copy.shards, copy.temporary
         self._collects, self._given_up_last = copy.first and shards is not None, None
         mine = copy.first or copy.whole is not None
-        self._elsewhere = None if mine else _Elsewhere(directory / f"step-{info.step}", copy.completed_by, shared=temporary is not None)
+        self._elsewhere = (
+            None
+            if mine
+            else _Elsewhere(
+                directory / f"step-{info.step}", copy.completed_by, shared=temporary is not None
+            )
+        )
         given_up = self._given_up = threading.Event()
         if shards is not None and temporary is not None:
 
@@ -112,7 +150,10 @@ class CheckpointSaver:
                 return given_up.is_set() or copy.is_gone(shard)
 
             def complete() -> bool:
-                written = write_sharded(temporary, shards, info, gone=gone, fence=fence, keep=keep) is not None
+                written = (
+                    write_sharded(temporary, shards, info, gone=gone, fence=fence, keep=keep)
+                    is not None
+                )
                 if not written:
                     self._given_up_last = what
                 return written
@@ -126,18 +167,28 @@ class CheckpointSaver:
             snapshot, rows = Snapshot.take(copy.whole), copy.rows()
 
             def write() -> bool:
-                write_checkpoint(directory, snapshot, info, fence=fence, keep=keep, temporary=temporary, rows=rows)
+                write_checkpoint(
+                    directory,
+                    snapshot,
+                    info,
+                    fence=fence,
+                    keep=keep,
+                    temporary=temporary,
+                    rows=rows,
+                )
                 return True
 
             self._submit(session, write, what=what)
 
     def settle_together(self, channel: Channel) -> None:
-        """Returns when no rank's save is under way: what was written can be read. Part of an operation."""
+        """Returns when no rank's save is under way: what was written can be read. Part of an
+        operation."""
         in_company(channel, self._writer.done_within)
 
     def give_up_incomplete(self, channel: Channel) -> None:
-        """Returns when all shards are written that will be: a save that lacks one is given up. A rank that found the state lost before it
-        had ended the save does not write its own. Part of an operation."""
+        """Returns when all shards are written that will be: a save that lacks one is given up. A
+        rank that found the state lost before it had ended the save does not write its own. Part of
+        an operation."""
         in_company(channel, lambda timeout: self._collects or self._writer.done_within(timeout))
         self._given_up.set()
 
@@ -161,10 +212,17 @@ class CheckpointSaver:
     def _leave(self, session: Session) -> None:
         failed: object = self._settle(DISK_PATIENCE)
         if failed is None and self._given_up_last is not None:
-            failed = f"{self._given_up_last} was given up: a worker went away before it had written its part"
+            failed = (
+                f"{self._given_up_last} was given up: a worker went away before it had "
+                "written its part"
+            )
         elsewhere = self._elsewhere
         if failed is None and elsewhere is not None and not session.has_left:
-            self._writer.submit(lambda: elsewhere.wait(session), what=f"waiting for {elsewhere.path}", timeout=DISK_PATIENCE)
+            self._writer.submit(
+                lambda: elsewhere.wait(session),
+                what=f"waiting for {elsewhere.path}",
+                timeout=DISK_PATIENCE,
+            )
             failed = self._settle(DISK_PATIENCE)
         if failed is None:
             return
@@ -173,7 +231,8 @@ class CheckpointSaver:
             session.missed = f"the last checkpoint is not there: {failed}"
 
     def _settle(self, timeout: timedelta) -> Exception | None:
-        """Waits for this rank's save under way, if there is one; what there is to say against it."""
+        """Waits for this rank's save under way, if there is one; what there is to say against
+        it."""
         try:
             self._writer.wait(timeout)
         except Exception as error:  # of any kind: raised by `save`, later
@@ -192,7 +251,8 @@ class _Elsewhere:
     """All ranks see the directory; else perhaps."""
 
     def wait(self, session: Session) -> None:
-        """Returns when the checkpoint is there, or nothing can be known of it here. On the writer's thread.
+        """Returns when the checkpoint is there, or nothing can be known of it here. On the writer's
+        thread.
 
         Raises:
             UnavailableError (CHECKPOINT_NOT_WRITTEN): the member has gone, and it is not there.
@@ -206,12 +266,16 @@ class _Elsewhere:
             if now >= ask_at:
                 if session.is_gone(self.member) and not self.path.is_dir():
                     raise UnavailableError(
-                        f"writing {self.path} was given up: a worker went away before it had written its part",
+                        f"writing {self.path} was given up: a worker went away before it had "
+                        "written its part",
                         reason="CHECKPOINT_NOT_WRITTEN",
                     )
                 ask_at = now + _ASK_GONE.total_seconds()
             if now > give_up_at:
-                raise DeadlineError(f"{self.path} is not there after {DISK_PATIENCE}; is the disk too slow?", reason="CHECKPOINT_SLOW")
+                raise DeadlineError(
+                    f"{self.path} is not there after {DISK_PATIENCE}; is the disk too slow?",
+                    reason="CHECKPOINT_SLOW",
+                )
             time.sleep(_LOOK.total_seconds())
 
 
@@ -235,7 +299,8 @@ class _Copy:
     _writers: dict[int, str] = field(default_factory=dict)
     """The member that writes each shard."""
     _rows: dict[str, Any] | None = None
-    """What the manifest says of the rows of sparse tables, whose files are in `temporary`; None: they are not there."""
+    """What the manifest says of the rows of sparse tables, whose files are in `temporary`; None:
+    they are not there."""
 
     def take(self, channel: Channel) -> None:
         """One rank's part of the operation. Nothing is held of an earlier try."""
@@ -243,12 +308,17 @@ class _Copy:
         if part is not None and self._make_room(channel):
             self._take_part(part, channel)
         else:
-            self._take_rows(channel)  # first: what the last step has left to push is of no interest any more then
+            # first: what the last step has left to push is of no interest any more then
+            self._take_rows(channel)
             whole = self.session.assemble(channel)
             if channel.rank == 0:
                 self.whole = whole.pop("replica") | whole
-        told = {"refused": self._refused() if channel.rank == 0 else "", "member": self.session.member_id}
-        told = json.loads(channel.exchange(json.dumps(told).encode())[0])  # who comes out of this knows that all is copied
+        told = {
+            "refused": self._refused() if channel.rank == 0 else "",
+            "member": self.session.member_id,
+        }
+        # who comes out of this knows that all is copied
+        told = json.loads(channel.exchange(json.dumps(told).encode())[0])
         if told["refused"]:
             raise ConfigurationError(told["refused"])
         self.completed_by = told["member"]
@@ -257,18 +327,25 @@ class _Copy:
         """Nothing is written."""
         if self.first and self.temporary is not None:
             remove(self.temporary)
-        self.whole, self.shards, self.temporary, self.first, self._rows = None, None, None, False, None
+        self.whole, self.shards, self.temporary, self.first, self._rows = (
+            None,
+            None,
+            None,
+            False,
+            None,
+        )
 
     def rows(self) -> Callable[[Path], Mapping[str, Any]]:
-        """For `write_checkpoint`. Rows that other workers train meanwhile are read when it writes."""
+        """For `write_checkpoint`. Rows that other workers train meanwhile are read when it
+        writes."""
         store, known = self.session.row_store, self._rows
         if store is None or known is not None:
             return lambda temporary: known or {}
         return lambda temporary: described(store, [write_rows(temporary, store)])
 
     def _take_rows(self, channel: Channel) -> None:
-        """All ranks write the rows of the step, each its share: the next step would change them. If not all see the directory, the first
-        rank does it alone."""
+        """All ranks write the rows of the step, each its share: the next step would change them. If
+        not all see the directory, the first rank does it alone."""
         store = self.session.row_store
         if store is None or not store.steady or _holds_nothing_new(self.session):
             return
@@ -290,7 +367,11 @@ class _Copy:
         return self.session.is_gone(self._writers[shard])
 
     def _take_part(self, part: StatePart, channel: Channel) -> None:
-        shards = Shards.take(StatePart(state=part.state.pop("replica") | part.state, count=part.count, shards=part.shards))
+        shards = Shards.take(
+            StatePart(
+                state=part.state.pop("replica") | part.state, count=part.count, shards=part.shards
+            )
+        )
         told = {"member": self.session.member_id, "shards": sorted(shards.mine)}
         everyones = [json.loads(each) for each in channel.exchange(json.dumps(told).encode())]
         self._writers = {number: each["member"] for each in everyones for number in each["shards"]}
@@ -317,28 +398,37 @@ class _Copy:
         if "error" in told:
             raise ConfigurationError(told["error"])
         self.temporary = self.directory / told["name"]
-        blind = [rank for rank, sees in enumerate(channel.exchange(str(self.temporary.is_dir()).encode())) if sees != b"True"]
+        blind = [
+            rank
+            for rank, sees in enumerate(channel.exchange(str(self.temporary.is_dir()).encode()))
+            if sees != b"True"
+        ]
         if not blind:
             return True
         self.drop()
         if self.sharded:
             raise ConfigurationError(
-                f"save_checkpoint({str(self.directory)!r}, sharded=True): ranks {blind} do not see the directory that the first rank made "
-                "there; give one that all ranks share, or sharded=False, with which the first rank gathers all and writes it"
+                f"save_checkpoint({str(self.directory)!r}, sharded=True): ranks {blind} do not see "
+                "the directory that the first rank made there; give one that all ranks share, or "
+                "sharded=False, with which the first rank gathers all and writes it"
             )
-        _log.warning("%s is not shared by all ranks: the first rank gathers the state and writes all of it", self.directory)
+        _log.warning(
+            "%s is not shared by all ranks: the first rank gathers the state and writes all of it",
+            self.directory,
+        )
         return False
 
 
 def _check_named_alike(channel: Channel, what: str, named: str) -> None:
-    """Raises ConfigurationError, on all ranks alike, if they name different directories. A relative one may mean another place on each
-    machine. Part of an operation."""
+    """Raises ConfigurationError, on all ranks alike, if they name different directories. A relative
+    one may mean another place on each machine. Part of an operation."""
     everyones = [told.decode() for told in channel.exchange(named.encode())]
     other = next((rank for rank, each in enumerate(everyones) if each != everyones[0]), None)
     if other is not None:
         raise ConfigurationError(
-            f"{what}: rank 0 names the directory {everyones[0]!r}, and rank {other} names {everyones[other]!r}; name the same on every "
-            "rank, such as one that shoal.broadcast gave, and no name drawn at random or from the rank"
+            f"{what}: rank 0 names the directory {everyones[0]!r}, and rank {other} names "
+            f"{everyones[other]!r}; name the same on every rank, such as one that shoal.broadcast "
+            "gave, and no name drawn at random or from the rank"
         )
 
 
@@ -381,7 +471,10 @@ def _go_back(session: Session, directory: Path) -> str | None:
     def body(channel: Channel) -> str | None:
         saver.give_up_incomplete(channel)
         saver.settle_together(channel)
-        captured, told = on_first(channel, lambda: _read(session, directory, run=session.run)) or (None, {})
+        captured, told = on_first(channel, lambda: _read(session, directory, run=session.run)) or (
+            None,
+            {},
+        )
         if captured is not None:
             told["error"] = session.cannot_return(captured)
         told = json.loads(channel.exchange(json.dumps(told).encode())[0])
@@ -406,27 +499,32 @@ def _load_alone(session: Session, directory: Path) -> bool:
     return captured is not None
 
 
-def _take_up(session: Session, channel: Channel, captured: dict[str, Any] | None, path: Path) -> None:
-    """All ranks have the state of the checkpoint at `path`, which the first one has read (`captured`; None on the others), and the servers
-    the rows of its tables. Part of an operation.
+def _take_up(
+    session: Session, channel: Channel, captured: dict[str, Any] | None, path: Path
+) -> None:
+    """All ranks have the state of the checkpoint at `path`, which the first one has read
+    (`captured`; None on the others), and the servers the rows of its tables. Part of an operation.
 
     Raises:
         CorruptDataError: rows are damaged; nothing is changed then.
-        ConfigurationError: rows are to be given under async_sgd from a directory that not all ranks share.
+        ConfigurationError: rows are to be given under async_sgd from a directory that not all ranks
+            share.
         DeadlineError (SERVER_AWAY): a server was away for too long.
     """
     store = session.row_store
     if store is None:
         session.replace_state(channel, captured)
         return
-    # On disks of their own machines may have other checkpoints of the step, whose rows are not those of this model.
+    # On disks of their own machines may have other checkpoints of the step, whose rows are not
+    # those of this model.
     digests = channel.exchange(manifest.digest_of(path).encode())
     sees = [each == digests[0] for each in digests]
     if not store.steady:
         if not all(sees):
             raise ConfigurationError(
-                f"resume: ranks {[rank for rank, each in enumerate(sees) if not each]} do not see the checkpoint {path} that rank 0 has "
-                "read; with sparse tables and async_sgd give a directory that all ranks share"
+                f"resume: ranks {[rank for rank, each in enumerate(sees) if not each]} do not see "
+                f"the checkpoint {path} that rank 0 has read; with sparse tables and async_sgd "
+                "give a directory that all ranks share"
             )
         stored = rows_of(path)
         if session.rank == 0 and store.lacks(stored):
@@ -455,12 +553,22 @@ def _take_up(session: Session, channel: Channel, captured: dict[str, Any] | None
     on_each(channel, put)
 
 
-def _read(session: Session, directory: Path, *, run: str | None = None) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The newest checkpoint, of that run unless it is None, and what to tell the other ranks about it."""
+def _read(
+    session: Session, directory: Path, *, run: str | None = None
+) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """The newest checkpoint, of that run unless it is None, and what to tell the other ranks about
+    it."""
     found = latest(directory, run=run)
     if found is None and (directory.is_file() or (directory / manifest.NAME).is_file()):
-        what = f"resume({str(directory)!r}): expected the directory that was given to save_checkpoint, whose newest checkpoint is taken"
-        return None, {"found": False, "error": f"{what}; found one checkpoint, or a file", "reason": ConfigurationError.default_reason}
+        what = (
+            f"resume({str(directory)!r}): expected the directory that was given to "
+            "save_checkpoint, whose newest checkpoint is taken"
+        )
+        return None, {
+            "found": False,
+            "error": f"{what}; found one checkpoint, or a file",
+            "reason": ConfigurationError.default_reason,
+        }
     if found is None:
         return None, {"found": False, "error": None}
     try:
@@ -475,5 +583,9 @@ def _read(session: Session, directory: Path, *, run: str | None = None) -> tuple
 
 def _refusal(told: dict[str, Any]) -> ShoalError:
     """What a rank raises when the one that reads has told of an error."""
-    kind = ConfigurationError if told["reason"] == ConfigurationError.default_reason else CorruptDataError
+    kind = (
+        ConfigurationError
+        if told["reason"] == ConfigurationError.default_reason
+        else CorruptDataError
+    )
     return kind(told["error"], reason=told["reason"])

@@ -1,17 +1,22 @@
 """Checkpoints in shards: each rank writes what it holds, nobody gathers the whole.
 
     step-1200/
-      checkpoint.json                    as in the layout "whole", and dtype and shape of each tensor
-      shard-00001-of-00003.safetensors   runs of flattened tensors; which elements they are is told by the manifest
+      checkpoint.json                    as in the layout "whole", and dtype and shape of each
+                                         tensor
+      shard-00001-of-00003.safetensors   runs of flattened tensors; which elements they are is told
+                                         by the manifest
       ...
 
-The first shard also has what is the same on all ranks. The files are in the safetensors form of torch.distributed.checkpoint (each tensor's
-offset in the header), so torch's `HuggingFaceStorageReader` reads them too, as flattened tensors.
+The first shard also has what is the same on all ranks. The files are in the safetensors form of
+torch.distributed.checkpoint (each tensor's offset in the header), so torch's
+`HuggingFaceStorageReader` reads them too, as flattened tensors.
 
-How they are written: the first rank makes a temporary directory, every rank writes its file there, and then a note with the file's size,
-digest and content. When all notes are there and the runs make up every tensor, the first rank writes `checkpoint.json`, the mark that the
-checkpoint is complete, and publishes the directory (`files.py`). A note may also tell why there will be no shard. All of it runs on the
-checkpoint writers' threads; they meet in the file system alone, so training is not held up.
+How they are written: the first rank makes a temporary directory, every rank writes its file there,
+and then a note with the file's size, digest and content. When all notes are there and the runs make
+up every tensor, the first rank writes `checkpoint.json`, the mark that the checkpoint is complete,
+and publishes the directory (`files.py`). A note may also tell why there will be no shard. All of it
+runs on the checkpoint writers' threads; they meet in the file system alone, so training is not held
+up.
 """
 
 from __future__ import annotations
@@ -31,7 +36,15 @@ from safetensors import SafetensorError
 from shoal_common.errors import UnavailableError
 from shoal_common.failpoints import failpoint
 
-from shoal_worker.checkpoint.manifest import STORED_DTYPES, SUFFIX, damaged, file_of, read_tensors, stored, write_tensors
+from shoal_worker.checkpoint.manifest import (
+    STORED_DTYPES,
+    SUFFIX,
+    damaged,
+    file_of,
+    read_tensors,
+    stored,
+    write_tensors,
+)
 from shoal_worker.state.device_reader import HostCopies
 from shoal_worker.state.tree import Json, Run, StatePart, flatten
 
@@ -44,7 +57,8 @@ _POLL = timedelta(milliseconds=20)
 _ASK_GONE = timedelta(seconds=0.5)
 """Between two looks at whether a rank has gone: the coordinator is asked."""
 _DCP_KEY, _DCP_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-"""Where torch.distributed.checkpoint looks for a tensor's offset (torch/distributed/checkpoint/_hf_utils.py)."""
+"""Where torch.distributed.checkpoint looks for a tensor's offset
+(torch/distributed/checkpoint/_hf_utils.py)."""
 
 Span = tuple[int, int]
 """First element and number of elements, of a tensor as it is stored."""
@@ -59,29 +73,41 @@ class Shards:
     """All tensors of the whole, on the meta device."""
     count: int
     mine: Mapping[int, Mapping[str, tuple[int, torch.Tensor]]]
-    """What this rank writes, by the number of the shard and the name of the tensor: the place of the first element, and a flat copy of the
-    run of elements from there, which is filled once `copies` have arrived."""
+    """What this rank writes, by the number of the shard and the name of the tensor: the place of
+    the first element, and a flat copy of the run of elements from there, which is filled once
+    `copies` have arrived."""
     copies: HostCopies
 
     @classmethod
     def take(cls, part: StatePart) -> Shards:
-        """Copies what this rank is to write, and which may change once this has returned. What lies on a device may still be on its way.
+        """Copies what this rank is to write, and which may change once this has returned. What lies
+        on a device may still be on its way.
 
         Raises:
-            ConfigurationError (STATE_UNSUPPORTED): the state holds something that cannot be carried.
+            ConfigurationError (STATE_UNSUPPORTED): the state holds something that cannot be
+                carried.
         """
         structure, tensors = flatten(part.state, outlines=True)
         copies = HostCopies()
         mine = {number: _cut_out(tensors, runs, copies) for number, runs in part.shards.items()}
         if 0 in mine:
-            mine[0] |= {name: (0, copies.of(tensor).reshape(-1)) for name, tensor in tensors.items() if not tensor.is_meta}
+            mine[0] |= {
+                name: (0, copies.of(tensor).reshape(-1))
+                for name, tensor in tensors.items()
+                if not tensor.is_meta
+            }
         copies.begun()
-        outline = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+        outline = {
+            name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()
+        }
         return cls(structure=structure, outline=outline, count=part.count, mine=mine, copies=copies)
 
     def described(self) -> dict[str, dict[str, Any]]:
         """Dtype and shape of every tensor, for the manifest."""
-        return {name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for name, t in self.outline.items()}
+        return {
+            name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
+            for name, t in self.outline.items()
+        }
 
     def write(self, temporary: Path) -> None:
         """Writes this rank's shards and their notes.
@@ -93,14 +119,22 @@ class Shards:
         self.copies.arrive()
         for number, runs in self.mine.items():
             tensors = {name: stored(run) for name, (_, run) in runs.items()}
-            spans = {name: (begin * _width(run.dtype), tensors[name].numel()) for name, (begin, run) in runs.items()}
+            spans = {
+                name: (begin * _width(run.dtype), tensors[name].numel())
+                for name, (begin, run) in runs.items()
+            }
             offsets = {name: {_DCP_OFFSETS: [begin]} for name, (begin, _) in spans.items()}
-            about = write_tensors(temporary / f"{self._name(number)}{SUFFIX}", tensors, {_DCP_KEY: json.dumps(offsets)})
+            about = write_tensors(
+                temporary / f"{self._name(number)}{SUFFIX}",
+                tensors,
+                {_DCP_KEY: json.dumps(offsets)},
+            )
             failpoint("checkpoint.shard_written")
             self._note(temporary, number, {**about, "spans": spans})
 
     def write_aside(self, temporary: Path) -> None:
-        """`write`, on a rank that does not complete the checkpoint: what goes wrong is told to the one that does.
+        """`write`, on a rank that does not complete the checkpoint: what goes wrong is told to the
+        one that does.
 
         Raises:
             UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing.
@@ -108,7 +142,9 @@ class Shards:
         """
         try:
             self.write(temporary)
-        except Exception as error:  # of any kind: without a note the first rank would wait for this shard until its deadline
+        except Exception as error:
+            # of any kind: without a note the first rank would wait for this shard until its
+            # deadline
             failed_at = time.time()
             try:
                 for number in self.mine:
@@ -117,7 +153,13 @@ class Shards:
                 _log.info("%s was given up; this rank's part of it is dropped", temporary)
                 return
             except OSError as unsaid:
-                _log.error("the first rank cannot be told that a part of %s is missing, and waits for %s: %s", temporary, _TIMEOUT, unsaid)
+                _log.error(
+                    "the first rank cannot be told that a part of %s is missing, and waits for %s: "
+                    "%s",
+                    temporary,
+                    _TIMEOUT,
+                    unsaid,
+                )
             if isinstance(error, (OSError, SafetensorError)):
                 told = _not_written(temporary, f"this rank's part of it: {error}")
                 told.failed_at = failed_at  # before the first rank could read of it
@@ -125,7 +167,8 @@ class Shards:
             raise
 
     def collect(self, temporary: Path, *, gone: Callable[[int], bool]) -> dict[str, Any] | None:
-        """Waits for all ranks' shards, and returns what the manifest says of them; None if a rank went away without its own.
+        """Waits for all ranks' shards, and returns what the manifest says of them; None if a rank
+        went away without its own.
 
         Raises:
             UnavailableError (CHECKPOINT_NOT_WRITTEN): a rank could not write, or is too slow.
@@ -136,26 +179,44 @@ class Shards:
         notes: dict[int, dict[str, Any]] = {}
         while True:
             missing = [number for number in range(self.count) if number not in notes]
-            notes |= {number: note for number in missing if (note := self._read_note(temporary, number)) is not None}
+            notes |= {
+                number: note
+                for number in missing
+                if (note := self._read_note(temporary, number)) is not None
+            }
             for number, note in notes.items():
                 if "error" in note:
                     raise _not_written(temporary, f"shard {number + 1} failed: {note['error']}")
             if len(notes) == self.count:
                 return self._complete(temporary, notes)
             if time.monotonic() >= ask_at:
-                if any(gone(number) and self._read_note(temporary, number) is None for number in missing if number not in notes):
-                    _log.warning("%s is given up: a rank went away before its part was written", temporary)
+                if any(
+                    gone(number) and self._read_note(temporary, number) is None
+                    for number in missing
+                    if number not in notes
+                ):
+                    _log.warning(
+                        "%s is given up: a rank went away before its part was written", temporary
+                    )
                     return None
                 ask_at = time.monotonic() + _ASK_GONE.total_seconds()
             if time.monotonic() > give_up_at:
-                raise _not_written(temporary, f"{self.count - len(notes)} shards did not come within {_TIMEOUT}; is the disk too slow?")
+                raise _not_written(
+                    temporary,
+                    f"{self.count - len(notes)} shards did not come within {_TIMEOUT}; is the disk "
+                    "too slow?",
+                )
             time.sleep(_POLL.total_seconds())
 
     def _complete(self, temporary: Path, notes: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
         files = {self._name(number): notes[number] for number in sorted(notes)}
         differing = _not_covered(_stored_sizes(self.outline), files.values())
         if differing is not None:
-            raise _not_written(temporary, f"the ranks' parts do not make up tensor {differing!r}; did the ranks register different state?")
+            raise _not_written(
+                temporary,
+                f"the ranks' parts do not make up tensor {differing!r}; did the ranks register "
+                "different state?",
+            )
         for number in notes:
             self._note_path(temporary, number).unlink()
         return files
@@ -185,21 +246,31 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
 
     Raises:
         CorruptDataError: a file is damaged or missing, or the shards do not make up the tensors.
-        KeyError, TypeError, AttributeError, ValueError, RuntimeError: the manifest lacks something, or says what cannot be.
+        KeyError, TypeError, AttributeError, ValueError, RuntimeError: the manifest lacks something,
+            or says what cannot be.
     """
     outline = {
-        name: torch.empty(about["shape"], dtype=getattr(torch, about["dtype"]), device="meta") for name, about in content["tensors"].items()
+        name: torch.empty(about["shape"], dtype=getattr(torch, about["dtype"]), device="meta")
+        for name, about in content["tensors"].items()
     }
     sizes = _stored_sizes(outline)
     differing = _not_covered(sizes, content["files"].values())
     if differing is not None:
         raise damaged(path, f"its shards do not make up tensor {differing!r}")
-    for file, about in content["files"].items():  # before there is memory for all that the manifest claims
-        claimed = sum(length * outline[name].dtype.itemsize // _width(outline[name].dtype) for name, (_, length) in about["spans"].items())
+    for file, about in content["files"].items():
+        # before there is memory for all that the manifest claims
+        claimed = sum(
+            length * outline[name].dtype.itemsize // _width(outline[name].dtype)
+            for name, (_, length) in about["spans"].items()
+        )
         if claimed > file_of(path, file, about).stat().st_size:
-            raise damaged(path, f"{file} is too small for the {claimed} bytes that its manifest says it holds")
+            raise damaged(
+                path, f"{file} is too small for the {claimed} bytes that its manifest says it holds"
+            )
     flat = {
-        name: torch.empty(size, dtype=outline[name].dtype if _width(outline[name].dtype) == 1 else torch.uint8)
+        name: torch.empty(
+            size, dtype=outline[name].dtype if _width(outline[name].dtype) == 1 else torch.uint8
+        )
         for name, size in sizes.items()
     }
     for file, about in content["files"].items():
@@ -208,10 +279,14 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
             if name not in runs or runs[name].numel() != length:
                 raise damaged(path, f"{file} does not hold what its manifest says of {name!r}")
             flat[name][begin : begin + length] = runs[name].reshape(-1)
-    return {name: flat[name].view(tensor.dtype).view(tensor.shape) for name, tensor in outline.items()}
+    return {
+        name: flat[name].view(tensor.dtype).view(tensor.shape) for name, tensor in outline.items()
+    }
 
 
-def _cut_out(tensors: Mapping[str, torch.Tensor], runs: Iterable[Run], copies: HostCopies) -> dict[str, tuple[int, torch.Tensor]]:
+def _cut_out(
+    tensors: Mapping[str, torch.Tensor], runs: Iterable[Run], copies: HostCopies
+) -> dict[str, tuple[int, torch.Tensor]]:
     """Copies what the runs hold of the tensors that are views of their vectors."""
     views: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors.items():
@@ -221,9 +296,15 @@ def _cut_out(tensors: Mapping[str, torch.Tensor], runs: Iterable[Run], copies: H
     for run in runs:
         for name, view in views.get(run.vector.untyped_storage()._cdata, ()):
             lies = int(view.storage_offset())
-            first, last = max(lies, run.begin), min(lies + view.numel(), run.begin + run.values.numel())
+            first, last = (
+                max(lies, run.begin),
+                min(lies + view.numel(), run.begin + run.values.numel()),
+            )
             if first < last:
-                cut[name] = first - lies, copies.of(run.values[first - run.begin : last - run.begin])
+                cut[name] = (
+                    first - lies,
+                    copies.of(run.values[first - run.begin : last - run.begin]),
+                )
     return cut
 
 
@@ -233,7 +314,9 @@ def _width(dtype: torch.dtype) -> int:
 
 
 def _stored_sizes(outline: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    return {name: math.prod(tensor.shape) * _width(tensor.dtype) for name, tensor in outline.items()}
+    return {
+        name: math.prod(tensor.shape) * _width(tensor.dtype) for name, tensor in outline.items()
+    }
 
 
 def _not_covered(sizes: Mapping[str, int], files: Iterable[Mapping[str, Any]]) -> str | None:
@@ -257,4 +340,6 @@ def _not_covered(sizes: Mapping[str, int], files: Iterable[Mapping[str, Any]]) -
 
 
 def _not_written(temporary: Path, why: str) -> UnavailableError:
-    return UnavailableError(f"checkpoint {temporary} could not be written: {why}", reason="CHECKPOINT_NOT_WRITTEN")
+    return UnavailableError(
+        f"checkpoint {temporary} could not be written: {why}", reason="CHECKPOINT_NOT_WRITTEN"
+    )

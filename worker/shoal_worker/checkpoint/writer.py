@@ -1,8 +1,8 @@
 """Writes checkpoints beside the training: one at a time, on a thread of its own.
 
-The training thread calls every method; the job runs on the writer's thread and shares nothing with the training but what it was given.
-`_lock` guards `_error`; all else is the training thread's own. The thread is no daemon: a process that ends normally finishes the
-checkpoint under way first.
+The training thread calls every method; the job runs on the writer's thread and shares nothing with
+the training but what it was given. `_lock` guards `_error`; all else is the training thread's own.
+The thread is no daemon: a process that ends normally finishes the checkpoint under way first.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shoal_worker.elastic.waiting import WaitingLines
 if TYPE_CHECKING:
     from shoal_worker.elastic.channel import Channel
 
-# ----------------------------------------------------------------------------------------------------------------------------- the writer
+# --------------------------------------------------------------------------------------- the writer
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,8 @@ class CheckpointWriter:
         return not self.busy
 
     def wait(self, timeout: timedelta) -> None:
-        """Returns when no job is under way. To be called before the next copy is made, so that there is never more than one.
+        """Returns when no job is under way. To be called before the next copy is made, so that
+        there is never more than one.
 
         Raises:
             DeadlineError: the job takes `timeout` longer; it goes on.
@@ -76,7 +77,8 @@ class CheckpointWriter:
         if not self.done_within(timeout):
             assert self._thread is not None
             raise DeadlineError(
-                f"{self._thread.name} is not done after {time.monotonic() - self._begun:.0f} s; is the disk too slow?",
+                f"{self._thread.name} is not done after {time.monotonic() - self._begun:.0f} s; is "
+                "the disk too slow?",
                 reason="CHECKPOINT_SLOW",
             )
         self._thread = None
@@ -86,12 +88,16 @@ class CheckpointWriter:
             raise error
 
     def submit(self, job: Callable[[], object], *, what: str, timeout: timedelta) -> None:
-        """Starts `job` after the one under way. `what` names it in errors: "writing step-5 to ckpt/".
+        """Starts `job` after the one under way. `what` names it in errors: "writing step-5 to
+        ckpt/".
 
         Raises as `wait` does, without starting the job.
         """
         self.wait(timeout)
-        self._thread, self._begun = threading.Thread(target=self._run, args=(job, what), name=what), time.monotonic()
+        self._thread, self._begun = (
+            threading.Thread(target=self._run, args=(job, what), name=what),
+            time.monotonic(),
+        )
         self._thread.start()
 
     def close(self, timeout: timedelta) -> None:
@@ -107,14 +113,16 @@ class CheckpointWriter:
                 self._error = error
 
 
-# --------------------------------------------------------------------------------------------------------------------- waiting for a disk
+# ------------------------------------------------------------------------------- waiting for a disk
 #
 # Waiting for a disk within an operation.
 #
-# A disk may take longer than a collective may, and ranks that wait in one for a rank that waits for its disk would take it for stuck. So
-# all of them tell each other, again and again, whether they are done.
+# A disk may take longer than a collective may, and ranks that wait in one for a rank that waits for
+# its disk would take it for stuck. So all of them tell each other, again and again, whether they
+# are done.
 #
-# Runs on the training threads; what the first rank does with its disk, it does on a thread of its own.
+# Runs on the training threads; what the first rank does with its disk, it does on a thread of its
+# own.
 
 T = TypeVar("T")
 
@@ -126,26 +134,39 @@ DISK_PATIENCE: Final = timedelta(minutes=30)
 """How long a disk may take."""
 
 
-def in_company(channel: Channel, done_within: Callable[[timedelta], bool], *, patience: timedelta = DISK_PATIENCE) -> None:
-    """Returns when all ranks are done, or have waited for `patience`. Part of an operation. `done_within(timeout)` waits at most so long.
-    The first rank says every ten seconds in the log who is not done.
+def in_company(
+    channel: Channel,
+    done_within: Callable[[timedelta], bool],
+    *,
+    patience: timedelta = DISK_PATIENCE,
+) -> None:
+    """Returns when all ranks are done, or have waited for `patience`. Part of an operation.
+    `done_within(timeout)` waits at most so long. The first rank says every ten seconds in the log
+    who is not done.
 
     Raises:
         MembershipChanged: the group is over.
     """
     give_up_at, lines = time.monotonic() + patience.total_seconds(), WaitingLines()
     while True:
-        told = channel.exchange(b"done" if done_within(_LOOK) or time.monotonic() > give_up_at else b"")
+        told = channel.exchange(
+            b"done" if done_within(_LOOK) or time.monotonic() > give_up_at else b""
+        )
         busy = [rank for rank, done in enumerate(told) if not done]
         if not busy:
             return
         if channel.rank == 0:
-            lines.say("a checkpoint's files", partial("the disks of ranks {} of {} have not answered".format, busy, len(told)))
+            lines.say(
+                "a checkpoint's files",
+                partial("the disks of ranks {} of {} have not answered".format, busy, len(told)),
+            )
 
 
-def on_first(channel: Channel, work: Callable[[], T], *, patience: timedelta = DISK_PATIENCE) -> T | None:
-    """What `work`, which reads or writes files, gives on the channel's first rank, once it is there; None on the others. Part of an
-    operation.
+def on_first(
+    channel: Channel, work: Callable[[], T], *, patience: timedelta = DISK_PATIENCE
+) -> T | None:
+    """What `work`, which reads or writes files, gives on the channel's first rank, once it is
+    there; None on the others. Part of an operation.
 
     Raises:
         MembershipChanged: the group is over; `work` is left to itself.
@@ -161,20 +182,26 @@ def on_first(channel: Channel, work: Callable[[], T], *, patience: timedelta = D
         in_company(channel, lambda timeout: _is_done(working, timeout), patience=patience)
         if not working.done():
             raise DeadlineError(
-                f"the files were not read or written within {patience.total_seconds():g} s; is the disk there?", reason="CHECKPOINT_SLOW"
+                f"the files were not read or written within {patience.total_seconds():g} s; is the "
+                "disk there?",
+                reason="CHECKPOINT_SLOW",
             )
         return working.result()
     finally:
         pool.shutdown(wait=False)
 
 
-def on_each(channel: Channel, work: Callable[[threading.Event], Any], *, patience: timedelta = DISK_PATIENCE) -> list[Any]:
-    """What `work`, which may take longer than a collective, gives on each rank, by rank: JSON values. It is on a thread of its own, and is
-    to end soon once the event that it gets is set. Part of an operation.
+def on_each(
+    channel: Channel, work: Callable[[threading.Event], Any], *, patience: timedelta = DISK_PATIENCE
+) -> list[Any]:
+    """What `work`, which may take longer than a collective, gives on each rank, by rank: JSON
+    values. It is on a thread of its own, and is to end soon once the event that it gets is set.
+    Part of an operation.
 
     Raises:
         MembershipChanged: the group is over; `work` has ended.
-        ShoalError: what `work` raised, on all ranks: on those where it did not, with the rank's number.
+        ShoalError: what `work` raised, on all ranks: on those where it did not, with the rank's
+            number.
     """
     given_up = threading.Event()
     pool = ThreadPoolExecutor(1, thread_name_prefix="shoal-rows")
@@ -188,7 +215,15 @@ def on_each(channel: Channel, work: Callable[[threading.Event], Any], *, patienc
     error = working.exception()
     if isinstance(error, MembershipChanged | StaleGenerationError):
         raise MembershipChanged(str(error)) from error
-    told = {"error": str(error), "reason": getattr(error, "reason", ""), "code": getattr(error, "code", "")} if error is not None else {}
+    told = (
+        {
+            "error": str(error),
+            "reason": getattr(error, "reason", ""),
+            "code": getattr(error, "code", ""),
+        }
+        if error is not None
+        else {}
+    )
     told = told or {"result": working.result()}
     everyones = [json.loads(each) for each in channel.exchange(json.dumps(told).encode())]
     if error is not None:
@@ -200,7 +235,13 @@ def on_each(channel: Channel, work: Callable[[threading.Event], Any], *, patienc
     return [each["result"] for each in everyones]
 
 
-_TOLD: Final[tuple[type[ShoalError], ...]] = (CorruptDataError, DeadlineError, InvalidRequestError, LimitError, PreconditionError)
+_TOLD: Final[tuple[type[ShoalError], ...]] = (
+    CorruptDataError,
+    DeadlineError,
+    InvalidRequestError,
+    LimitError,
+    PreconditionError,
+)
 """What other ranks raise as it is."""
 
 

@@ -1,7 +1,9 @@
-"""What every gradient compressor offers: a tensor as fewer bytes, and back; and what an exchange of compressed gradients is given.
+"""What every gradient compressor offers: a tensor as fewer bytes, and back; and what an exchange of
+compressed gradients is given.
 
-A compressor is a frozen value: it has settings and no state. What a step leaves behind (error feedback, warm starts) lies in a `Memory`,
-per rank and bucket; the ways to sum compressed gradients over ranks are exchanges. Payloads are those of shoal_common.codecs.
+A compressor is a frozen value: it has settings and no state. What a step leaves behind (error
+feedback, warm starts) lies in a `Memory`, per rank and bucket; the ways to sum compressed gradients
+over ranks are exchanges. Payloads are those of shoal_common.codecs.
 """
 
 from __future__ import annotations
@@ -22,18 +24,21 @@ from shoal_worker.backends.base import CommunicationBackend, Handle
 from shoal_worker.compression.memory import BucketMemory
 from shoal_worker.scratch import ScratchMemory
 
-# ------------------------------------------------------------------------------------------------------------------------- random numbers
+# ----------------------------------------------------------------------------------- random numbers
 #
-# Random numbers that depend on what they are for and on nothing else, so that a step that is redone rounds alike.
+# Random numbers that depend on what they are for and on nothing else, so that a step that is redone
+# rounds alike.
 #
-# Not torch's global generators: the user's loop draws from those. On the CPU numpy's SFC64 draws, 7 times as fast as torch's Mersenne
-# Twister; a device has its own generator, so its numbers are others than the CPU's, but as repeatable.
+# Not torch's global generators: the user's loop draws from those. On the CPU numpy's SFC64 draws, 7
+# times as fast as torch's Mersenne Twister; a device has its own generator, so its numbers are
+# others than the CPU's, but as repeatable.
 
 _MASK: Final = (1 << 64) - 1
 
 
 class KeyedRandom:
-    """A stream of random numbers named by integers: (seed, step, rank, bucket), say. Belongs to one thread."""
+    """A stream of random numbers named by integers: (seed, step, rank, bucket), say. Belongs to one
+    thread."""
 
     def __init__(self, *key: int) -> None:
         self._key = [part & _MASK for part in key]
@@ -45,7 +50,9 @@ class KeyedRandom:
         if scratch.in_host_memory(device):
             words = self.numpy().bit_generator.random_raw(-(-count // 4))
             return torch.from_numpy(words.view(np.int16)[:count])
-        return torch.randint(-32768, 32768, (count,), dtype=torch.int16, device=device, generator=self._on(device))
+        return torch.randint(
+            -32768, 32768, (count,), dtype=torch.int16, device=device, generator=self._on(device)
+        )
 
     def normal(self, rows: int, columns: int) -> torch.Tensor:
         """Standard normal float32 values in host memory, the same wherever they are to be used."""
@@ -64,20 +71,23 @@ class KeyedRandom:
         return self._torch
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- compressors
+# -------------------------------------------------------------------------------------- compressors
 
 PieceShapes = Mapping[int, tuple[int, int]]
-"""Position of a piece in its partition -> its rows and columns (`codecs.piece_shape`), ascending."""
+"""Position of a piece in its partition -> its rows and columns (`codecs.piece_shape`),
+ascending."""
 
 _TILE: Final = 1 << 17
-"""Values that are worked on at a time on the CPU: 512 KiB stay in a core's own cache over several operations."""
+"""Values that are worked on at a time on the CPU: 512 KiB stay in a core's own cache over several
+operations."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCompressor(abc.ABC):
     """Compresses gradients. Settings only; safe to share.
 
-    Tensors given are float32, contiguous and of one dimension unless a compressor says otherwise; payloads are uint8, on the same device.
+    Tensors given are float32, contiguous and of one dimension unless a compressor says otherwise;
+    payloads are uint8, on the same device.
     """
 
     name: ClassVar[str]
@@ -87,51 +97,73 @@ class GradientCompressor(abc.ABC):
     of_matrices: ClassVar[bool] = False
     """It takes tensors for matrices: where gradients are cut over ranks it cannot be used."""
     alignment: ClassVar[int] = 1
-    """Parts of a tensor that are compressed on their own begin at multiples of this, so that they share no block."""
+    """Parts of a tensor that are compressed on their own begin at multiples of this, so that they
+    share no block."""
 
     error_feedback: bool = False
-    """Adds what compression left out of a step to the next step's gradient (Karimireddy et al. 2019). One float32 per gradient element
-    and rank, twice while a step is under way."""
+    """Adds what compression left out of a step to the next step's gradient (Karimireddy et al.
+    2019). One float32 per gradient element and rank, twice while a step is under way."""
     seed: int = 0
     """Where its random numbers begin; the same on all ranks."""
 
     @abc.abstractmethod
     def payload_bytes(self, shape: Sequence[int]) -> int:
-        """Size of the payload of a tensor of that shape; depends on nothing else. A multiple of 4."""
+        """Size of the payload of a tensor of that shape; depends on nothing else. A multiple of
+        4."""
 
     @abc.abstractmethod
-    def compress_into(self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom) -> None:
-        """Writes the payload of `tensor` into `payload`, which is of its size. `tensor` is left as it is."""
+    def compress_into(
+        self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom
+    ) -> None:
+        """Writes the payload of `tensor` into `payload`, which is of its size. `tensor` is left as
+        it is."""
 
     @abc.abstractmethod
-    def decompress_into(self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None) -> None:
-        """Writes the payload's values into `out`; with `alpha`, adds them to it times `alpha` instead."""
+    def decompress_into(
+        self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None
+    ) -> None:
+        """Writes the payload's values into `out`; with `alpha`, adds them to it times `alpha`
+        instead."""
 
-    def compress_pieces(self, values: torch.Tensor, shapes: PieceShapes, memory: BucketMemory, random: KeyedRandom) -> torch.Tensor:
-        """The payload of a push to a parameter server: of pieces of tensors, one after another in `values`; to most compressors one vector.
+    def compress_pieces(
+        self, values: torch.Tensor, shapes: PieceShapes, memory: BucketMemory, random: KeyedRandom
+    ) -> torch.Tensor:
+        """The payload of a push to a parameter server: of pieces of tensors, one after another in
+        `values`; to most compressors one vector.
 
-        `shapes`: rows and columns of each, by its position in the partition. What the next push is to begin with is proposed to `memory`.
+        `shapes`: rows and columns of each, by its position in the partition. What the next push is
+        to begin with is proposed to `memory`.
         """
-        payload = torch.zeros(self.payload_bytes(values.shape), dtype=torch.uint8, device=values.device)
+        payload = torch.zeros(
+            self.payload_bytes(values.shape), dtype=torch.uint8, device=values.device
+        )
         self.compress_into(values, payload, random)
         return payload
 
-    def take_off_pieces(self, payload: torch.Tensor, values: torch.Tensor, shapes: PieceShapes) -> None:
-        """Takes what a server makes of such a payload off `values`, which are then what was left out."""
+    def take_off_pieces(
+        self, payload: torch.Tensor, values: torch.Tensor, shapes: PieceShapes
+    ) -> None:
+        """Takes what a server makes of such a payload off `values`, which are then what was left
+        out."""
         self.decompress_into(payload, values, alpha=-1)
 
     @abc.abstractmethod
     def exchange(self) -> Exchange:
         """How buckets compressed with it are summed over ranks."""
 
-    def compress(self, tensor: torch.Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> torch.Tensor:
-        """The payload of `tensor`. Random numbers are keyed by the seed and the three numbers: equal ones give equal bits.
+    def compress(
+        self, tensor: torch.Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0
+    ) -> torch.Tensor:
+        """The payload of `tensor`. Random numbers are keyed by the seed and the three numbers:
+        equal ones give equal bits.
 
         Raises:
             ConfigurationError: the tensor is not float32 and contiguous.
         """
         _check(tensor)
-        payload = torch.zeros(self.payload_bytes(tensor.shape), dtype=torch.uint8, device=tensor.device)
+        payload = torch.zeros(
+            self.payload_bytes(tensor.shape), dtype=torch.uint8, device=tensor.device
+        )
         self.compress_into(tensor, payload, KeyedRandom(self.seed, step, rank, bucket))
         return payload
 
@@ -141,11 +173,14 @@ class GradientCompressor(abc.ABC):
         self.decompress_into(payload, out)
         return out
 
-    def wire_bytes(self, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None = None) -> int:
+    def wire_bytes(
+        self, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None = None
+    ) -> int:
         """Bytes that each rank sends to sum one bucket of `numel` elements over `world_size` ranks.
 
-        `shapes`: of the tensors in the bucket, in order, for compressors that look at matrices; None: the bucket is one vector. The
-        transport's own framing is not counted; an all-reduce of b bytes counts as 2 b (world_size - 1) / world_size.
+        `shapes`: of the tensors in the bucket, in order, for compressors that look at matrices;
+        None: the bucket is one vector. The transport's own framing is not counted; an all-reduce of
+        b bytes counts as 2 b (world_size - 1) / world_size.
         """
         if world_size == 1 or numel == 0:
             return 0
@@ -153,14 +188,16 @@ class GradientCompressor(abc.ABC):
 
 
 def tiles(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Pieces of a tensor to work on one after another: of cache size on the CPU, the whole on a device."""
+    """Pieces of a tensor to work on one after another: of cache size on the CPU, the whole on a
+    device."""
     size = _TILE if scratch.in_host_memory(device) else max(1, length)
     for start in range(0, length, size):
         yield start, min(start + size, length)
 
 
 def scale_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> None:
-    """Multiplies each block of `block` values, the last of which may be short, by its scale, in place."""
+    """Multiplies each block of `block` values, the last of which may be short, by its scale, in
+    place."""
     whole = values.numel() // block
     values[: whole * block].view(-1, block).mul_(scales[:whole, None])
     if whole < scales.numel():
@@ -175,8 +212,9 @@ def blocked_payload_bytes(codec: int, shape: Sequence[int], kept: int = 0) -> in
 def _check(tensor: torch.Tensor) -> None:
     if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
         raise ConfigurationError(
-            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} cannot be compressed; "
-            "expected float32 and contiguous: pass tensor.float().contiguous()"
+            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} "
+            "cannot be compressed; expected float32 and contiguous: pass "
+            "tensor.float().contiguous()"
         )
 
 
@@ -206,14 +244,26 @@ class Errand:
 
     def random(self, seed: int, *, stage: int = 0, shared: bool = False) -> KeyedRandom:
         """Random numbers for one stage of the exchange, of this rank or of all."""
-        return KeyedRandom(seed, self.step, _EVERYBODY if shared else self.backend.rank, self.bucket, _STAGES * self.round + stage)
+        return KeyedRandom(
+            seed,
+            self.step,
+            _EVERYBODY if shared else self.backend.rank,
+            self.bucket,
+            _STAGES * self.round + stage,
+        )
 
 
 class Exchange(abc.ABC):
     """Sums a bucket over ranks."""
 
     @abc.abstractmethod
-    def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
+    def wire_bytes(
+        self,
+        compressor: GradientCompressor,
+        numel: int,
+        world_size: int,
+        shapes: Sequence[Sequence[int]] | None,
+    ) -> int:
         """See `GradientCompressor.wire_bytes`."""
 
     @abc.abstractmethod
@@ -221,28 +271,34 @@ class Exchange(abc.ABC):
         """Replaces `values` (float32, one dimension) by the sum over ranks."""
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ exchanges
+# ---------------------------------------------------------------------------------------- exchanges
 #
 # How compressed gradients become the sum over all ranks, with the same bits on every rank.
 #
 # Payloads cannot be added by a transport, and one that adds bfloat16 rounds at every rank. So:
 #
-# - `Chunked` (fp16, bf16, int8, sign): each rank owns a part of the bucket. All send it that part compressed (all-to-all); it adds up in
-#   float32, in the order of ranks, and sends the sum back compressed (all-gather). Every rank, the owner too, takes what was sent. An
-#   all-reduce of the uncompressed bucket sends as often, so the saving is the compressor's own, whatever the number of ranks.
-# - `Gathered` (topk): every rank gets the payloads of all and adds them up in the order of ranks. Right where a payload is much smaller
-#   than 2/n of the bucket; a sum of n sparse vectors is no longer sparse.
-# - By all-reduce (randomk in sparse.py, powersgd.py): what is sent is linear in the gradient, so the transport adds it, in float32.
+# - `Chunked` (fp16, bf16, int8, sign): each rank owns a part of the bucket. All send it that part
+#   compressed (all-to-all); it adds up in float32, in the order of ranks, and sends the sum back
+#   compressed (all-gather). Every rank, the owner too, takes what was sent. An all-reduce of the
+#   uncompressed bucket sends as often, so the saving is the compressor's own, whatever the number
+#   of ranks.
+# - `Gathered` (topk): every rank gets the payloads of all and adds them up in the order of ranks.
+#   Right where a payload is much smaller than 2/n of the bucket; a sum of n sparse vectors is no
+#   longer sparse.
+# - By all-reduce (randomk in sparse.py, powersgd.py): what is sent is linear in the gradient, so
+#   the transport adds it, in float32.
 #
-# An exchange is written as a generator: it yields each collective that it has issued, does what can be done meanwhile before that, and is
-# resumed when the collective is complete. All ranks must resume their exchanges in the same order.
+# An exchange is written as a generator: it yields each collective that it has issued, does what can
+# be done meanwhile before that, and is resumed when the collective is complete. All ranks must
+# resume their exchanges in the same order.
 
-# ------------------------------------------------------------------------------------------------------------ in chunks
+# ---------------------------------------------------------------------------------------- in chunks
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """A bucket cut into one part for each rank. Those of the last ranks may be shorter, or empty."""
+    """A bucket cut into one part for each rank. Those of the last ranks may be shorter, or
+    empty."""
 
     numel: int
     length: int
@@ -263,7 +319,13 @@ class Chunks:
 class Chunked(Exchange):
     """All-to-all of compressed parts, sum in float32, all-gather of the compressed sums."""
 
-    def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
+    def wire_bytes(
+        self,
+        compressor: GradientCompressor,
+        numel: int,
+        world_size: int,
+        shapes: Sequence[Sequence[int]] | None,
+    ) -> int:
         chunks = Chunks.of(numel, world_size, compressor.alignment)
         return 2 * (world_size - 1) * compressor.payload_bytes((chunks.length,))
 
@@ -288,9 +350,14 @@ class Chunked(Exchange):
 
 
 def scatter_sum(
-    compressor: GradientCompressor, values: torch.Tensor, total: torch.Tensor, chunks: Chunks, errand: Errand
+    compressor: GradientCompressor,
+    values: torch.Tensor,
+    total: torch.Tensor,
+    chunks: Chunks,
+    errand: Errand,
 ) -> Generator[Handle, None, tuple[torch.Tensor, torch.Tensor]]:
-    """Sums each part of the bucket on the rank that owns it: writes this rank's into `total`, which may be that part of `values`.
+    """Sums each part of the bucket on the rank that owns it: writes this rank's into `total`, which
+    may be that part of `values`.
 
     Returns the buffers sent and received, for further use; their taker gives them back.
     """
@@ -299,7 +366,9 @@ def scatter_sum(
         values = errand.memory.compensated_gradient(values, own)
     parts = [values[chunks.bounds(rank)] for rank in range(chunks.count)]
     size = compressor.payload_bytes((chunks.length,))
-    sent, received = (errand.scratch.take((chunks.count, size), torch.uint8, values.device) for _ in range(2))
+    sent, received = (
+        errand.scratch.take((chunks.count, size), torch.uint8, values.device) for _ in range(2)
+    )
     random = errand.random(compressor.seed)
     for part, payload in zip(parts, sent, strict=True):
         _compress_part(compressor, part, payload, chunks, random)
@@ -314,26 +383,40 @@ def scatter_sum(
     return sent, received
 
 
-def _compress_part(compressor: GradientCompressor, part: torch.Tensor, payload: torch.Tensor, chunks: Chunks, random: KeyedRandom) -> None:
+def _compress_part(
+    compressor: GradientCompressor,
+    part: torch.Tensor,
+    payload: torch.Tensor,
+    chunks: Chunks,
+    random: KeyedRandom,
+) -> None:
     # What the payload does not fill goes on the wire as well, and is not to be old memory.
     (payload if part.numel() < chunks.length else payload[-4:]).zero_()
     compressor.compress_into(part, payload, random)
 
 
-# -------------------------------------------------------------------------------------------------------- whole buckets
+# ------------------------------------------------------------------------------------ whole buckets
 
 
 class Gathered(Exchange):
     """All-gather of payloads."""
 
-    def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
+    def wire_bytes(
+        self,
+        compressor: GradientCompressor,
+        numel: int,
+        world_size: int,
+        shapes: Sequence[Sequence[int]] | None,
+    ) -> int:
         return (world_size - 1) * compressor.payload_bytes((numel,))
 
     def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
         given = errand.memory.compensated_gradient(values) if compressor.error_feedback else values
         payload = values.new_zeros(compressor.payload_bytes(values.shape), dtype=torch.uint8)
         compressor.compress_into(given, payload, errand.random(compressor.seed))
-        gathered = errand.scratch.take((errand.backend.world_size, payload.numel()), torch.uint8, values.device)
+        gathered = errand.scratch.take(
+            (errand.backend.world_size, payload.numel()), torch.uint8, values.device
+        )
         handle = errand.backend.all_gather(gathered, payload, async_op=True)
         if compressor.error_feedback:
             compressor.decompress_into(payload, given, alpha=-1)
@@ -345,5 +428,6 @@ class Gathered(Exchange):
 
 
 def all_reduce_bytes(size: int, world_size: int) -> int:
-    """Bytes that a rank sends in an all-reduce of `size` bytes, on average over ranks, rounded up."""
+    """Bytes that a rank sends in an all-reduce of `size` bytes, on average over ranks, rounded
+    up."""
     return -(-2 * (world_size - 1) * size // world_size)

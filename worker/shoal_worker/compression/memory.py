@@ -1,12 +1,14 @@
 """What compression leaves behind on this rank from one step to the next, and when it counts.
 
-Two kinds: **residuals** (error feedback: what was left out, owed to later steps), which every rank has its own of, and **warm starts**
-(PowerSGD's factors), which are the same on all ranks. A step only *proposes* new ones. They count when the step commits; a step that is
-lost leaves none, so that its redo starts from what its first attempt started from.
+Two kinds: **residuals** (error feedback: what was left out, owed to later steps), which every rank
+has its own of, and **warm starts** (PowerSGD's factors), which are the same on all ranks. A step
+only *proposes* new ones. They count when the step commits; a step that is lost leaves none, so that
+its redo starts from what its first attempt started from.
 
-The residuals of a rank that dies or leaves are lost with it. That is bounded: a residual is at most a fixed multiple of the gradients of
-the last steps (Karimireddy et al. 2019, lemma 3: E||e||^2 <= 4 (1 - d) / d^2 max ||g||^2 for a compressor that contracts by d), so at most
-one such update goes missing, once. A rank that joins owes nothing. Warm starts must be given to it with the model.
+The residuals of a rank that dies or leaves are lost with it. That is bounded: a residual is at most
+a fixed multiple of the gradients of the last steps (Karimireddy et al. 2019, lemma 3: E||e||^2 <= 4
+(1 - d) / d^2 max ||g||^2 for a compressor that contracts by d), so at most one such update goes
+missing, once. A rank that joins owes nothing. Warm starts must be given to it with the model.
 
 Belongs to the training thread.
 """
@@ -40,7 +42,8 @@ class BucketMemory:
         self._rounds = 0
 
     def next_round(self) -> int:
-        """How often this bucket was sent before in the step: so that each time draws random numbers of its own."""
+        """How often this bucket was sent before in the step: so that each time draws random numbers
+        of its own."""
         self._rounds += 1
         return self._rounds - 1
 
@@ -49,25 +52,35 @@ class BucketMemory:
         for slot in [slot for slot in self._committed if slot == RESIDUAL]:
             owed = self._committed[slot]
             if owed.numel() != numel:
-                self._committed[slot] = functional.pad(owed[:numel], (0, max(0, numel - owed.numel())))
+                self._committed[slot] = functional.pad(
+                    owed[:numel], (0, max(0, numel - owed.numel()))
+                )
 
-    def compensated_gradient(self, values: torch.Tensor, owned: slice | None = None) -> torch.Tensor:
-        """`values` plus what is owed from before, in memory that becomes the new residual: the caller takes off what it sends.
+    def compensated_gradient(
+        self, values: torch.Tensor, owned: slice | None = None
+    ) -> torch.Tensor:
+        """`values` plus what is owed from before, in memory that becomes the new residual: the
+        caller takes off what it sends.
 
-        `owned`: the part of the bucket whose sum this rank holds. What it owes to other parts, which it held before the world changed, is
-        taken back into its own residual. What is owed to a tensor of another size is owed no longer: the bucket was laid out anew.
+        `owned`: the part of the bucket whose sum this rank holds. What it owes to other parts,
+        which it held before the world changed, is taken back into its own residual. What is owed to
+        a tensor of another size is owed no longer: the bucket was laid out anew.
         """
         first = RESIDUAL not in self._proposed
         target = self._compensated(RESIDUAL, values)
         for slot, owed in self._committed.items() if first and owned is not None else ():
             start = int(slot.removeprefix(_OWNED)) if slot.startswith(_OWNED) else None
-            if start is not None and slice(start, start + owed.numel()) != owned and start + owed.numel() <= target.numel():
+            if (
+                start is not None
+                and slice(start, start + owed.numel()) != owned
+                and start + owed.numel() <= target.numel()
+            ):
                 target[start : start + owed.numel()] += owed
         return target
 
     def compensated_sum(self, start: int, values: torch.Tensor) -> torch.Tensor:
-        """Adds to this rank's part of a sum, which begins at `start` in the bucket, what was left out of it before; see
-        `compensated_gradient`."""
+        """Adds to this rank's part of a sum, which begins at `start` in the bucket, what was left
+        out of it before; see `compensated_gradient`."""
         return self._compensated(f"{_OWNED}{start}", values)
 
     def _compensated(self, slot: str, values: torch.Tensor) -> torch.Tensor:
@@ -95,7 +108,8 @@ class BucketMemory:
             self._proposed.setdefault(slot, factor)
 
     def conclude(self, *, finite: bool) -> None:
-        """The bucket is reduced. A result that is not finite leaves nothing behind: residuals would carry NaN into all later steps."""
+        """The bucket is reduced. A result that is not finite leaves nothing behind: residuals would
+        carry NaN into all later steps."""
         if finite:
             self._sound = True
         else:
@@ -126,7 +140,11 @@ class BucketMemory:
 
     def items(self, *, warm: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """The committed tensors of one kind."""
-        return ((slot, tensor) for slot, tensor in self._committed.items() if slot.startswith(_WARM) is warm)
+        return (
+            (slot, tensor)
+            for slot, tensor in self._committed.items()
+            if slot.startswith(_WARM) is warm
+        )
 
     def replace(self, found: Mapping[str, torch.Tensor], *, warm: bool) -> None:
         """Takes over all tensors of one kind."""
@@ -157,7 +175,8 @@ class Memory:
             memory.rollback()
 
     def forget(self, first: int, end: int) -> None:
-        """The buckets from `first` to before `end` are others now: nothing is left behind of them."""
+        """The buckets from `first` to before `end` are others now: nothing is left behind of
+        them."""
         for index in [index for index in self._buckets if first <= index < end]:
             del self._buckets[index]
 
@@ -172,22 +191,33 @@ class Memory:
             memory.rescale(factor)
 
     def state_dict(self, *, warm: bool) -> dict[str, torch.Tensor]:
-        """Committed tensors by "bucket/slot". References, valid until the next commit: copy what is to be kept."""
-        return {f"{index}/{slot}": tensor for index, memory in self._buckets.items() for slot, tensor in memory.items(warm=warm)}
+        """Committed tensors by "bucket/slot". References, valid until the next commit: copy what is
+        to be kept."""
+        return {
+            f"{index}/{slot}": tensor
+            for index, memory in self._buckets.items()
+            for slot, tensor in memory.items(warm=warm)
+        }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, warm: bool) -> None:
         """Takes over (copies of) what `state_dict` gave, in place of all of that kind.
 
         Raises:
-            CorruptDataError (STATE_INVALID): a name or tensor that no state_dict of this kind has; nothing is changed.
+            CorruptDataError (STATE_INVALID): a name or tensor that no state_dict of this kind has;
+                nothing is changed.
         """
         found: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in state.items():
             index, _, slot = name.partition("/")
-            known = slot.removeprefix(_WARM).isdecimal() if warm else slot == RESIDUAL or slot.removeprefix(_OWNED).isdecimal()
+            known = (
+                slot.removeprefix(_WARM).isdecimal()
+                if warm
+                else slot == RESIDUAL or slot.removeprefix(_OWNED).isdecimal()
+            )
             if not (index.isdecimal() and known and tensor.dtype is torch.float32):
                 raise CorruptDataError(
-                    f"compression state has {name!r} of {tensor.dtype}; expected float32 tensors named as state_dict names them",
+                    f"compression state has {name!r} of {tensor.dtype}; expected float32 tensors "
+                    "named as state_dict names them",
                     reason="STATE_INVALID",
                 )
             found.setdefault(int(index), {})[slot] = tensor
@@ -196,10 +226,15 @@ class Memory:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Looks at the sum, which is far cheaper. That may overflow by itself: then a residual is not renewed, which does no harm."""
+    """Looks at the sum, which is far cheaper. That may overflow by itself: then a residual is not
+    renewed, which does no harm."""
     return math.isfinite(float(values.sum(dtype=torch.float32)))
 
 
 def _like(found: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor | None:
     """`found`, if it is of the size of `values` and on its device."""
-    return found if found is not None and found.shape == values.shape and found.device == values.device else None
+    return (
+        found
+        if found is not None and found.shape == values.shape and found.device == values.device
+        else None
+    )

@@ -1,7 +1,8 @@
-"""The pair of an optimizer and a compressor, as the specification spells it: the same as `gradient_compression=`.
+"""The pair of an optimizer and a compressor, as the specification spells it: the same as
+`gradient_compression=`.
 
-It compresses nothing by itself: gradients are compressed on their way between ranks, which is the engine's work. `as_distributed` takes
-the pair apart.
+It compresses nothing by itself: gradients are compressed on their way between ranks, which is the
+engine's work. `as_distributed` takes the pair apart.
 """
 
 from __future__ import annotations
@@ -20,22 +21,33 @@ from shoal_worker.state.forwarding import ForwardingOptimizer
 class GradientCompressionOptimizer(ForwardingOptimizer):
     """An optimizer whose gradients are to travel compressed.
 
-    `as_distributed(model, GradientCompressionOptimizer(optimizer, "topk"))` is `as_distributed(model, optimizer,
-    gradient_compression="topk")`. Until then, and without it, it is the optimizer given: a world of one sends nothing. What compression
-    leaves behind is a part of the run's state, not of `state_dict()`.
+    `as_distributed(model, GradientCompressionOptimizer(optimizer, "topk"))` is
+    `as_distributed(model, optimizer, gradient_compression="topk")`. Until then, and without it, it
+    is the optimizer given: a world of one sends nothing. What compression leaves behind is a part
+    of the run's state, not of `state_dict()`.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, compressor: str | Mapping[str, Any] | GradientCompressor) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        compressor: str | Mapping[str, Any] | GradientCompressor,
+    ) -> None:
         """`compressor`: what `gradient_compression=` takes.
 
         Raises:
             ConfigurationError: no optimizer, an unknown compressor, or settings that cannot work.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ConfigurationError(f"GradientCompressionOptimizer({type(optimizer).__name__}, ...): expected a torch.optim.Optimizer")
+            raise ConfigurationError(
+                f"GradientCompressionOptimizer({type(optimizer).__name__}, ...): expected a "
+                "torch.optim.Optimizer"
+            )
         found = parse_compression(compressor)
         if found is None:
-            raise ConfigurationError("GradientCompressionOptimizer(optimizer, None): expected a compressor; without one pass the optimizer")
+            raise ConfigurationError(
+                "GradientCompressionOptimizer(optimizer, None): expected a compressor; without one "
+                "pass the optimizer"
+            )
         super().__init__(optimizer)
         self.compressor = found
 
@@ -55,8 +67,12 @@ def take_apart(
         return optimizer, configured
     if configured not in (None, optimizer.compressor):
         raise ConfigurationError(
-            f"gradient_compression={configured!r} and {optimizer!r}: two compressors for one model; leave one of them out"
+            f"gradient_compression={configured!r} and {optimizer!r}: two compressors for one "
+            "model; leave one of them out"
         )
     if isinstance(optimizer.optimizer, GradientCompressionOptimizer):
-        raise ConfigurationError("a GradientCompressionOptimizer in another one: gradients are compressed once; wrap the optimizer itself")
+        raise ConfigurationError(
+            "a GradientCompressionOptimizer in another one: gradients are compressed once; wrap "
+            "the optimizer itself"
+        )
     return optimizer.optimizer, optimizer.compressor

@@ -1,4 +1,5 @@
-"""PowerSGD: the gradient of each matrix as the product of two thin ones, found by one step of subspace iteration."""
+"""PowerSGD: the gradient of each matrix as the product of two thin ones, found by one step of
+subspace iteration."""
 
 from __future__ import annotations
 
@@ -11,28 +12,41 @@ import torch
 from shoal_common import codecs
 from shoal_common.errors import ConfigurationError
 
-from shoal_worker.compression.base import Errand, Exchange, GradientCompressor, KeyedRandom, PieceShapes, Steps, all_reduce_bytes
+from shoal_worker.compression.base import (
+    Errand,
+    Exchange,
+    GradientCompressor,
+    KeyedRandom,
+    PieceShapes,
+    Steps,
+    all_reduce_bytes,
+)
 from shoal_worker.compression.memory import BucketMemory
 
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGDCompressor(GradientCompressor):
-    """Low-rank gradients (Vogels et al. 2019, algorithms 1 and 2), for buckets whose tensors' shapes are known.
+    """Low-rank gradients (Vogels et al. 2019, algorithms 1 and 2), for buckets whose tensors'
+    shapes are known.
 
-    A tensor of two or more dimensions is the matrix M of its first dimension by all others. With Q from the step before (warm start,
-    section 3; drawn at random at first): P = M Q summed over ranks, made orthonormal; Q = M^T P summed over ranks; the result is P Q^T.
-    Vectors, and matrices that would not become `minimum_saving` times smaller, are summed as they are, along with P.
+    A tensor of two or more dimensions is the matrix M of its first dimension by all others. With Q
+    from the step before (warm start, section 3; drawn at random at first): P = M Q summed over
+    ranks, made orthonormal; Q = M^T P summed over ranks; the result is P Q^T. Vectors, and matrices
+    that would not become `minimum_saving` times smaller, are summed as they are, along with P.
 
-    P P^T is a projection: ||M - P P^T M|| <= ||M||, and it is exact for a sum whose rank is at most `rank`. Biased, so it needs error
-    feedback: a rank keeps M - P P^T M, what is missing of its own part, and these add up to what is missing of the sum. NaN and infinities
-    make the whole matrix NaN.
+    P P^T is a projection: ||M - P P^T M|| <= ||M||, and it is exact for a sum whose rank is at most
+    `rank`. Biased, so it needs error feedback: a rank keeps M - P P^T M, what is missing of its own
+    part, and these add up to what is missing of the sum. NaN and infinities make the whole matrix
+    NaN.
 
-    A push to a parameter server is one worker's: it has P and Q of each piece of a tensor that the server holds, and the server multiplies
-    them (`codecs.POWERSGD`). Large tensors are cut between rows, and have factors for each piece. The next push begins with this one's Q if
-    the server has applied it.
+    A push to a parameter server is one worker's: it has P and Q of each piece of a tensor that the
+    server holds, and the server multiplies them (`codecs.POWERSGD`). Large tensors are cut between
+    rows, and have factors for each piece. The next push begins with this one's Q if the server has
+    applied it.
 
-    Both sums are of float32 and linear: two all-reduces. P is made orthonormal by each rank for itself (QR in float32), so equal bits on
-    all ranks need the same kind of processor and torch on all; all other compressors add and multiply only, and have no such condition.
+    Both sums are of float32 and linear: two all-reduces. P is made orthonormal by each rank for
+    itself (QR in float32), so equal bits on all ranks need the same kind of processor and torch on
+    all; all other compressors add and multiply only, and have no such condition.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -45,27 +59,37 @@ class PowerSGDCompressor(GradientCompressor):
     warm_start: bool = True
     """Begin with the last step's Q; else with a new random one each step."""
     minimum_saving: float = 2.0
-    """Matrices are compressed if P and Q together are at least so many times smaller; at least 1."""
+    """Matrices are compressed if P and Q together are at least so many times smaller; at least
+    1."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ConfigurationError(f"powersgd: rank={self.rank}; expected at least 1")
         if self.minimum_saving < 1:
-            raise ConfigurationError(f"powersgd: minimum_saving={self.minimum_saving}; expected at least 1")
+            raise ConfigurationError(
+                f"powersgd: minimum_saving={self.minimum_saving}; expected at least 1"
+            )
 
     def factor_sizes(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
-        """Rows, columns and rank that a tensor of that shape is compressed with; None: it is not compressed."""
+        """Rows, columns and rank that a tensor of that shape is compressed with; None: it is not
+        compressed."""
         if len(shape) < 2 or 0 in shape:
             return None
         rows, columns = shape[0], math.prod(shape[1:])
         rank = min(self.rank, rows, columns)
-        return (rows, columns, rank) if (rows + columns) * rank * self.minimum_saving <= rows * columns else None
+        return (
+            (rows, columns, rank)
+            if (rows + columns) * rank * self.minimum_saving <= rows * columns
+            else None
+        )
 
     def payload_bytes(self, shape: Sequence[int]) -> int:
         sizes = self.factor_sizes(shape)
         return 4 * (math.prod(shape) if sizes is None else (sizes[0] + sizes[1]) * sizes[2])
 
-    def compress_into(self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom) -> None:
+    def compress_into(
+        self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom
+    ) -> None:
         """P and Q^T of the tensor alone, from a random start; or the tensor itself."""
         factors = payload.view(torch.float32)
         sizes = self.factor_sizes(tensor.shape)
@@ -78,7 +102,9 @@ class PowerSGDCompressor(GradientCompressor):
         factors[: rows * rank].view(rows, rank).copy_(left)
         torch.mm(left.t(), matrix, out=factors[rows * rank :].view(rank, columns))
 
-    def decompress_into(self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None) -> None:
+    def decompress_into(
+        self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None
+    ) -> None:
         factors = payload.view(torch.float32)
         sizes = self.factor_sizes(out.shape)
         if sizes is None:
@@ -88,10 +114,17 @@ class PowerSGDCompressor(GradientCompressor):
                 out.view(-1).add_(factors, alpha=alpha)
             return
         rows, columns, rank = sizes
-        left, right = factors[: rows * rank].view(rows, rank), factors[rows * rank :].view(rank, columns)
-        out.view(rows, columns).addmm_(left, right, beta=0 if alpha is None else 1, alpha=1 if alpha is None else alpha)
+        left, right = (
+            factors[: rows * rank].view(rows, rank),
+            factors[rows * rank :].view(rank, columns),
+        )
+        out.view(rows, columns).addmm_(
+            left, right, beta=0 if alpha is None else 1, alpha=1 if alpha is None else alpha
+        )
 
-    def compress_pieces(self, values: torch.Tensor, shapes: PieceShapes, memory: BucketMemory, random: KeyedRandom) -> torch.Tensor:
+    def compress_pieces(
+        self, values: torch.Tensor, shapes: PieceShapes, memory: BucketMemory, random: KeyedRandom
+    ) -> torch.Tensor:
         pieces: list[codecs.Values | tuple[codecs.Values, codecs.Values]] = []
         cut = values.split([rows * columns for rows, columns in shapes.values()])
         for (number, shape), piece in zip(shapes.items(), cut, strict=True):
@@ -101,7 +134,9 @@ class PowerSGDCompressor(GradientCompressor):
                 continue
             rows, columns, rank = sizes
             matrix = piece.view(rows, columns)
-            left = orthonormal(matrix @ _start(self, memory, random, number, (columns, rank), values.device))
+            left = orthonormal(
+                matrix @ _start(self, memory, random, number, (columns, rank), values.device)
+            )
             right = left.t() @ matrix
             if self.warm_start:
                 memory.propose_warm_start(number, right)
@@ -109,9 +144,12 @@ class PowerSGDCompressor(GradientCompressor):
         memory.keep_warm_starts()
         return torch.frombuffer(codecs.encode_powersgd(pieces), dtype=torch.uint8)
 
-    def take_off_pieces(self, payload: torch.Tensor, values: torch.Tensor, shapes: PieceShapes) -> None:
+    def take_off_pieces(
+        self, payload: torch.Tensor, values: torch.Tensor, shapes: PieceShapes
+    ) -> None:
         applied = torch.empty(values.shape, dtype=torch.float32)
-        codecs.decode(self.codec, payload.numpy().data, applied.numpy(), tuple(shapes.values()))  # as the server does it, to the last bit
+        # as the server does it, to the last bit
+        codecs.decode(self.codec, payload.numpy().data, applied.numpy(), tuple(shapes.values()))
         values.sub_(applied.to(values.device))
 
     def exchange(self) -> Exchange:
@@ -137,23 +175,41 @@ class _PowerIteration(Exchange):
 
     power: PowerSGDCompressor
 
-    def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
+    def wire_bytes(
+        self,
+        compressor: GradientCompressor,
+        numel: int,
+        world_size: int,
+        shapes: Sequence[Sequence[int]] | None,
+    ) -> int:
         matrices, plain = _layout(self.power, numel, shapes)
-        first = sum(one.rows * one.rank for one in matrices) + sum(at.stop - at.start for at in plain)
+        first = sum(one.rows * one.rank for one in matrices) + sum(
+            at.stop - at.start for at in plain
+        )
         second = sum(one.columns * one.rank for one in matrices)
         return all_reduce_bytes(4 * first, world_size) + all_reduce_bytes(4 * second, world_size)
 
     def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
         power = self.power
         matrices, plain = _layout(power, values.numel(), errand.shapes)
-        given = errand.memory.compensated_gradient(values) if power.error_feedback else values.clone()
+        given = (
+            errand.memory.compensated_gradient(values) if power.error_feedback else values.clone()
+        )
         sizes = [one.rows * one.rank for one in matrices] + [at.stop - at.start for at in plain]
         first = values.new_empty(sum(sizes))
         pieces = first.split(sizes)
-        lefts = [piece.view(one.rows, one.rank) for one, piece in zip(matrices, pieces, strict=False)]
+        lefts = [
+            piece.view(one.rows, one.rank) for one, piece in zip(matrices, pieces, strict=False)
+        ]
         random = errand.random(power.seed, shared=True)
         for number, (one, left) in enumerate(zip(matrices, lefts, strict=True)):
-            torch.mm(one.view(given), _start(power, errand.memory, random, number, (one.columns, one.rank), values.device), out=left)
+            torch.mm(
+                one.view(given),
+                _start(
+                    power, errand.memory, random, number, (one.columns, one.rank), values.device
+                ),
+                out=left,
+            )
         for at, piece in zip(plain, pieces[len(matrices) :], strict=True):
             piece.copy_(given[at])
             given[at] = 0
@@ -161,7 +217,9 @@ class _PowerIteration(Exchange):
         for at, piece in zip(plain, pieces[len(matrices) :], strict=True):
             values[at] = piece
         if matrices:
-            yield from self._second(power, values, given, matrices, [orthonormal(left) for left in lefts], errand)
+            yield from self._second(
+                power, values, given, matrices, [orthonormal(left) for left in lefts], errand
+            )
 
     def _second(
         self,
@@ -174,7 +232,9 @@ class _PowerIteration(Exchange):
     ) -> Steps:
         second = values.new_empty(sum(one.rank * one.columns for one in matrices))
         pieces = second.split([one.rank * one.columns for one in matrices])
-        rights = [piece.view(one.rank, one.columns) for one, piece in zip(matrices, pieces, strict=True)]
+        rights = [
+            piece.view(one.rank, one.columns) for one, piece in zip(matrices, pieces, strict=True)
+        ]
         for one, left, right in zip(matrices, lefts, rights, strict=True):
             torch.mm(left.t(), one.view(given), out=right)  # 15 times as fast as M^T P on the CPU
         own = [right.clone() for right in rights] if power.error_feedback else []
@@ -189,15 +249,22 @@ class _PowerIteration(Exchange):
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of a space that holds the columns (Householder QR: also when they are dependent, or zero)."""
+    """An orthonormal basis of a space that holds the columns (Householder QR: also when they are
+    dependent, or zero)."""
     basis: torch.Tensor = torch.linalg.qr(matrix).Q
     return basis
 
 
 def _start(
-    power: PowerSGDCompressor, memory: BucketMemory, random: KeyedRandom, number: int, shape: tuple[int, int], device: torch.device
+    power: PowerSGDCompressor,
+    memory: BucketMemory,
+    random: KeyedRandom,
+    number: int,
+    shape: tuple[int, int],
+    device: torch.device,
 ) -> torch.Tensor:
-    """The Q to begin with, of `shape` columns x rank: orthonormal, so that the size of gradients does not multiply from step to step."""
+    """The Q to begin with, of `shape` columns x rank: orthonormal, so that the size of gradients
+    does not multiply from step to step."""
     columns, rank = shape
     warm = memory.warm_start(number) if power.warm_start else None
     # A row of zeros would stay one: its gradient was zero, or of lower rank.
@@ -206,7 +273,9 @@ def _start(
     return orthonormal(random.normal(columns, rank).to(device))
 
 
-def _layout(power: PowerSGDCompressor, numel: int, shapes: Sequence[Sequence[int]] | None) -> tuple[list[_Matrix], list[slice]]:
+def _layout(
+    power: PowerSGDCompressor, numel: int, shapes: Sequence[Sequence[int]] | None
+) -> tuple[list[_Matrix], list[slice]]:
     """The matrices of a bucket, and the pieces that are summed as they are."""
     matrices, plain = [], []
     for shape, at in _places(numel, shapes):
@@ -218,11 +287,16 @@ def _layout(power: PowerSGDCompressor, numel: int, shapes: Sequence[Sequence[int
     return matrices, plain
 
 
-def _places(numel: int, shapes: Sequence[Sequence[int]] | None) -> Iterator[tuple[Sequence[int], slice]]:
+def _places(
+    numel: int, shapes: Sequence[Sequence[int]] | None
+) -> Iterator[tuple[Sequence[int], slice]]:
     start = 0
     for shape in [(numel,)] if shapes is None else shapes:
         end = start + math.prod(shape)
         yield shape, slice(start, end)
         start = end
     if start != numel:
-        raise ConfigurationError(f"powersgd: shapes={shapes} hold {start} elements and the bucket {numel}; expected as many")
+        raise ConfigurationError(
+            f"powersgd: shapes={shapes} hold {start} elements and the bucket {numel}; expected as "
+            "many"
+        )

@@ -1,8 +1,10 @@
-"""Compressed gradients for parameter servers: payloads that a server decodes by itself, with error feedback per partition.
+"""Compressed gradients for parameter servers: payloads that a server decodes by itself, with error
+feedback per partition.
 
-A push to a partition is applied as a whole or refused as a whole, so what compression left out of it counts once it is known that the
-server has applied this very payload. Until then the partition's next push cannot be encoded. So what the server has applied of this
-worker's, and what is owed, add up to the gradients of the pushes that were applied, whatever failed in between.
+A push to a partition is applied as a whole or refused as a whole, so what compression left out of
+it counts once it is known that the server has applied this very payload. Until then the partition's
+next push cannot be encoded. So what the server has applied of this worker's, and what is owed, add
+up to the gradients of the pushes that were applied, whatever failed in between.
 
 It does not send: the asynchronous engine does. Belongs to one thread at a time.
 """
@@ -38,24 +40,30 @@ class CompressedPushes:
         length: int = 0,
         shapes: PieceShapes | None = None,
     ) -> tuple[int, memoryview]:
-        """Codec and payload of one partition's gradient, for PushHeader and PushChunk. Retries of the push send the same payload.
+        """Codec and payload of one partition's gradient, for PushHeader and PushChunk. Retries of
+        the push send the same payload.
 
-        `gradient` is floating-point, of one dimension, and is left as it is. `sequence` is the push's, which its random numbers follow
-        from. A NaN or infinity in it reaches the server, which refuses the push. `places`: where `gradient` lies in a partition of `length`
-        elements, of which the rest has no gradient and keeps what it is owed; none: it is the whole. `shapes`: of the pieces that
-        `gradient` consists of; None: it is one vector.
+        `gradient` is floating-point, of one dimension, and is left as it is. `sequence` is the
+        push's, which its random numbers follow from. A NaN or infinity in it reaches the server,
+        which refuses the push. `places`: where `gradient` lies in a partition of `length` elements,
+        of which the rest has no gradient and keeps what it is owed; none: it is the whole.
+        `shapes`: of the pieces that `gradient` consists of; None: it is one vector.
 
         Raises:
             ConfigurationError: a gradient that cannot be compressed.
-            PreconditionError (PUSH_UNANSWERED): it was not said yet what became of the partition's last push.
+            PreconditionError (PUSH_UNANSWERED): it was not said yet what became of the partition's
+                last push.
         """
         if not gradient.is_floating_point() or gradient.dim() != 1:
             raise ConfigurationError(
-                f"a gradient of {gradient.dtype} and shape {tuple(gradient.shape)}: expected floating-point and one dimension"
+                f"a gradient of {gradient.dtype} and shape {tuple(gradient.shape)}: expected "
+                "floating-point and one dimension"
             )
         if partition in self._unanswered:
             raise PreconditionError(
-                f"partition {partition} was pushed and not answered: say first what became of that push", reason="PUSH_UNANSWERED"
+                f"partition {partition} was pushed and not answered: say first what became of that "
+                "push",
+                reason="PUSH_UNANSWERED",
             )
         values = gradient.detach().float().contiguous()
         compressor = self.compressor
@@ -76,8 +84,9 @@ class CompressedPushes:
         return compressor.codec, payload.cpu().numpy().data
 
     def settle(self, partition: int, *, applied: bool) -> None:
-        """What became of a partition's last push. `applied`: what was left out of it is owed to the next. Else it was refused, or another
-        push had brought its batch, and what was owed before is owed still."""
+        """What became of a partition's last push. `applied`: what was left out of it is owed to the
+        next. Else it was refused, or another push had brought its batch, and what was owed before
+        is owed still."""
         self._unanswered.discard(partition)
         memory = self._memory.bucket(partition)
         if applied:
@@ -87,11 +96,13 @@ class CompressedPushes:
 
     @property
     def unanswered(self) -> frozenset[int]:
-        """Partitions whose last push was encoded, and of which it was not said yet what became of it."""
+        """Partitions whose last push was encoded, and of which it was not said yet what became of
+        it."""
         return frozenset(self._unanswered)
 
     def owed(self, partition: int) -> torch.Tensor | None:
-        """What pushes to a partition have left out so far, in its layout; None: nothing is kept. A reference, valid until the next push."""
+        """What pushes to a partition have left out so far, in its layout; None: nothing is kept. A
+        reference, valid until the next push."""
         return dict(self._memory.bucket(partition).items(warm=False)).get(RESIDUAL)
 
 

@@ -1,9 +1,9 @@
-"""Fewer bits for each value: half precision (half the bytes, an error of one rounding), and 8-bit integers with a scale per block, rounded
-at random so that the mean is right.
+"""Fewer bits for each value: half precision (half the bytes, an error of one rounding), and 8-bit
+integers with a scale per block, rounded at random so that the mean is right.
 
-Sums over ranks are taken in float32 (`Chunked` in base.py), never in half precision: an element is rounded once by each rank that sends it
-and once as a sum, whatever the number of ranks. No error feedback by default: the error is relative to each element and unbiased enough to
-need none.
+Sums over ranks are taken in float32 (`Chunked` in base.py), never in half precision: an element is
+rounded once by each rank that sends it and once as a sum, whatever the number of ranks. No error
+feedback by default: the error is relative to each element and unbiased enough to need none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ from shoal_common.codecs import INT8_BLOCK, INT8_LARGEST, blocks
 from torch.nn import functional
 
 from shoal_worker import scratch
-from shoal_worker.compression.base import Chunked, Exchange, GradientCompressor, KeyedRandom, blocked_payload_bytes, scale_blocks, tiles
+from shoal_worker.compression.base import (
+    Chunked,
+    Exchange,
+    GradientCompressor,
+    KeyedRandom,
+    blocked_payload_bytes,
+    scale_blocks,
+    tiles,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +38,20 @@ class _HalfCompressor(GradientCompressor):
     def payload_bytes(self, shape: Sequence[int]) -> int:
         return blocked_payload_bytes(self.codec, shape)
 
-    def compress_into(self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom) -> None:
+    def compress_into(
+        self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom
+    ) -> None:
         self._values(payload, tensor.numel()).copy_(tensor.view(-1))
 
-    def decompress_into(self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None) -> None:
+    def decompress_into(
+        self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None
+    ) -> None:
         values, target = self._values(payload, out.numel()), out.view(-1)
         if alpha is None:
             target.copy_(values)
             return
-        for start, end in tiles(target.numel(), target.device):  # torch would convert the whole operand first
+        for start, end in tiles(target.numel(), target.device):
+            # torch would convert the whole operand first
             target[start:end].add_(values[start:end].float(), alpha=alpha)
 
     def _values(self, payload: torch.Tensor, count: int) -> torch.Tensor:
@@ -52,8 +65,9 @@ class _HalfCompressor(GradientCompressor):
 class Float16Compressor(_HalfCompressor):
     """IEEE half precision (Micikevicius et al. 2018, section 3).
 
-    |x - C(x)| <= 2^-11 |x| for 2^-14 <= |x| <= 65504, and <= 2^-25 below. Larger values become infinite: use it with a GradScaler,
-    which sees that and lowers its scale, or take bf16. NaN and infinities stay what they are.
+    |x - C(x)| <= 2^-11 |x| for 2^-14 <= |x| <= 65504, and <= 2^-25 below. Larger values become
+    infinite: use it with a GradScaler, which sees that and lowers its scale, or take bf16. NaN and
+    infinities stay what they are.
     """
 
     name: ClassVar[str] = "fp16"
@@ -74,18 +88,22 @@ class BFloat16Compressor(_HalfCompressor):
 
 
 _SMALLEST: Final = 256 * torch.finfo(torch.float32).tiny
-"""Blocks whose largest magnitude is below this (3e-36) become zeros: their scale would be denormal."""
+"""Blocks whose largest magnitude is below this (3e-36) become zeros: their scale would be
+denormal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Compressor(GradientCompressor):
-    """QSGD (Alistarh et al. 2017, section 3.1) with 127 levels, scaled by the largest magnitude of each block of 256 as in its experiments.
+    """QSGD (Alistarh et al. 2017, section 3.1) with 127 levels, scaled by the largest magnitude of
+    each block of 256 as in its experiments.
 
-    With s = max|block| / 127: |x - C(x)| < s (1 + 2^-16) for each value; the mean of C(x) over the random numbers is x, up to 2^-17 s; the
-    variance is at most s^2 / 4 a value. Unbiased, so it needs no error feedback. A NaN or infinity becomes its block's scale, so the whole
-    block is NaN or infinite.
+    With s = max|block| / 127: |x - C(x)| < s (1 + 2^-16) for each value; the mean of C(x) over the
+    random numbers is x, up to 2^-17 s; the variance is at most s^2 / 4 a value. Unbiased, so it
+    needs no error feedback. A NaN or infinity becomes its block's scale, so the whole block is NaN
+    or infinite.
 
-    A sum over ranks is compressed once more on its way back, with random numbers of its own, and stays unbiased.
+    A sum over ranks is compressed once more on its way back, with random numbers of its own, and
+    stays unbiased.
     """
 
     name: ClassVar[str] = "int8"
@@ -95,14 +113,23 @@ class Int8Compressor(GradientCompressor):
     def payload_bytes(self, shape: Sequence[int]) -> int:
         return blocked_payload_bytes(self.codec, shape)
 
-    def compress_into(self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom) -> None:
+    def compress_into(
+        self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom
+    ) -> None:
         values = tensor.view(-1)
         scales, levels = _parts(payload, values.numel())
         for start, end in tiles(values.numel(), values.device):
             of_tile = slice(start // INT8_BLOCK, blocks(end, INT8_BLOCK))
-            _quantize(values[start:end], random.noise16(end - start, values.device), scales[of_tile], levels[start:end])
+            _quantize(
+                values[start:end],
+                random.noise16(end - start, values.device),
+                scales[of_tile],
+                levels[start:end],
+            )
 
-    def decompress_into(self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None) -> None:
+    def decompress_into(
+        self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None
+    ) -> None:
         values = out.view(-1)
         scales, levels = _parts(payload, values.numel())
         for start, end in tiles(values.numel(), values.device):
@@ -122,7 +149,9 @@ def _parts(payload: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tenso
     return payload[:start].view(torch.float32), payload[start : start + count].view(torch.int8)
 
 
-def _quantize(values: torch.Tensor, noise: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor) -> None:
+def _quantize(
+    values: torch.Tensor, noise: torch.Tensor, scales: torch.Tensor, levels: torch.Tensor
+) -> None:
     missing = -values.numel() % INT8_BLOCK
     rows = (functional.pad(values, (0, missing)) if missing else values).view(-1, INT8_BLOCK)
     largest = _largest_magnitudes(rows)
@@ -130,13 +159,15 @@ def _quantize(values: torch.Tensor, noise: torch.Tensor, scales: torch.Tensor, l
     scales.masked_fill_(largest < _SMALLEST, 0)
     inverse = torch.where(scales > 0, scales.reciprocal(), 0)
     scaled = (rows * inverse[:, None]).view(-1)[: values.numel()]
-    # Between -1/2 and 1/2: so the nearest whole number is the upper one as often as the value is close to it.
+    # Between -1/2 and 1/2: so the nearest whole number is the upper one as often as the value is
+    # close to it.
     scaled.add_(noise, alpha=2**-16).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
     levels.copy_(scaled)
 
 
 def _largest_magnitudes(rows: torch.Tensor) -> torch.Tensor:
     """Returns the largest magnitude in each row; NaN where the row has one."""
-    if scratch.in_host_memory(rows.device):  # torch's reductions over short rows take 4 times as long
+    if scratch.in_host_memory(rows.device):
+        # torch's reductions over short rows take 4 times as long
         return torch.from_numpy(np.abs(rows.numpy()).max(axis=1))
     return rows.abs().amax(dim=1)

@@ -1,7 +1,8 @@
 """Sums buckets of gradients over ranks, compressed, and keeps what compression leaves behind.
 
-It does not weigh gradients, know about steps or decide when one commits: engines do. In a step they `start` buckets, `wait` for them,
-and then `commit` or `rollback` once for all. Belongs to the training thread; collectives run on the backend's own.
+It does not weigh gradients, know about steps or decide when one commits: engines do. In a step they
+`start` buckets, `wait` for them, and then `commit` or `rollback` once for all. Belongs to the
+training thread; collectives run on the backend's own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from shoal_worker.scratch import ScratchMemory
 
 
 class Reduction:
-    """A bucket on its way. All ranks must call `advance` and `wait` on their reductions in the same order."""
+    """A bucket on its way. All ranks must call `advance` and `wait` on their reductions in the same
+    order."""
 
     def __init__(self, steps: Steps, result: torch.Tensor) -> None:
         self._steps: Steps | None = steps
@@ -28,17 +30,22 @@ class Reduction:
         self._resume()
 
     def advance(self) -> None:
-        """Goes on to the next collective without waiting for that one. Waits for the collective that is running.
+        """Goes on to the next collective without waiting for that one. Waits for the collective
+        that is running.
 
-        Call it on all buckets before waiting for the first, so that their second halves are under way together.
+        Call it on all buckets before waiting for the first, so that their second halves are under
+        way together.
 
         Raises:
-            MembershipChanged: the group failed. The bucket's contents are undefined, and the step is lost.
+            MembershipChanged: the group failed. The bucket's contents are undefined, and the step
+                is lost.
         """
         handle, self._handle = self._handle, None
         if handle is None:
             if self._steps is not None:
-                raise PreconditionError("this reduction has failed before; roll back and redo the step")
+                raise PreconditionError(
+                    "this reduction has failed before; roll back and redo the step"
+                )
             return
         handle.wait()
         self._resume()
@@ -72,12 +79,13 @@ class Reduction:
 class CompressedReduction:
     """Sums buckets over ranks with one compressor. One for each model and rank.
 
-    **NaN and infinity** come through: if any rank's bucket holds one, so does the result on every rank (each compressor says where). Such a
-    bucket leaves its residual as it was before the step.
-    **A step that is lost, or that a GradScaler skips**, is rolled back. A step that the peers have applied although this rank saw it fail
-    is committed: this rank's part is in it.
-    **Membership**: a lost rank's residual is lost, which is bounded (memory.py); a joiner owes nothing; a rank whose part of the bucket
-    moves keeps what it owes. In a world of one nothing is compressed, and what was owed is paid at once.
+    **NaN and infinity** come through: if any rank's bucket holds one, so does the result on every
+    rank (each compressor says where). Such a bucket leaves its residual as it was before the step.
+    **A step that is lost, or that a GradScaler skips**, is rolled back. A step that the peers have
+    applied although this rank saw it fail is committed: this rank's part is in it. **Membership**:
+    a lost rank's residual is lost, which is bounded (memory.py); a joiner owes nothing; a rank
+    whose part of the bucket moves keeps what it owes. In a world of one nothing is compressed, and
+    what was owed is paid at once.
     """
 
     def __init__(self, compressor: GradientCompressor) -> None:
@@ -94,12 +102,14 @@ class CompressedReduction:
         step: int,
         shapes: Sequence[Sequence[int]] | None = None,
     ) -> Reduction:
-        """Begins to replace `bucket` by its sum over ranks. All ranks call it, in the same order, with equal arguments but for the values.
+        """Begins to replace `bucket` by its sum over ranks. All ranks call it, in the same order,
+        with equal arguments but for the values.
 
-        `bucket` is floating-point (it travels as float32) and contiguous, and must be left alone until the result is there; this rank's
-        weight is applied already. `backend` None is a world of one. `index` names the bucket for its residual, `step` is the number of the
-        step under way (random numbers follow from it, so a redo gives it again), `shapes` are those of the tensors in the bucket, in order:
-        PowerSGD needs them.
+        `bucket` is floating-point (it travels as float32) and contiguous, and must be left alone
+        until the result is there; this rank's weight is applied already. `backend` None is a world
+        of one. `index` names the bucket for its residual, `step` is the number of the step under
+        way (random numbers follow from it, so a redo gives it again), `shapes` are those of the
+        tensors in the bucket, in order: PowerSGD needs them.
 
         Raises:
             ConfigurationError: a bucket that cannot be compressed.
@@ -112,43 +122,73 @@ class CompressedReduction:
         errand = self._errand(backend, index, step, shapes)
         return Reduction(self._reduce(bucket, values, errand), bucket)
 
-    def start_scatter(self, bucket: torch.Tensor, out: torch.Tensor, backend: CommunicationBackend, *, index: int, step: int) -> Reduction:
+    def start_scatter(
+        self,
+        bucket: torch.Tensor,
+        out: torch.Tensor,
+        backend: CommunicationBackend,
+        *,
+        index: int,
+        step: int,
+    ) -> Reduction:
         """Begins to write this rank's part of the sum of `bucket` into `out`: a reduce-scatter.
 
-        `bucket` holds world_size parts of `out`'s size.
-        The sum is not compressed again: it stays on this rank. Otherwise as `start`; the reduction's result is `out`.
+        `bucket` holds world_size parts of `out`'s size. The sum is not compressed again: it stays
+        on this rank. Otherwise as `start`; the reduction's result is `out`.
 
         Raises:
-            ConfigurationError: a bucket that cannot be compressed; sizes that do not fit; PowerSGD, which needs whole matrices.
+            ConfigurationError: a bucket that cannot be compressed; sizes that do not fit; PowerSGD,
+                which needs whole matrices.
             MembershipChanged: the group has failed.
         """
         if self.compressor.of_matrices:
-            raise ConfigurationError(f"{self.compressor.name} cannot reduce-scatter: it needs whole matrices on every rank")
+            raise ConfigurationError(
+                f"{self.compressor.name} cannot reduce-scatter: it needs whole matrices on every "
+                "rank"
+            )
         if bucket.numel() != out.numel() * backend.world_size or not out.is_contiguous():
             raise ConfigurationError(
-                f"reduce-scatter of {bucket.numel()} elements into {out.numel()} on {backend.world_size} ranks: expected that many times "
-                "as many, contiguous"
+                f"reduce-scatter of {bucket.numel()} elements into {out.numel()} on "
+                f"{backend.world_size} ranks: expected that many times as many, contiguous"
             )
-        return Reduction(self._scatter(_checked(bucket), out, self._errand(backend, index, step, None)), out)
-
-    def _errand(self, backend: CommunicationBackend, index: int, step: int, shapes: Sequence[Sequence[int]] | None) -> Errand:
-        memory = self._memory.bucket(index)
-        return Errand(
-            backend=backend, memory=memory, scratch=self._scratch, bucket=index, step=step, shapes=shapes, round=memory.next_round()
+        return Reduction(
+            self._scatter(_checked(bucket), out, self._errand(backend, index, step, None)), out
         )
 
-    def wire_bytes(self, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None = None) -> int:
-        """Bytes that each rank sends for one bucket in `start`; see `GradientCompressor.wire_bytes`."""
+    def _errand(
+        self,
+        backend: CommunicationBackend,
+        index: int,
+        step: int,
+        shapes: Sequence[Sequence[int]] | None,
+    ) -> Errand:
+        memory = self._memory.bucket(index)
+        return Errand(
+            backend=backend,
+            memory=memory,
+            scratch=self._scratch,
+            bucket=index,
+            step=step,
+            shapes=shapes,
+            round=memory.next_round(),
+        )
+
+    def wire_bytes(
+        self, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None = None
+    ) -> int:
+        """Bytes that each rank sends for one bucket in `start`; see
+        `GradientCompressor.wire_bytes`."""
         return self.compressor.wire_bytes(numel, world_size, shapes)
 
     def scatter_wire_bytes(self, numel: int, world_size: int) -> int:
         """Bytes that each rank sends for one bucket of `numel` elements in `start_scatter`."""
         return (world_size - 1) * self.compressor.payload_bytes((numel // world_size,))
 
-    # ---------------------------------------------------------------------------------------------------------------- state
+    # ---------------------------------------------------------------------------------------- state
 
     def commit(self) -> None:
-        """The step counts, and with it what compression left out of it. Reductions that are not done are given up."""
+        """The step counts, and with it what compression left out of it. Reductions that are not
+        done are given up."""
         self._memory.commit()
 
     def rollback(self) -> None:
@@ -156,12 +196,13 @@ class CompressedReduction:
         self._memory.rollback()
 
     def rescale(self, factor: float) -> None:
-        """Residuals are in the units of the gradients given. When those change between steps (a GradScaler's new scale over its old one),
-        so must they."""
+        """Residuals are in the units of the gradients given. When those change between steps (a
+        GradScaler's new scale over its old one), so must they."""
         self._memory.rescale(factor)
 
     def forget(self, first: int, end: int) -> None:
-        """The buckets with indices from `first` to before `end` are others from now on: what was owed to them is owed no longer."""
+        """The buckets with indices from `first` to before `end` are others from now on: what was
+        owed to them is owed no longer."""
         self._memory.forget(first, end)
 
     def resize(self, index: int, numel: int) -> None:
@@ -169,7 +210,8 @@ class CompressedReduction:
         self._memory.resize(index, numel)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The committed residuals, which differ from rank to rank. References, valid until the next commit."""
+        """The committed residuals, which differ from rank to rank. References, valid until the next
+        commit."""
         return self._memory.state_dict(warm=False)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -181,14 +223,15 @@ class CompressedReduction:
         self._memory.load_state_dict(state, warm=False)
 
     def shared_state_dict(self) -> dict[str, torch.Tensor]:
-        """The committed warm starts, equal on all ranks: they go to joiners with the model. References, valid until the next commit."""
+        """The committed warm starts, equal on all ranks: they go to joiners with the model.
+        References, valid until the next commit."""
         return self._memory.state_dict(warm=True)
 
     def load_shared_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Takes over warm starts. Raises as `load_state_dict`."""
         self._memory.load_state_dict(state, warm=True)
 
-    # --------------------------------------------------------------------------------------------------------------- running
+    # -------------------------------------------------------------------------------------- running
 
     def _reduce(self, bucket: torch.Tensor, values: torch.Tensor, errand: Errand) -> Steps:
         if values.numel():
@@ -199,9 +242,16 @@ class CompressedReduction:
 
     def _scatter(self, values: torch.Tensor, out: torch.Tensor, errand: Errand) -> Steps:
         chunks = Chunks(values.numel(), out.numel(), errand.backend.world_size)
-        total = out.view(-1) if out.dtype is torch.float32 else out.new_empty(out.numel(), dtype=torch.float32)
-        errand.scratch.give_back(*(yield from scatter_sum(self.compressor, values, total, chunks, errand)))
-        # Another rank's part may be the one that is not finite: so this rank's residual is looked at too, when the step commits.
+        total = (
+            out.view(-1)
+            if out.dtype is torch.float32
+            else out.new_empty(out.numel(), dtype=torch.float32)
+        )
+        errand.scratch.give_back(
+            *(yield from scatter_sum(self.compressor, values, total, chunks, errand))
+        )
+        # Another rank's part may be the one that is not finite: so this rank's residual is looked
+        # at too, when the step commits.
         if not is_finite(total):
             errand.memory.conclude(finite=False)
         if out.dtype is not torch.float32:
@@ -225,7 +275,7 @@ def _checked(bucket: torch.Tensor) -> torch.Tensor:
     """The bucket's values as float32, its own memory if it can be."""
     if not bucket.is_floating_point() or not bucket.is_contiguous():
         raise ConfigurationError(
-            f"a bucket of {bucket.dtype}, {'' if bucket.is_contiguous() else 'not '}contiguous, cannot be compressed; expected "
-            "floating-point and contiguous"
+            f"a bucket of {bucket.dtype}, {'' if bucket.is_contiguous() else 'not '}contiguous, "
+            "cannot be compressed; expected floating-point and contiguous"
         )
     return bucket.detach().view(-1).float()

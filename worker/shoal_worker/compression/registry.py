@@ -1,4 +1,5 @@
-"""The compressors by name. Adding one is a class and a line here; its module is imported when it is asked for."""
+"""The compressors by name. Adding one is a class and a line here; its module is imported when it is
+asked for."""
 
 from __future__ import annotations
 
@@ -34,14 +35,19 @@ def compressor_class(name: str) -> type[GradientCompressor]:
         ConfigurationError: there is none.
     """
     if not isinstance(name, str) or name not in _COMPRESSORS:
-        raise ConfigurationError(f"gradient_compression={name!r}: expected one of {', '.join(_COMPRESSORS)}")
+        raise ConfigurationError(
+            f"gradient_compression={name!r}: expected one of {', '.join(_COMPRESSORS)}"
+        )
     module, _, attribute = _COMPRESSORS[name].partition(":")
     found: type[GradientCompressor] = getattr(importlib.import_module(module), attribute)
     return found
 
 
-def parse_compression(value: str | Mapping[str, Any] | GradientCompressor | None) -> GradientCompressor | None:
-    """What `gradient_compression=` means: a name ("topk"), a name with settings ({"name": "topk", "ratio": 0.001}), a compressor, or None.
+def parse_compression(
+    value: str | Mapping[str, Any] | GradientCompressor | None,
+) -> GradientCompressor | None:
+    """What `gradient_compression=` means: a name ("topk"), a name with settings ({"name": "topk",
+    "ratio": 0.001}), a compressor, or None.
 
     Raises:
         ConfigurationError: an unknown name or setting, or a value that cannot work.
@@ -59,5 +65,8 @@ def parse_compression(value: str | Mapping[str, Any] | GradientCompressor | None
     known = sorted(field.name for field in dataclasses.fields(found))
     unknown = sorted(set(settings) - set(known))
     if unknown:
-        raise ConfigurationError(f"gradient_compression={name!r} does not know {unknown}; its settings: {', '.join(known)}")
+        raise ConfigurationError(
+            f"gradient_compression={name!r} does not know {unknown}; its settings: "
+            f"{', '.join(known)}"
+        )
     return found(**settings)

@@ -13,23 +13,38 @@ from shoal_common.codecs import SIGN_BLOCK, blocks
 from torch.nn import functional
 
 from shoal_worker import scratch
-from shoal_worker.compression.base import Chunked, Exchange, GradientCompressor, KeyedRandom, blocked_payload_bytes, scale_blocks, tiles
+from shoal_worker.compression.base import (
+    Chunked,
+    Exchange,
+    GradientCompressor,
+    KeyedRandom,
+    blocked_payload_bytes,
+    scale_blocks,
+    tiles,
+)
 
 _SIGNS_OF_BYTES: Final = (
-    1 - 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(np.float32)
+    1
+    - 2
+    * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(
+        np.float32
+    )
 ).copy()
 """Row b: the eight signs that byte b stands for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignCompressor(GradientCompressor):
-    """Scaled signs: sign(x) times the mean magnitude of its block of 1024 (EF-signSGD: Karimireddy et al. 2019, algorithm 1 and section 3).
+    """Scaled signs: sign(x) times the mean magnitude of its block of 1024 (EF-signSGD: Karimireddy
+    et al. 2019, algorithm 1 and section 3).
 
-    For a block of d values ||x - C(x)||^2 = (1 - ||x||_1^2 / (d ||x||^2)) ||x||^2 (their lemma 8): a contraction, with a biased mean, that
-    needs error feedback to converge. A NaN makes its block NaN, an infinity makes it infinite.
+    For a block of d values ||x - C(x)||^2 = (1 - ||x||_1^2 / (d ||x||^2)) ||x||^2 (their lemma 8):
+    a contraction, with a biased mean, that needs error feedback to converge. A NaN makes its block
+    NaN, an infinity makes it infinite.
 
-    A sum over ranks is compressed once more on its way back, with error feedback of its own on the rank that sums (Tang et al. 2019,
-    DoubleSqueeze, algorithm 1; as in 1-bit Adam, Tang et al. 2021).
+    A sum over ranks is compressed once more on its way back, with error feedback of its own on the
+    rank that sums (Tang et al. 2019, DoubleSqueeze, algorithm 1; as in 1-bit Adam, Tang et al.
+    2021).
     """
 
     name: ClassVar[str] = "sign"
@@ -41,7 +56,9 @@ class SignCompressor(GradientCompressor):
     def payload_bytes(self, shape: Sequence[int]) -> int:
         return blocked_payload_bytes(self.codec, shape)
 
-    def compress_into(self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom) -> None:
+    def compress_into(
+        self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom
+    ) -> None:
         values = tensor.view(-1)
         scales, packed = _parts(payload, values.numel())
         for start, end in tiles(values.numel(), values.device):
@@ -49,7 +66,9 @@ class SignCompressor(GradientCompressor):
             _mean_magnitudes(values[start:end], torch_scales)
             _pack(values[start:end] < 0, packed[start // 8 : blocks(end, 8)])
 
-    def decompress_into(self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None) -> None:
+    def decompress_into(
+        self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None
+    ) -> None:
         values = out.view(-1)
         scales, packed = _parts(payload, values.numel())
         for start, end in tiles(values.numel(), values.device):
@@ -89,6 +108,8 @@ def _pack(negative: torch.Tensor, out: torch.Tensor) -> None:
 def _signs(packed: torch.Tensor) -> torch.Tensor:
     """Eight values of 1 or -1 for each byte."""
     if scratch.in_host_memory(packed.device):
-        return torch.from_numpy(np.take(_SIGNS_OF_BYTES, packed.numpy(), axis=0, mode="clip")).view(-1)
+        return torch.from_numpy(np.take(_SIGNS_OF_BYTES, packed.numpy(), axis=0, mode="clip")).view(
+            -1
+        )
     bits = packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device) & 1
     return (1 - 2 * bits.float()).view(-1)

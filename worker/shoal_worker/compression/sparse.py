@@ -11,7 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from shoal_common import codecs
-from shoal_common.codecs import RANDOMK_HEADER_BYTES, TOPK_BLOCK, blocks, randomk_draw, randomk_places
+from shoal_common.codecs import (
+    RANDOMK_HEADER_BYTES,
+    TOPK_BLOCK,
+    blocks,
+    randomk_draw,
+    randomk_places,
+)
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker import scratch
@@ -30,7 +36,8 @@ from shoal_worker.compression.base import (
 _SAMPLES: Final = 1 << 16
 """Values looked at to guess a threshold."""
 _SURPLUS: Final = 1.25
-"""How many times k a guessed threshold should let through: too few means a search among all values."""
+"""How many times k a guessed threshold should let through: too few means a search among all
+values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +48,9 @@ class _SparseCompressor(GradientCompressor):
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
-            raise ConfigurationError(f"{self.name}: ratio={self.ratio}; expected a share above 0 and at most 1")
+            raise ConfigurationError(
+                f"{self.name}: ratio={self.ratio}; expected a share above 0 and at most 1"
+            )
 
     def kept(self, count: int) -> int:
         """k, for `count` values."""
@@ -53,19 +62,24 @@ class _SparseCompressor(GradientCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class TopKCompressor(_SparseCompressor):
-    """The k values of largest magnitude (Stich et al. 2018; Lin et al. 2018, deep gradient compression).
+    """The k values of largest magnitude (Stich et al. 2018; Lin et al. 2018, deep gradient
+    compression).
 
-    ||x - C(x)||^2 <= (1 - k/n) ||x||^2 (Stich et al., lemma A.1), with a biased mean: needs error feedback. NaN counts as larger than
-    anything and infinities come next, so what is not finite is always sent. Exactly the k largest, found by way of a threshold guessed from
-    a sample (hierarchical selection, Lin et al.); on the CPU 20 times as fast as torch.topk.
+    ||x - C(x)||^2 <= (1 - k/n) ||x||^2 (Stich et al., lemma A.1), with a biased mean: needs error
+    feedback. NaN counts as larger than anything and infinities come next, so what is not finite is
+    always sent. Exactly the k largest, found by way of a threshold guessed from a sample
+    (hierarchical selection, Lin et al.); on the CPU 20 times as fast as torch.topk.
 
-    Ranks keep different places, so the payloads of all are gathered on all: 6 k bytes to each other rank.
+    Ranks keep different places, so the payloads of all are gathered on all: 6 k bytes to each other
+    rank.
     """
 
     name: ClassVar[str] = "topk"
     codec: ClassVar[int] = codecs.TOPK
 
-    def compress_into(self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom) -> None:
+    def compress_into(
+        self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom
+    ) -> None:
         values = tensor.view(-1)
         counts, kept, within = _topk_parts(payload, values.numel(), self.kept(values.numel()))
         places = _largest(values, kept.numel())
@@ -73,7 +87,9 @@ class TopKCompressor(_SparseCompressor):
         torch.index_select(values, 0, places, out=kept)
         within.copy_(places & (TOPK_BLOCK - 1))
 
-    def decompress_into(self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None) -> None:
+    def decompress_into(
+        self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None
+    ) -> None:
         values = out.view(-1)
         counts, kept, within = _topk_parts(payload, values.numel(), self.kept(values.numel()))
         starts = torch.arange(counts.numel(), device=values.device) * TOPK_BLOCK
@@ -91,32 +107,44 @@ class TopKCompressor(_SparseCompressor):
 class RandomKCompressor(_SparseCompressor):
     """k values at random places, the same on all ranks (Stich et al. 2018; Wangni et al. 2018).
 
-    Each place is equally likely to be sent, so on average ||x - C(x)||^2 = (1 - k/n) ||x||^2 with error feedback (the default). Without it,
-    values are sent times n/k: the mean is then x, and the error (n/k - 1) ||x||^2. When any value is NaN or infinite, all that are sent are
-    NaN.
+    Each place is equally likely to be sent, so on average ||x - C(x)||^2 = (1 - k/n) ||x||^2 with
+    error feedback (the default). Without it, values are sent times n/k: the mean is then x, and the
+    error (n/k - 1) ||x||^2. When any value is NaN or infinite, all that are sent are NaN.
 
-    All ranks draw the same places from (seed, step, bucket), so only the values travel, and are summed by an ordinary all-reduce.
+    All ranks draw the same places from (seed, step, bucket), so only the values travel, and are
+    summed by an ordinary all-reduce.
     """
 
     name: ClassVar[str] = "randomk"
     codec: ClassVar[int] = codecs.RANDOMK
 
-    def compress_into(self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom) -> None:
+    def compress_into(
+        self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom
+    ) -> None:
         values = tensor.view(-1)
         count = values.numel()
         start, stride = randomk_draw(random.numpy(), count)
         header = np.array([start, stride], np.int64).view(np.uint8)
         payload[:RANDOMK_HEADER_BYTES].copy_(torch.from_numpy(header))
-        self.select_into(values, self._kept_of(payload, count), self._places(start, stride, count, values.device))
+        self.select_into(
+            values, self._kept_of(payload, count), self._places(start, stride, count, values.device)
+        )
 
-    def decompress_into(self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None) -> None:
+    def decompress_into(
+        self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None
+    ) -> None:
         values = out.view(-1)
         count = values.numel()
         start, stride = payload[:RANDOMK_HEADER_BYTES].clone().view(torch.int64).tolist()
         if alpha is None:
             values.zero_()
         kept = self._kept_of(payload, count)
-        values.index_add_(0, self._places(start, stride, count, values.device), kept, alpha=1 if alpha is None else alpha)
+        values.index_add_(
+            0,
+            self._places(start, stride, count, values.device),
+            kept,
+            alpha=1 if alpha is None else alpha,
+        )
 
     def draw(self, count: int, random: KeyedRandom, device: torch.device) -> torch.Tensor:
         """The places of `count` values that are sent."""
@@ -138,7 +166,9 @@ class RandomKCompressor(_SparseCompressor):
         return torch.from_numpy(randomk_places(start, stride, self.kept(count), count)).to(device)
 
     def _kept_of(self, payload: torch.Tensor, count: int) -> torch.Tensor:
-        return payload[RANDOMK_HEADER_BYTES : RANDOMK_HEADER_BYTES + 4 * self.kept(count)].view(torch.float32)
+        return payload[RANDOMK_HEADER_BYTES : RANDOMK_HEADER_BYTES + 4 * self.kept(count)].view(
+            torch.float32
+        )
 
 
 @dataclass(frozen=True)
@@ -147,7 +177,13 @@ class _Summed(Exchange):
 
     chosen: RandomKCompressor
 
-    def wire_bytes(self, compressor: GradientCompressor, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None) -> int:
+    def wire_bytes(
+        self,
+        compressor: GradientCompressor,
+        numel: int,
+        world_size: int,
+        shapes: Sequence[Sequence[int]] | None,
+    ) -> int:
         return all_reduce_bytes(4 * self.chosen.kept(numel), world_size)
 
     def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
@@ -164,11 +200,18 @@ class _Summed(Exchange):
         values.index_copy_(0, places, kept)
 
 
-def _topk_parts(payload: torch.Tensor, count: int, kept: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """How many of each block, the values, and the places within their blocks (unsigned, though torch calls them int16)."""
+def _topk_parts(
+    payload: torch.Tensor, count: int, kept: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """How many of each block, the values, and the places within their blocks (unsigned, though
+    torch calls them int16)."""
     values_at = 4 * blocks(count, TOPK_BLOCK)
     within_at = values_at + 4 * kept
-    parts = payload[:values_at], payload[values_at:within_at], payload[within_at : within_at + 2 * kept]
+    parts = (
+        payload[:values_at],
+        payload[values_at:within_at],
+        payload[within_at : within_at + 2 * kept],
+    )
     return parts[0].view(torch.int32), parts[1].view(torch.float32), parts[2].view(torch.int16)
 
 
@@ -184,15 +227,19 @@ def _largest_on_cpu(values: NDArray[np.float32], kept: int) -> NDArray[np.int64]
     if candidates is None:
         return _largest_of(np.abs(values), kept)
     if candidates.size < kept:
-        # Only zeros are left: any will do. Among the first `kept` places there are enough that are no candidates.
+        # Only zeros are left: any will do. Among the first `kept` places there are enough that are
+        # no candidates.
         spare = np.ones(kept, bool)
         spare[candidates[candidates < kept]] = False
-        return np.sort(np.concatenate([candidates, np.flatnonzero(spare)[: kept - candidates.size]]))
+        return np.sort(
+            np.concatenate([candidates, np.flatnonzero(spare)[: kept - candidates.size]])
+        )
     return candidates[_largest_of(np.abs(values[candidates]), kept)]
 
 
 def _candidates(values: NDArray[np.float32], kept: int) -> NDArray[np.int64] | None:
-    """Places, ascending, among which the `kept` largest are; fewer than `kept` if all others are zeros. None: no good guess."""
+    """Places, ascending, among which the `kept` largest are; fewer than `kept` if all others are
+    zeros. None: no good guess."""
     count = values.size
     if count <= _SAMPLES or kept * _SURPLUS * 2 > count:
         return None
@@ -200,7 +247,10 @@ def _candidates(values: NDArray[np.float32], kept: int) -> NDArray[np.int64] | N
     wanted = min(sample.size, math.ceil(_SURPLUS * kept * sample.size / count) + 16)
     threshold = np.partition(sample, sample.size - wanted)[sample.size - wanted]
     # Not "above": NaN compares false and must be among them.
-    pieces = [np.flatnonzero(~(np.abs(values[start:end]) <= threshold)) + start for start, end in tiles(count, torch.device("cpu"))]
+    pieces = [
+        np.flatnonzero(~(np.abs(values[start:end]) <= threshold)) + start
+        for start, end in tiles(count, torch.device("cpu"))
+    ]
     found = np.concatenate(pieces)
     return found if found.size >= kept or threshold == 0 else None
 

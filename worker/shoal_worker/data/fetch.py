@@ -1,17 +1,21 @@
 """Turns planned dataset indices into batches, inline or in worker processes that work ahead.
 
-Inline a fetch makes its batch on the spot. For data workers (and pinned memory) torch's DataLoader does the work; its `batch_sampler` is a
-feed of requests. A fetch names the request it needs. While that is the next one in the feed, the batch is ready or being made; when it is
-not (the ranks changed, a step is redone), what was made ahead is dropped and the feed starts anew at the request, with the same worker
-processes. They are forked at the first fetch and again after each `close`, which the loader calls when an epoch ends, so that a change to
-the dataset between epochs reaches them, as with a plain DataLoader.
+Inline a fetch makes its batch on the spot. For data workers (and pinned memory) torch's DataLoader
+does the work; its `batch_sampler` is a feed of requests. A fetch names the request it needs. While
+that is the next one in the feed, the batch is ready or being made; when it is not (the ranks
+changed, a step is redone), what was made ahead is dropped and the feed starts anew at the request,
+with the same worker processes. They are forked at the first fetch and again after each `close`,
+which the loader calls when an epoch ends, so that a change to the dataset between epochs reaches
+them, as with a plain DataLoader.
 
-Worker processes are forked children: they hold copies of the session's channels and sockets and must never use them. The kernel kills them
-when the thread that started them ends, however it ends: otherwise they would keep a killed rank's sockets open, and its peers waiting.
+Worker processes are forked children: they hold copies of the session's channels and sockets and
+must never use them. The kernel kills them when the thread that started them ends, however it ends:
+otherwise they would keep a killed rank's sockets open, and its peers waiting.
 
-Datasets and collate functions draw from torch's, numpy's and Python's global generators. Each batch is fetched under its own key, so that
-augmentation is the same in a worker process or inline, in a redo, and (with micro-batches) for any number of ranks. CPU generators only.
-They belong to the process: ranks that are threads of one process disturb each other's."""
+Datasets and collate functions draw from torch's, numpy's and Python's global generators. Each batch
+is fetched under its own key, so that augmentation is the same in a worker process or inline, in a
+redo, and (with micro-batches) for any number of ranks. CPU generators only. They belong to the
+process: ranks that are threads of one process disturb each other's."""
 
 from __future__ import annotations
 
@@ -38,7 +42,8 @@ from shoal_worker.randomness import generators_kept
 
 
 def seed(key: Sequence[int]) -> None:
-    """Seeds the three global generators from `key`. Other numbers than those that training draws under the same key."""
+    """Seeds the three global generators from `key`. Other numbers than those that training draws
+    under the same key."""
     digest = xxhash.xxh3_128(b"".join(struct.pack("<Q", part % 2**64) for part in key)).digest()
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
     np.random.seed(int.from_bytes(digest[8:12], "little"))
@@ -68,9 +73,16 @@ class Fetcher:
     """Makes batches of one dataset. Used by one thread."""
 
     def __init__(
-        self, dataset: Any, *, collate_fn: Callable[[list[Any]], Any], num_workers: int, pin_memory: bool, leaves_no_trace: bool = True
+        self,
+        dataset: Any,
+        *,
+        collate_fn: Callable[[list[Any]], Any],
+        num_workers: int,
+        pin_memory: bool,
+        leaves_no_trace: bool = True,
     ) -> None:
-        """`leaves_no_trace`: the global random generators are as before after a fetch. False: whoever fetches seeds them anew."""
+        """`leaves_no_trace`: the global random generators are as before after a fetch. False:
+        whoever fetches seeds them anew."""
         self._source = _Source(dataset, collate_fn, keep=leaves_no_trace and num_workers == 0)
         self._num_workers = num_workers
         self._pins = pin_memory and torch.accelerator.is_available()
@@ -80,20 +92,23 @@ class Fetcher:
         self._peeked: tuple[Request, Any] | None = None
 
     def peek(self, request: Request) -> Any:
-        """The batch of `request`, which will probably be fetched next. It is made here and now; with data workers once more by them."""
+        """The batch of `request`, which will probably be fetched next. It is made here and now;
+        with data workers once more by them."""
         if self._peeked is None or self._peeked[0] != request:
             with seeded(request.key):
                 self._peeked = request, self._source.make(request)
         return self._peeked[1]
 
     def fetch(self, request: Request, following: Callable[[], Iterator[Request]]) -> Any:
-        """The batch of `request`. `following` gives the requests expected from this one on, itself first: what to make ahead."""
+        """The batch of `request`. `following` gives the requests expected from this one on, itself
+        first: what to make ahead."""
         peeked, self._peeked = self._peeked, None
         if self._num_workers == 0 and not self._pins:
             if peeked is not None and peeked[0] == request:
                 return peeked[1]
             return self._source.make(request)  # torch's DataLoader would cost 15 us more
-        # Data workers that have nothing on its way get no new requests: torch counts that as the end.
+        # Data workers that have nothing on its way get no new requests: torch counts that as the
+        # end.
         idle = self._num_workers > 0 and not self._feed.busy
         if self._batches is None or idle or self._feed.upcoming() != request:
             self._restart(following())
@@ -109,10 +124,12 @@ class Fetcher:
         return batch
 
     def close(self) -> None:
-        """Ends the worker processes and drops what was made ahead. The next fetch starts new ones."""
+        """Ends the worker processes and drops what was made ahead. The next fetch starts new
+        ones."""
         if self._loader is not None and self._num_workers > 0:
-            # Leaving it to the garbage collector takes 5 s where an exception's traceback still holds the iterator: by then the
-            # collector has ended the thread that tells the workers to end.
+            # Leaving it to the garbage collector takes 5 s where an exception's traceback still
+            # holds the iterator: by then the collector has ended the thread that tells the workers
+            # to end.
             iterator = getattr(self._loader, "_iterator", None)
             if iterator is not None:
                 iterator._shutdown_workers()
@@ -134,13 +151,15 @@ class Fetcher:
                 pin_memory=self._pins,
                 persistent_workers=self._num_workers > 0,
                 worker_init_fn=_begin_worker if self._num_workers else None,
-                generator=torch.Generator(),  # not the global one: making batches must not move the training's random numbers
+                # not the global one: making batches must not move the training's random numbers
+                generator=torch.Generator(),
             )
         self._batches = iter(self._loader)
 
 
 class _Feed:
-    """A batch_sampler whose requests can be replaced, and that knows which of them are on their way."""
+    """A batch_sampler whose requests can be replaced, and that knows which of them are on their
+    way."""
 
     def __init__(self) -> None:
         self._requests: Iterator[Request] = iter(())
@@ -181,7 +200,8 @@ class _Feed:
 
 
 class _Source(Dataset[Any]):
-    """The dataset as torch's fetcher sees it: a "list of indices" is a request, and "the samples" are its finished batch."""
+    """The dataset as torch's fetcher sees it: a "list of indices" is a request, and "the samples"
+    are its finished batch."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], *, keep: bool) -> None:
         self._dataset = dataset
@@ -195,7 +215,8 @@ class _Source(Dataset[Any]):
         """The batch."""
         columns = self._plain_columns()
         if columns is not None:
-            # What stacking its rows would give, in a fifth of the time. It draws no random numbers, so none need a seed.
+            # What stacking its rows would give, in a fifth of the time. It draws no random numbers,
+            # so none need a seed.
             rows = torch.from_numpy(np.array(request.indices))
             return [column.index_select(0, rows) for column in columns]
         if self._keep:
@@ -205,15 +226,24 @@ class _Source(Dataset[Any]):
         return self._collated(request)
 
     def _plain_columns(self) -> Sequence[torch.Tensor] | None:
-        """The tensors of which a batch is the rows; None: the dataset and the collate function are to be asked."""
+        """The tensors of which a batch is the rows; None: the dataset and the collate function are
+        to be asked."""
         dataset = self._dataset
-        if self._collate is default_collate and type(dataset) is TensorDataset and all(t.layout is torch.strided for t in dataset.tensors):
+        if (
+            self._collate is default_collate
+            and type(dataset) is TensorDataset
+            and all(t.layout is torch.strided for t in dataset.tensors)
+        ):
             return dataset.tensors
         return None
 
     def _collated(self, request: Request) -> Any:
         many = getattr(self._dataset, "__getitems__", None)
-        return self._collate(many(list(request.indices)) if callable(many) else [self._dataset[index] for index in request.indices])
+        return self._collate(
+            many(list(request.indices))
+            if callable(many)
+            else [self._dataset[index] for index in request.indices]
+        )
 
 
 def _as_it_is(made: tuple[Request, Any]) -> tuple[Request, Any]:
@@ -227,11 +257,13 @@ def _begin_worker(number: int) -> None:
 
 
 def tie_to_parent(_worker: int) -> None:
-    """Runs first in each worker process. Ctrl-C reaches the whole foreground group; what it means is the parent's to decide."""
+    """Runs first in each worker process. Ctrl-C reaches the whole foreground group; what it means
+    is the parent's to decide."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
-    # It may have died before that call. That its pipe is closed does not tell: workers that were started later hold the other end, too.
+    # It may have died before that call. That its pipe is closed does not tell: workers that were
+    # started later hold the other end, too.
     parent = multiprocessing.parent_process()
     by_server = multiprocessing.get_start_method(allow_none=True) == "forkserver"
     if parent is None or not parent.is_alive() or (os.getppid() != parent.pid and not by_server):

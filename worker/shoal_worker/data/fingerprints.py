@@ -1,13 +1,16 @@
-"""Fingerprints of what a stream gives: they tell whether it gave the same when it was iterated once more, or on another rank.
+"""Fingerprints of what a stream gives: they tell whether it gave the same when it was iterated once
+more, or on another rank.
 
-What counts of an item: its structure, texts, bytes, whole numbers and truth values, and the dtype, shape and whole numbers of tensors and
-arrays, of long ones the head and the length. Numbers with a fraction do not count, since machines round them otherwise; nor do entries of
-mappings whose names begin with two underscores (webdataset's `__url__`, where the same shard has another path on another machine), except
-`__key__`. Objects of other types count by their type alone.
+What counts of an item: its structure, texts, bytes, whole numbers and truth values, and the dtype,
+shape and whole numbers of tensors and arrays, of long ones the head and the length. Numbers with a
+fraction do not count, since machines round them otherwise; nor do entries of mappings whose names
+begin with two underscores (webdataset's `__url__`, where the same shard has another path on another
+machine), except `__key__`. Objects of other types count by their type alone.
 
 Of those numbers `Probe` tells between ranks whether they are nearly the same.
 
-A fingerprint has 48 bits, so that sums of one over ranks of which all others give 0 are exact in float64.
+A fingerprint has 48 bits, so that sums of one over ranks of which all others give 0 are exact in
+float64.
 """
 
 from __future__ import annotations
@@ -35,8 +38,11 @@ def fingerprint(item: Any) -> int:
 
 
 def chained(before: int, after: int) -> int:
-    """The fingerprint of a sequence, from that of all but its last item and that of the last. An empty sequence has 0."""
-    return xxhash.xxh3_64_intdigest(before.to_bytes(8, "little") + after.to_bytes(8, "little")) >> (64 - _BITS)
+    """The fingerprint of a sequence, from that of all but its last item and that of the last. An
+    empty sequence has 0."""
+    return xxhash.xxh3_64_intdigest(before.to_bytes(8, "little") + after.to_bytes(8, "little")) >> (
+        64 - _BITS
+    )
 
 
 def _add(state: Any, value: Any, depth: int) -> None:
@@ -44,7 +50,9 @@ def _add(state: Any, value: Any, depth: int) -> None:
         case None | bool() | int():
             state.update(f"{type(value).__name__} {value};".encode())
         case str():
-            state.update(f"str {len(value)};".encode() + value[:_HEAD].encode(errors="backslashreplace"))
+            state.update(
+                f"str {len(value)};".encode() + value[:_HEAD].encode(errors="backslashreplace")
+            )
         case bytes() | bytearray() | memoryview():
             state.update(f"bytes {len(value)};".encode())
             state.update(bytes(value[:_HEAD]))
@@ -65,14 +73,20 @@ def _add(state: Any, value: Any, depth: int) -> None:
             for each in value[:_HEAD]:
                 _add(state, each, depth + 1)
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            _add(state, {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, depth + 1)
+            _add(
+                state,
+                {field.name: getattr(value, field.name) for field in dataclasses.fields(value)},
+                depth + 1,
+            )
         case _:
             state.update(f"{type(value).__qualname__};".encode())
 
 
 def _add_tensor(state: Any, tensor: torch.Tensor) -> None:
     state.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
-    plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type == "cpu"
+    plain = (
+        tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type == "cpu"
+    )
     if plain and not tensor.is_floating_point() and not tensor.is_complex():
         _add_array(state, tensor.detach().reshape(-1)[:_HEAD].numpy())
 
@@ -83,11 +97,12 @@ def _add_array(state: Any, array: np.ndarray[Any, Any]) -> None:
         state.update(np.ascontiguousarray(array.reshape(-1)[:_HEAD]).tobytes())
 
 
-# ------------------------------------------------------------------------------------------------------------- numbers with a fraction
+# -------------------------------------------------------------------------- numbers with a fraction
 
 _SIGNS: Final = np.random.default_rng(0).choice([-1.0, 1.0], size=(3, _HEAD))
 _NEARLY: Final = 0.01
-"""How far apart ranks' numbers of one item may be, as a part of its size: far more than roundings of machines, far less than items."""
+"""How far apart ranks' numbers of one item may be, as a part of its size: far more than roundings
+of machines, far less than items."""
 
 
 class Probe:
@@ -95,10 +110,13 @@ class Probe:
 
     @staticmethod
     def of(item: Any) -> list[float]:
-        """This rank's part of the sum: sums of the first numbers with signs of their own, their size, and the squares of these."""
+        """This rank's part of the sum: sums of the first numbers with signs of their own, their
+        size, and the squares of these."""
         values = np.zeros(0)
         for each in _fractions(item, 0):
-            values = np.concatenate([values, np.nan_to_num(each[: _HEAD - len(values)], posinf=0.0, neginf=0.0)])
+            values = np.concatenate(
+                [values, np.nan_to_num(each[: _HEAD - len(values)], posinf=0.0, neginf=0.0)]
+            )
         told = [*(_SIGNS[:, : len(values)] @ values).tolist(), float(np.linalg.norm(values))]
         return [1.0, *told, *(each * each for each in told)]
 
@@ -109,7 +127,10 @@ class Probe:
         means = [each / ranks for each in told]
         half = len(means) // 2
         size = means[half - 1]
-        spreads = (math.sqrt(max(0.0, square - mean * mean)) for mean, square in zip(means[:half], means[half:], strict=True))
+        spreads = (
+            math.sqrt(max(0.0, square - mean * mean))
+            for mean, square in zip(means[:half], means[half:], strict=True)
+        )
         return all(spread <= _NEARLY * size for spread in spreads)
 
 
@@ -119,7 +140,11 @@ def _fractions(value: Any, depth: int) -> Iterator[np.ndarray[Any, Any]]:
         case float():
             yield np.array([value])
         case torch.Tensor():
-            if value.is_floating_point() and value.layout is torch.strided and value.device.type == "cpu":
+            if (
+                value.is_floating_point()
+                and value.layout is torch.strided
+                and value.device.type == "cpu"
+            ):
                 yield value.detach().reshape(-1)[:_HEAD].double().numpy()
         case np.ndarray() | np.generic():
             if np.asarray(value).dtype.kind == "f":
@@ -138,16 +163,26 @@ def _members(value: Mapping[Any, Any] | Sequence[Any]) -> list[Any]:
     """The members of a collection that a fingerprint looks at."""
     if not isinstance(value, Mapping):
         return list(value[:_HEAD])
-    return [value[key] for key in list(value)[:_HEAD] if not (isinstance(key, str) and key.startswith("__") and key != "__key__")]
+    return [
+        value[key]
+        for key in list(value)[:_HEAD]
+        if not (isinstance(key, str) and key.startswith("__") and key != "__key__")
+    ]
 
 
 def tells_apart(value: Any, depth: int = 0) -> bool:
-    """Whether an item has something by which its fingerprint is another one than other items': texts, bytes or whole numbers."""
+    """Whether an item has something by which its fingerprint is another one than other items':
+    texts, bytes or whole numbers."""
     match value:
         case str() | bytes() | bool() | int():
             return True
         case torch.Tensor():
-            return value.layout is torch.strided and not value.is_floating_point() and not value.is_complex() and value.numel() > 0
+            return (
+                value.layout is torch.strided
+                and not value.is_floating_point()
+                and not value.is_complex()
+                and value.numel() > 0
+            )
         case np.ndarray() | np.generic():
             return np.asarray(value).dtype.kind in "biuSU" and np.asarray(value).size > 0
         case _ if depth == _DEEPEST:
@@ -155,5 +190,8 @@ def tells_apart(value: Any, depth: int = 0) -> bool:
         case Mapping() | list() | tuple():
             return any(tells_apart(each, depth + 1) for each in _members(value))
         case _ if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return any(tells_apart(getattr(value, field.name), depth + 1) for field in dataclasses.fields(value))
+            return any(
+                tells_apart(getattr(value, field.name), depth + 1)
+                for field in dataclasses.fields(value)
+            )
     return False

@@ -1,12 +1,14 @@
 """The user's loops over a training loader: over epochs, over steps, over batches.
 
-An iteration asks the session for a border before each step, takes the step from the `Supply` by the placement that it gets, and ends when
-the run is past its epoch, or is to stop. Which epoch an iteration is, `cursor.py` says. Before the first border the loader is made known to
-the session that it is used under, and gets a name there if it has none.
+An iteration asks the session for a border before each step, takes the step from the `Supply` by the
+placement that it gets, and ends when the run is past its epoch, or is to stop. Which epoch an
+iteration is, `cursor.py` says. Before the first border the loader is made known to the session that
+it is used under, and gets a name there if it has none.
 
-Owns whether an iteration is under way, whether the last one was stopped, and the loader's name. The loader is handed in as `source` and
-never kept: only loops that run hold it. The session is remembered weakly: an iteration may be left while the process ends. All of it runs
-on the thread of the user's training loop.
+Owns whether an iteration is under way, whether the last one was stopped, and the loader's name. The
+loader is handed in as `source` and never kept: only loops that run hold it. The session is
+remembered weakly: an iteration may be left while the process ends. All of it runs on the thread of
+the user's training loop.
 """
 
 from __future__ import annotations
@@ -29,18 +31,27 @@ from shoal_worker.data.fetch import Fetcher, Request
 from shoal_worker.data.record import SampleRecord
 from shoal_worker.data.sampling import Block
 from shoal_worker.data.step_batches import DealtStep, Step, Supply
-from shoal_worker.elastic.loader_interface import LoaderSession, Placement, Share, StepSource, StopTraining, WeighRows
+from shoal_worker.elastic.loader_interface import (
+    LoaderSession,
+    Placement,
+    Share,
+    StepSource,
+    StopTraining,
+    WeighRows,
+)
 from shoal_worker.elastic.worker_process import current_loader_session
 from shoal_worker.torch_internals import pytree
 
-# ----------------------------------------------------------------------------------------------------------- a step's batches, handed out
+# --------------------------------------------------------------------- a step's batches, handed out
 #
-# Hands the batches of a dealt step to the user's loop: fetches and weighs each, tells the session of it, and records it.
+# Hands the batches of a dealt step to the user's loop: fetches and weighs each, tells the session
+# of it, and records it.
 #
-# What a batch weighs in the mean over a step is its samples, or what the user's `weight_fn` says; so do the parts that a pipeline cuts it
-# into.
+# What a batch weighs in the mean over a step is its samples, or what the user's `weight_fn` says;
+# so do the parts that a pipeline cuts it into.
 #
-# Owns nothing of the run: what was handed out is noted in the `DealtStep`. Used by the training thread alone.
+# Owns nothing of the run: what was handed out is noted in the `DealtStep`. Used by the training
+# thread alone.
 
 WeightFn = Callable[[Any], float]
 
@@ -57,34 +68,47 @@ def weights_of_rows(batch: Any, weight_fn: WeightFn, rows: Sequence[int]) -> lis
     """What parts of a batch weigh, of so many rows each.
 
     Raises:
-        ConfigurationError: the batch cannot be cut so, or the parts do not weigh together what the whole does.
+        ConfigurationError: the batch cannot be cut so, or the parts do not weigh together what the
+            whole does.
     """
     leaves, structure = pytree.tree_flatten(batch)
     cut = [one for one in leaves if isinstance(one, torch.Tensor) and one.dim() > 0]
     lengths = {len(one) for one in cut}
     if lengths != {sum(rows)}:
         raise ConfigurationError(
-            f"train_step was given {sum(rows)} rows of a batch whose tensors have {sorted(lengths)}: with weight_fn= a pipeline weighs the "
-            "same rows of the loader's batch as it trains on; pass the batch as the loader gave it, or leave weight_fn out"
+            f"train_step was given {sum(rows)} rows of a batch whose tensors have "
+            f"{sorted(lengths)}: with weight_fn= a pipeline weighs the same rows of the loader's "
+            "batch as it trains on; pass the batch as the loader gave it, or leave weight_fn out"
         )
-    parts = [one.split(list(rows)) if isinstance(one, torch.Tensor) and one.dim() > 0 else [one] * len(rows) for one in leaves]
-    weights = [weight_of(pytree.tree_unflatten([part[index] for part in parts], structure), weight_fn) for index in range(len(rows))]
+    parts = [
+        one.split(list(rows))
+        if isinstance(one, torch.Tensor) and one.dim() > 0
+        else [one] * len(rows)
+        for one in leaves
+    ]
+    weights = [
+        weight_of(pytree.tree_unflatten([part[index] for part in parts], structure), weight_fn)
+        for index in range(len(rows))
+    ]
     whole = weight_of(batch, weight_fn)
     if not math.isclose(sum(weights), whole, rel_tol=1e-4):
         raise ConfigurationError(
-            f"weight_fn gave {whole} for a batch, and {sum(weights)} for its {len(rows)} micro-batches together: a pipeline needs weights "
-            "that add up, such as numbers of samples or tokens, counted in tensors with a row for each sample"
+            f"weight_fn gave {whole} for a batch, and {sum(weights)} for its {len(rows)} "
+            "micro-batches together: a pipeline needs weights that add up, such as numbers of "
+            "samples or tokens, counted in tensors with a row for each sample"
         )
     return weights
 
 
 _STAND_IN = (
-    "a copy of another rank's. It weighs nothing in training; sums over batches must not count it either: multiply by loader.batch_weight, "
-    "which is 0 here, and not by the length of the batch"
+    "a copy of another rank's. It weighs nothing in training; sums over batches must not count it "
+    "either: multiply by loader.batch_weight, which is 0 here, and not by the length of the batch"
 )
 _SINGLE_SAMPLE = (
-    'a batch of one. The model has batch normalization, which raises "Expected more than 1 value per channel" where a sample has one value '
-    "per channel: use a global_batch_size of at least 2 samples for each rank that may join, micro-batches and shards that leave no single "
+    'a batch of one. The model has batch normalization, which raises "Expected more than 1 value '
+    'per channel" where a sample has one value '
+    "per channel: use a global_batch_size of at least 2 samples for each rank that may join, "
+    "micro-batches and shards that leave no single "
     "sample over, drop_last=True if only the last step is short, or SyncBatchNorm"
 )
 
@@ -104,7 +128,8 @@ class Delivery:
         self.failed = False
         """Making a batch raised an error. Whoever begins an iteration sets it back."""
         self.batch_weight = 0.0
-        """Weight of the batch handed out last in the mean over its step; 0: it stands in for samples that this rank does not have."""
+        """Weight of the batch handed out last in the mean over its step; 0: it stands in for
+        samples that this rank does not have."""
         self._warned: set[str] = set()
         self._at_hand: Request | None = None
         self._supply = supply
@@ -114,34 +139,63 @@ class Delivery:
         self._record = record
 
     def step(self, dealt: DealtStep, session: LoaderSession, loader: str) -> Step:
-        """The step for the user's loop. With micro-batches the session hears the share here, else with the batch, which may weigh it."""
+        """The step for the user's loop. With micro-batches the session hears the share here, else
+        with the batch, which may weigh it."""
         if self._in_micro_batches:
             weighed = self._weight_fn is not None
             weight = math.nan if weighed else float(sum(map(len, dealt.blocks)))
             total = None if weighed else float(len(dealt.positions))
-            session.assign(Share(weight=weight, total_weight=total, micro_batches=len(dealt.blocks), most_micro_batches=dealt.most_blocks))
+            session.assign(
+                Share(
+                    weight=weight,
+                    total_weight=total,
+                    micro_batches=len(dealt.blocks),
+                    most_micro_batches=dealt.most_blocks,
+                )
+            )
         return Step(dealt, self._hand_out(dealt, session, loader))
 
     def peek(self) -> Any:
-        """The batch that will probably follow the one at hand; None: none will in this epoch, or nobody knows."""
+        """The batch that will probably follow the one at hand; None: none will in this epoch, or
+        nobody knows."""
         dealt = self._supply.current
-        request = self._supply.upcoming(dealt, self._at_hand) if dealt is not None and self._at_hand is not None else None
+        request = (
+            self._supply.upcoming(dealt, self._at_hand)
+            if dealt is not None and self._at_hand is not None
+            else None
+        )
         return None if request is None else self._fetcher.peek(request)
 
     def _hand_out(self, dealt: DealtStep, session: LoaderSession, loader: str) -> Iterator[Any]:
         for block in dealt.blocks:
             if self._supply.current is not dealt:
-                raise PreconditionError(f"step {dealt.number} of epoch {dealt.epoch} is over; its batches can no longer be taken")
+                raise PreconditionError(
+                    f"step {dealt.number} of epoch {dealt.epoch} is over; its batches can no "
+                    "longer be taken"
+                )
             request = self._supply.request(dealt, block)
             try:
-                batch = self._fetcher.fetch(request, functools.partial(self._supply.following, dealt, request))
+                batch = self._fetcher.fetch(
+                    request, functools.partial(self._supply.following, dealt, request)
+                )
             except Exception:  # whatever it is: it is raised again
                 self.failed = True
                 raise
             weight = self._weight(batch, block)
             if not self._in_micro_batches:
-                session.assign(Share(weight=weight, total_weight=self._total_weight(dealt, weight), micro_batches=None))
-            session.begin_micro_batch(index=block.index, weight=weight, key=request.key, weigh=self._weigh_rows(batch, block))
+                session.assign(
+                    Share(
+                        weight=weight,
+                        total_weight=self._total_weight(dealt, weight),
+                        micro_batches=None,
+                    )
+                )
+            session.begin_micro_batch(
+                index=block.index,
+                weight=weight,
+                key=request.key,
+                weigh=self._weigh_rows(batch, block),
+            )
             self._note(dealt, block, loader)
             self._at_hand, self.batch_weight = request, weight
             if not len(block):
@@ -202,10 +256,11 @@ class Delivery:
         )
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------- loops
+# -------------------------------------------------------------------------------------------- loops
 
 _unnamed: weakref.WeakKeyDictionary[LoaderSession, int] = weakref.WeakKeyDictionary()
-"""How many loaders without a name each session has seen. Ranks that are threads of one process have a session each."""
+"""How many loaders without a name each session has seen. Ranks that are threads of one process have
+a session each."""
 
 
 class Introduction:
@@ -217,7 +272,8 @@ class Introduction:
         self._session: weakref.ref[LoaderSession] | None = None
 
     def session(self, source: StepSource) -> LoaderSession:
-        """The session; registers `source`, the loader, with one that it meets for the first time."""
+        """The session; registers `source`, the loader, with one that it meets for the first
+        time."""
         session = current_loader_session()
         if self.met is not session:
             if not self.name:
@@ -236,7 +292,8 @@ class Introduction:
 _log = logging.getLogger(__name__)
 
 _NOTHING_LEFT = (
-    "this iteration of loader {!r} has no batches: the run is past its epoch (after a resume, or in a joiner), or stopped; to only look at "
+    "this iteration of loader {!r} has no batches: the run is past its epoch (after a resume, or "
+    "in a joiner), or stopped; to only look at "
     "a batch, take it from the dataset, or from a loader with train=False"
 )
 
@@ -244,7 +301,14 @@ _NOTHING_LEFT = (
 class Iterations:
     """The loops over one loader."""
 
-    def __init__(self, introduction: Introduction, progress: LoaderProgress, supply: Supply, delivery: Delivery, fetcher: Fetcher) -> None:
+    def __init__(
+        self,
+        introduction: Introduction,
+        progress: LoaderProgress,
+        supply: Supply,
+        delivery: Delivery,
+        fetcher: Fetcher,
+    ) -> None:
         self.under_way = False
         """See `StepSource.under_way`."""
         self._introduction = introduction
@@ -286,17 +350,22 @@ class Iterations:
         """One iteration, step by step."""
         progress = self._progress
         epoch, began = progress.next_iteration, list[int]()
-        self._introduction.session(source).loop_left(source)  # an older iterator that waits at a batch, if there is one
+        # an older iterator that waits at a batch, if there is one
+        self._introduction.session(source).loop_left(source)
         self._delivery.failed = False
         over = stopped_within = False
         try:
             yield from self._epoch_steps(source, epoch, began)
-            # One that training stopped in the middle of is neither over nor left: what is saved now goes on in it.
+            # One that training stopped in the middle of is neither over nor left: what is saved now
+            # goes on in it.
             stopped_within = self._stopped and progress.cursor.epoch == epoch
             over = not stopped_within
         except GeneratorExit:
-            # Left early. After an error in the dataset the loop may be entered again, and goes on with the epoch.
-            over = bool(began) and progress.cursor.global_step > began[0] and not self._delivery.failed
+            # Left early. After an error in the dataset the loop may be entered again, and goes on
+            # with the epoch.
+            over = (
+                bool(began) and progress.cursor.global_step > began[0] and not self._delivery.failed
+            )
             if (session := self._introduction.met) is not None:
                 session.loop_left(source)
                 if _left_by_for():
@@ -328,10 +397,15 @@ class Iterations:
             self._supply.acknowledge(session)
         except (ShoalError, StopTraining) as error:
             name = self._introduction.name
-            _log.warning("loader %s: the last batches could not be acknowledged and will be dealt again: %s", name, error)
+            _log.warning(
+                "loader %s: the last batches could not be acknowledged and will be dealt again: %s",
+                name,
+                error,
+            )
 
     def _epoch_steps(self, source: StepSource, epoch: int, began: list[int]) -> Iterator[Step]:
-        """`began` gets the number of steps before this iteration's first one, which a joiner learns at its border."""
+        """`began` gets the number of steps before this iteration's first one, which a joiner learns
+        at its border."""
         progress = self._progress
         if self._is_over(source, epoch, self._introduction.session(source)):
             self._pass_over(source)
@@ -363,12 +437,14 @@ class Iterations:
             self._pass_over(source)
 
     def _pass_over(self, source: StepSource) -> None:
-        """`epochs()` gives out no epoch that the run has left: what follows the rest of one that is over was not done yet."""
+        """`epochs()` gives out no epoch that the run has left: what follows the rest of one that is
+        over was not done yet."""
         if self._progress.within is None:
             self._introduction.session(source).passed_over(source)
 
     def _is_over(self, source: StepSource, epoch: int, session: LoaderSession) -> bool:
-        """The run is past this epoch, or has left it; or, in a joiner, the peers are somewhere else."""
+        """The run is past this epoch, or has left it; or, in a joiner, the peers are somewhere
+        else."""
         return self._progress.is_past(epoch) or session.is_elsewhere(source, epoch)
 
     def _begin(self, source: StepSource, epoch: int, session: LoaderSession) -> Placement | None:
@@ -392,7 +468,8 @@ class Iterations:
 
 
 _DROPS: Final = frozenset({"POP_TOP", "POP_ITER"})
-"""Instructions by which a `for` statement lets go of its iterator where `break` or `return` ends it."""
+"""Instructions by which a `for` statement lets go of its iterator where `break` or `return` ends
+it."""
 
 
 def _left_by_for() -> bool:

@@ -1,12 +1,16 @@
-"""How a list of shards becomes steps: which lane reads which shard, and how many items of it a step takes. Pure.
+"""How a list of shards becomes steps: which lane reads which shard, and how many items of it a step
+takes. Pure.
 
-A step's global batch is cut into as many parts as there are *lanes*, whose number follows from the sizes alone. A lane reads one shard
-after the other; at a time, a rank owns some lanes, and reads their shards and no others. A lane that needs a shard gets the next one that
-nobody has read. When no shard is left and some lanes have run dry, the others give more, so that every step but the last is whole.
+A step's global batch is cut into as many parts as there are *lanes*, whose number follows from the
+sizes alone. A lane reads one shard after the other; at a time, a rank owns some lanes, and reads
+their shards and no others. A lane that needs a shard gets the next one that nobody has read. When
+no shard is left and some lanes have run dry, the others give more, so that every step but the last
+is whole.
 
-How many items a shard has only its reader finds out. So a step is settled in rounds (`Allotment`): each owner reads what its lanes need,
-all owners tell each other what they got, and every rank decides alike what is read next. Mostly one round is enough; one more is needed
-where a shard ends. What comes out depends on the shards and the sizes, and not on the ranks.
+How many items a shard has only its reader finds out. So a step is settled in rounds (`Allotment`):
+each owner reads what its lanes need, all owners tell each other what they got, and every rank
+decides alike what is read next. Mostly one round is enough; one more is needed where a shard ends.
+What comes out depends on the shards and the sizes, and not on the ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ class ShardsRead:
     """Where an epoch stands: what is committed of which shards."""
 
     lanes: tuple[Place | None, ...]
-    """By lane, the number of items that were read of the shard which the lane has; None: the lane has read its last shard to the end."""
+    """By lane, the number of items that were read of the shard which the lane has; None: the lane
+    has read its last shard to the end."""
     next_shard: int = 0
     """First shard, in the epoch's order, that no lane was given."""
     waiting: tuple[Place, ...] = ()
@@ -73,14 +78,23 @@ class ShardsRead:
 
     def with_lanes(self, lanes: int) -> ShardsRead:
         """Returns where the same epoch stands when it is read by another number of lanes."""
-        kept, given_up = self.lanes[:lanes], [place for place in self.lanes[lanes:] if place is not None]
+        kept, given_up = (
+            self.lanes[:lanes],
+            [place for place in self.lanes[lanes:] if place is not None],
+        )
         filled = (*kept, *(None for _ in range(lanes - len(kept))))
-        return ShardsRead(lanes=filled, next_shard=self.next_shard, waiting=(*self.waiting, *given_up))
+        return ShardsRead(
+            lanes=filled, next_shard=self.next_shard, waiting=(*self.waiting, *given_up)
+        )
 
     def to_state(self) -> dict[str, Any]:
         """Returns it as what JSON can hold."""
         lanes = [place and list(place) for place in self.lanes]
-        return {"lanes": lanes, "next_shard": self.next_shard, "waiting": [list(place) for place in self.waiting]}
+        return {
+            "lanes": lanes,
+            "next_shard": self.next_shard,
+            "waiting": [list(place) for place in self.waiting],
+        }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> ShardsRead:
@@ -92,7 +106,9 @@ class ShardsRead:
                 waiting=tuple(map(_place, state["waiting"])),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise CorruptDataError(f"the loader's state of its shards cannot be read: {error!r}") from error
+            raise CorruptDataError(
+                f"the loader's state of its shards cannot be read: {error!r}"
+            ) from error
 
 
 def _place(values: Sequence[Any]) -> Place:
@@ -100,7 +116,9 @@ def _place(values: Sequence[Any]) -> Place:
     following, state = values[3:] or (None, None)  # earlier releases did not write them
     if not isinstance(state, (str, type(None))):
         raise ValueError(f"{state!r} where the state of a reader was expected")
-    return Place(shard, offset, fingerprint, None if following is None else _count(following), state)
+    return Place(
+        shard, offset, fingerprint, None if following is None else _count(following), state
+    )
 
 
 def _count(value: Any) -> int:
@@ -129,23 +147,31 @@ class Allotment:
     """The items of one step, settled round by round. All ranks keep one each, alike."""
 
     def __init__(self, read: ShardsRead, *, shards: int, sizes: Sequence[int]) -> None:
-        """`shards`: number of them in the epoch. `sizes`: items of each lane, as long as there are enough."""
+        """`shards`: number of them in the epoch. `sizes`: items of each lane, as long as there are
+        enough."""
         self.settled = False
         """The step has all its items: as many as are asked for, or all that are left."""
         self._shards = shards
         self._total = sum(sizes)
         self._next = read.next_shard
         self._waiting = list(read.waiting)
-        self._lanes = [_Lane(at=place, want=size) for place, size in zip(read.lanes, sizes, strict=True)]
+        self._lanes = [
+            _Lane(at=place, want=size) for place, size in zip(read.lanes, sizes, strict=True)
+        ]
         self._advance()
 
     def to_read(self, lane: int) -> tuple[Place, int] | None:
-        """The place from which the lane's owner is to read in this round, and the most items that it is to read.
+        """The place from which the lane's owner is to read in this round, and the most items that
+        it is to read.
 
         0 items: only whether there are more is asked. None: there is nothing to read.
         """
         one = self._lanes[lane]
-        return (one.at, one.want - one.have) if one.at is not None and (one.lacks or not one.known) else None
+        return (
+            (one.at, one.want - one.have)
+            if one.at is not None and (one.lacks or not one.known)
+            else None
+        )
 
     def hear(self, reports: Sequence[Report | None]) -> None:
         """One round's reports, by lane; None where nothing was to be read."""
@@ -157,7 +183,11 @@ class Allotment:
                 one.segments.append(Segment(one.at.shard, one.at.offset, report.items))
             one.have += report.items
             after = one.at.offset + report.items
-            one.at = Place(one.at.shard, after, report.fingerprint, report.following) if report.more else None
+            one.at = (
+                Place(one.at.shard, after, report.fingerprint, report.following)
+                if report.more
+                else None
+            )
             one.known = True
         self._advance()
 
@@ -166,7 +196,8 @@ class Allotment:
         return self._lanes[lane].at
 
     def hear_states(self, states: Sequence[str | None]) -> None:
-        """The states of the shards' readers at the places that the step leads to, by lane. Heard once the step is settled."""
+        """The states of the shards' readers at the places that the step leads to, by lane. Heard
+        once the step is settled."""
         for one, state in zip(self._lanes, states, strict=True):
             if one.at is not None:
                 one.at = one.at._replace(state=state)
@@ -182,7 +213,11 @@ class Allotment:
     @property
     def after(self) -> ShardsRead:
         """Where the epoch stands when the step is committed."""
-        return ShardsRead(lanes=tuple(lane.at for lane in self._lanes), next_shard=self._next, waiting=tuple(self._waiting))
+        return ShardsRead(
+            lanes=tuple(lane.at for lane in self._lanes),
+            next_shard=self._next,
+            waiting=tuple(self._waiting),
+        )
 
     def _advance(self) -> None:
         """Decides what is read in the next round; `settled` if there is none."""
@@ -191,7 +226,10 @@ class Allotment:
                 self._give_shard(lane)
         if self._has_reading:
             return
-        missing, going_on = self._total - sum(lane.have for lane in self._lanes), [lane for lane in self._lanes if lane.at is not None]
+        missing, going_on = (
+            self._total - sum(lane.have for lane in self._lanes),
+            [lane for lane in self._lanes if lane.at is not None],
+        )
         if missing and going_on:  # no shard is left for the lanes that lack items
             each, more = divmod(missing, len(going_on))
             for lane in self._lanes:
@@ -199,7 +237,8 @@ class Allotment:
             for number, lane in enumerate(going_on):
                 lane.want += each + (number < more)
         elif not going_on:
-            self._give_shard(self._lanes[0])  # whether anything is left decides whether the epoch ends here
+            # whether anything is left decides whether the epoch ends here
+            self._give_shard(self._lanes[0])
         self.settled = not self._has_reading
 
     def _give_shard(self, lane: _Lane) -> None:

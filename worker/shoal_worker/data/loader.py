@@ -1,14 +1,17 @@
-"""The training loader that users make: its arguments, its place among the session's sources, and its ways to be iterated over.
+"""The training loader that users make: its arguments, its place among the session's sources, and
+its ways to be iterated over.
 
-The parts that do the work, and who owns which state (all of it used by the thread of the user's training loop):
+The parts that do the work, and who owns which state (all of it used by the thread of the user's
+training loop):
 
 - `cursor.py`        the cursor and the count of epochs
 - `step_batches.py`  the step that this rank was dealt, by `sampling.py`; or the leases
-- `iteration.py`     the loops that are under way; the name, and the session that knows it. It hands out a step's batches, which `fetch.py`
-                     makes
+- `iteration.py`     the loops that are under way; the name, and the session that knows it. It hands
+                     out a step's batches, which `fetch.py` makes
 
-The cursor moves only when the session says that a step is committed; what was handed out and not committed is dealt again. It decides
-nothing about membership and reduces nothing. None of its parts refers to it: when the script lets go of it, it is gone and its name free.
+The cursor moves only when the session says that a step is committed; what was handed out and not
+committed is dealt again. It decides nothing about membership and reduces nothing. None of its parts
+refers to it: when the script lets go of it, it is gone and its name free.
 """
 
 from __future__ import annotations
@@ -33,28 +36,41 @@ from shoal_worker.data.sources import Sources
 from shoal_worker.data.step_batches import Dealer, DealtSupply, LeasedSupply, Step, Supply
 from shoal_worker.data.stream_evaluation import StreamedEvaluation
 from shoal_worker.data.stream_supply import StreamOrders, StreamSupply
-from shoal_worker.data.streams import ShardedStream, check_stream, has_items, identity_of_stream, is_stream, makes_of, names_of
+from shoal_worker.data.streams import (
+    ShardedStream,
+    check_stream,
+    has_items,
+    identity_of_stream,
+    is_stream,
+    makes_of,
+    names_of,
+)
 from shoal_worker.elastic.loader_interface import Placement
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.digest import SAMPLES, identity_of
 
-# ------------------------------------------------------------------------------------------------------------------ loaders without steps
+# ---------------------------------------------------------------------------- loaders without steps
 #
-# The batches of an evaluation loader: a fixed list of pieces of work that any rank can do, so that `evaluate` can deal them.
+# The batches of an evaluation loader: a fixed list of pieces of work that any rank can do, so that
+# `evaluate` can deal them.
 #
-# There are no steps here, no cursor and no commits. Every sample is in exactly one batch, in the dataset's order, or that of the sampler's
-# one draw. A batch has a number, and is the same whoever makes it.
+# There are no steps here, no cursor and no commits. Every sample is in exactly one batch, in the
+# dataset's order, or that of the sampler's one draw. A batch has a number, and is the same whoever
+# makes it.
 
 
 class EvaluationBatches:
     """Batches by number. Used by one thread at a time."""
 
-    def __init__(self, *, orders: EpochOrders, fetcher: Fetcher, size: int, seed: int, dealing: str) -> None:
+    def __init__(
+        self, *, orders: EpochOrders, fetcher: Fetcher, size: int, seed: int, dealing: str
+    ) -> None:
         """`dealing`: what the batches follow from, the same on all ranks."""
         self.dealing = dealing
         self._orders = orders
         self._fetcher = fetcher
-        self._length = len(orders.order(0))  # a sampler may draw fewer, or more, than its length says
+        # a sampler may draw fewer, or more, than its length says
+        self._length = len(orders.order(0))
         self._size = size
         self._seed = seed
 
@@ -71,7 +87,11 @@ class EvaluationBatches:
         wanted = [(number, self._request(number)) for number in numbers]
         try:
             for place, (number, request) in enumerate(wanted):
-                yield number, self._fetcher.fetch(request, lambda place=place: (later for _, later in wanted[place:]))  # type: ignore[misc]
+
+                def ahead(place: int = place) -> Iterator[Request]:
+                    return (later for _, later in wanted[place:])
+
+                yield number, self._fetcher.fetch(request, ahead)
         finally:
             self._fetcher.close()
 
@@ -82,18 +102,25 @@ class EvaluationBatches:
     def _request(self, number: int) -> Request:
         start = number * self._size
         positions = range(start, min(start + self._size, self._length))
-        return Request(epoch=0, indices=tuple(self._orders.indices(0, positions)), key=(self._seed, 0, 0, start))
+        return Request(
+            epoch=0,
+            indices=tuple(self._orders.indices(0, positions)),
+            key=(self._seed, 0, 0, start),
+        )
 
 
-# ----------------------------------------------------------------------------------------------------------------------------- the loader
+# --------------------------------------------------------------------------------------- the loader
 
 
 class ElasticDataLoader:
-    """Deals a dataset or a stream to the ranks of an elastic job: each sample exactly once an epoch, with a constant global batch.
+    """Deals a dataset or a stream to the ranks of an elastic job: each sample exactly once an
+    epoch, with a constant global batch.
 
-    Three forms. With `global_batch_size` alone, `for batch in loader` is one step an iteration, and each rank gets its part of the global
-    batch. With `micro_batch_size`, `for step in loader.steps(): for batch in step`. With `batch_size` (async_sgd), whole batches are leased
-    first come first served. `train=False` makes a loader for `evaluate`; iterated directly, it yields every batch here.
+    Three forms. With `global_batch_size` alone, `for batch in loader` is one step an iteration, and
+    each rank gets its part of the global batch. With `micro_batch_size`,
+    `for step in loader.steps(): for batch in step`. With `batch_size` (async_sgd), whole batches
+    are leased first come first served. `train=False` makes a loader for `evaluate`; iterated
+    directly, it yields every batch here.
     """
 
     def __init__(
@@ -117,27 +144,37 @@ class ElasticDataLoader:
     ) -> None:
         """
         Args:
-            dataset: has `__len__` and `__getitem__` (and perhaps `__getitems__`, which takes a list of indices); or is a stream: an
-                `IterableDataset`, of which every rank reads all and trains on its own part, or a `ShardedStream` (docs/streams.md).
+            dataset: has `__len__` and `__getitem__` (and perhaps `__getitems__`, which takes a list
+                of indices); or is a stream: an `IterableDataset`, of which every rank reads all and
+                trains on its own part, or a `ShardedStream` (docs/streams.md).
             global_batch_size: samples in a step over all ranks; the same whatever their number.
             micro_batch_size: samples in a micro-batch, the unit that is dealt to ranks then.
-            batch_size: samples in a leased batch (async_sgd). Exactly one of this and `global_batch_size`.
-            seed: of the order, and of the random numbers that datasets, models and the loop draw from the global generators of torch,
-                NumPy and Python, which are seeded for each batch; the same on every rank.
-            shuffle: a new order each epoch; else the dataset's. None: yes, but for a stream, whose order is its own; of a `ShardedStream`
-                True shuffles the shards. Without effect beside `sampler` and with `train=False`.
+            batch_size: samples in a leased batch (async_sgd). Exactly one of this and
+                `global_batch_size`.
+            seed: of the order, and of the random numbers that datasets, models and the loop draw
+                from the global generators of torch, NumPy and Python, which are seeded for each
+                batch; the same on every rank.
+            shuffle: a new order each epoch; else the dataset's. None: yes, but for a stream, whose
+                order is its own; of a `ShardedStream` True shuffles the shards. Without effect
+                beside `sampler` and with `train=False`.
             drop_last: leave out the last step of an epoch if it is short.
-            sampler: draws each epoch's indices instead, once per epoch; must draw the same on every rank. So that it does, its
-                `set_epoch` is called, and the random generators that it holds and the global ones are seeded. Ranks that drew
-                differently are stopped in the epoch's first step (RANKS_DIVERGED).
+            sampler: draws each epoch's indices instead, once per epoch; must draw the same on every
+                rank. So that it does, its `set_epoch` is called, and the random generators that it
+                holds and the global ones are seeded. Ranks that drew differently are stopped in the
+                epoch's first step (RANKS_DIVERGED).
             collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
-            num_workers: processes that fetch ahead; 0: fetch in the loop. Of a `ShardedStream` they read this rank's shards ahead, of
-                another stream one may; batches are made of the items in the loop.
+            num_workers: processes that fetch ahead; 0: fetch in the loop. Of a `ShardedStream` they
+                read this rank's shards ahead, of another stream one may; batches are made of the
+                items in the loop.
             pin_memory: put batches in page-locked memory, where there is an accelerator.
-            weight_fn: a batch's weight in the mean over the step, in place of its number of samples (unmasked tokens, say).
-            name: tells several loaders apart in checkpoints; the same in every rank and after a restart. None: by order of construction.
-            look_ahead: with `batch_size` hold one leased batch more, so that `peek` knows the next one.
-            train: False for evaluation: takes no part in steps. Batches are those of `micro_batch_size` or, without it, of the other size.
+            weight_fn: a batch's weight in the mean over the step, in place of its number of samples
+                (unmasked tokens, say).
+            name: tells several loaders apart in checkpoints; the same in every rank and after a
+                restart. None: by order of construction.
+            look_ahead: with `batch_size` hold one leased batch more, so that `peek` knows the next
+                one.
+            train: False for evaluation: takes no part in steps. Batches are those of
+                `micro_batch_size` or, without it, of the other size.
 
         Raises:
             ConfigurationError: arguments that cannot work, or a dataset that cannot be dealt.
@@ -177,14 +214,25 @@ class ElasticDataLoader:
         self._record = _sample_record() if train else None
         collate = collate_fn or default_collate
         # Training seeds the random numbers for each batch, so the fetcher need not put them back.
-        workers: dict[str, Any] = {"num_workers": num_workers, "pin_memory": pin_memory, "leaves_no_trace": not train}
-        sizes: dict[str, Any] = {"batch_size": size, "micro_batch_size": micro_batch_size, "drop_last": drop_last, "seed": seed}
+        workers: dict[str, Any] = {
+            "num_workers": num_workers,
+            "pin_memory": pin_memory,
+            "leaves_no_trace": not train,
+        }
+        sizes: dict[str, Any] = {
+            "batch_size": size,
+            "micro_batch_size": micro_batch_size,
+            "drop_last": drop_last,
+            "seed": seed,
+        }
         self._supply: Supply
         if streams:
             sizes["num_workers"] = num_workers
             self._progress = LoaderProgress(StreamOrders(dataset, seed=seed, shuffle=shuffle))
             if isinstance(dataset, ShardedStream) and train:
-                supply: StreamSupply = ShardSupply(dataset, self._progress, shuffle=shuffle, **sizes)
+                supply: StreamSupply = ShardSupply(
+                    dataset, self._progress, shuffle=shuffle, **sizes
+                )
             else:
                 supply = PositionSupply(dataset, self._progress, **sizes)
             supply.plan(0)  # refuses sizes that do not fit each other
@@ -194,7 +242,9 @@ class ElasticDataLoader:
             if not train:
                 batch = micro_batch_size or size
                 self._evaluation = StreamedEvaluation(
-                    functools.partial(Sources, makes_of(dataset), num_workers=num_workers, ahead=batch),
+                    functools.partial(
+                        Sources, makes_of(dataset), num_workers=num_workers, ahead=batch
+                    ),
                     names_of(dataset),
                     collate_fn=collate,
                     size=batch,
@@ -202,7 +252,13 @@ class ElasticDataLoader:
                     dealing=self.dealing,
                 )
         else:
-            orders = EpochOrders(dataset_length=len(dataset), identity=identity, seed=seed, shuffle=shuffle, sampler=sampler)
+            orders = EpochOrders(
+                dataset_length=len(dataset),
+                identity=identity,
+                seed=seed,
+                shuffle=shuffle,
+                sampler=sampler,
+            )
             dealer = Dealer(orders, **sizes)
             self._progress = LoaderProgress(orders)
             _check_not_empty(dealer.announced_plan(0))
@@ -214,11 +270,21 @@ class ElasticDataLoader:
             )
             if not train:
                 batch = micro_batch_size or size
-                self._evaluation = EvaluationBatches(orders=orders, fetcher=fetcher, size=batch, seed=seed, dealing=self.dealing)
+                self._evaluation = EvaluationBatches(
+                    orders=orders, fetcher=fetcher, size=batch, seed=seed, dealing=self.dealing
+                )
         in_micro_batches = micro_batch_size is not None
-        self._delivery = Delivery(self._supply, fetcher, in_micro_batches=in_micro_batches, weight_fn=weight_fn, record=self._record)
+        self._delivery = Delivery(
+            self._supply,
+            fetcher,
+            in_micro_batches=in_micro_batches,
+            weight_fn=weight_fn,
+            record=self._record,
+        )
         self._introduction = Introduction(name or ("" if train else "evaluation"))
-        self._iterations = Iterations(self._introduction, self._progress, self._supply, self._delivery, fetcher)
+        self._iterations = Iterations(
+            self._introduction, self._progress, self._supply, self._delivery, fetcher
+        )
         if train:
             self._introduction.session(self)
 
@@ -301,31 +367,40 @@ class ElasticDataLoader:
 
     @property
     def global_step(self) -> int:
-        """Steps committed so far, over all epochs: the count to go by for what happens every k steps, since it is the same on all ranks,
-        also on one that joined. In the leased form those of this rank."""
+        """Steps committed so far, over all epochs: the count to go by for what happens every k
+        steps, since it is the same on all ranks, also on one that joined. In the leased form those
+        of this rank."""
         return self._progress.cursor.global_step
 
     @property
     def plan(self) -> EpochPlan:
-        """How the cursor's epoch becomes steps; of a stream, whose end nobody has come to, as if it went on for ever."""
+        """How the cursor's epoch becomes steps; of a stream, whose end nobody has come to, as if it
+        went on for ever."""
         return self._supply.plan(self._progress.cursor.epoch)
 
     def __len__(self) -> int:
-        """Steps in a whole epoch, whatever the world; batches in the leased form (over all ranks) and for evaluation.
+        """Steps in a whole epoch, whatever the world; batches in the leased form (over all ranks)
+        and for evaluation.
 
         Raises:
             TypeError: of a stream nobody knows.
         """
         if isinstance(self._supply, StreamSupply):
             raise TypeError(
-                f"a loader of a stream ({type(self.dataset).__qualname__}) has no length: how many items come is known at their end"
+                f"a loader of a stream ({type(self.dataset).__qualname__}) has no length: how many "
+                "items come is known at their end"
             )
-        return len(self.plan) if not isinstance(self._evaluation, EvaluationBatches) else len(self._evaluation)
+        return (
+            len(self.plan)
+            if not isinstance(self._evaluation, EvaluationBatches)
+            else len(self._evaluation)
+        )
 
-    # ---------------------------------------------------------------------------------------------- for the training loop
+    # ------------------------------------------------------------------------ for the training loop
 
     def epochs(self, n: int) -> Iterator[int]:
-        """The epochs from where the run stands (after a resume, or in a joiner) up to `n`: `for epoch in loader.epochs(90)`.
+        """The epochs from where the run stands (after a resume, or in a joiner) up to `n`:
+        `for epoch in loader.epochs(90)`.
 
         Ends early when the job is stopped.
         """
@@ -337,8 +412,9 @@ class ElasticDataLoader:
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches, one a step; of an evaluation loader, every batch.
 
-        A loop may begin within an epoch (after a resume, in a joiner) and gets the batch of a lost step again, dealt anew: `enumerate` over
-        it numbers this process's iterations, and not the run's steps. Those are `global_step`.
+        A loop may begin within an epoch (after a resume, in a joiner) and gets the batch of a lost
+        step again, dealt anew: `enumerate` over it numbers this process's iterations, and not the
+        run's steps. Those are `global_step`.
 
         Raises:
             ConfigurationError: the loader has micro-batches; iterate `steps()`.
@@ -347,8 +423,9 @@ class ElasticDataLoader:
             return iter(self._evaluation)
         if self._micro_batch_size is not None:
             raise ConfigurationError(
-                f"micro_batch_size={self._micro_batch_size} is set, so one step is several batches, or none on some ranks: write "
-                "`for step in loader.steps():` and inside it `for batch in step:`, with optimizer.step() after the inner loop"
+                f"micro_batch_size={self._micro_batch_size} is set, so one step is several "
+                "batches, or none on some ranks: write `for step in loader.steps():` and inside "
+                "it `for batch in step:`, with optimizer.step() after the inner loop"
             )
         return self._iterations.batches(self)
 
@@ -359,18 +436,21 @@ class ElasticDataLoader:
 
     @property
     def batch_weight(self) -> float:
-        """Weight of the batch handed out last in the mean over its step: its number of samples, or what `weight_fn` said.
+        """Weight of the batch handed out last in the mean over its step: its number of samples, or
+        what `weight_fn` said.
 
-        0 for a stand-in: in a step with fewer samples than ranks, a rank without any gets a copy of another's sample. So sums over batches
-        multiply by this, `total += loss.detach() * loader.batch_weight`, and not by the length of the batch.
+        0 for a stand-in: in a step with fewer samples than ranks, a rank without any gets a copy of
+        another's sample. So sums over batches multiply by this,
+        `total += loss.detach() * loader.batch_weight`, and not by the length of the batch.
         """
         self._refuse_evaluation("batch_weight")
         return self._delivery.batch_weight
 
     def peek(self) -> Any:
-        """The batch that this rank will probably get after the one at hand, to prepare for it: `table.prefetch(...)`, say. Call it inside
-        of the loop. None: there is none in this epoch, or it is not known, as with `batch_size` without `look_ahead` or data workers. It is
-        made where it is asked for, once; data workers make it a second time."""
+        """The batch that this rank will probably get after the one at hand, to prepare for it:
+        `table.prefetch(...)`, say. Call it inside of the loop. None: there is none in this epoch,
+        or it is not known, as with `batch_size` without `look_ahead` or data workers. It is made
+        where it is asked for, once; data workers make it a second time."""
         self._refuse_evaluation("peek()")
         return self._delivery.peek()
 
@@ -382,11 +462,16 @@ class ElasticDataLoader:
         """
         if self._evaluation is None:
             raise ConfigurationError(
-                f"loader {self.name!r} is a training loader, and evaluating with it would move its cursor; make one with train=False"
+                f"loader {self.name!r} is a training loader, and evaluating with it would move its "
+                "cursor; make one with train=False"
             )
-        return self._evaluation.anew() if isinstance(self._evaluation, StreamedEvaluation) else self._evaluation
+        return (
+            self._evaluation.anew()
+            if isinstance(self._evaluation, StreamedEvaluation)
+            else self._evaluation
+        )
 
-    # --------------------------------------------------------------------------------------------------- for the session
+    # ------------------------------------------------------------------------------ for the session
 
     @property
     def leased(self) -> bool:
@@ -397,22 +482,29 @@ class ElasticDataLoader:
         """See `StepSource.leaving`."""
         self._iterations.acknowledge()
 
-    def committed(self, placement: Placement, *, known: bool = False, pushed: Sequence[int] | None = None) -> int:
+    def committed(
+        self, placement: Placement, *, known: bool = False, pushed: Sequence[int] | None = None
+    ) -> int:
         """See `StepSource.committed`."""
         dealt = self._supply.commit()
         if dealt is None:
-            raise InternalError(f"loader {self.name!r} was told of a commit, but no step of it is under way")
+            raise InternalError(
+                f"loader {self.name!r} was told of a commit, but no step of it is under way"
+            )
         if self._record is not None:
             place = {"loader": self.name, "generation": placement.generation, "epoch": dealt.epoch}
             if self.leased:
                 for number in (dealt.number,) if pushed is None else pushed:
                     self._record.write("finished", **place, step=number, known=known)
             else:
-                self._record.write("committed", **place, step=dealt.number, begin=dealt.positions.start)
+                self._record.write(
+                    "committed", **place, step=dealt.number, begin=dealt.positions.start
+                )
         return dealt.handed_out if placement.leads_replica else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor after the last commit, in samples, and what its meaning depends on. JSON-able."""
+        """The cursor after the last commit, in samples, and what its meaning depends on.
+        JSON-able."""
         return self.cursor_reader()()
 
     def cursor_reader(self) -> Callable[[], dict[str, Any]]:
@@ -424,7 +516,8 @@ class ElasticDataLoader:
 
         Raises:
             CorruptDataError: this is no loader's state, or a newer release's.
-            ConfigurationError: the cursor is within an epoch whose order is another one here, so samples would be lost or seen twice.
+            ConfigurationError: the cursor is within an epoch whose order is another one here, so
+                samples would be lost or seen twice.
         """
         checked = self._progress.checked(state, loader=self.name, leased=self.leased)
         self._supply.load(state, loader=self.name)
@@ -433,7 +526,10 @@ class ElasticDataLoader:
 
     def _refuse_evaluation(self, what: str) -> None:
         if self._evaluation is not None:
-            raise ConfigurationError(f"{what} of a loader with train=False: it has no steps; iterate it, or give it to shoal.evaluate")
+            raise ConfigurationError(
+                f"{what} of a loader with train=False: it has no steps; iterate it, or give it to "
+                "shoal.evaluate"
+            )
 
 
 def _read_cursor(progress: LoaderProgress, supply: Supply) -> dict[str, Any]:
@@ -443,56 +539,85 @@ def _read_cursor(progress: LoaderProgress, supply: Supply) -> dict[str, Any]:
 def _sample_record() -> SampleRecord | None:
     """Where this process was told to record its samples, if it was."""
     settings = WorkerSettings()
-    return SampleRecord(settings.record_dir, settings.member_id) if settings.record_dir is not None else None
+    return (
+        SampleRecord(settings.record_dir, settings.member_id)
+        if settings.record_dir is not None
+        else None
+    )
 
 
 def check_dataset(dataset: Any) -> None:
-    """Raises ConfigurationError unless samples of `dataset` can be had by index, and it has some."""
+    """Raises ConfigurationError unless samples of `dataset` can be had by index, and it has
+    some."""
     kind = type(dataset)
     indexable = has_items(dataset)
     if not indexable or not hasattr(kind, "__len__"):
-        missing = " and ".join(name for name, there in (("__getitem__", indexable), ("__len__", hasattr(kind, "__len__"))) if not there)
+        missing = " and ".join(
+            name
+            for name, there in (("__getitem__", indexable), ("__len__", hasattr(kind, "__len__")))
+            if not there
+        )
         raise ConfigurationError(
-            f"dataset={kind.__qualname__} has no {missing}, and is no stream: give it __len__ and __getitem__(index), or __iter__"
+            f"dataset={kind.__qualname__} has no {missing}, and is no stream: give it __len__ and "
+            "__getitem__(index), or __iter__"
         )
     if len(dataset) == 0:
-        raise ConfigurationError(f"dataset={kind.__qualname__} is empty; expected at least one sample")
+        raise ConfigurationError(
+            f"dataset={kind.__qualname__} is empty; expected at least one sample"
+        )
 
 
 def _check_not_empty(plan: EpochPlan) -> None:
     if len(plan) == 0:
         raise ConfigurationError(
-            f"drop_last=True leaves no step: {plan.length} samples are fewer than one batch of {plan.global_batch_size}; "
-            "make the batch smaller or keep the last one"
+            f"drop_last=True leaves no step: {plan.length} samples are fewer than one batch of "
+            f"{plan.global_batch_size}; make the batch smaller or keep the last one"
         )
 
 
-def check_sizes(global_batch_size: int | None, micro_batch_size: int | None, batch_size: int | None, *, train: bool) -> None:
+def check_sizes(
+    global_batch_size: int | None,
+    micro_batch_size: int | None,
+    batch_size: int | None,
+    *,
+    train: bool,
+) -> None:
     """Raises ConfigurationError unless the sizes name exactly one form of the loader."""
-    sizes = {"global_batch_size": global_batch_size, "micro_batch_size": micro_batch_size, "batch_size": batch_size}
+    sizes = {
+        "global_batch_size": global_batch_size,
+        "micro_batch_size": micro_batch_size,
+        "batch_size": batch_size,
+    }
     for name, size in sizes.items():
         if size is not None and (type(size) is not int or size < 1):
             raise ConfigurationError(f"{name}={size!r}: expected a whole number of at least 1")
     if (global_batch_size is None) == (batch_size is None):
         given = "both" if batch_size is not None else "neither"
         raise ConfigurationError(
-            "exactly one of global_batch_size (synchronous: samples in a step over all ranks) and batch_size (async_sgd: samples in a "
-            f"batch of one rank) is needed; {given} was given"
+            "exactly one of global_batch_size (synchronous: samples in a step over all ranks) and "
+            f"batch_size (async_sgd: samples in a batch of one rank) is needed; {given} was given"
         )
     if batch_size is not None and micro_batch_size is not None and train:
         raise ConfigurationError(
-            f"micro_batch_size={micro_batch_size} with batch_size={batch_size}: leased batches are not cut further; "
-            "leave micro_batch_size out, or use global_batch_size"
+            f"micro_batch_size={micro_batch_size} with batch_size={batch_size}: leased batches are "
+            "not cut further; leave micro_batch_size out, or use global_batch_size"
         )
 
 
-def check_rest(*, seed: int, num_workers: int, name: str | None, drop_last: bool, train: bool) -> None:
+def check_rest(
+    *, seed: int, num_workers: int, name: str | None, drop_last: bool, train: bool
+) -> None:
     """Raises ConfigurationError for the arguments that stand by themselves."""
     if type(seed) is not int:
         raise ConfigurationError(f"seed={seed!r}: expected a whole number, the same on every rank")
     if type(num_workers) is not int or num_workers < 0:
-        raise ConfigurationError(f"num_workers={num_workers!r}: expected a whole number of at least 0")
+        raise ConfigurationError(
+            f"num_workers={num_workers!r}: expected a whole number of at least 0"
+        )
     if name is not None and (not isinstance(name, str) or not name):
         raise ConfigurationError(f"name={name!r}: expected a text that is not empty, or None")
     if drop_last and not train:
-        raise ConfigurationError("drop_last=True with train=False: an evaluation takes every sample once; leave drop_last out")
+        raise ConfigurationError(
+            "drop_last=True with train=False: an evaluation takes every sample once; leave "
+            "drop_last out"
+        )

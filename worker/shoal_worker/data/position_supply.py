@@ -1,8 +1,9 @@
 """Deals a stream by position: every rank reads all of it, and passes over what is not its own.
 
-A step is the next `global_batch_size` items after the cursor. Every rank reads one item further than the step goes, and so knows without
-asking the others whether the step is short, and whether the epoch ends with it. What it read is compared with the others' in the step
-(`Supply.dealing`): a source that differs by rank, or ends elsewhere, is found before anything is applied.
+A step is the next `global_batch_size` items after the cursor. Every rank reads one item further
+than the step goes, and so knows without asking the others whether the step is short, and whether
+the epoch ends with it. What it read is compared with the others' in the step (`Supply.dealing`): a
+source that differs by rank, or ends elsewhere, is found before anything is applied.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.sampling import Block, EpochPlan
 from shoal_worker.data.step_batches import DealtStep, dealt_by
 from shoal_worker.data.stream_reader import Mark, Reader
-from shoal_worker.data.stream_supply import NO_END, STATE, StreamSupply, compare_first, left_behind, part_of_stream, set_epoch_of
+from shoal_worker.data.stream_supply import (
+    NO_END,
+    STATE,
+    StreamSupply,
+    compare_first,
+    left_behind,
+    part_of_stream,
+    set_epoch_of,
+)
 from shoal_worker.elastic.loader_interface import LoaderSession, Placement
 from shoal_worker.state.digest import STREAMED
 
@@ -52,8 +61,13 @@ class PositionSupply(StreamSupply):
         try:
             reader = self._reader_at_cursor(loader)
             ahead = self._batch_size if self._drop_last else 1
-            reader.fill(cursor.samples + self._batch_size + ahead, states_at=range(cursor.samples, NO_END, self._batch_size))
-        except BaseException:  # Ctrl-C too: an iterator that raised goes on no more, and the next one begins at the mark
+            reader.fill(
+                cursor.samples + self._batch_size + ahead,
+                states_at=range(cursor.samples, NO_END, self._batch_size),
+            )
+        except BaseException:
+            # Ctrl-C too: an iterator that raised goes on no more, and the next one begins at the
+            # mark
             self._close_readers()
             raise
         plan = self.plan(cursor.epoch)
@@ -69,33 +83,52 @@ class PositionSupply(StreamSupply):
 
     def plan(self, epoch: int) -> EpochPlan:
         """See `Supply`."""
-        return self._plan(self._reader.end if self._reader is not None and epoch == self._epoch else None)
+        return self._plan(
+            self._reader.end if self._reader is not None and epoch == self._epoch else None
+        )
 
     def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
-        """See `Supply`. Until the end is known, the epoch has as many samples as were dealt of it."""
+        """See `Supply`. Until the end is known, the epoch has as many samples as were dealt of
+        it."""
         plan = self.plan(dealt.epoch)
         expected = dealt.positions.stop if plan.length == NO_END else plan.counted
-        return {"samples": list(block.positions), "expected": expected, "dataset": -1, "drawn": False}
+        return {
+            "samples": list(block.positions),
+            "expected": expected,
+            "dataset": -1,
+            "drawn": False,
+        }
 
     def dealing(self, epoch: int) -> dict[str, Any]:
-        """See `Supply`: what the stream gave up to the end of the step at hand, and whether it ends there."""
-        if self._told is None or self._told[0] is not self.current or self._told[1] is not self._mark:
+        """See `Supply`: what the stream gave up to the end of the step at hand, and whether it ends
+        there."""
+        if (
+            self._told is None
+            or self._told[0] is not self.current
+            or self._told[1] is not self._mark
+        ):
             mark, end = self._committed_mark(), None
             if self.current is not None and self._reader is not None:
                 mark, end = self._reader.mark(self.current.positions.stop), self._reader.end
-            said = f"{mark.position} items, {mark.fingerprint:012x}" + (f", an end after {end}" if end is not None else "")
+            said = f"{mark.position} items, {mark.fingerprint:012x}" + (
+                f", an end after {end}" if end is not None else ""
+            )
             self._told = self.current, self._mark, {STREAMED: said}
         return self._told[2]
 
     @property
     def ends_epoch(self) -> bool:
         """See `Supply`."""
-        return self.current is not None and not self.plan(self.current.epoch).step(self.current.positions.stop)
+        return self.current is not None and not self.plan(self.current.epoch).step(
+            self.current.positions.stop
+        )
 
     def _advance(self, dealt: DealtStep) -> None:
         assert self._reader is not None
         stop = dealt.positions.stop
-        self._progress.cursor = self._progress.cursor.after_step(dealt.positions, self.plan(dealt.epoch))
+        self._progress.cursor = self._progress.cursor.after_step(
+            dealt.positions, self.plan(dealt.epoch)
+        )
         if self._progress.cursor.epoch != dealt.epoch:
             self._close()
         else:
@@ -107,17 +140,30 @@ class PositionSupply(StreamSupply):
         mark = self._committed_mark()
         if not mark.position:
             return {}
-        return {STATE: {"fingerprint": mark.fingerprint, "following": mark.following, "state": mark.state}}
+        return {
+            STATE: {
+                "fingerprint": mark.fingerprint,
+                "following": mark.following,
+                "state": mark.state,
+            }
+        }
 
     def load(self, state: Mapping[str, Any], *, loader: str) -> None:
         """See `Supply`."""
         position = state["samples"]
         if position:
             of_stream = part_of_stream(state, loader)
-            fingerprint, following, own = (of_stream.get(name) for name in ("fingerprint", "following", "state"))
-            if type(fingerprint) is not int or type(following) not in (int, type(None)) or type(own) not in (str, type(None)):
+            fingerprint, following, own = (
+                of_stream.get(name) for name in ("fingerprint", "following", "state")
+            )
+            if (
+                type(fingerprint) is not int
+                or type(following) not in (int, type(None))
+                or type(own) not in (str, type(None))
+            ):
                 raise CorruptDataError(
-                    f"loader {loader!r}: the state of its stream is {of_stream!r}, which no release of Shoal has written"
+                    f"loader {loader!r}: the state of its stream is {of_stream!r}, which no "
+                    "release of Shoal has written"
                 )
             mark = Mark(position=position, fingerprint=fingerprint, following=following, state=own)
         else:
@@ -127,9 +173,14 @@ class PositionSupply(StreamSupply):
         self._epoch, self._mark = state["epoch"], mark
 
     def _committed_mark(self) -> Mark:
-        """Returns the mark of the cursor; the script may have moved it to the head of another epoch."""
+        """Returns the mark of the cursor; the script may have moved it to the head of another
+        epoch."""
         cursor = self._progress.cursor
-        return self._mark if (cursor.epoch, cursor.samples) == (self._epoch, self._mark.position) else Mark()
+        return (
+            self._mark
+            if (cursor.epoch, cursor.samples) == (self._epoch, self._mark.position)
+            else Mark()
+        )
 
     def _reader_at_cursor(self, loader: str) -> Reader:
         epoch, mark = self._progress.cursor.epoch, self._committed_mark()
@@ -145,7 +196,9 @@ class PositionSupply(StreamSupply):
             self._sources.close()  # a data worker has the stream as it was when it was started
             self._told_epoch = epoch
         set_epoch_of(self._stream, epoch)
-        self._reader = self._sources.open(0, key=(self._seed, epoch), name=f"loader {loader!r}: {self._names[0]}", at=mark)
+        self._reader = self._sources.open(
+            0, key=(self._seed, epoch), name=f"loader {loader!r}: {self._names[0]}", at=mark
+        )
         return self._reader
 
     def _end_epoch(self) -> None:

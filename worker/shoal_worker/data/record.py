@@ -1,18 +1,25 @@
-"""A record of every sample that was handed out and every step that was committed, and the audit that reads it.
+"""A record of every sample that was handed out and every step that was committed, and the audit
+that reads it.
 
-It is evidence, written beside the training and never read by it: one file of JSON lines per member, `<member_id>.jsonl`. Each line is one
-write to a file opened with O_APPEND, so lines already written outlive a SIGKILL; a last line may be torn, which the audit tolerates.
+It is evidence, written beside the training and never read by it: one file of JSON lines per member,
+`<member_id>.jsonl`. Each line is one write to a file opened with O_APPEND, so lines already written
+outlive a SIGKILL; a last line may be torn, which the audit tolerates.
 
-    {"kind": "dealt", "loader", "generation", "epoch", "step", "rank", "index", "begin", "first", "samples": [...], "expected", "dataset",
-     "drawn"}                             written when a batch is handed out
-    {"kind": "committed", "loader", "generation", "epoch", "step", "begin"}    synchronous: the step counts on this rank
-    {"kind": "finished", "loader", "generation", "epoch", "step", "known"}     leased: this member's push of batch `step` is acknowledged;
-                                                                               known: the servers had it from another member already
+    {"kind": "dealt", "loader", "generation", "epoch", "step", "rank", "index", "begin", "first",
+     "samples": [...], "expected", "dataset", "drawn"}
+        written when a batch is handed out
+    {"kind": "committed", "loader", "generation", "epoch", "step", "begin"}
+        synchronous: the step counts on this rank
+    {"kind": "finished", "loader", "generation", "epoch", "step", "known"}
+        leased: this member's push of batch `step` is acknowledged; known: the servers had it from
+        another member already
 
-`samples` are the dataset indices fetched, at positions `first`, `first` + 1, ... of the epoch's order; empty for a stand-in batch. `begin`
-is the position where the step begins, `index` the micro-batch (or the rank), `expected` how many samples a whole epoch deals, `dataset` the
-dataset's length, and `drawn` says that a sampler made the order. Of a stream `samples` are positions, or (shard << 32) + the place in the
-shard, `dataset` is -1, and `expected` grows until its end is known.
+`samples` are the dataset indices fetched, at positions `first`, `first` + 1, ... of the epoch's
+order; empty for a stand-in batch. `begin` is the position where the step begins, `index` the
+micro-batch (or the rank), `expected` how many samples a whole epoch deals, `dataset` the dataset's
+length, and `drawn` says that a sampler made the order. Of a stream `samples` are positions, or
+(shard << 32) + the place in the shard, `dataset` is -1, and `expected` grows until its end is
+known.
 """
 
 from __future__ import annotations
@@ -33,7 +40,11 @@ class SampleRecord:
 
     def __init__(self, directory: Path, member_id: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(directory / f"{member_id}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._file = os.open(
+            directory / f"{member_id}.jsonl",
+            os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC,
+            0o644,
+        )
 
     def write(self, kind: str, **fields: Any) -> None:
         """Appends one line."""
@@ -57,11 +68,13 @@ class EpochAudit:
     once: int
     """Samples that count exactly once."""
     lost: int
-    """Samples that count nowhere: dropped by a fault, or not reached because the run ended before."""
+    """Samples that count nowhere: dropped by a fault, or not reached because the run ended
+    before."""
     repeated: int
     """Samples that count more than once."""
     lost_samples: tuple[int, ...]
-    """The lost ones, where they can be named (not with `drop_last`, which leaves out some rightly)."""
+    """The lost ones, where they can be named (not with `drop_last`, which leaves out some
+    rightly)."""
     repeated_samples: tuple[int, ...]
 
     @property
@@ -72,7 +85,8 @@ class EpochAudit:
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """The verdict over a directory of records. Samples are dataset indices; where a sampler drew the order, positions in it."""
+    """The verdict over a directory of records. Samples are dataset indices; where a sampler drew
+    the order, positions in it."""
 
     epochs: tuple[EpochAudit, ...]
     """By loader, then epoch. Only epochs of which something was handed out."""
@@ -101,26 +115,47 @@ class Audit:
 def audit(directory: Path) -> Audit:
     """Reads all records of one job in `directory`.
 
-    A step counts when a rank committed it and no later generation went on from before it: the first position that a generation commits
-    voids whatever lower generations committed from there on. Its samples are those that all members were handed for it in that generation.
-    A leased batch counts as often as members finished it who were the first to push it; once, if each of them was told that it was not,
-    since the first one died with its push.
+    A step counts when a rank committed it and no later generation went on from before it: the first
+    position that a generation commits voids whatever lower generations committed from there on. Its
+    samples are those that all members were handed for it in that generation. A leased batch counts
+    as often as members finished it who were the first to push it; once, if each of them was told
+    that it was not, since the first one died with its push.
 
     Raises:
         ConfigurationError: `directory` does not exist.
         CorruptDataError: a line other than a file's last is no record.
     """
     if not directory.is_dir():
-        raise ConfigurationError(f"no directory of sample records at {directory}; was SHOAL_RECORD_DIR set for the workers?")
+        raise ConfigurationError(
+            f"no directory of sample records at {directory}; was SHOAL_RECORD_DIR set for the "
+            "workers?"
+        )
     by_loader: dict[str, _Lines] = defaultdict(_Lines)
     for file in sorted(directory.glob("*.jsonl")):
         for line in _read(file):
             by_loader[line["loader"]].add(file.stem, line)
-    return Audit(epochs=tuple(verdict for loader in sorted(by_loader) for verdict in by_loader[loader].judge(loader)))
+    return Audit(
+        epochs=tuple(
+            verdict for loader in sorted(by_loader) for verdict in by_loader[loader].judge(loader)
+        )
+    )
 
 
 _FIELDS = {
-    "dealt": {"loader", "generation", "epoch", "step", "rank", "index", "begin", "first", "samples", "expected", "dataset", "drawn"},
+    "dealt": {
+        "loader",
+        "generation",
+        "epoch",
+        "step",
+        "rank",
+        "index",
+        "begin",
+        "first",
+        "samples",
+        "expected",
+        "dataset",
+        "drawn",
+    },
     "committed": {"loader", "generation", "epoch", "step", "begin"},
     "finished": {"loader", "generation", "epoch", "step", "known"},
 }
@@ -134,9 +169,13 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
             line = json.loads(text)
             missing = _FIELDS[line["kind"]] - line.keys()
         except (ValueError, KeyError, TypeError) as error:
-            raise CorruptDataError(f"{file}:{number} is no line of a sample record: {text[:80]!r}") from error
+            raise CorruptDataError(
+                f"{file}:{number} is no line of a sample record: {text[:80]!r}"
+            ) from error
         if missing:
-            raise CorruptDataError(f"{file}:{number} is a {line['kind']!r} line without {', '.join(sorted(missing))}")
+            raise CorruptDataError(
+                f"{file}:{number} is a {line['kind']!r} line without {', '.join(sorted(missing))}"
+            )
         yield line
 
 
@@ -144,8 +183,11 @@ class _Lines:
     """The lines of one loader, of all members."""
 
     def __init__(self) -> None:
-        # A step lost and dealt again within one generation overwrites: the last hand-out is the one that was committed.
-        self._dealt: dict[tuple[int, int, int], dict[tuple[str, int], dict[str, Any]]] = defaultdict(dict)
+        # A step lost and dealt again within one generation overwrites: the last hand-out is the one
+        # that was committed.
+        self._dealt: dict[tuple[int, int, int], dict[tuple[str, int], dict[str, Any]]] = (
+            defaultdict(dict)
+        )
         self._leased: dict[tuple[str, int, int], dict[str, Any]] = {}
         self._begins: dict[tuple[int, int, int], int] = {}
         self._finished: list[tuple[str, int, int]] = []
@@ -160,20 +202,36 @@ class _Lines:
             case "committed":
                 self._begins[step] = line["begin"]
             case "finished":
-                (self._known if line["known"] else self._finished).append((member, line["epoch"], line["step"]))
+                (self._known if line["known"] else self._finished).append(
+                    (member, line["epoch"], line["step"])
+                )
 
     def judge(self, loader: str) -> Iterator[EpochAudit]:
         counted: dict[int, list[dict[str, Any]]] = defaultdict(list)
         for step in self._steps_that_count():
             counted[step[1]] += self._dealt[step].values()
         first = {(epoch, batch) for _, epoch, batch in self._finished}
-        others = {(epoch, batch): member for member, epoch, batch in self._known if (epoch, batch) not in first}
-        for member, epoch, batch in (*self._finished, *((member, *place) for place, member in others.items())):
+        others = {
+            (epoch, batch): member
+            for member, epoch, batch in self._known
+            if (epoch, batch) not in first
+        }
+        for member, epoch, batch in (
+            *self._finished,
+            *((member, *place) for place, member in others.items()),
+        ):
             if (member, epoch, batch) not in self._leased:
-                raise CorruptDataError(f"member {member} finished batch {batch} of epoch {epoch} of {loader!r}, which it was never handed")
+                raise CorruptDataError(
+                    f"member {member} finished batch {batch} of epoch {epoch} of {loader!r}, which "
+                    "it was never handed"
+                )
             counted[epoch].append(self._leased[member, epoch, batch])
-        # A stream's lines know of no more samples than were dealt until then: the one that knows of most says how many there are.
-        by_expected = sorted((line for lines in self._dealt.values() for line in lines.values()), key=lambda line: line["expected"])
+        # A stream's lines know of no more samples than were dealt until then: the one that knows of
+        # most says how many there are.
+        by_expected = sorted(
+            (line for lines in self._dealt.values() for line in lines.values()),
+            key=lambda line: line["expected"],
+        )
         last = {line["epoch"]: line for line in by_expected}
         for epoch in sorted(last):
             yield _judge_epoch(loader, last[epoch], counted[epoch])
@@ -182,7 +240,11 @@ class _Lines:
         counting = []
         limit: tuple[int, int] | None = None
         for generation in sorted({step[0] for step in self._begins}, reverse=True):
-            places = {step: (step[1], begin) for step, begin in self._begins.items() if step[0] == generation}
+            places = {
+                step: (step[1], begin)
+                for step, begin in self._begins.items()
+                if step[0] == generation
+            }
             counting += [step for step, place in places.items() if limit is None or place < limit]
             first = min(places.values())
             limit = first if limit is None else min(limit, first)
@@ -193,7 +255,9 @@ def _judge_epoch(loader: str, like: dict[str, Any], lines: Iterable[dict[str, An
     drawn, expected = like["drawn"], like["expected"]
     seen: Counter[int] = Counter()
     for line in lines:
-        seen.update(range(line["first"], line["first"] + len(line["samples"])) if drawn else line["samples"])
+        seen.update(
+            range(line["first"], line["first"] + len(line["samples"])) if drawn else line["samples"]
+        )
     repeated = sorted(sample for sample, times in seen.items() if times > 1)
     nameable = expected if drawn else expected == like["dataset"] and expected
     return EpochAudit(

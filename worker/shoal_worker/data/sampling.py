@@ -1,8 +1,10 @@
-"""Which samples a step consists of, and which rank gets them: arithmetic on positions, and the order of the samples in each epoch.
+"""Which samples a step consists of, and which rank gets them: arithmetic on positions, and the
+order of the samples in each epoch.
 
-An epoch is a fixed order of samples. A *position* is a place in that order. A step is the next `global_batch_size` positions after the
-cursor; it is cut into blocks, one per rank or one per micro-batch, and blocks are dealt to whatever ranks there are. So a step's samples
-depend on the cursor alone, and every position is dealt once for any sequence of world sizes.
+An epoch is a fixed order of samples. A *position* is a place in that order. A step is the next
+`global_batch_size` positions after the cursor; it is cut into blocks, one per rank or one per
+micro-batch, and blocks are dealt to whatever ranks there are. So a step's samples depend on the
+cursor alone, and every position is dealt once for any sequence of world sizes.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, Sampler
 
 from shoal_worker.data.fetch import seeded
 
-# ------------------------------------------------------------------------------------------------------- positions: which rank gets which
+# ----------------------------------------------------------------- positions: which rank gets which
 
 Order = range | npt.NDArray[np.int64]
 """Dataset indices of an epoch, by position."""
@@ -30,7 +32,8 @@ Order = range | npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Neighbouring positions that one rank handles at once: a micro-batch, or its part of a plain step."""
+    """Neighbouring positions that one rank handles at once: a micro-batch, or its part of a plain
+    step."""
 
     index: int
     """0-based over the whole step; the rank in a plain step."""
@@ -55,11 +58,17 @@ class EpochPlan:
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
-            raise ConfigurationError(f"global_batch_size={self.global_batch_size}: expected at least 1")
-        if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.global_batch_size:
             raise ConfigurationError(
-                f"micro_batch_size={self.micro_batch_size}: expected 1 to global_batch_size={self.global_batch_size}; "
-                "a step is made of one or more micro-batches"
+                f"global_batch_size={self.global_batch_size}: expected at least 1"
+            )
+        if (
+            self.micro_batch_size is not None
+            and not 1 <= self.micro_batch_size <= self.global_batch_size
+        ):
+            raise ConfigurationError(
+                f"micro_batch_size={self.micro_batch_size}: expected 1 to "
+                f"global_batch_size={self.global_batch_size}; a step is made of one or more "
+                "micro-batches"
             )
 
     def __len__(self) -> int:
@@ -88,7 +97,9 @@ class EpochPlan:
         micro-batches, perhaps none; runs differ by at most one. Lower ranks get the larger parts.
         """
         if not 0 <= rank < world_size:
-            raise ConfigurationError(f"rank={rank}: expected 0 to {world_size - 1} in a world of {world_size}")
+            raise ConfigurationError(
+                f"rank={rank}: expected 0 to {world_size - 1} in a world of {world_size}"
+            )
         if self.micro_batch_size is None:
             parts = world_size
             if least * world_size > len(step) < self.global_batch_size >= least * world_size:
@@ -97,51 +108,70 @@ class EpochPlan:
             return (Block(index=rank, positions=step[mine]),)
         starts = range(0, len(step), self.micro_batch_size)
         runs = range(len(starts))[part_of(len(starts), rank, world_size)]
-        return tuple(Block(index=i, positions=step[starts[i] : starts[i] + self.micro_batch_size]) for i in runs)
+        return tuple(
+            Block(index=i, positions=step[starts[i] : starts[i] + self.micro_batch_size])
+            for i in runs
+        )
 
 
 def part_of(items: int, rank: int, world_size: int) -> slice:
-    """Part `rank` of `items` cut into `world_size` contiguous parts, the first `items % world_size` of which have one more."""
+    """Part `rank` of `items` cut into `world_size` contiguous parts, the first `items % world_size`
+    of which have one more."""
     each, more = divmod(items, world_size)
     start = rank * each + min(rank, more)
     return slice(start, start + each + (rank < more))
 
 
-# -------------------------------------------------------------------------------------------------- orders: which sample is at a position
+# ------------------------------------------------------------ orders: which sample is at a position
 #
 # The order of the samples in each epoch: `permutation`, or what a user's sampler draws.
 #
-# A sampler is drawn once per epoch and process, and every rank must draw the same, a joiner as well, which has drawn no epoch before. So
-# its `set_epoch` is called if it has one, the random generators that it holds are seeded (torch's, NumPy's and Python's), and so are the
-# global ones while it is drawn. A sampler that differs all the same (one that looks at the rank, or at a generator that it does not hold)
-# is found by the digest of what it drew, which ranks compare in every step and which travels in the loader's state.
+# A sampler is drawn once per epoch and process, and every rank must draw the same, a joiner as
+# well, which has drawn no epoch before. So its `set_epoch` is called if it has one, the random
+# generators that it holds are seeded (torch's, NumPy's and Python's), and so are the global ones
+# while it is drawn. A sampler that differs all the same (one that looks at the rank, or at a
+# generator that it does not hold) is found by the digest of what it drew, which ranks compare in
+# every step and which travels in the loader's state.
 
 
 def permutation(seed: int, epoch: int, length: int, shuffle: bool) -> Order:
     """The order of an epoch: `length` dataset indices.
 
-    Fixed for ever by its arguments: the indices sorted (stably) by the raw 64-bit outputs of Philox4x64-10 with key (seed, epoch) and
-    counter 0. It is built on raw outputs because numpy keeps those stable over releases, but not `Generator.permutation`. `seed` counts
-    modulo 2^64.
+    Fixed for ever by its arguments: the indices sorted (stably) by the raw 64-bit outputs of
+    Philox4x64-10 with key (seed, epoch) and counter 0. It is built on raw outputs because numpy
+    keeps those stable over releases, but not `Generator.permutation`. `seed` counts modulo 2^64.
     """
     if not shuffle:
         return range(length)
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
-    return np.argsort(np.random.Philox(key=key).random_raw(length), kind="stable").astype(np.int64, copy=False)
+    return np.argsort(np.random.Philox(key=key).random_raw(length), kind="stable").astype(
+        np.int64, copy=False
+    )
 
 
 class EpochOrders:
     """Keeps the order of the epoch asked for last."""
 
-    def __init__(self, *, dataset_length: int, identity: str, seed: int, shuffle: bool, sampler: Iterable[int] | None) -> None:
+    def __init__(
+        self,
+        *,
+        dataset_length: int,
+        identity: str,
+        seed: int,
+        shuffle: bool,
+        sampler: Iterable[int] | None,
+    ) -> None:
         """`identity`: of the dataset whose indices are ordered."""
         if isinstance(sampler, DistributedSampler):
             raise ConfigurationError(
-                "sampler=DistributedSampler(...): the loader deals samples to the ranks itself; leave sampler out, or give one that "
-                "draws over the whole dataset"
+                "sampler=DistributedSampler(...): the loader deals samples to the ranks itself; "
+                "leave sampler out, or give one that draws over the whole dataset"
             )
         if isinstance(sampler, BatchSampler):
-            raise ConfigurationError("sampler=BatchSampler(...): the loader cuts batches itself; give a sampler that draws single indices")
+            raise ConfigurationError(
+                "sampler=BatchSampler(...): the loader cuts batches itself; give a sampler that "
+                "draws single indices"
+            )
         self.dataset_length = dataset_length
         self.identity = identity
         self._seed = seed
@@ -201,10 +231,13 @@ class EpochOrders:
                 _seed(generator, int(torch.empty((), dtype=torch.int64).random_()))
             drawn = list(sampler)
         try:
-            order = np.fromiter((operator.index(index) for index in drawn), dtype=np.int64, count=len(drawn))
+            order = np.fromiter(
+                (operator.index(index) for index in drawn), dtype=np.int64, count=len(drawn)
+            )
         except (TypeError, OverflowError) as error:
             raise ConfigurationError(
-                f"sampler={sampler!r} drew something that is no index of the dataset ({error}); expected whole numbers"
+                f"sampler={sampler!r} drew something that is no index of the dataset ({error}); "
+                "expected whole numbers"
             ) from error
         if len(order) and not (order.min() >= 0 and order.max() < self.dataset_length):
             raise ConfigurationError(
@@ -215,10 +248,13 @@ class EpochOrders:
 
 
 def _generators_of(sampler: object) -> Iterator[object]:
-    """The random generators that a sampler holds, and those that samplers within it do; `generator`, as torch's samplers call it, first."""
+    """The random generators that a sampler holds, and those that samplers within it do;
+    `generator`, as torch's samplers call it, first."""
     held = {"generator": getattr(sampler, "generator", None), **getattr(sampler, "__dict__", {})}
     for each in held.values():
-        if isinstance(each, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+        if isinstance(
+            each, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+        ):
             yield each
         elif isinstance(each, Sampler):
             yield from _generators_of(each)

@@ -1,7 +1,8 @@
 """Deals a `ShardedStream`: each rank reads the shards of its lanes (`lanes.py`), and no others.
 
-Each step is settled by what all ranks tell each other of their lanes, in a short sum or two, before its batches are handed out. If readers
-of shards have states, a further sum tells those of the places that the step leads to: whoever goes on with a shard seeks there.
+Each step is settled by what all ranks tell each other of their lanes, in a short sum or two, before
+its batches are handed out. If readers of shards have states, a further sum tells those of the
+places that the step leads to: whoever goes on with a shard seeks there.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from shoal_worker.data.lanes import Allotment, Place, Report, ShardsRead
 from shoal_worker.data.sampling import Block, EpochPlan, part_of, permutation
 from shoal_worker.data.step_batches import DealtStep
 from shoal_worker.data.stream_reader import Mark, Reader
-from shoal_worker.data.stream_supply import NO_END, STATE, StreamSupply, compare_first, left_behind, part_of_stream, set_epoch_of
+from shoal_worker.data.stream_supply import (
+    NO_END,
+    STATE,
+    StreamSupply,
+    compare_first,
+    left_behind,
+    part_of_stream,
+    set_epoch_of,
+)
 from shoal_worker.data.streams import ShardedStream
 from shoal_worker.elastic.loader_interface import LoaderSession, Placement
 from shoal_worker.state.digest import STREAMED
@@ -35,7 +44,9 @@ _LONGEST_STATE: Final = 64 * 1024
 class ShardSupply(StreamSupply):
     """Each rank reads the shards of its lanes."""
 
-    def __init__(self, stream: ShardedStream, progress: LoaderProgress, *, shuffle: bool, **sizes: Any) -> None:
+    def __init__(
+        self, stream: ShardedStream, progress: LoaderProgress, *, shuffle: bool, **sizes: Any
+    ) -> None:
         super().__init__(stream, progress, **sizes)
         self._shards = stream.shards
         self._shuffle = shuffle
@@ -43,7 +54,9 @@ class ShardSupply(StreamSupply):
         starts = range(0, self._batch_size, self._micro_batch_size)
         micro_batches = [min(self._micro_batch_size, self._batch_size - start) for start in starts]
         lanes = min(len(micro_batches), len(self._shards))
-        self._sizes = [sum(micro_batches[part_of(len(micro_batches), lane, lanes)]) for lane in range(lanes)]
+        self._sizes = [
+            sum(micro_batches[part_of(len(micro_batches), lane, lanes)]) for lane in range(lanes)
+        ]
         self._sources.ahead = max(self._sizes)
         self._epoch = -1
         """Which all below is of."""
@@ -59,7 +72,8 @@ class ShardSupply(StreamSupply):
         self._told_epoch = -1
         """Which epoch the stream was told last."""
         self._first: tuple[int, int | None] = -1, None
-        """An epoch, and the fingerprint of the first item of its first shard, which all ranks read to compare it."""
+        """An epoch, and the fingerprint of the first item of its first shard, which all ranks read
+        to compare it."""
         self._sample: Any = None
         """That item."""
         self._warned_of_length = False
@@ -67,7 +81,9 @@ class ShardSupply(StreamSupply):
     def items_at(self, positions: Sequence[int]) -> list[Any]:
         """See `StreamSupply`."""
         given: list[Any] = []
-        for place, neighbours in itertools.groupby(map(self._items.__getitem__, positions), key=lambda at: at[0]):
+        for place, neighbours in itertools.groupby(
+            map(self._items.__getitem__, positions), key=lambda at: at[0]
+        ):
             if (reader := self._readers.get(place)) is None:
                 raise left_behind()
             given += reader.items([offset for _, offset in neighbours])
@@ -78,20 +94,31 @@ class ShardSupply(StreamSupply):
 
         Raises:
             PreconditionError (STREAM_NOT_REPEATED): a shard gave other items than before.
-            ConfigurationError: the shards gave no items, or the strategy has no steps that all ranks take together.
+            ConfigurationError: the shards gave no items, or the strategy has no steps that all
+                ranks take together.
         """
         cursor = self._progress.cursor
         self._begin_at_cursor()
         if placement.world_size > 1 and self._first[0] != cursor.epoch:
             self._first = cursor.epoch, self._first_item(loader)
-        if placement.world_size > 1 and cursor.samples == 0:  # else a rank that joins would do it alone
+        if placement.world_size > 1 and cursor.samples == 0:
+            # else a rank that joins would do it alone
             compare_first(self._sample, session, loader)
-        allotment = self._allotment = Allotment(self._read_so_far, shards=len(self._order), sizes=self._sizes)
-        mine = range(len(self._sizes))[part_of(len(self._sizes), placement.rank, placement.world_size)]
-        self._keep_readers({place.shard for lane in mine if (place := self._read_so_far.lanes[lane]) is not None})
+        allotment = self._allotment = Allotment(
+            self._read_so_far, shards=len(self._order), sizes=self._sizes
+        )
+        mine = range(len(self._sizes))[
+            part_of(len(self._sizes), placement.rank, placement.world_size)
+        ]
+        self._keep_readers(
+            {place.shard for lane in mine if (place := self._read_so_far.lanes[lane]) is not None}
+        )
         whole, lengths = True, [0] * len(self._sizes)
         while whole and not allotment.settled:
-            wanted = [allotment.to_read(lane) if lane in mine else None for lane in range(len(self._sizes))]
+            wanted = [
+                allotment.to_read(lane) if lane in mine else None
+                for lane in range(len(self._sizes))
+            ]
             own = self._read_lanes(wanted, loader)
             everyones = self._tell(own, allotment, placement, session)
             whole = everyones is not None
@@ -105,13 +132,19 @@ class ShardSupply(StreamSupply):
             self._forget()
             self._progress.end_epoch()
             return None
-        # In a step that a fault has made void already it matters to nobody which positions these are.
+        # In a step that a fault has made void already it matters to nobody which positions these
+        # are.
         positions = range(cursor.samples, cursor.samples + max(total, 1))
         lanes = self._blocks_of_lanes(allotment, cursor.samples)
         self._items = {
-            position: place for lane in mine for position, place in zip(*self._placed(allotment, lane, cursor.samples), strict=True)
+            position: place
+            for lane in mine
+            for position, place in zip(*self._placed(allotment, lane, cursor.samples), strict=True)
         }
-        of_rank = [lanes[part_of(len(lanes), rank, placement.world_size)] for rank in range(placement.world_size)]
+        of_rank = [
+            lanes[part_of(len(lanes), rank, placement.world_size)]
+            for rank in range(placement.world_size)
+        ]
         self.current = DealtStep(
             placement=placement,
             epoch=cursor.epoch,
@@ -127,18 +160,25 @@ class ShardSupply(StreamSupply):
         dealt, allotment = self.current, self._allotment
         if dealt is None or allotment is None or epoch != dealt.epoch:
             return self._plan(None)
-        return self._plan(dealt.positions.stop if allotment.after.is_over(len(self._order)) else None)
+        return self._plan(
+            dealt.positions.stop if allotment.after.is_over(len(self._order)) else None
+        )
 
     def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
-        """See `Supply`. A sample is named by its shard and its place in it, so that one that was read twice is seen."""
-        samples = [(self._order[place] << 32) + offset for place, offset in map(self._items.__getitem__, block.positions)]
+        """See `Supply`. A sample is named by its shard and its place in it, so that one that was
+        read twice is seen."""
+        samples = [
+            (self._order[place] << 32) + offset
+            for place, offset in map(self._items.__getitem__, block.positions)
+        ]
         return {"samples": samples, "expected": dealt.positions.stop, "dataset": -1, "drawn": False}
 
     def dealing(self, epoch: int) -> dict[str, Any]:
-        """See `Supply`: what is read of each shard at the end of the step at hand, and the first item of the epoch's first shard.
+        """See `Supply`: what is read of each shard at the end of the step at hand, and the first
+        item of the epoch's first shard.
 
-        A shard that is read by one rank alone could be read otherwise by another, as where `read` splits by rank: nobody would train on
-        the rest. So one item is read by all.
+        A shard that is read by one rank alone could be read otherwise by another, as where `read`
+        splits by rank: nobody would train on the rest. So one item is read by all.
         """
         read, first = self._committed(), None
         if self.current is not None and self._allotment is not None:
@@ -149,13 +189,17 @@ class ShardSupply(StreamSupply):
     @property
     def ends_epoch(self) -> bool:
         """See `Supply`."""
-        return self.current is not None and not self.plan(self.current.epoch).step(self.current.positions.stop)
+        return self.current is not None and not self.plan(self.current.epoch).step(
+            self.current.positions.stop
+        )
 
     def _advance(self, dealt: DealtStep) -> None:
         assert self._allotment is not None
         read = self._allotment.after
         over = read.is_over(len(self._order))
-        self._progress.cursor = self._progress.cursor.after_step(dealt.positions, self._plan(dealt.positions.stop if over else None))
+        self._progress.cursor = self._progress.cursor.after_step(
+            dealt.positions, self._plan(dealt.positions.stop if over else None)
+        )
         self._allotment, self._read_so_far = None, read
         if over:
             self._forget()
@@ -171,9 +215,20 @@ class ShardSupply(StreamSupply):
 
     def load(self, state: Mapping[str, Any], *, loader: str) -> None:
         """See `Supply`."""
-        read = ShardsRead.from_state(part_of_stream(state, loader)) if state["samples"] else self._nothing_read
-        if any(place.shard >= len(self._shards) for place in (*read.lanes, *read.waiting) if place is not None):
-            raise CorruptDataError(f"loader {loader!r}: the state of its shards names one that is not among {len(self._shards)}")
+        read = (
+            ShardsRead.from_state(part_of_stream(state, loader))
+            if state["samples"]
+            else self._nothing_read
+        )
+        if any(
+            place.shard >= len(self._shards)
+            for place in (*read.lanes, *read.waiting)
+            if place is not None
+        ):
+            raise CorruptDataError(
+                f"loader {loader!r}: the state of its shards names one that is not among "
+                f"{len(self._shards)}"
+            )
         if state["epoch"] != self._epoch:
             self._forget()
         self._epoch, self._read_so_far = state["epoch"], read.with_lanes(len(self._sizes))
@@ -181,7 +236,11 @@ class ShardSupply(StreamSupply):
 
     def _committed(self) -> ShardsRead:
         cursor = self._progress.cursor
-        return self._read_so_far if cursor.epoch == self._epoch and cursor.samples else self._nothing_read
+        return (
+            self._read_so_far
+            if cursor.epoch == self._epoch and cursor.samples
+            else self._nothing_read
+        )
 
     @property
     def _nothing_read(self) -> ShardsRead:
@@ -199,7 +258,9 @@ class ShardSupply(StreamSupply):
         self._read_so_far = read
 
     def _order_of(self, epoch: int) -> list[int]:
-        return [int(shard) for shard in permutation(self._seed, epoch, len(self._shards), self._shuffle)]
+        return [
+            int(shard) for shard in permutation(self._seed, epoch, len(self._shards), self._shuffle)
+        ]
 
     def _forget(self) -> None:
         self._keep_readers(())
@@ -213,8 +274,11 @@ class ShardSupply(StreamSupply):
         for place in [place for place in self._readers if place not in kept]:
             self._readers.pop(place).close()
 
-    def _read_lanes(self, wanted: Sequence[tuple[Place, int] | None], loader: str) -> list[Report | None]:
-        """Reads what the lanes of this rank need in a round. Data workers do so at once: all are asked before one is waited for."""
+    def _read_lanes(
+        self, wanted: Sequence[tuple[Place, int] | None], loader: str
+    ) -> list[Report | None]:
+        """Reads what the lanes of this rank need in a round. Data workers do so at once: all are
+        asked before one is waited for."""
         try:
             for at, _ in filter(None, wanted):
                 self._open(at, loader)
@@ -241,18 +305,23 @@ class ShardSupply(StreamSupply):
     def _open(self, at: Place, loader: str) -> None:
         """Sees to it that there is a reader which stands at this place."""
         reader = self._readers.get(at.shard)
-        mark = Mark(position=at.offset, fingerprint=at.fingerprint, following=at.following, state=at.state)
+        mark = Mark(
+            position=at.offset, fingerprint=at.fingerprint, following=at.following, state=at.state
+        )
         if reader is None or not reader.holds(mark):
             self._keep_readers(self._readers.keys() - {at.shard})
             shard = self._order[at.shard]
             key = (self._seed, self._epoch, shard)
-            self._readers[at.shard] = self._sources.open(shard, key=key, name=f"loader {loader!r}: {self._names[shard]}", at=mark)
+            self._readers[at.shard] = self._sources.open(
+                shard, key=key, name=f"loader {loader!r}: {self._names[shard]}", at=mark
+            )
 
     def _range_of(self, lane: int, at: Place, most: int) -> tuple[int, range]:
-        """Up to where a lane's shard is read in a round, and where its state is kept: where the step will probably end, and those that a
-        data worker comes to ahead of them."""
+        """Up to where a lane's shard is read in a round, and where its state is kept: where the
+        step will probably end, and those that a data worker comes to ahead of them."""
         stop, each = at.offset + most, self._sizes[lane]
-        return stop + 1, range(stop or each, NO_END, each)  # of a shard that is not begun no state is needed
+        # of a shard that is not begun no state is needed
+        return stop + 1, range(stop or each, NO_END, each)
 
     def _read_lane(self, lane: int, wanted: tuple[Place, int] | None) -> Report | None:
         """Reads what one lane needs in a round."""
@@ -267,61 +336,97 @@ class ShardSupply(StreamSupply):
         reached = reader.mark(after)
         more = reader.stop > after
         following = reached.following if more and reached.following is not None else 0
-        return Report(count, more, reached.fingerprint, following, len(self._state_of(at.shard, after)) if more else 0)
+        return Report(
+            count,
+            more,
+            reached.fingerprint,
+            following,
+            len(self._state_of(at.shard, after)) if more else 0,
+        )
 
     def _tell(
-        self, own: Sequence[Report | None], allotment: Allotment, placement: Placement, session: LoaderSession
+        self,
+        own: Sequence[Report | None],
+        allotment: Allotment,
+        placement: Placement,
+        session: LoaderSession,
     ) -> list[Report | None] | None:
         """What all ranks' lanes got in this round; None: a rank failed, and the step is void.
 
         Raises:
-            PreconditionError (STREAM_NOT_REPEATED): another rank of this replica read something else in this rank's lanes.
+            PreconditionError (STREAM_NOT_REPEATED): another rank of this replica read something
+                else in this rank's lanes.
         """
         nothing = (0,) * _NUMBERS
-        reports = [report if report is not None and placement.leads_replica else nothing for report in own]
+        reports = [
+            report if report is not None and placement.leads_replica else nothing for report in own
+        ]
         summed = session.sum_numbers([float(number) for report in reports for number in report])
         if summed is None:
             return None
         told: list[Report | None] = []
         for lane, mine in enumerate(own):
             count, more, *others = map(int, summed[_NUMBERS * lane : _NUMBERS * (lane + 1)])
-            report = Report(count, bool(more), *others) if allotment.to_read(lane) is not None else None
-            if mine is not None and (report is None or report._replace(state_bytes=0) != mine._replace(state_bytes=0)):
+            report = (
+                Report(count, bool(more), *others) if allotment.to_read(lane) is not None else None
+            )
+            if mine is not None and (
+                report is None or report._replace(state_bytes=0) != mine._replace(state_bytes=0)
+            ):
                 raise PreconditionError(
-                    f"two ranks of one replica of the model read different items of a shard: {mine} here, {report} there; a shard must "
-                    "give the same items on every machine",
+                    "two ranks of one replica of the model read different items of a shard: "
+                    f"{mine} here, {report} there; a shard must give the same items on every "
+                    "machine",
                     reason="STREAM_NOT_REPEATED",
                 )
             told.append(report)
         return told
 
     def _state_of(self, place: int, offset: int) -> bytes:
-        """The state of the reader of a shard of this rank, as it is told to the others; empty: there is none, or it is too long."""
+        """The state of the reader of a shard of this rank, as it is told to the others; empty:
+        there is none, or it is too long."""
         state = (self._readers[place].state_at(offset) or "").encode()
         if len(state) <= _LONGEST_STATE:
             return state
         if not self._warned_of_length:
             self._warned_of_length = True
             _log.warning(
-                "the state_dict of the reader of shard %r takes %d bytes, and at most %d are told to the other ranks in each step: whoever "
-                "goes on with the shard passes over what was trained on; keep items, such as those of a shuffle buffer, out of the state",
+                "the state_dict of the reader of shard %r takes %d bytes, and at most %d are told "
+                "to the other ranks in each step: whoever goes on with the shard passes over what "
+                "was trained on; keep items, such as those of a shuffle buffer, out of the state",
                 self._shards[self._order[place]],
                 len(state),
                 _LONGEST_STATE,
             )
         return b""
 
-    def _tell_states(self, lengths: Sequence[int], mine: range, allotment: Allotment, placement: Placement, session: LoaderSession) -> bool:
-        """Tells the states of the readers of this rank's shards at the places that the step leads to, and hears the others'. `lengths`:
-        theirs in bytes, by lane. False: a rank failed, and the step is void."""
+    def _tell_states(
+        self,
+        lengths: Sequence[int],
+        mine: range,
+        allotment: Allotment,
+        placement: Placement,
+        session: LoaderSession,
+    ) -> bool:
+        """Tells the states of the readers of this rank's shards at the places that the step leads
+        to, and hears the others'. `lengths`: theirs in bytes, by lane. False: a rank failed, and
+        the step is void."""
         if not any(lengths):
             return True
         own = [b""] * len(lengths)
         for lane in mine:
-            if placement.leads_replica and lengths[lane] and (place := allotment.place(lane)) is not None:
+            if (
+                placement.leads_replica
+                and lengths[lane]
+                and (place := allotment.place(lane)) is not None
+            ):
                 own[lane] = self._state_of(place.shard, place.offset)
         rooms = [-(-length // _BYTES) for length in lengths]
-        numbers = [number for state, room in zip(own, rooms, strict=True) for number in _as_numbers(state, room)]
+        numbers = [
+            number
+            for state, room in zip(own, rooms, strict=True)
+            for number in _as_numbers(state, room)
+        ]
         summed = session.sum_numbers(numbers)
         if summed is None:
             return False
@@ -331,11 +436,17 @@ class ShardSupply(StreamSupply):
         allotment.hear_states([state.decode() or None for state in states])
         return True
 
-    def _placed(self, allotment: Allotment, lane: int, start: int) -> tuple[range, list[tuple[int, int]]]:
+    def _placed(
+        self, allotment: Allotment, lane: int, start: int
+    ) -> tuple[range, list[tuple[int, int]]]:
         """The positions of a lane's items, and where they are."""
         counts = allotment.counts()
         first = start + sum(counts[:lane])
-        places = [(part.shard, part.offset + number) for part in allotment.segments(lane) for number in range(part.items)]
+        places = [
+            (part.shard, part.offset + number)
+            for part in allotment.segments(lane)
+            for number in range(part.items)
+        ]
         return range(first, first + counts[lane]), places
 
     def _blocks_of_lanes(self, allotment: Allotment, start: int) -> list[list[Block]]:
@@ -346,7 +457,12 @@ class ShardSupply(StreamSupply):
         for count in allotment.counts():
             positions = range(start, start + count)
             cuts = range(0, count, self._micro_batch_size)
-            lanes.append([Block(index=number + i, positions=positions[at : at + self._micro_batch_size]) for i, at in enumerate(cuts)])
+            lanes.append(
+                [
+                    Block(index=number + i, positions=positions[at : at + self._micro_batch_size])
+                    for i, at in enumerate(cuts)
+                ]
+            )
             number, start = number + len(cuts), start + count
         return lanes
 
@@ -354,7 +470,10 @@ class ShardSupply(StreamSupply):
 def _as_numbers(data: bytes, room: int) -> list[float]:
     """`data` as `room` numbers, for a sum in which all others give noughts."""
     padded = data.ljust(room * _BYTES, b"\0")
-    return [float(int.from_bytes(padded[at : at + _BYTES], "little")) for at in range(0, room * _BYTES, _BYTES)]
+    return [
+        float(int.from_bytes(padded[at : at + _BYTES], "little"))
+        for at in range(0, room * _BYTES, _BYTES)
+    ]
 
 
 def _from_numbers(numbers: Sequence[float], length: int) -> bytes:

@@ -1,9 +1,11 @@
-"""The sources that a stream has, one or a list of shards, each read by this process or by a data worker that reads ahead.
+"""The sources that a stream has, one or a list of shards, each read by this process or by a data
+worker that reads ahead.
 
-A data worker is a process that reads some of the sources and nothing else: what it reads of each follows from the source and from where
-it was opened, and not from which worker it is, nor from how far ahead it came. The rank asks for items and gets no more than it would have
-read itself. Workers know nothing of ranks and steps; they live until the epoch ends or the loop is left, and die with their rank
-(`fetch.py`). What a source raises is raised in the rank, when it comes to that item.
+A data worker is a process that reads some of the sources and nothing else: what it reads of each
+follows from the source and from where it was opened, and not from which worker it is, nor from how
+far ahead it came. The rank asks for items and gets no more than it would have read itself. Workers
+know nothing of ranks and steps; they live until the epoch ends or the loop is left, and die with
+their rank (`fetch.py`). What a source raises is raised in the rank, when it comes to that item.
 
 Used by one thread; each worker's side by the one thread of its process.
 """
@@ -30,10 +32,12 @@ from shoal_worker.data.fetch import tie_to_parent
 from shoal_worker.data.stream_reader import Mark, Reader, SourceReader
 
 _END_WITHIN_S: Final = 2.0
-"""How long a worker that was told to end may take, before it is killed: it may be in the middle of an item."""
+"""How long a worker that was told to end may take, before it is killed: it may be in the middle of
+an item."""
 
 _SLICE_S: Final = 0.2
-"""A signal's handler runs on the main thread, between two instructions: one that comes just before a wait begins does not end it."""
+"""A signal's handler runs on the main thread, between two instructions: one that comes just before
+a wait begins does not end it."""
 
 _ANSWERED: Final = ("fill", "items")
 """Questions that have an answer."""
@@ -45,8 +49,8 @@ class Sources:
     """Opens sources by number."""
 
     def __init__(self, makes: Sequence[Make], *, num_workers: int, ahead: int) -> None:
-        """`makes`: give the sources. `num_workers`: how many processes read them; 0: this one does. `ahead`: items of a source that a
-        worker reads beyond those that it was asked for."""
+        """`makes`: give the sources. `num_workers`: how many processes read them; 0: this one does.
+        `ahead`: items of a source that a worker reads beyond those that it was asked for."""
         self._makes = makes
         self.ahead = ahead
         """What the workers are told that are started from now on."""
@@ -54,15 +58,18 @@ class Sources:
         self._workers: list[_Worker] = []
 
     def open(self, number: int, *, key: Sequence[int], name: str, at: Mark | None = None) -> Reader:
-        """A reader of source `number`. `key`: of its random numbers. `name`: for errors. `at`: where it is to begin.
+        """A reader of source `number`. `key`: of its random numbers. `name`: for errors. `at`:
+        where it is to begin.
 
         Raises:
-            PreconditionError (STREAM_NOT_REPEATED): the source gave other items than those before `at`. Of a worker, `fill` raises it.
+            PreconditionError (STREAM_NOT_REPEATED): the source gave other items than those before
+                `at`. Of a worker, `fill` raises it.
         """
         if not self._num_workers:
             return SourceReader(self._makes[number], key=key, name=name, at=at)
         if not self._workers:
-            # At the process's end multiprocessing would ask them to end by SIGTERM, which they leave to the rank.
+            # At the process's end multiprocessing would ask them to end by SIGTERM, which they
+            # leave to the rank.
             atexit.register(self.close)
             self._workers = [_Worker(self._makes, self.ahead) for _ in range(self._num_workers)]
         worker = min(self._workers, key=lambda each: each.open_readers)
@@ -79,7 +86,8 @@ class Sources:
         return max(1, self._num_workers)
 
     def close(self) -> None:
-        """Ends the workers, and with them their readers. The next `open` starts new ones, which see the sources as they are then."""
+        """Ends the workers, and with them their readers. The next `open` starts new ones, which see
+        the sources as they are then."""
         atexit.unregister(self.close)
         workers, self._workers = self._workers, []
         for worker in workers:
@@ -91,7 +99,9 @@ class Sources:
 class RemoteReader(Reader):
     """One source that a data worker reads."""
 
-    def __init__(self, worker: _Worker, number: int, *, key: Sequence[int], name: str, at: Mark) -> None:
+    def __init__(
+        self, worker: _Worker, number: int, *, key: Sequence[int], name: str, at: Mark
+    ) -> None:
         super().__init__(at)
         self._worker = worker
         self._name = name
@@ -119,7 +129,9 @@ class RemoteReader(Reader):
 
     def items(self, positions: Iterable[int]) -> list[Any]:
         """See `Reader`. What comes from another process is a copy."""
-        given: list[Any] = self._worker.answer(self._worker.ask("items", self._id, list(positions)), self._name)
+        given: list[Any] = self._worker.answer(
+            self._worker.ask("items", self._id, list(positions)), self._name
+        )
         return given
 
     def drop(self, position: int) -> None:
@@ -179,8 +191,8 @@ class _Worker:
     def ask(self, what: str, *arguments: Any) -> int:
         """Sends a question, and returns its number. That the worker is dead is said by `answer`.
 
-        Several of `fill` may be without an answer at once. All others wait for those first: a long question and a long answer would wait
-        for each other.
+        Several of `fill` may be without an answer at once. All others wait for those first: a long
+        question and a long answer would wait for each other.
         """
         question = next(self._questions)
         with contextlib.suppress(EOFError, OSError):
@@ -217,7 +229,9 @@ class _Worker:
         """Waits for the next answer. Raises EOFError, OSError: the worker is dead."""
         ready: Sequence[object] = ()
         while not ready:
-            ready = multiprocessing.connection.wait([self._connection, self._process.sentinel], _SLICE_S)
+            ready = multiprocessing.connection.wait(
+                [self._connection, self._process.sentinel], _SLICE_S
+            )
         if not self._connection.poll():
             raise EOFError
         question, told, error = _loaded(self._connection.recv_bytes())
@@ -238,8 +252,10 @@ class _Worker:
         self._process.join(_END_WITHIN_S)
         if self._process.exitcode is None:
             self._process.kill()
-            self._process.join(_END_WITHIN_S)  # one that the system holds in a call that cannot be interrupted dies with the call
-        with contextlib.suppress(ValueError):  # somebody else has waited for it: multiprocessing takes it for alive
+            # one that the system holds in a call that cannot be interrupted dies with the call
+            self._process.join(_END_WITHIN_S)
+        with contextlib.suppress(ValueError):
+            # somebody else has waited for it: multiprocessing takes it for alive
             self._process.close()
 
     def _died(self, name: str) -> PreconditionError:
@@ -247,10 +263,15 @@ class _Worker:
         code = self._process.exitcode
         how = "is gone"
         if code is not None:  # else somebody else has waited for it
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            how = (
+                f"was killed by {signal.Signals(-code).name}"
+                if code < 0
+                else f"ended with exit code {code}"
+            )
         return PreconditionError(
-            f"{name}: the data worker that reads it {how}. If the system ran out of memory, use fewer of them (num_workers=), or smaller "
-            "batches; with num_workers=0 the rank itself reads, and shows what happens",
+            f"{name}: the data worker that reads it {how}. If the system ran out of memory, use "
+            "fewer of them (num_workers=), or smaller batches; with num_workers=0 the rank itself "
+            "reads, and shows what happens",
             reason="DATA_WORKER_DIED",
         )
 
@@ -264,7 +285,9 @@ def _raise(error: tuple[bytes | None, str], name: str) -> None:
     pickled, trace = error
     where = ReadingFailed(f"in the data worker:\n{trace}")
     if pickled is None:
-        raise InternalError(f"{name}: reading failed in its data worker: {trace.strip().splitlines()[-1]}") from where
+        raise InternalError(
+            f"{name}: reading failed in its data worker: {trace.strip().splitlines()[-1]}"
+        ) from where
     raise _loaded(pickled) from where
 
 
@@ -273,7 +296,12 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """See `pickle.Pickler`."""
-        if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided and not value.requires_grad:
+        if (
+            type(value) is torch.Tensor
+            and value.device.type == "cpu"
+            and value.layout is torch.strided
+            and not value.requires_grad
+        ):
             with contextlib.suppress(TypeError):  # numpy has no such dtype
                 return torch.from_numpy, (value.numpy(),)
         return NotImplemented
@@ -286,10 +314,11 @@ def _dumped(value: Any) -> bytes:
 
 
 def _loaded(data: bytes) -> Any:
-    return pickle.loads(data)  # noqa: S301  # between a rank and its own child, over a pipe that nobody else has
+    # between a rank and its own child, over a pipe that nobody else has
+    return pickle.loads(data)  # noqa: S301
 
 
-# ------------------------------------------------------------------------------------------------------------------ the worker's side
+# -------------------------------------------------------------------------------- the worker's side
 
 
 @dataclass
@@ -306,19 +335,30 @@ class _Opened:
     @property
     def goes_on(self) -> bool:
         reader = self.reader
-        return reader is not None and self.failed is None and reader.end is None and reader.stop < self.upto
+        return (
+            reader is not None
+            and self.failed is None
+            and reader.end is None
+            and reader.stop < self.upto
+        )
 
 
-def _serve(connection: multiprocessing.connection.Connection, makes: Sequence[Make], ahead: int) -> None:
+def _serve(
+    connection: multiprocessing.connection.Connection, makes: Sequence[Make], ahead: int
+) -> None:
     """The program of a data worker: answers questions, and reads ahead while there are none."""
     tie_to_parent(0)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # where it reaches all processes of a machine, the rank decides what it means
+    # where it reaches all processes of a machine, the rank decides what it means
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
     opened: dict[int, _Opened] = {}
     while True:
         busy = [each for each in opened.values() if each.goes_on]
         if busy and not connection.poll():
-            one = min(busy, key=lambda each: each.reader.stop - each.upto if each.reader is not None else 0)
+            one = min(
+                busy,
+                key=lambda each: each.reader.stop - each.upto if each.reader is not None else 0,
+            )
             _read(one, one.reader.stop + 1 if one.reader is not None else 0)
             continue
         try:
@@ -333,7 +373,12 @@ def _serve(connection: multiprocessing.connection.Connection, makes: Sequence[Ma
 
 
 def _answer(
-    opened: dict[int, _Opened], makes: Sequence[Make], ahead: int, what: str, reader: int, *arguments: Any
+    opened: dict[int, _Opened],
+    makes: Sequence[Make],
+    ahead: int,
+    what: str,
+    reader: int,
+    *arguments: Any,
 ) -> tuple[Any, tuple[bytes | None, str] | None]:
     """What is answered to a question about one reader, and the error in its place."""
     if what == "open":
@@ -391,7 +436,8 @@ def _packed(question: int, answer: Any, error: tuple[bytes | None, str] | None) 
         return _dumped((question, answer, error))
     except Exception as failure:  # whatever an item's parts raise
         refusal = ConfigurationError(
-            f"an item of the stream cannot be sent from its data worker ({type(failure).__name__}: {failure}): give items that pickle "
-            "takes, such as tensors, arrays, texts and numbers, or leave num_workers out"
+            f"an item of the stream cannot be sent from its data worker ({type(failure).__name__}: "
+            f"{failure}): give items that pickle takes, such as tensors, arrays, texts and "
+            "numbers, or leave num_workers out"
         )
         return _dumped((question, None, _told(refusal)))

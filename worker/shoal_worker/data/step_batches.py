@@ -1,8 +1,10 @@
-"""Where a loader's next step comes from: dealt to the rank by its place in the world, or leased first come first served.
+"""Where a loader's next step comes from: dealt to the rank by its place in the world, or leased
+first come first served.
 
-Owns the step that this rank was dealt and that is not committed yet, and the leases: batches that this member took first come first served,
-in the order of leasing, which end by being finished, or are given back when the loop is left. Moves the cursor of the `LoaderProgress` when
-a step commits, or when an epoch turns out to have none left. It fetches nothing. Used by the training thread alone.
+Owns the step that this rank was dealt and that is not committed yet, and the leases: batches that
+this member took first come first served, in the order of leasing, which end by being finished, or
+are given back when the loop is left. Moves the cursor of the `LoaderProgress` when a step commits,
+or when an epoch turns out to have none left. It fetches nothing. Used by the training thread alone.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from shoal_worker.data.sampling import Block, EpochOrders, EpochPlan
 from shoal_worker.elastic.loader_interface import Leases, LoaderSession, Placement
 from shoal_worker.state.digest import DRAWN
 
-# -------------------------------------------------------------------------------------------------------------------------- a step, dealt
+# ------------------------------------------------------------------------------------ a step, dealt
 #
-# Deals the step at a cursor to one rank, and says which batches that means: a `DealtStep`, which lasts until it commits or is lost.
+# Deals the step at a cursor to one rank, and says which batches that means: a `DealtStep`, which
+# lasts until it commits or is lost.
 #
 # The dealer keeps no state but the epoch's order and plan.
 
@@ -49,7 +52,8 @@ class DealtStep:
 
 
 def dealt_by(plan: EpochPlan, positions: range, cursor: Cursor, placement: Placement) -> DealtStep:
-    """The part that the rank of `placement` has in the step of `positions`, which begins at `cursor`."""
+    """The part that the rank of `placement` has in the step of `positions`, which begins at
+    `cursor`."""
     return DealtStep(
         placement=placement,
         epoch=cursor.epoch,
@@ -61,8 +65,8 @@ def dealt_by(plan: EpochPlan, positions: range, cursor: Cursor, placement: Place
 
 
 class Step:
-    """One global batch, as `ElasticDataLoader.steps()` gives it. Iterate it once: it yields this rank's micro-batches, perhaps none;
-    without `micro_batch_size`, the one batch of this rank."""
+    """One global batch, as `ElasticDataLoader.steps()` gives it. Iterate it once: it yields this
+    rank's micro-batches, perhaps none; without `micro_batch_size`, the one batch of this rank."""
 
     def __init__(self, dealt: DealtStep, batches: Iterator[Any]) -> None:
         self.epoch = dealt.epoch
@@ -80,8 +84,8 @@ class Step:
         """Raises PreconditionError when called a second time: the samples would count twice."""
         if self._batches is None:
             raise PreconditionError(
-                f"step {self.number} of epoch {self.epoch} was iterated before; a step hands out its batches once, "
-                "so that no sample counts twice"
+                f"step {self.number} of epoch {self.epoch} was iterated before; a step hands out "
+                "its batches once, so that no sample counts twice"
             )
         batches, self._batches = self._batches, None
         return batches
@@ -90,8 +94,17 @@ class Step:
 class Dealer:
     """Joins the orders (which samples) with the plan (which positions)."""
 
-    def __init__(self, orders: EpochOrders, *, batch_size: int, micro_batch_size: int | None, drop_last: bool, seed: int) -> None:
-        """`batch_size`: samples in a step over all ranks or, where batches are leased, in one of those."""
+    def __init__(
+        self,
+        orders: EpochOrders,
+        *,
+        batch_size: int,
+        micro_batch_size: int | None,
+        drop_last: bool,
+        seed: int,
+    ) -> None:
+        """`batch_size`: samples in a step over all ranks or, where batches are leased, in one of
+        those."""
         self._orders = orders
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
@@ -123,14 +136,20 @@ class Dealer:
         """Batch `number` of `epoch` as a step that this rank has to itself."""
         positions = self.plan(epoch).step(number * self._batch_size)
         block = Block(index=0, positions=positions)
-        return DealtStep(placement=placement, epoch=epoch, number=number, positions=positions, blocks=(block,))
+        return DealtStep(
+            placement=placement, epoch=epoch, number=number, positions=positions, blocks=(block,)
+        )
 
     def request(self, dealt: DealtStep, block: Block) -> Request:
         """The batch that `block` means. A rank without samples in the step gets the step's first
         ones: it must take part in collectives."""
         positions = block.positions or dealt.positions[: dealt.placement.least_samples]
         indices = tuple(self._orders.indices(dealt.epoch, positions))
-        return Request(epoch=dealt.epoch, indices=indices, key=(self._seed, dealt.epoch, dealt.number, block.index))
+        return Request(
+            epoch=dealt.epoch,
+            indices=indices,
+            key=(self._seed, dealt.epoch, dealt.number, block.index),
+        )
 
     def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
         """See `Supply.account`."""
@@ -142,7 +161,8 @@ class Dealer:
         }
 
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
-        """`request` and all that its rank will need after it in the epoch, if the ranks stay as they are."""
+        """`request` and all that its rank will need after it in the epoch, if the ranks stay as
+        they are."""
         return itertools.dropwhile(lambda planned: planned != request, self._planned(dealt))
 
     def following_leases(self, dealt: DealtStep, numbers: Iterable[int]) -> Iterator[Request]:
@@ -166,12 +186,15 @@ class Dealer:
     def _plan(self, length: int) -> EpochPlan:
         if self._made is None or self._made.length != length:
             self._made = EpochPlan(
-                length=length, global_batch_size=self._batch_size, micro_batch_size=self._micro_batch_size, drop_last=self._drop_last
+                length=length,
+                global_batch_size=self._batch_size,
+                micro_batch_size=self._micro_batch_size,
+                drop_last=self._drop_last,
             )
         return self._made
 
 
-# --------------------------------------------------------------------------------------------------------- where the next step comes from
+# ------------------------------------------------------------------- where the next step comes from
 
 _SHORTEST_RETRY_S = 0.01
 
@@ -193,8 +216,9 @@ class LeasedBatches:
         self._finished: list[int] = []
 
     def take(self, session: LoaderSession) -> int | None:
-        """The next batch to train on: the one handed out last, if it was not finished. None when there is none now: the epoch is `done`, or
-        all batches left are leased elsewhere (then this waits for as long as the coordinator asks before the next try)."""
+        """The next batch to train on: the one handed out last, if it was not finished. None when
+        there is none now: the epoch is `done`, or all batches left are leased elsewhere (then this
+        waits for as long as the coordinator asks before the next try)."""
         if self._current is not None:
             return self._current
         want = self._ahead - len(self._held)
@@ -202,7 +226,9 @@ class LeasedBatches:
             answer = self._lease(session, max(0, want))
             if not self._held:
                 self.done = answer.epoch_done
-                session.wait_for_others(None if self.done else "the batches that others have of the epoch")
+                session.wait_for_others(
+                    None if self.done else "the batches that others have of the epoch"
+                )
                 if not self.done:
                     time.sleep(max(answer.retry_after_s, _SHORTEST_RETRY_S))
                 return None
@@ -216,7 +242,8 @@ class LeasedBatches:
         return tuple(self._held)
 
     def coming(self) -> Iterator[int]:
-        """The batch taken last, then those held in order, then those leased later: at its end it may go on again."""
+        """The batch taken last, then those held in order, then those leased later: at its end it
+        may go on again."""
         self._announced = deque(self._held)
         if self._current is not None:
             self._announced.appendleft(self._current)
@@ -229,8 +256,9 @@ class LeasedBatches:
         self._current = None
 
     def acknowledge(self, session: LoaderSession) -> None:
-        """The loop is left, and there may be no next lease: tells the coordinator what is finished, and gives the other batches back, but
-        one that is handed out, which may still be finished, unless that is within a round of inner steps."""
+        """The loop is left, and there may be no next lease: tells the coordinator what is finished,
+        and gives the other batches back, but one that is handed out, which may still be finished,
+        unless that is within a round of inner steps."""
         session.wait_for_others(None)
         try:
             if self._lease(session, 0).took_back_at_hand:
@@ -280,7 +308,8 @@ class Supply(abc.ABC):
 
     @abc.abstractmethod
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
-        """The next step, which becomes the current one; None when there is none now, or the epoch is over."""
+        """The next step, which becomes the current one; None when there is none now, or the epoch
+        is over."""
 
     @abc.abstractmethod
     def request(self, dealt: DealtStep, block: Block) -> Request:
@@ -292,19 +321,21 @@ class Supply(abc.ABC):
 
     @abc.abstractmethod
     def upcoming(self, dealt: DealtStep, request: Request) -> Request | None:
-        """What will probably be needed next after `request`, of `dealt`, in the epoch; None: nothing, or nobody knows."""
+        """What will probably be needed next after `request`, of `dealt`, in the epoch; None:
+        nothing, or nobody knows."""
 
     @abc.abstractmethod
     def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
-        """What the record of samples says of `block` (`record.py`): samples, expected, dataset, drawn."""
+        """What the record of samples says of `block` (`record.py`): samples, expected, dataset,
+        drawn."""
 
     @abc.abstractmethod
     def plan(self, epoch: int) -> EpochPlan:
         """How `epoch` becomes steps, as far as it is known without reading or drawing it."""
 
     def dealing(self, epoch: int) -> dict[str, Any]:
-        """What the batches follow from beside the loader's arguments: the same on all ranks. JSON-able; the same object while it is the
-        same."""
+        """What the batches follow from beside the loader's arguments: the same on all ranks.
+        JSON-able; the same object while it is the same."""
         return {}
 
     def drop(self) -> None:
@@ -334,16 +365,20 @@ class Supply(abc.ABC):
     def rest(self) -> None:  # noqa: B027  # most supplies read nothing
         """The loop is left: ends what reads ahead for it."""
 
-    def acknowledge(self, session: LoaderSession) -> None:  # noqa: B027  # most supplies have nothing to say
-        """The loop is left: tells of finished batches that no further lease would tell of. Raises ShoalError when it could not."""
+    def acknowledge(self, session: LoaderSession) -> None:  # noqa: B027
+        # most supplies have nothing to say
+        """The loop is left: tells of finished batches that no further lease would tell of. Raises
+        ShoalError when it could not."""
 
     def capture(self) -> dict[str, Any]:
         """What the loader's state has beside the cursor. JSON-able."""
         return {}
 
-    def load(self, state: Mapping[str, Any], *, loader: str) -> None:  # noqa: B027  # most supplies have no state beside the cursor
-        """Takes over what `capture` gave, of a state whose cursor has been checked, and is taken over behind this. Raises CorruptDataError
-        and ConfigurationError, and then has changed nothing."""
+    def load(self, state: Mapping[str, Any], *, loader: str) -> None:  # noqa: B027
+        # most supplies have no state beside the cursor
+        """Takes over what `capture` gave, of a state whose cursor has been checked, and is taken
+        over behind this. Raises CorruptDataError and ConfigurationError, and then has changed
+        nothing."""
 
 
 class IndexedSupply(Supply):
@@ -377,7 +412,8 @@ class DealtSupply(IndexedSupply):
     """Every rank has its part of every step."""
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
-        """See `Supply`. Where a run with another batch size left the cursor, `drop_last` may leave out what remains."""
+        """See `Supply`. Where a run with another batch size left the cursor, `drop_last` may leave
+        out what remains."""
         self.current = self._dealer.deal(self._progress.cursor, placement)
         if self.current is None:
             self._progress.end_epoch()
@@ -419,7 +455,9 @@ class LeasedSupply(IndexedSupply):
         epoch = self._progress.cursor.epoch
         if self._leases is None or self._leases.epoch != epoch:
             batches = len(self._dealer.plan(epoch))
-            self._leases = LeasedBatches(loader=loader, epoch=epoch, batches_in_epoch=batches, ahead=self._ahead)
+            self._leases = LeasedBatches(
+                loader=loader, epoch=epoch, batches_in_epoch=batches, ahead=self._ahead
+            )
         number = self._leases.take(session)
         if number is not None:
             self.current = self._dealer.leased(epoch, number, placement)

@@ -1,8 +1,10 @@
-"""The batches of a stream for evaluation, dealt to ranks: how many there are is known at the end of what is read.
+"""The batches of a stream for evaluation, dealt to ranks: how many there are is known at the end of
+what is read.
 
-A batch lies within one source: the stream, or a shard of a `ShardedStream`. Where there are as many sources as ranks, each is read by one
-rank; where there are fewer, the ranks that share one all read it, and each computes its part of the batches. A batch is the same whoever
-reads it, and its number says where it is, so that what a rank computed before a fault counts.
+A batch lies within one source: the stream, or a shard of a `ShardedStream`. Where there are as many
+sources as ranks, each is read by one rank; where there are fewer, the ranks that share one all read
+it, and each computes its part of the batches. A batch is the same whoever reads it, and its number
+says where it is, so that what a rank computed before a fault counts.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ _FIRST: Final = -1
 
 
 class Part(NamedTuple):
-    """What a rank computes of one source: each `sharing`th of the batches that are wanted, from number `place` on."""
+    """What a rank computes of one source: each `sharing`th of the batches that are wanted, from
+    number `place` on."""
 
     source: int
     place: int
@@ -48,8 +51,8 @@ class StreamedEvaluation:
         seed: int,
         dealing: str,
     ) -> None:
-        """`sources`: gives what opens them, anew. `names`: of the sources, for errors. `size`: of a batch. `dealing`: what the batches
-        follow from, the same on all ranks."""
+        """`sources`: gives what opens them, anew. `names`: of the sources, for errors. `size`: of a
+        batch. `dealing`: what the batches follow from, the same on all ranks."""
         self._sources = sources
         self._names = names
         self._collate = collate_fn
@@ -65,7 +68,10 @@ class StreamedEvaluation:
     def ended(self) -> str:
         """See `elastic.evaluation.Batches`."""
         ends = sorted(self._ends.items())
-        told = {str(source): [items, f"{self._names[source]}: {items} items, {read:012x}"] for source, (items, read) in ends}
+        told = {
+            str(source): [items, f"{self._names[source]}: {items} items, {read:012x}"]
+            for source, (items, read) in ends
+        }
         if self._first is not None:
             told[str(_FIRST)] = [1, f"{self._names[0]} begins with {self._first:012x}"]
         return json.dumps(told)
@@ -76,20 +82,37 @@ class StreamedEvaluation:
         other._ends, other._first = {}, None
         return other
 
-    def deal(self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int) -> list[Part]:
-        """What `rank` computes, for `read`. `held`: numbers of batches that some rank has computed. `ended`: what the ranks say of it.
+    def deal(
+        self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int
+    ) -> list[Part]:
+        """What `rank` computes, for `read`. `held`: numbers of batches that some rank has computed.
+        `ended`: what the ranks say of it.
 
-        Of several sources all ranks read the first item of the first, so that a `read` that gives each rank something else is found.
+        Of several sources all ranks read the first item of the first, so that a `read` that gives
+        each rank something else is found.
         """
-        ends = {int(source): items for each in ended for source, (items, _) in json.loads(each).items()}
-        left = [source for source in range(len(self._names)) if source not in ends or not self._is_whole(source, ends[source], held)]
+        ends = {
+            int(source): items for each in ended for source, (items, _) in json.loads(each).items()
+        }
+        left = [
+            source
+            for source in range(len(self._names))
+            if source not in ends or not self._is_whole(source, ends[source], held)
+        ]
         if not left:
             return []
-        compared = [Part(0, 0, 1, held, first_only=True)] if len(self._names) > 1 and world_size > 1 else []
+        compared = (
+            [Part(0, 0, 1, held, first_only=True)]
+            if len(self._names) > 1 and world_size > 1
+            else []
+        )
         if len(left) >= world_size:
             return compared + [Part(source, 0, 1, held) for source in left[rank::world_size]]
         at = rank % len(left)
-        return [*compared, Part(left[at], rank // len(left), len(range(at, world_size, len(left))), held)]
+        return [
+            *compared,
+            Part(left[at], rank // len(left), len(range(at, world_size, len(left))), held),
+        ]
 
     def __iter__(self) -> Iterator[Any]:
         """All batches of the stream, from its first item on."""
@@ -115,7 +138,9 @@ class StreamedEvaluation:
 
     def _open(self, sources: Sources, source: int) -> Reader:
         with seeded((self._seed, 0, source)):
-            reader = sources.open(source, key=(self._seed, 0, source), name=self._names[source], at=Mark())
+            reader = sources.open(
+                source, key=(self._seed, 0, source), name=self._names[source], at=Mark()
+            )
         reader.expect(self._size + 1)
         return reader
 
@@ -132,7 +157,8 @@ class StreamedEvaluation:
             missing += number not in part.held
             key = (self._seed, 0, part.source, place)
             with seeded(key):
-                reader.fill(start + self._size + 1)  # and one more, by which a worker knows how far to go on meanwhile
+                # and one more, by which a worker knows how far to go on meanwhile
+                reader.fill(start + self._size + 1)
                 stop = min(start + self._size, reader.stop)
                 if wanted and stop > start:
                     items = reader.items(range(start, stop))

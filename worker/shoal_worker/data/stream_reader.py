@@ -1,12 +1,15 @@
-"""Reads one source in order, from any position that was committed: a stream, or one shard of a list.
+"""Reads one source in order, from any position that was committed: a stream, or one shard of a
+list.
 
-What was read is held until it is dropped, so that a lost step costs no reading. Opened within a source, the reader seeks, where the source
-has `state_dict` and `load_state_dict` (or its iterator has) and the state of that position was kept. Else it iterates from the source's
-beginning and passes over what comes before. Both are checked by fingerprints: a seek that leads to another item is given up for passing
-over; a source that gives other items than before ends in an error, since samples would be lost or seen twice.
+What was read is held until it is dropped, so that a lost step costs no reading. Opened within a
+source, the reader seeks, where the source has `state_dict` and `load_state_dict` (or its iterator
+has) and the state of that position was kept. Else it iterates from the source's beginning and
+passes over what comes before. Both are checked by fingerprints: a seek that leads to another item
+is given up for passing over; a source that gives other items than before ends in an error, since
+samples would be lost or seen twice.
 
-The random generators of torch, NumPy and Python are seeded before each item by its position, so that what a source draws from them is the
-same however the reader came there.
+The random generators of torch, NumPy and Python are seeded before each item by its position, so
+that what a source draws from them is the same however the reader came there.
 
 Knows nothing of ranks and steps. Used by one thread.
 """
@@ -40,7 +43,8 @@ _UNCHANGING: Final = frozenset({int, float, complex, bool, str, bytes, type(None
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A position in a source, with what is needed to come there again and to know that it is the same."""
+    """A position in a source, with what is needed to come there again and to know that it is the
+    same."""
 
     position: int = 0
     """Items before it."""
@@ -53,7 +57,8 @@ class Mark:
 
 
 class Reader(abc.ABC):
-    """What is known of one source that is read from a mark on: by this process, or by a data worker."""
+    """What is known of one source that is read from a mark on: by this process, or by a data
+    worker."""
 
     def __init__(self, at: Mark) -> None:
         self.first = at.position
@@ -73,22 +78,27 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def items(self, positions: Iterable[int]) -> list[Any]:
-        """Copies of the items at `positions`, which are held: what is made of them in place is not seen when a step is done again."""
+        """Copies of the items at `positions`, which are held: what is made of them in place is not
+        seen when a step is done again."""
 
-    def expect(self, upto: int, *, states_at: Container[int] = ()) -> None:  # noqa: B027  # what this process reads, it reads in `fill`
+    def expect(self, upto: int, *, states_at: Container[int] = ()) -> None:  # noqa: B027
+        # what this process reads, it reads in `fill`
         """Says what the next `fill` will be called with, for a data worker to begin."""
 
     @abc.abstractmethod
     def fill(self, upto: int, *, states_at: Container[int] = ()) -> None:
-        """Reads until the items before `upto` are held, or the source ends. Keeps the source's state at the positions `states_at`, which
-        is what `mark` gives there.
+        """Reads until the items before `upto` are held, or the source ends. Keeps the source's
+        state at the positions `states_at`, which is what `mark` gives there.
 
         Raises what the source raises; the reader is of no further use then.
         """
 
     def holds(self, mark: Mark) -> bool:
         """Whether this reader stands at `mark`, or before it with all items up to there."""
-        return self.first <= mark.position <= self.stop and self.mark(mark.position).fingerprint == mark.fingerprint
+        return (
+            self.first <= mark.position <= self.stop
+            and self.mark(mark.position).fingerprint == mark.fingerprint
+        )
 
     def state_at(self, position: int) -> str | None:
         """The source's state at a position where `fill` was to keep it; None: it has none."""
@@ -99,8 +109,19 @@ class Reader(abc.ABC):
         before = self._before
         for each in itertools.islice(self._prints, position - self.first):
             before = chained(before, each)
-        following = self._prints[position - self.first] if position < self.stop else _END if position == self.end else None
-        return Mark(position=position, fingerprint=before, following=following, state=self._states.get(position))
+        following = (
+            self._prints[position - self.first]
+            if position < self.stop
+            else _END
+            if position == self.end
+            else None
+        )
+        return Mark(
+            position=position,
+            fingerprint=before,
+            following=following,
+            state=self._states.get(position),
+        )
 
     def drop(self, position: int) -> None:
         """The items before `position` are not needed any more."""
@@ -117,11 +138,20 @@ class Reader(abc.ABC):
 class SourceReader(Reader):
     """One source, read by this process."""
 
-    def __init__(self, make: Callable[[], Iterable[Any]], *, key: Sequence[int], name: str, at: Mark | None = None) -> None:
-        """`make` gives the source; called once for each time that it is iterated. `key`: of the random numbers. `name`: for errors.
+    def __init__(
+        self,
+        make: Callable[[], Iterable[Any]],
+        *,
+        key: Sequence[int],
+        name: str,
+        at: Mark | None = None,
+    ) -> None:
+        """`make` gives the source; called once for each time that it is iterated. `key`: of the
+        random numbers. `name`: for errors.
 
         Raises:
-            PreconditionError (STREAM_NOT_REPEATED): the source gave other items than those before `at`.
+            PreconditionError (STREAM_NOT_REPEATED): the source gave other items than those before
+                `at`.
         """
         at = at or Mark()
         super().__init__(at)
@@ -149,7 +179,8 @@ class SourceReader(Reader):
             self._pull()
 
     def news(self, known: int, upto: int) -> tuple[list[int], dict[int, str | None], int | None]:
-        """What `fill(upto)` has made known, for a reader elsewhere that knew of the items before `known`: fingerprints, states, the end."""
+        """What `fill(upto)` has made known, for a reader elsewhere that knew of the items before
+        `known`: fingerprints, states, the end."""
         stop = min(self.stop, max(known, upto))
         prints = list(itertools.islice(self._prints, known - self.first, stop - self.first))
         states = {at: state for at, state in self._states.items() if known <= at <= stop}
@@ -167,7 +198,7 @@ class SourceReader(Reader):
         self._prints.clear()
         self._items.clear()
 
-    # ------------------------------------------------------------------------------------------------------------- opening
+    # -------------------------------------------------------------------------------------- opening
 
     def _open(self, at: Mark) -> tuple[Any, Iterator[Any]]:
         if at.position and at.state is not None:
@@ -175,8 +206,9 @@ class SourceReader(Reader):
             if sought is not None:
                 return sought
             _log.warning(
-                "%s: its state_dict of position %d leads to another item than the one that was there before (a shuffle buffer is not in "
-                "it, say); it is iterated from the beginning instead, and what comes before is passed over",
+                "%s: its state_dict of position %d leads to another item than the one that was "
+                "there before (a shuffle buffer is not in it, say); it is iterated from the "
+                "beginning instead, and what comes before is passed over",
                 self._name,
                 at.position,
             )
@@ -188,9 +220,13 @@ class SourceReader(Reader):
             try:
                 passed = chained(passed, fingerprint(next(iterator)))
             except StopIteration:
-                raise self._not_repeated(f"it ended after {position} items, and had at least {at.position} before") from None
+                raise self._not_repeated(
+                    f"it ended after {position} items, and had at least {at.position} before"
+                ) from None
         if passed != at.fingerprint:
-            raise self._not_repeated(f"its first {at.position} items are not those that were trained on before")
+            raise self._not_repeated(
+                f"its first {at.position} items are not those that were trained on before"
+            )
         return source, iterator
 
     def _seek(self, at: Mark, state: str) -> tuple[Any, Iterator[Any]] | None:
@@ -198,7 +234,8 @@ class SourceReader(Reader):
         told = _decode(state)
         source = self._make()
         if told["of"] == "source":
-            source = _copy(source)  # what load_state_dict leaves in an object may change later iterations of it
+            # what load_state_dict leaves in an object may change later iterations of it
+            source = _copy(source)
             source.load_state_dict(told["state"])
         iterator: Any = iter(source)
         if told["of"] != "source":
@@ -228,7 +265,9 @@ class SourceReader(Reader):
             item = next(self._iterator)
         except StopIteration:
             if expected not in (None, _END):
-                raise self._not_repeated(f"it ended after {at} items, and had more before") from None
+                raise self._not_repeated(
+                    f"it ended after {at} items, and had more before"
+                ) from None
             self.end = at
             return
         found = fingerprint(item)
@@ -242,23 +281,32 @@ class SourceReader(Reader):
         self._items.append(item)
 
     def _state(self) -> str | None:
-        candidates: tuple[tuple[str, Any], ...] = (("iterator", self._iterator), ("source", self._source))
+        candidates: tuple[tuple[str, Any], ...] = (
+            ("iterator", self._iterator),
+            ("source", self._source),
+        )
         for kind, what in candidates:
-            if callable(getattr(what, "state_dict", None)) and callable(getattr(what, "load_state_dict", None)):
+            if callable(getattr(what, "state_dict", None)) and callable(
+                getattr(what, "load_state_dict", None)
+            ):
                 try:
                     return _encode({"of": kind, "state": what.state_dict()})
                 except ConfigurationError as error:
                     _log.warning(
-                        "%s: its state_dict cannot be saved, so that it is passed over instead of sought in: %s", self._name, error
+                        "%s: its state_dict cannot be saved, so that it is passed over instead of "
+                        "sought in: %s",
+                        self._name,
+                        error,
                     )
                     return None
         return None
 
     def _not_repeated(self, what: str) -> PreconditionError:
         return PreconditionError(
-            f"{self._name} did not repeat itself: {what}; going on would lose samples or see some twice. It must give the same items "
-            "in the same order each time it is iterated in an epoch: seed its shuffling by set_epoch(epoch), and read from what does not "
-            "change meanwhile; or give it state_dict and load_state_dict",
+            f"{self._name} did not repeat itself: {what}; going on would lose samples or see some "
+            "twice. It must give the same items in the same order each time it is iterated in an "
+            "epoch: seed its shuffling by set_epoch(epoch), and read from what does not change "
+            "meanwhile; or give it state_dict and load_state_dict",
             reason="STREAM_NOT_REPEATED",
         )
 
@@ -271,7 +319,8 @@ def _close(iterator: Iterator[Any]) -> None:
 
 
 def _copied(item: Any) -> Any:
-    """A copy of an item, quick for what streams mostly give: texts, numbers, tensors and arrays, in lists, tuples and dictionaries."""
+    """A copy of an item, quick for what streams mostly give: texts, numbers, tensors and arrays, in
+    lists, tuples and dictionaries."""
     kind = type(item)
     if kind in _UNCHANGING:
         return item

@@ -1,8 +1,8 @@
-"""What both ways to deal a stream have in common: by position, where every rank reads all of it (`position_supply.py`), or by shards, of
-which each rank reads its own (`shard_supply.py`).
+"""What both ways to deal a stream have in common: by position, where every rank reads all of it
+(`position_supply.py`), or by shards, of which each rank reads its own (`shard_supply.py`).
 
-What is read of a source lies in its reader, here or in a data worker, until the step that has it is committed. The marks of committed
-positions are the supply's part of the loader's state.
+What is read of a source lies in its reader, here or in a data worker, until the step that has it is
+committed. The marks of committed positions are the supply's part of the loader's state.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class StreamOrders:
 
 
 class StreamSupply(Supply):
-    """What both ways to deal a stream have in common. `items` is a dataset, by position in the epoch, for the `Fetcher`."""
+    """What both ways to deal a stream have in common. `items` is a dataset, by position in the
+    epoch, for the `Fetcher`."""
 
     def __init__(
         self,
@@ -90,7 +91,11 @@ class StreamSupply(Supply):
     def request(self, dealt: DealtStep, block: Block) -> Request:
         """See `Supply`."""
         positions = block.positions or dealt.positions[: dealt.placement.least_samples]
-        return Request(epoch=dealt.epoch, indices=tuple(positions), key=(self._seed, dealt.epoch, dealt.number, block.index))
+        return Request(
+            epoch=dealt.epoch,
+            indices=tuple(positions),
+            key=(self._seed, dealt.epoch, dealt.number, block.index),
+        )
 
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
         """See `Supply`. What the next step has is read when it begins."""
@@ -115,9 +120,10 @@ class StreamSupply(Supply):
         """Raises ConfigurationError: an epoch of `end` items has no step at all."""
         if self._progress.cursor.samples == 0 and not self._plan(end).step(0):
             raise ConfigurationError(
-                f"loader {loader!r}: the stream gave {end} items in epoch {self._progress.cursor.epoch}, which is no step of "
-                f"{self._batch_size} with drop_last={self._drop_last}; expected at least one. A stream that can be iterated once gives "
-                "none the second time: its __iter__ must begin anew"
+                f"loader {loader!r}: the stream gave {end} items in epoch "
+                f"{self._progress.cursor.epoch}, which is no step of {self._batch_size} with "
+                f"drop_last={self._drop_last}; expected at least one. A stream that can be "
+                "iterated once gives none the second time: its __iter__ must begin anew"
             )
 
 
@@ -138,21 +144,26 @@ class _Items(Sequence[Any]):
 def left_behind() -> PreconditionError:
     """The error for a batch of a step whose readers are closed."""
     return PreconditionError(
-        "this step's batches can no longer be taken: the loop over steps() that gave it was left, and its data workers ended with it; take "
-        "them inside of the loop, or leave num_workers out"
+        "this step's batches can no longer be taken: the loop over steps() that gave it was left, "
+        "and its data workers ended with it; take them inside of the loop, or leave num_workers "
+        "out"
     )
 
 
 def compare_first(item: Any, session: LoaderSession, loader: str) -> None:
-    """Once an epoch, in its first step, all ranks compare the numbers with a fraction of one item, which fingerprints leave out. Where it
-    has nothing else, and they differ, a warning says so: a source may split itself by rank, or only change its items at random."""
+    """Once an epoch, in its first step, all ranks compare the numbers with a fraction of one item,
+    which fingerprints leave out. Where it has nothing else, and they differ, a warning says so: a
+    source may split itself by rank, or only change its items at random."""
     summed = session.sum_numbers(Probe.of(item), or_own=True)
     if summed is not None and not Probe.alike(summed) and not tells_apart(item):
         _log.warning(
-            "the stream of loader %r begins this epoch with an item that has other numbers on another rank. If it changes items at random, "
-            "that is as it may be. Else samples count twice, or never: a stream must give all ranks the same items in the same order, "
-            "whole, for Shoal deals them. Do not split it by rank or worker (split_dataset_by_node, split_by_node), and seed its shuffling "
-            "by set_epoch(epoch). Items with a number or a key beside are told apart, and this is an error then, or needs no word",
+            "the stream of loader %r begins this epoch with an item that has other numbers on "
+            "another rank. If it changes items at random, that is as it may be. Else samples "
+            "count twice, or never: a stream must give all ranks the same items in the same "
+            "order, whole, for Shoal deals them. Do not split it by rank or worker "
+            "(split_dataset_by_node, split_by_node), and seed its shuffling by set_epoch(epoch). "
+            "Items with a number or a key beside are told apart, and this is an error then, or "
+            "needs no word",
             loader,
         )
 
@@ -165,11 +176,13 @@ def set_epoch_of(stream: Any, epoch: int) -> None:
 
 
 def part_of_stream(state: Mapping[str, Any], loader: str) -> Mapping[str, Any]:
-    """The stream's part of a loader's state. Raises ConfigurationError: the state is that of a loader of a dataset with indices."""
+    """The stream's part of a loader's state. Raises ConfigurationError: the state is that of a
+    loader of a dataset with indices."""
     of_stream = state.get(STATE)
     if not isinstance(of_stream, Mapping):
         raise ConfigurationError(
-            f"loader {loader!r}: the state is {state.get('samples')} samples into epoch {state.get('epoch')} of another kind of dataset, "
-            "and here it is a stream: use the same dataset, or a state saved between epochs"
+            f"loader {loader!r}: the state is {state.get('samples')} samples into epoch "
+            f"{state.get('epoch')} of another kind of dataset, and here it is a stream: use the "
+            "same dataset, or a state saved between epochs"
         )
     return of_stream

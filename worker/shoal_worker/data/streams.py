@@ -1,4 +1,5 @@
-"""What a loader can read as a stream: an iterable without positions, or a list of shards (`ShardedStream`); and what it refuses there."""
+"""What a loader can read as a stream: an iterable without positions, or a list of shards
+(`ShardedStream`); and what it refuses there."""
 
 from __future__ import annotations
 
@@ -14,13 +15,15 @@ from torch.utils.data import Dataset, IterableDataset
 
 
 class ShardedStream(IterableDataset[Any]):
-    """A stream in shards, such as .tar files, of which an elastic job reads each once an epoch: for sources that are too dear for every
-    rank to read whole.
+    """A stream in shards, such as .tar files, of which an elastic job reads each once an epoch: for
+    sources that are too dear for every rank to read whole.
 
-    An `ElasticDataLoader` with `micro_batch_size=` deals whole shards: each is read by one data-parallel rank at a time, several at once. A
-    shard whose reader dies is gone on with by another rank, behind the last item of it that a committed step has trained on. Which items
-    a step has depends on the shards and the sizes of the batches, and not on the number of ranks or data workers. `shuffle=True` shuffles
-    the order of the shards each epoch. With `train=False` each shard is evaluated by one rank, if there are as many as ranks.
+    An `ElasticDataLoader` with `micro_batch_size=` deals whole shards: each is read by one
+    data-parallel rank at a time, several at once. A shard whose reader dies is gone on with by
+    another rank, behind the last item of it that a committed step has trained on. Which items a
+    step has depends on the shards and the sizes of the batches, and not on the number of ranks or
+    data workers. `shuffle=True` shuffles the order of the shards each epoch. With `train=False`
+    each shard is evaluated by one rank, if there are as many as ranks.
 
     Iterated by itself, it gives the items of all shards in their order.
     """
@@ -28,18 +31,27 @@ class ShardedStream(IterableDataset[Any]):
     def __init__(self, shards: Sequence[Any], read: Callable[[Any], Iterable[Any]]) -> None:
         """
         Args:
-            shards: what `read` is called with, such as paths; the same on every rank, in the same order.
-            read: gives a shard's items. It must give the same items in the same order each time that it is called with a shard, on any
-                rank. Random numbers that it draws from the global generators of torch, NumPy and Python do. If what it gives has
-                `state_dict` and `load_state_dict`, or its iterator has, whoever goes on with a shard seeks instead of passing over.
+            shards: what `read` is called with, such as paths; the same on every rank, in the same
+                order.
+            read: gives a shard's items. It must give the same items in the same order each time
+                that it is called with a shard, on any rank. Random numbers that it draws from the
+                global generators of torch, NumPy and Python do. If what it gives has `state_dict`
+                and `load_state_dict`, or its iterator has, whoever goes on with a shard seeks
+                instead of passing over.
 
         Raises:
             ConfigurationError: there is no shard, or `shards` has no length.
         """
         if not isinstance(shards, Sequence) or isinstance(shards, (str, bytes)) or not len(shards):
-            raise ConfigurationError(f"ShardedStream(shards={shards!r}): expected a list of at least one shard, such as sorted paths")
+            raise ConfigurationError(
+                f"ShardedStream(shards={shards!r}): expected a list of at least one shard, such as "
+                "sorted paths"
+            )
         if not callable(read):
-            raise ConfigurationError(f"ShardedStream(read={read!r}): expected a function that takes a shard and gives its items")
+            raise ConfigurationError(
+                f"ShardedStream(read={read!r}): expected a function that takes a shard and gives "
+                "its items"
+            )
         self.shards = list(shards)
         self.read = read
 
@@ -50,7 +62,8 @@ class ShardedStream(IterableDataset[Any]):
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a loader has to read `dataset` in its own order: it can be iterated, and gives no samples by index."""
+    """Whether a loader has to read `dataset` in its own order: it can be iterated, and gives no
+    samples by index."""
     kind = type(dataset)
     return hasattr(kind, "__iter__") and not is_indexable(dataset)
 
@@ -61,7 +74,8 @@ def is_indexable(dataset: Any) -> bool:
 
 
 def has_items(dataset: Any) -> bool:
-    """Whether samples can be had by index. torch's base class has a __getitem__ that only raises."""
+    """Whether samples can be had by index. torch's base class has a __getitem__ that only
+    raises."""
     getitem = getattr(type(dataset), "__getitem__", None)
     return getitem is not None and getitem is not Dataset.__getitem__
 
@@ -85,10 +99,14 @@ def _itself(stream: Any) -> Any:
 
 
 def identity_of_stream(stream: Any) -> str:
-    """Digest of what is known of a stream without reading it: its shards' number and names, of paths without their folders."""
+    """Digest of what is known of a stream without reading it: its shards' number and names, of
+    paths without their folders."""
     if not isinstance(stream, ShardedStream):
         return "a stream"
-    names = [PurePath(each).name if isinstance(each, (str, os.PathLike)) else type(each).__qualname__ for each in stream.shards]
+    names = [
+        PurePath(each).name if isinstance(each, (str, os.PathLike)) else type(each).__qualname__
+        for each in stream.shards
+    ]
     return f"{len(names)} shards {xxhash.xxh3_64_hexdigest(repr(names).encode())}"
 
 
@@ -102,32 +120,40 @@ def check_stream(
     num_workers: int,
     train: bool,
 ) -> None:
-    """Raises ConfigurationError for arguments that mean nothing where the order of the items is a stream's own, or cannot be kept there."""
+    """Raises ConfigurationError for arguments that mean nothing where the order of the items is a
+    stream's own, or cannot be kept there."""
     what = f"dataset={type(stream).__qualname__} is a stream"
     if hasattr(type(stream), "__next__"):
         raise ConfigurationError(
-            f"{what} that can be iterated once: after a fault, and in a rank that joins, it has to be iterated again; give an object whose "
-            "__iter__ begins anew, such as an IterableDataset"
+            f"{what} that can be iterated once: after a fault, and in a rank that joins, it has to "
+            "be iterated again; give an object whose __iter__ begins anew, such as an "
+            "IterableDataset"
         )
     if sampler is not None:
-        raise ConfigurationError(f"{what}, and sampler= draws indices, which it does not have; leave sampler out")
+        raise ConfigurationError(
+            f"{what}, and sampler= draws indices, which it does not have; leave sampler out"
+        )
     if batch_size is not None and train:
         raise ConfigurationError(
-            f"{what}, and batch_size= leases batches by number, first come first served (async_sgd): of a stream nobody knows how many "
-            "there are, and a batch that is dealt again would have to be read for once more from the beginning. Use a strategy with "
+            f"{what}, and batch_size= leases batches by number, first come first served "
+            "(async_sgd): of a stream nobody knows how many there are, and a batch that is dealt "
+            "again would have to be read for once more from the beginning. Use a strategy with "
             "global_batch_size=, or a dataset with __len__ and __getitem__(index)"
         )
     if shuffle and not isinstance(stream, ShardedStream):
         raise ConfigurationError(
-            f"shuffle=True, and {what}, whose order is its own: leave shuffle out, and shuffle in the stream, by its set_epoch(epoch)"
+            f"shuffle=True, and {what}, whose order is its own: leave shuffle out, and shuffle in "
+            "the stream, by its set_epoch(epoch)"
         )
     if num_workers > 1 and not isinstance(stream, ShardedStream):
         raise ConfigurationError(
-            f"num_workers={num_workers}, and {what}, which has one order that one process reads: with num_workers=1 it reads ahead while "
-            "the rank trains. A stream that is slower to read than that is better cut into shards (shoal.ShardedStream), which several "
-            "ranks read at once, each with several data workers"
+            f"num_workers={num_workers}, and {what}, which has one order that one process reads: "
+            "with num_workers=1 it reads ahead while the rank trains. A stream that is slower to "
+            "read than that is better cut into shards (shoal.ShardedStream), which several ranks "
+            "read at once, each with several data workers"
         )
     if isinstance(stream, ShardedStream) and micro_batch_size is None and train:
         raise ConfigurationError(
-            f"{what} whose shards are dealt to ranks by micro-batches: give the loader micro_batch_size=, and loop over loader.steps()"
+            f"{what} whose shards are dealt to ranks by micro-batches: give the loader "
+            "micro_batch_size=, and loop over loader.steps()"
         )

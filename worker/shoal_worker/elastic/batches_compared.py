@@ -39,11 +39,13 @@ class BatchComparison:
 
     def __init__(self) -> None:
         self.checked = 0
-        """Steps compared since the run began or resumed. A part of the state, so that all ranks compare the same steps."""
+        """Steps compared since the run began or resumed. A part of the state, so that all ranks
+        compare the same steps."""
         self._inputs: list[int] = []
         """Digests of the inputs of the step in progress."""
         self._batches: list[int | None] = []
-        """Digest of each compared step's inputs; None: there were none, or this process did not take the step."""
+        """Digest of each compared step's inputs; None: there were none, or this process did not
+        take the step."""
 
     @property
     def due(self) -> bool:
@@ -57,18 +59,28 @@ class BatchComparison:
 
     def note(self, inputs: Any) -> None:
         """The model is called with `inputs` in the step in progress."""
-        tensors = [each for each in pytree.tree_leaves(inputs) if isinstance(each, torch.Tensor) and not each.is_meta and each.numel()]
-        self._inputs += [digest_in_place(each) for each in tensors if each.layout is torch.strided and not each.is_nested]
+        tensors = [
+            each
+            for each in pytree.tree_leaves(inputs)
+            if isinstance(each, torch.Tensor) and not each.is_meta and each.numel()
+        ]
+        self._inputs += [
+            digest_in_place(each)
+            for each in tensors
+            if each.layout is torch.strided and not each.is_nested
+        ]
 
     def drop(self) -> None:
         """The step in progress is void."""
         self._inputs = []
 
     def compare(self, group: Group, placement: Placement) -> None:
-        """Ends a step that is compared. All ranks call it, behind the same steps, and conclude the same.
+        """Ends a step that is compared. All ranks call it, behind the same steps, and conclude the
+        same.
 
         Raises:
-            PreconditionError (SAME_BATCHES): all replicas have trained on the same batches of a DataLoader, each of them another one.
+            PreconditionError (SAME_BATCHES): all replicas have trained on the same batches of a
+                DataLoader, each of them another one.
         """
         self.checked += 1
         inputs, self._inputs = self._inputs, []
@@ -76,24 +88,33 @@ class BatchComparison:
         if self.due:
             return
         try:
-            told = [json.loads(each) for each in group.exchange(json.dumps([placement.rank, self._batches]).encode())]
+            told = [
+                json.loads(each)
+                for each in group.exchange(json.dumps([placement.rank, self._batches]).encode())
+            ]
             replicas = {rank: tuple(batches) for rank, batches in told}
             batches = next(iter(replicas.values()))
-            alike = len(replicas) > 1 and set(replicas.values()) == {batches} and None not in batches
+            alike = (
+                len(replicas) > 1 and set(replicas.values()) == {batches} and None not in batches
+            )
             if not alike or len(set(batches)) == 1:
                 return
             undealt = json.dumps(iterates_undealt_dataloader(longer_than=CHECKED)).encode()
-            certain = len(set(batches)) == len(batches) and all(map(json.loads, group.exchange(undealt)))
+            certain = len(set(batches)) == len(batches) and all(
+                map(json.loads, group.exchange(undealt))
+            )
         except MembershipChanged:  # the step counts all the same; its end notices the failure
             return
         what = (
-            f"all {len(replicas)} ranks trained on the same batches in each of the {CHECKED} first steps: nobody deals a plain "
-            "DataLoader, so each rank goes through all of the data, and more ranks only repeat the work"
+            f"all {len(replicas)} ranks trained on the same batches in each of the {CHECKED} first "
+            "steps: nobody deals a plain DataLoader, so each rank goes through all of the data, "
+            "and more ranks only repeat the work"
         )
         remedy = (
-            "Use shoal.ElasticDataLoader(dataset, global_batch_size=...) in place of torch's DataLoader, or give this one a "
-            "DistributedSampler or another seed on each rank. Where the same batches are meant, as_distributed(..., "
-            "consistency_check_every=0) turns this check off"
+            "Use shoal.ElasticDataLoader(dataset, global_batch_size=...) in place of torch's "
+            "DataLoader, or give this one a DistributedSampler or another seed on each rank. "
+            "Where the same batches are meant, as_distributed(..., consistency_check_every=0) "
+            "turns this check off"
         )
         if certain:
             raise PreconditionError(f"{what}. {remedy}", reason="SAME_BATCHES")

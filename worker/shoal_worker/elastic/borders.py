@@ -1,11 +1,14 @@
-"""The borders between steps: there, and only there, joiners come in, drained members go, and a broken group is formed anew.
+"""The borders between steps: there, and only there, joiners come in, drained members go, and a
+broken group is formed anew.
 
-Who is asked to leave goes on for a moment (SHOAL_DRAIN_GRACE_S). If all ranks are asked within it, as when an allocation is taken back, all
-stop together: their scripts run on, and can save what they hold between them. Else it leaves by itself, unless it holds what no rank that
-stays has (`who_leaves`).
+Who is asked to leave goes on for a moment (SHOAL_DRAIN_GRACE_S). If all ranks are asked within it,
+as when an allocation is taken back, all stop together: their scripts run on, and can save what they
+hold between them. Else it leaves by itself, unless it holds what no rank that stays has
+(`who_leaves`).
 
-Holds the `Formation` until the process leaves its job, and owns where the peers stood when this joiner was fed, and since when this process
-is asked to leave. It takes no steps. All of it runs on the training thread, except `failed`, which a collective's callback may call.
+Holds the `Formation` until the process leaves its job, and owns where the peers stood when this
+joiner was fed, and since when this process is asked to leave. It takes no steps. All of it runs on
+the training thread, except `failed`, which a collective's callback may call.
 """
 
 from __future__ import annotations
@@ -32,16 +35,19 @@ from shoal_worker.elastic.member import LeaveReason, Member
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.step import ScriptPosition, Step
 
-# ------------------------------------------------------------------------------------------------------------------- how a process leaves
+# ----------------------------------------------------------------------------- how a process leaves
 #
 # How this process's part in the run ends: with its job, by being drained, or with its script.
 #
-# Owns what has to be done before the goodbye. All of it runs on the training thread, or at the process's end.
+# Owns what has to be done before the goodbye. All of it runs on the training thread, or at the
+# process's end.
 #
-# Here is also, as pure functions, which of the ranks that were asked to leave go at a border: as many as can while ranks that stay hold all
-# of the state. Each rank tells all others what it holds and whether it was asked to leave. Where two ranks hold the only copies of a shard,
-# one goes now; the ranks that are left cut the state anew, and then nobody misses the other. If none can go, as when a model's last replica
-# loses a rank, all stop together: their scripts run on, and can save what they hold between them.
+# Here is also, as pure functions, which of the ranks that were asked to leave go at a border: as
+# many as can while ranks that stay hold all of the state. Each rank tells all others what it holds
+# and whether it was asked to leave. Where two ranks hold the only copies of a shard, one goes now;
+# the ranks that are left cut the state anew, and then nobody misses the other. If none can go, as
+# when a model's last replica loses a rank, all stop together: their scripts run on, and can save
+# what they hold between them.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +61,8 @@ class Told:
     holds: Sequence[str]
     """The parts of the state that it holds, by names that are the same on all ranks."""
     stopping: bool
-    """This rank knows that the job stops. In such a job all ranks leave at one border, and the next step's closing says which."""
+    """This rank knows that the job stops. In such a job all ranks leave at one border, and the next
+    step's closing says which."""
     joiners: bool
     """This rank knows of a newer generation, with members that are not in the present one."""
 
@@ -71,7 +78,8 @@ class WhoLeaves:
 
 
 def who_leaves(told: Sequence[Told]) -> WhoLeaves:
-    """Decides who leaves at a border. `told`: what each rank has told, in rank order; the same list on every rank."""
+    """Decides who leaves at a border. `told`: what each rank has told, in rank order; the same list
+    on every rank."""
     if any(each.stopping for each in told):
         return WhoLeaves(now=frozenset(), stop=False)
     copies = Counter(part for each in told for part in each.holds)
@@ -100,7 +108,8 @@ class Departure:
 
     @property
     def stopped(self) -> str | None:
-        """Why no further step begins here; None: steps go on. Operations between steps still work."""
+        """Why no further step begins here; None: steps go on. Operations between steps still
+        work."""
         return self._held.phase.stopped
 
     def on_leave(self, callback: Callable[[], None]) -> None:
@@ -108,11 +117,13 @@ class Departure:
         self._callbacks.append(callback)
 
     def obey(self, stop: StopTraining) -> None:
-        """Notes that training stops. If this member alone leaves (`Drained`), and training has not stopped before: ends the process.
+        """Notes that training stops. If this member alone leaves (`Drained`), and training has not
+        stopped before: ends the process.
 
         Raises:
             SystemExit: status 0, drained.
-            PreconditionError: MEMBER_BEHIND, the run came to its end with steps that this process does not have. It has left by then.
+            PreconditionError: MEMBER_BEHIND, the run came to its end with steps that this process
+                does not have. It has left by then.
         """
         self._leave_if_behind()
         if self.stopped is None and isinstance(stop, Drained):
@@ -121,23 +132,27 @@ class Departure:
 
     def _leave_if_behind(self) -> None:
         membership, held = self._membership, self._held
-        if membership is None or not held.phase.holds_state or (held.has_engine and held.engine.asynchronous):
+        if (
+            membership is None
+            or not held.phase.holds_state
+            or (held.has_engine and held.engine.asynchronous)
+        ):
             return
         ended_with = membership.link.finished_steps
         if ended_with > held.steps:
             membership.give_up_place(
-                f"the run came to its end with step {ended_with}, and this process has {held.steps}: what it holds is not what the run "
-                "came to"
+                f"the run came to its end with step {ended_with}, and this process has "
+                f"{held.steps}: what it holds is not what the run came to"
             )
 
     def exit_drained(self, reason: str) -> NoReturn:
-        """Leaves the job and ends the process with status 0: the members that stay go on with the script. They do not wait for what this
-        process still writes."""
+        """Leaves the job and ends the process with status 0: the members that stay go on with the
+        script. They do not wait for what this process still writes."""
         self._exit(reason, status=0)
 
     def exit_spare(self, why: str) -> NoReturn:
-        """Ends the process, which is a spare and can do nothing where its script stands. Started again, it waits at the
-        loop's beginning."""
+        """Ends the process, which is a spare and can do nothing where its script stands. Started
+        again, it waits at the loop's beginning."""
         reason = f"{why}: it ends, to be started again"
         _log.warning("%s", reason)
         self._exit(reason, status=PUT_OUT)
@@ -147,7 +162,9 @@ class Departure:
         self._held.phase.leave(reason)  # at the script's end there is nobody to wait for
         for source in self._held.sources:
             source.leaving()
-        if self._membership is not None and not (self._held.has_engine and self._held.engine.asynchronous):
+        if self._membership is not None and not (
+            self._held.has_engine and self._held.engine.asynchronous
+        ):
             self._membership.leave(LeaveReason.DRAINED, reason, alone=True)
         self.say_goodbye(LeaveReason.DRAINED, reason, alone=True)
         raise SystemExit(status)
@@ -158,32 +175,38 @@ class Departure:
             self._callbacks.pop()()
 
     def say_goodbye(self, reason: LeaveReason, detail: str = "", *, alone: bool = False) -> str:
-        """Leaves the job, once everything is done that is to be done before. Where it has left already, does that. `alone`: its peers go
-        on. Returns as `Member.leave`."""
+        """Leaves the job, once everything is done that is to be done before. Where it has left
+        already, does that. `alone`: its peers go on. Returns as `Member.leave`."""
         self.finish()
         if self._membership is None:
             return ""
         held = self._held.last_state if not alone else None
-        return self._membership.leave(reason, detail, alone=alone, steps=self._held.steps, held=held)
+        return self._membership.leave(
+            reason, detail, alone=alone, steps=self._held.steps, held=held
+        )
 
 
-# -------------------------------------------------------------------------------------------------------------------------------- borders
+# ------------------------------------------------------------------------------------------ borders
 
 ALONE = Placement(generation=0, rank=0, world_size=1)
 """In a world of one, and before the first generation."""
 
 
 class Borders:
-    """Settles membership between two steps, and carries what a step's end means for the next border."""
+    """Settles membership between two steps, and carries what a step's end means for the next
+    border."""
 
-    def __init__(self, held: HeldState, formation: Formation | None, *, drain_grace: timedelta) -> None:
+    def __init__(
+        self, held: HeldState, formation: Formation | None, *, drain_grace: timedelta
+    ) -> None:
         """`formation`: None in a world of one."""
         self._held = held
         self._formation = formation
         self._drain_grace = drain_grace
         self._asked_at: float | None = None
         self._all_leave_in: int | None = None
-        """The generation of which someone was asked to leave who cannot be spared: all its ranks are as if they had been."""
+        """The generation of which someone was asked to leave who cannot be spared: all its ranks
+        are as if they had been."""
         self._peers_at: ScriptPosition | None = None
 
     @property
@@ -193,7 +216,9 @@ class Borders:
         if generation is None:
             return ALONE
         if not self._held.has_engine:
-            return Placement(generation=generation.number, rank=generation.rank, world_size=generation.world_size)
+            return Placement(
+                generation=generation.number, rank=generation.rank, world_size=generation.world_size
+            )
         engine = self._held.engine
         return Placement(
             generation=generation.number,
@@ -205,7 +230,8 @@ class Borders:
 
     @property
     def generation(self) -> int:
-        """Number of the generation that this process works in; 0 before the first and in a world of one."""
+        """Number of the generation that this process works in; 0 before the first and in a world of
+        one."""
         generation = self._formation.generation if self._formation is not None else None
         return 0 if generation is None else generation.number
 
@@ -215,12 +241,14 @@ class Borders:
         return self._formation.working if self._formation is not None else None
 
     def peers_elsewhere(self, source: StepSource, epoch: int) -> bool:
-        """The peers were in another loop than `epoch` of `source` when they fed this joiner; False without peers, or if it is there."""
+        """The peers were in another loop than `epoch` of `source` when they fed this joiner; False
+        without peers, or if it is there."""
         at = self._peers_at
         return at is not None and (at.loader, at.epoch) != (source.name, epoch)
 
     def settle(self, source: StepSource | None) -> None:
-        """Settles what has come up since the last border: the next step is one of `source`. Waits while this process is a spare.
+        """Settles what has come up since the last border: the next step is one of `source`. Waits
+        while this process is a spare.
 
         Raises:
             StopTraining: the job is stopped, or (`Drained`) this member leaves it.
@@ -239,13 +267,18 @@ class Borders:
             self._await_ranks(formation, source)
             return
         if self._held.in_round or formation.must_move:
-            return  # of a round all ranks come to the end, whatever happens; and a step that is void here as well has to begin
+            # of a round all ranks come to the end, whatever happens; and a step that is void here
+            # as well has to begin
+            return
         if not self._held.phase.holds_state:
             link.ready()
             formation.reform()
         elif formation.stop_due:
-            # Not whether this rank was told of a stop by now: others may not have been, and would go on without it.
-            self._leave_if_asked(formation, stop=link.stopped or link.draining or "the job is stopped")
+            # Not whether this rank was told of a stop by now: others may not have been, and would
+            # go on without it.
+            self._leave_if_asked(
+                formation, stop=link.stopped or link.draining or "the job is stopped"
+            )
         elif formation.border_due:
             self._leave_in_turn(formation)
             formation.take_newest()
@@ -255,10 +288,15 @@ class Borders:
         self._await_ranks(formation, source)
 
     def _await_ranks(self, formation: Formation, source: StepSource | None) -> None:
-        """While no whole replica can be made with this rank: for the step that follows, if one does. Where the state that was taken here is
-        that of the run's end none does, and who were let in would come to the end of its script without a step."""
+        """While no whole replica can be made with this rank: for the step that follows, if one
+        does. Where the state that was taken here is that of the run's end none does, and who were
+        let in would come to the end of its script without a step."""
         engine = self._held.engine
-        while engine.idle or (engine.lacks_ranks and not formation.must_move and not (source is not None and source.is_over)):
+        while engine.idle or (
+            engine.lacks_ranks
+            and not formation.must_move
+            and not (source is not None and source.is_over)
+        ):
             if engine.idle:
                 formation.stand_by()
             else:
@@ -267,14 +305,16 @@ class Borders:
 
     def _let_joiners_in(self, formation: Formation, source: StepSource | None) -> None:
         if formation.joiners_wait:
-            # A joiner's script is behind the peers that have fed it, and no step was taken since: it is with them as far as others see.
+            # A joiner's script is behind the peers that have fed it, and no step was taken since:
+            # it is with them as far as others see.
             arriving = self._peers_at if self._held.phase.now is Phase.ARRIVING else None
             fed = formation.let_joiners_in(arriving or self._held.place(source))
             if fed is not None:
                 self._peers_at = fed
 
     def settled(self, placement: Placement) -> bool:
-        """Nothing has happened since `placement` was given at this border. An operation in between may have re-formed."""
+        """Nothing has happened since `placement` was given at this border. An operation in between
+        may have re-formed."""
         formation = self._formation
         if formation is None:
             return True
@@ -288,25 +328,35 @@ class Borders:
         return self._held.phase.holds_state and quiet and placement == self.placement
 
     def control_word(self, step: Step) -> list[float]:
-        """What this rank adds to the step's control word: what it was told that the next border is to settle, and where it stands."""
+        """What this rank adds to the step's control word: what it was told that the next border is
+        to settle, and where it stands."""
         place, settings = self._held.place(step.source), self._held.registered.settings_digest()
         if step.of:
-            place = place._replace(dealing=xxhash.xxh3_64_intdigest(f"{place.dealing} {step.of}".encode()))
+            place = place._replace(
+                dealing=xxhash.xxh3_64_intdigest(f"{place.dealing} {step.of}".encode())
+            )
         if self._formation is None:
-            return step.control_word(border_wanted=False, stop_told=False, leaving=False, settings=settings, place=place)
+            return step.control_word(
+                border_wanted=False, stop_told=False, leaving=False, settings=settings, place=place
+            )
         membership = self._formation.membership
         link, group = membership.link, membership.group
         return step.control_word(
-            border_wanted=group is None or link.newest > group.generation.number or link.refused is not None or self._leaves_alone,
+            border_wanted=group is None
+            or link.newest > group.generation.number
+            or link.refused is not None
+            or self._leaves_alone,
             stop_told=link.stopped is not None,
-            leaving=link.draining is not None or (group is not None and group.generation.number == self._all_leave_in),
+            leaving=link.draining is not None
+            or (group is not None and group.generation.number == self._all_leave_in),
             settings=settings,
             place=place,
         )
 
     @property
     def _leaves_alone(self) -> bool:
-        """This process was asked to leave, long enough ago for its peers to have been asked as well."""
+        """This process was asked to leave, long enough ago for its peers to have been asked as
+        well."""
         if self._formation is None or self._formation.membership.link.draining is None:
             return False
         if self._asked_at is None:
@@ -314,37 +364,44 @@ class Borders:
         return time.monotonic() - self._asked_at >= self._drain_grace.total_seconds()
 
     def committed(self, step: Step) -> None:
-        """`step` is committed: its control word says what is due at the next border. A joiner is where its peers are."""
+        """`step` is committed: its control word says what is due at the next border. A joiner is
+        where its peers are."""
         self._peers_at = None
         if self._formation is not None:
             stops = step.stop_told or step.all_leave
-            self._formation.committed(border_due=step.border_wanted, stop_due=stops, preempted=step.all_leave and not step.stop_told)
+            self._formation.committed(
+                border_due=step.border_wanted,
+                stop_due=stops,
+                preempted=step.all_leave and not step.stop_told,
+            )
 
     def failed(self, reason: str) -> None:
-        """A collective of the step failed: its group is over, also for the step's end. May be called from a collective's callback."""
+        """A collective of the step failed: its group is over, also for the step's end. May be
+        called from a collective's callback."""
         if self._formation is not None:
             self._formation.failed_now()
             if self._formation.group is not None:
                 self._formation.group.abort(reason)
 
     def ask(self, reason: str) -> None:
-        """The group of the step in progress failed: forms the next generation, which tells whether the step counts. Returns when this rank
-        knows. Raises StopTraining."""
+        """The group of the step in progress failed: forms the next generation, which tells whether
+        the step counts. Returns when this rank knows. Raises StopTraining."""
         formation = self._formation
         if formation is not None:
             formation.end_group(MembershipChanged(reason), in_operation=False)
             formation.meet()
 
     def step_ended(self, *, updated: bool) -> None:
-        """The script is about to be told of the outcome of a step: re-forms if the step's group failed. `updated`: the step counts. Raises
-        StopTraining."""
+        """The script is about to be told of the outcome of a step: re-forms if the step's group
+        failed. `updated`: the step counts. Raises StopTraining."""
         formation = self._formation
         if formation is not None and not self._held.engine.asynchronous and not self._held.in_round:
             formation.settle(updated=updated and self._held.engine.in_parts)
 
     @property
     def finished_steps(self) -> int:
-        """Committed steps of a peer whose script has come to its end; 0: none has, as far as this rank was told."""
+        """Committed steps of a peer whose script has come to its end; 0: none has, as far as this
+        rank was told."""
         return self._formation.membership.link.finished_steps if self._formation is not None else 0
 
     def went_back(self) -> None:
@@ -357,8 +414,9 @@ class Borders:
         self._formation = None
 
     def _leave_in_turn(self, formation: Formation) -> None:
-        """Leaves, if it was asked to and may. Where the state is in parts, ranks that are asked at once go one after another, so that those
-        that stay hold all of it; see `who_leaves`. Raises Drained, and ShoalError if this member was put out."""
+        """Leaves, if it was asked to and may. Where the state is in parts, ranks that are asked at
+        once go one after another, so that those that stay hold all of it; see `who_leaves`. Raises
+        Drained, and ShoalError if this member was put out."""
         engine, link = self._held.engine, formation.membership.link
         if not engine.in_parts or link.refused is not None:
             self._leave_if_asked(formation, stop=None)
@@ -374,7 +432,10 @@ class Borders:
                 joiners=_has_others(link.newest_generation, formation.members),
             )
             channel = formation.channel("leaving")
-            told = [Told(**json.loads(each)) for each in channel.exchange(json.dumps(asdict(mine)).encode())]
+            told = [
+                Told(**json.loads(each))
+                for each in channel.exchange(json.dumps(asdict(mine)).encode())
+            ]
         except GROUP_LOST as error:
             formation.recover(error)
             return
@@ -382,8 +443,13 @@ class Borders:
         number = formation.group.generation.number if formation.group is not None else None
         if plan.stop and self._all_leave_in != number:
             asked = [rank for rank, each in enumerate(told) if each.asked]
-            _log.warning("ranks %s are asked to leave, and hold parts of the state that no other rank has: all stop", asked)
-        # Not at this border: a rank that did not hear of it would go on. The next step's closing tells all, or none.
+            _log.warning(
+                "ranks %s are asked to leave, and hold parts of the state that no other rank has: "
+                "all stop",
+                asked,
+            )
+        # Not at this border: a rank that did not hear of it would go on. The next step's closing
+        # tells all, or none.
         self._all_leave_in = number if plan.stop else None
         if plan.now:
             try:
@@ -403,7 +469,9 @@ class Borders:
             raise membership.link.refused
         if stop is not None:
             raise StopTraining(stop)
-        if membership.link.draining is not None and (self._held.engine.asynchronous or self._leaves_alone):
+        if membership.link.draining is not None and (
+            self._held.engine.asynchronous or self._leaves_alone
+        ):
             raise Drained(membership.link.draining)
 
 

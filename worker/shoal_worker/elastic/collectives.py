@@ -1,8 +1,10 @@
-"""What the ranks of a run tell each other between steps, for scripts: values of all ranks, sums of them, one rank's value.
+"""What the ranks of a run tell each other between steps, for scripts: values of all ranks, sums of
+them, one rank's value.
 
-Each is an operation of all ranks (`operations.py`): a fault on the way is answered by doing it again with those who are there then, and a
-rank that had the result already tells it to the others. Values travel as JSON, with their tensors beside it as safetensors; no pickle. All
-ranks get the same result, to the last bit: each adds up the same values, on the CPU, in the order of the ranks.
+Each is an operation of all ranks (`operations.py`): a fault on the way is answered by doing it
+again with those who are there then, and a rank that had the result already tells it to the others.
+Values travel as JSON, with their tensors beside it as safetensors; no pickle. All ranks get the
+same result, to the last bit: each adds up the same values, on the CPU, in the order of the ranks.
 """
 
 from __future__ import annotations
@@ -26,27 +28,36 @@ OPERATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "max": lambda values: values.amax(0),
     "min": lambda values: values.amin(0),
 }
-"""What `all_reduce` can do with the ranks' values, which are stacked along a first dimension, by the name of it."""
+"""What `all_reduce` can do with the ranks' values, which are stacked along a first dimension, by
+the name of it."""
 
 _WHOLE: Final[Mapping[str, Callable[[Sequence[int]], int]]] = {"sum": sum, "max": max, "min": min}
-"""What `all_reduce` can do with whole numbers of Python's, which stay exact whatever their size, by the name of it."""
+"""What `all_reduce` can do with whole numbers of Python's, which stay exact whatever their size, by
+the name of it."""
 
 _KINDS: Final = "plain tensors, numbers, strings, None, and lists, tuples and dictionaries of them"
 
 
-def gather(session: Session, value: Any, *, kind: str = "gather", source: int | None = None) -> list[Any]:
-    """Everybody's `value`, in rank order. `source`: only that rank's is sent, the others stand as None."""
+def gather(
+    session: Session, value: Any, *, kind: str = "gather", source: int | None = None
+) -> list[Any]:
+    """Everybody's `value`, in rank order. `source`: only that rank's is sent, the others stand as
+    None."""
     if session.elastic and session.is_asynchronous:
         raise PreconditionError(
-            f"{kind} with strategy='async_sgd': its workers take their steps alone, and do not meet; report values by shoal.report, and "
-            "evaluate in another process, from the parameter servers"
+            f"{kind} with strategy='async_sgd': its workers take their steps alone, and do not "
+            "meet; report values by shoal.report, and evaluate in another process, from the "
+            "parameter servers"
         )
     data = packed(value, kind)
 
     def body(channel: Channel) -> list[str]:
-        # A world of one answers by itself: a process alone, or one that is not where its peers are (see `Session.operation`).
+        # A world of one answers by itself: a process alone, or one that is not where its peers are
+        # (see `Session.operation`).
         sends = source is None or channel.rank == source or channel.world_size == 1
-        return [base64.b64encode(each).decode() for each in channel.exchange(data if sends else b"")]
+        return [
+            base64.b64encode(each).decode() for each in channel.exchange(data if sends else b"")
+        ]
 
     return [unpacked(base64.b64decode(each)) for each in session.operation(kind, body)]
 
@@ -61,13 +72,16 @@ def all_reduce(session: Session, value: Any, op: str) -> Any:
 def broadcast(session: Session, value: Any, from_rank: int) -> Any:
     """See `shoal.broadcast`."""
     if from_rank < 0 or (from_rank >= session.world_size and not session.is_joining):
-        raise ConfigurationError(f"broadcast(from_rank={from_rank}): expected 0 to {session.world_size - 1}")
+        raise ConfigurationError(
+            f"broadcast(from_rank={from_rank}): expected 0 to {session.world_size - 1}"
+        )
     everyones = gather(session, value, kind="broadcast", source=from_rank)
     if len(everyones) == 1:
         return everyones[0]
     if from_rank >= len(everyones):  # it was there when this began
         raise PreconditionError(
-            f"broadcast(from_rank={from_rank}): that rank has died, and {len(everyones)} are left; rank 0 is always there",
+            f"broadcast(from_rank={from_rank}): that rank has died, and {len(everyones)} are left; "
+            "rank 0 is always there",
             reason="RANK_GONE",
         )
     return everyones[from_rank]
@@ -97,8 +111,13 @@ def unpacked(told: bytes) -> Any:
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor], kind: str) -> Any:
-    """The value as JSON, each thing in a list that begins with what it is; its tensors go to `tensors`, by number."""
-    if type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_meta:
+    """The value as JSON, each thing in a list that begins with what it is; its tensors go to
+    `tensors`, by number."""
+    if (
+        type(value) in (torch.Tensor, torch.nn.Parameter)
+        and value.layout is torch.strided
+        and not value.is_meta
+    ):
         name = str(len(tensors))
         tensors[name] = value.detach()
         return ["tensor", name]
@@ -123,11 +142,13 @@ def _rebuilt(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _reduced(everyones: Sequence[Any], own: Any, op: str, where: str) -> Any:
-    """The ranks' values taken together by `op`, of the same kind and on the same device as this rank's own."""
+    """The ranks' values taken together by `op`, of the same kind and on the same device as this
+    rank's own."""
     if isinstance(own, torch.Tensor):
         _check_alike([_shape(each) for each in everyones], op, where)
         stacked = torch.stack(list(everyones))
-        if not stacked.is_floating_point() and not stacked.is_complex():  # of small types, and of truth values, a sum must not wrap
+        if not stacked.is_floating_point() and not stacked.is_complex():
+            # of small types, and of truth values, a sum must not wrap
             stacked = stacked.double() if op == "mean" else stacked.long()
         return OPERATIONS[op](stacked).to(own.device)
     if type(own) in (bool, int, float):
@@ -137,15 +158,25 @@ def _reduced(everyones: Sequence[Any], own: Any, op: str, where: str) -> Any:
         return _WHOLE[op](everyones)
     _check_alike([_structure(each) for each in everyones], op, where)
     if type(own) is dict:
-        return {key: _reduced([each[key] for each in everyones], own[key], op, f"{where}[{key!r}]") for key in own}
+        return {
+            key: _reduced([each[key] for each in everyones], own[key], op, f"{where}[{key!r}]")
+            for key in own
+        }
     if type(own) in (list, tuple):
         parts = enumerate(zip(zip(*everyones, strict=True), own, strict=True))
         return type(own)(_reduced(each, mine, op, f"{where}[{n}]") for n, (each, mine) in parts)
-    raise ConfigurationError(f"all_reduce of {where}={own!r}: expected tensors and numbers, or lists, tuples and dictionaries of them")
+    raise ConfigurationError(
+        f"all_reduce of {where}={own!r}: expected tensors and numbers, or lists, tuples and "
+        "dictionaries of them"
+    )
 
 
 def _shape(value: Any) -> str:
-    return f"a tensor of {tuple(value.shape)}, {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+    return (
+        f"a tensor of {tuple(value.shape)}, {value.dtype}"
+        if isinstance(value, torch.Tensor)
+        else type(value).__name__
+    )
 
 
 def _number(value: Any) -> str:
@@ -155,13 +186,17 @@ def _number(value: Any) -> str:
 def _structure(value: Any) -> str:
     if type(value) is dict:
         return f"a dictionary of {sorted(map(str, value))}"
-    return f"{type(value).__name__} of {len(value)}" if type(value) in (list, tuple) else _shape(value)
+    return (
+        f"{type(value).__name__} of {len(value)}" if type(value) in (list, tuple) else _shape(value)
+    )
 
 
 def _check_alike(told: Sequence[str], op: str, where: str) -> None:
-    """Raises PreconditionError, on all ranks alike, unless all ranks gave the same kind of value."""
+    """Raises PreconditionError, on all ranks alike, unless all ranks gave the same kind of
+    value."""
     if len(set(told)) > 1:
         other = next(number for number, each in enumerate(told) if each != told[0])
         raise PreconditionError(
-            f"all_reduce {op} of {where}: rank 0 gave {told[0]}, rank {other} gave {told[other]}; gather takes values that differ in shape"
+            f"all_reduce {op} of {where}: rank 0 gave {told[0]}, rank {other} gave {told[other]}; "
+            "gather takes values that differ in shape"
         )

@@ -1,7 +1,8 @@
-"""The run's state as this process holds it: model and optimizer, registered objects, loaders' cursors, and the name of it all.
+"""The run's state as this process holds it: model and optimizer, registered objects, loaders'
+cursors, and the name of it all.
 
-What is captured here is what joiners get, what checkpoints keep and what a rank that fell behind takes over. It moves no bytes and knows no
-peers. All of it is touched by the training thread alone.
+What is captured here is what joiners get, what checkpoints keep and what a rank that fell behind
+takes over. It moves no bytes and knows no peers. All of it is touched by the training thread alone.
 """
 
 from __future__ import annotations
@@ -53,18 +54,22 @@ class HeldState:
         self.name: StateName | None = None
         """None: it has no name yet, so it counts for nothing."""
         self.run = ""
-        """The run that the state is of: kept through joins and checkpoints. Empty: training has not begun, or a checkpoint does not say."""
+        """The run that the state is of: kept through joins and checkpoints. Empty: training has not
+        begun, or a checkpoint does not say."""
         self.samples = 0
-        """Samples of the run's committed steps, over all ranks; where ranks take steps of their own, this rank's. Part of the state."""
+        """Samples of the run's committed steps, over all ranks; where ranks take steps of their
+        own, this rank's. Part of the state."""
         self.interrupted: Interrupted | None = None
         """See `Standing`. Until the next group is formed."""
         self.step: Step | None = None
         """The step in progress."""
         self._course = Course()
         self.outcomes = 0
-        """Number of steps whose outcome the script was told. A joiner counts on from its peers' count."""
+        """Number of steps whose outcome the script was told. A joiner counts on from its peers'
+        count."""
         self.compared = 0
-        """Steps that were committed when the last one was closed: see `StepLifecycle._compare_replicas`."""
+        """Steps that were committed when the last one was closed: see
+        `StepLifecycle._compare_replicas`."""
         self.agreed = 0
         """Steps after which this rank last found that all hold the same; 0: it has not. Not a part
         of the state: where a comparison fails, some ranks know its result and others do not."""
@@ -80,24 +85,28 @@ class HeldState:
         self._waiting: dict[str, Any] = {}
         """Cursors of loaders that the script has not made yet."""
         self._ended: dict[str, Any] = {}
-        """Last cursors of loaders that the script has let go of: a resumed script makes them again and must not train on them again."""
+        """Last cursors of loaders that the script has let go of: a resumed script makes them again
+        and must not train on them again."""
         self._warned = set[str]()
         """Loaders whose given up epochs were warned of."""
         self._own_loop_began = False
         """A step was committed that no loader of Shoal's gave out."""
         self._numbers: dict[str, int] = {}
         self._loops: dict[str, Any] = {}
-        """For each loader whose `epochs()` was entered: its epoch, and from where the others counted when that opened."""
+        """For each loader whose `epochs()` was entered: its epoch, and from where the others
+        counted when that opened."""
         self._loops_to_enter: dict[str, Any] = {}
         self._kept: _Kept | None = None
 
-    # --------------------------------------------------------------------------------------------------------------- parts
+    # ---------------------------------------------------------------------------------------- parts
 
     @property
     def engine(self) -> TrainingEngine:
         """Model and optimizer. Raises PreconditionError before `as_distributed`."""
         if self._engine is None:
-            raise PreconditionError("call shoal.as_distributed(model, optimizer, ...) before the training loop")
+            raise PreconditionError(
+                "call shoal.as_distributed(model, optimizer, ...) before the training loop"
+            )
         return self._engine
 
     @property
@@ -109,12 +118,16 @@ class HeldState:
         """Takes model and optimizer. Raises PreconditionError when there are others already."""
         if self._engine is not None:
             raise PreconditionError(
-                "as_distributed was called a second time; a process calls it once: several models with an optimizer each go in together, "
-                "as as_distributed((one, other), (its_optimizer, the_others)), and modules with one optimizer go into one nn.Module"
+                "as_distributed was called a second time; a process calls it once: several models "
+                "with an optimizer each go in together, as as_distributed((one, other), "
+                "(its_optimizer, the_others)), and modules with one optimizer go into one "
+                "nn.Module"
             )
         self._engine = engine
         held = weakref.ref(self)
-        self.registered.number_by(lambda: held_now.place_in_epochs() if (held_now := held()) is not None else Place())
+        self.registered.number_by(
+            lambda: held_now.place_in_epochs() if (held_now := held()) is not None else Place()
+        )
 
     @property
     def sources(self) -> list[StepSource]:
@@ -125,32 +138,40 @@ class HeldState:
         """See `LoaderSession.register_source`."""
         if self._sources.get(source.name, source) is not source:
             raise ConfigurationError(
-                f"two training loaders have the name {source.name!r}; give each a name of its own: ElasticDataLoader(..., name=...)"
+                f"two training loaders have the name {source.name!r}; give each a name of its own: "
+                "ElasticDataLoader(..., name=...)"
             )
         if source.name in self._ended:
             raise ConfigurationError(
-                f"a training loader named {source.name!r} has given out steps and is gone, and another one takes its name: a resumed "
-                "script would give the cursor of one to the other. Make one loader and iterate over it in each epoch, or give each "
-                "loader a name of its own: ElasticDataLoader(..., name=...)"
+                f"a training loader named {source.name!r} has given out steps and is gone, and "
+                "another one takes its name: a resumed script would give the cursor of one to the "
+                "other. Make one loader and iterate over it in each epoch, or give each loader a "
+                "name of its own: ElasticDataLoader(..., name=...)"
             )
         if self._sources.get(source.name) is not source:
-            weakref.finalize(source, _note_end, weakref.ref(self), source.name, source.cursor_reader()).atexit = False
+            weakref.finalize(
+                source, _note_end, weakref.ref(self), source.name, source.cursor_reader()
+            ).atexit = False
         self._sources[source.name] = source
         self._numbers.setdefault(source.name, len(self._numbers) + 1)
         if source.name in self._waiting:
             source.load_state_dict(self._waiting.pop(source.name))
 
-    # --------------------------------------------------------------------------------------------------------------- steps
+    # ---------------------------------------------------------------------------------------- steps
 
     def begin(self, generation: int, run: str | None) -> StateName:
-        """Training begins from nothing. `run` is like no other run's, and alike on all ranks; None: once more, over what it had saved
-        before. Returns the name of the state."""
-        self.name, self.run = StateName(generation, 0), "" if run is None else f"{xxhash.xxh3_64_intdigest(run.encode()):016x}"
+        """Training begins from nothing. `run` is like no other run's, and alike on all ranks; None:
+        once more, over what it had saved before. Returns the name of the state."""
+        self.name, self.run = (
+            StateName(generation, 0),
+            "" if run is None else f"{xxhash.xxh3_64_intdigest(run.encode()):016x}",
+        )
         return self.name
 
     @property
     def in_round(self) -> bool:
-        """Steps were committed that are this rank's alone: they wait for the end of the round (see `keep`)."""
+        """Steps were committed that are this rank's alone: they wait for the end of the round (see
+        `keep`)."""
         return self._kept is not None and self._kept.name != self.name
 
     def begin_step(self, placement: Placement, source: StepSource | None) -> Step:
@@ -186,43 +207,62 @@ class HeldState:
         self.step.decide(told["control"])
         self.engine.take_closing(told["closing"])
 
-    # --------------------------------------------------------------------------------------------------------------- place
+    # ---------------------------------------------------------------------------------------- place
 
     def place(self, source: StepSource | None) -> ScriptPosition:
         """Where the script stands when it takes a step of `source`."""
         if source is None:
             return ScriptPosition("", 0, 0, 0)
         dealing = xxhash.xxh3_64_intdigest(f"{source.dealing} {source.step}".encode())
-        return ScriptPosition(source.name, self._numbers[source.name], source.epoch, source.step, dealing)
+        return ScriptPosition(
+            source.name, self._numbers[source.name], source.epoch, source.step, dealing
+        )
 
     def place_in_epochs(self) -> Place:
-        """Where the script stands in its loops over epochs, as far as a resumed script and a joiner stand there, too."""
-        inside = [source for source in sorted(self.sources, key=lambda each: each.name) if source.within is not None]
+        """Where the script stands in its loops over epochs, as far as a resumed script and a joiner
+        stand there, too."""
+        inside = [
+            source
+            for source in sorted(self.sources, key=lambda each: each.name)
+            if source.within is not None
+        ]
         return Place(
             epochs=",".join(f"{source.name}@{source.within}" for source in inside),
-            after_batches=any(source.within is not None and source.next_iteration > source.within for source in inside),
-            within_batches=any(source.under_way for source in self.sources) or (not self._numbers and self._own_loop_began),
+            after_batches=any(
+                source.within is not None and source.next_iteration > source.within
+                for source in inside
+            ),
+            within_batches=any(source.under_way for source in self.sources)
+            or (not self._numbers and self._own_loop_began),
         )
 
     def warn_of_given_up(self) -> None:
         """Warns, once for each loader, that a state saved now gives up the rest of an epoch."""
         for source in self.sources:
-            if source.gives_up is not None and not source.under_way and source.name not in self._warned:
+            if (
+                source.gives_up is not None
+                and not source.under_way
+                and source.name not in self._warned
+            ):
                 self._warned.add(source.name)
                 _log.warning(
-                    "save_checkpoint after the loop over loader %r was left early, in epoch %d at step %d: a run that resumes from it goes "
-                    "on with the next epoch, as this script would, and the rest of this one is not trained on. To stop the run here, leave "
-                    "`for epoch in loader.epochs(n)` as well before you save, or save inside the loop over the batches",
+                    "save_checkpoint after the loop over loader %r was left early, in epoch %d at "
+                    "step %d: a run that resumes from it goes on with the next epoch, as this "
+                    "script would, and the rest of this one is not trained on. To stop the run "
+                    "here, leave `for epoch in loader.epochs(n)` as well before you save, or save "
+                    "inside the loop over the batches",
                     source.name,
                     source.gives_up,
                     source.step,
                 )
 
     def enter_epochs(self, source: StepSource) -> int:
-        """The script is at the head of a loop over epochs of `source`. Returns the epoch that the loop begins with.
+        """The script is at the head of a loop over epochs of `source`. Returns the epoch that the
+        loop begins with.
 
-        If the loop stands elsewhere in a state that was loaded, other loaders count their iterations from where they had them there: the
-        ones before were in epochs that are passed over.
+        If the loop stands elsewhere in a state that was loaded, other loaders count their
+        iterations from where they had them there: the ones before were in epochs that are passed
+        over.
         """
         loop = self._loops_to_enter.pop(source.name, None)
         if loop is None:
@@ -239,9 +279,10 @@ class HeldState:
         self._loops[source.name] = {"epoch": epoch, "others": others}
 
     def steps_in_all(self, source: StepSource, epochs: int, *, known: int) -> int:
-        """How many steps the run will have had after so many epochs of `source`, whose loop opens an epoch; 0: not known, since other
-        loaders take steps as well, or it is a stream. `known`: what was said last. Where each rank takes steps of its own it stays, since
-        it is of all ranks."""
+        """How many steps the run will have had after so many epochs of `source`, whose loop opens
+        an epoch; 0: not known, since other loaders take steps as well, or it is a stream. `known`:
+        what was said last. Where each rank takes steps of its own it stays, since it is of all
+        ranks."""
         if len(self._sources) != 1:
             return 0
         until = source.steps_until(epochs)
@@ -250,12 +291,13 @@ class HeldState:
         return known or until if self.engine.asynchronous else self.steps + until
 
     def arrived(self, at: StepSource | None) -> None:
-        """A joiner's script has come to its peers' place, a step of `at`: what it passed over of other loaders is counted as theirs."""
+        """A joiner's script has come to its peers' place, a step of `at`: what it passed over of
+        other loaders is counted as theirs."""
         for source in self.sources:
             if source is not at:
                 source.count_from(None)
 
-    # --------------------------------------------------------------------------------------------------------------- state
+    # ---------------------------------------------------------------------------------------- state
 
     @property
     def steps(self) -> int:
@@ -263,15 +305,22 @@ class HeldState:
         return self.name.step if self.name is not None else 0
 
     def capture(self, replica: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The committed state. Shares memory with its parts. `replica`: what stands for model and optimizer; None: what this rank has."""
+        """The committed state. Shares memory with its parts. `replica`: what stands for model and
+        optimizer; None: what this rank has."""
         # Else the script is between two epochs, as far as one can tell: in none of its loops.
         inside = any(source.under_way for source in self.sources)
         return {
             "replica": replica if replica is not None else self.engine.capture(),
             "registered": self.registered.capture(),
-            "sources": self._ended | {source.name: source.state_dict() for source in self.sources} | self._waiting,
-            # One that was loaded, and that this script has not entered yet, is as it was loaded: peers are to enter it as this script will.
-            "loops": {name: self._loops_to_enter.get(name, loop | {"inside": inside}) for name, loop in self._loops.items()},
+            "sources": self._ended
+            | {source.name: source.state_dict() for source in self.sources}
+            | self._waiting,
+            # One that was loaded, and that this script has not entered yet, is as it was loaded:
+            # peers are to enter it as this script will.
+            "loops": {
+                name: self._loops_to_enter.get(name, loop | {"inside": inside})
+                for name, loop in self._loops.items()
+            },
             "steps": self.steps,
             "batches_compared": self.batches.checked,
             "samples": self.samples,
@@ -279,7 +328,8 @@ class HeldState:
         }
 
     def restore(self, captured: Mapping[str, Any]) -> None:
-        """Takes over a captured state, but for its name. What refuses its part leaves all of the state as it was."""
+        """Takes over a captured state, but for its name. What refuses its part leaves all of the
+        state as it was."""
         with contextlib.ExitStack() as undo:
             undo.callback(self.registered.restoring())
             self.registered.restore(captured["registered"])
@@ -287,7 +337,8 @@ class HeldState:
             undo.pop_all()
 
     def _restore_rest(self, captured: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-        """All but the registered objects. The replica comes last: it alone is too large to be put back."""
+        """All but the registered objects. The replica comes last: it alone is too large to be put
+        back."""
         waiting = dict(captured["sources"])
         for source in self.sources:
             if source.name in waiting:
@@ -307,35 +358,49 @@ class HeldState:
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])
 
     def with_own_tables(self, captured: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A checkpoint's state, with this process's buffers that no state dict has (persistent=False) in the place of those in it, where
-        there are any: as in plain torch they are what the script makes of them, and the other ranks are to have the same."""
+        """A checkpoint's state, with this process's buffers that no state dict has
+        (persistent=False) in the place of those in it, where there are any: as in plain torch they
+        are what the script makes of them, and the other ranks are to have the same."""
         if self.engine.asynchronous or not self.engine.has_values():
             return captured
         own, replica = self.engine.capture(), captured["replica"]
         if "models" in own and len(own["models"]) == len(replica.get("models", ())):
             pairs = zip(replica["models"], own["models"], strict=True)
-            return {**captured, "replica": {**replica, "models": [_with_tables(saved, here) for saved, here in pairs]}}
+            return {
+                **captured,
+                "replica": {
+                    **replica,
+                    "models": [_with_tables(saved, here) for saved, here in pairs],
+                },
+            }
         return captured if "models" in own else {**captured, "replica": _with_tables(replica, own)}
 
     def _check_models(self, replica: Mapping[str, Any]) -> None:
         found, here = len(replica.get("models", [replica])), self.engine.models
         if found != here:
             raise CorruptDataError(
-                f"the state is of {found} {'model' if found == 1 else 'models'}, and as_distributed was given {here}: give it the same "
-                "models as in the run that saved it",
+                f"the state is of {found} {'model' if found == 1 else 'models'}, and "
+                f"as_distributed was given {here}: give it the same models as in the run that "
+                "saved it",
                 reason="MODEL_DIFFERS",
             )
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        """Copies the committed state, to go back to when a step is void, until `release`. `replica`: as this rank alone has it."""
-        self._kept = _Kept(name=self.name, captured=copy.deepcopy(self.capture(replica)), operations=self.operations.encode())
+        """Copies the committed state, to go back to when a step is void, until `release`.
+        `replica`: as this rank alone has it."""
+        self._kept = _Kept(
+            name=self.name,
+            captured=copy.deepcopy(self.capture(replica)),
+            operations=self.operations.encode(),
+        )
 
     def release(self) -> None:
         """The steps since `keep` are every rank's: they will not be undone."""
         self._kept = None
 
     def go_back(self) -> None:
-        """To the state that was kept, if one is: the step in progress is void. Every rank goes back at the same place of its script."""
+        """To the state that was kept, if one is: the step in progress is void. Every rank goes back
+        at the same place of its script."""
         kept, loops = self._kept, self._loops_to_enter
         if kept is None:
             return
@@ -346,8 +411,9 @@ class HeldState:
         self.name = kept.name
 
     def cannot_return(self, captured: Mapping[str, Any]) -> str | None:
-        """Why the script cannot go on from a captured state that it has left behind; None: it can. It can take the steps of the loop that
-        it is in again, and no others; there are none to take if the state is that of now."""
+        """Why the script cannot go on from a captured state that it has left behind; None: it can.
+        It can take the steps of the loop that it is in again, and no others; there are none to take
+        if the state is that of now."""
         if captured["steps"] == self.steps:
             return None
         if not any(source.under_way for source in self.sources):
@@ -355,15 +421,18 @@ class HeldState:
         for source in self.sources:
             then = captured["sources"].get(source.name)
             if source.under_way and (then is None or then["epoch"] != source.epoch):
-                return f"it is in epoch {source.epoch} of loader {source.name!r}, and the checkpoint is of epoch {then and then['epoch']}"
+                return (
+                    f"it is in epoch {source.epoch} of loader {source.name!r}, and the "
+                    f"checkpoint is of epoch {then and then['epoch']}"
+                )
             if not source.under_way and then is not None and then != source.state_dict():
                 return f"loader {source.name!r} has moved on since"
         return None
 
     @contextlib.contextmanager
     def going_back(self) -> Iterator[None]:
-        """In here a state is restored that the script has left behind. It stays where it is: in its loops, and at the end of a step that it
-        is to take again, if it is in one."""
+        """In here a state is restored that the script has left behind. It stays where it is: in its
+        loops, and at the end of a step that it is to take again, if it is in one."""
         loops = self._loops_to_enter
         yield
         self._loops_to_enter = loops
@@ -373,7 +442,10 @@ class HeldState:
 
     def unclaimed(self) -> list[str]:
         """What the loaded state has that the script has made no object for, by its name."""
-        return [*self.registered.unclaimed(), *(f"the loader {name!r}" for name in sorted(self._waiting))]
+        return [
+            *self.registered.unclaimed(),
+            *(f"the loader {name!r}" for name in sorted(self._waiting)),
+        ]
 
     def standing(self) -> Standing:
         """What this rank says of itself when a generation forms."""
@@ -381,7 +453,9 @@ class HeldState:
         in_doubt = step is not None and step.in_doubt
         return Standing(
             state=name if self.phase.holds_state else None,
-            doubt=StateName(step.placement.generation, self.steps + 1) if step is not None and in_doubt else None,
+            doubt=StateName(step.placement.generation, self.steps + 1)
+            if step is not None and in_doubt
+            else None,
             outcomes=self.outcomes + (step is not None and step.handed_out),
             attached=self.has_engine,
             spectator=not self.phase.holds_state,
@@ -392,11 +466,16 @@ class HeldState:
         )
 
 
-def _note_end(held: weakref.ref[HeldState], name: str, read_cursor: Callable[[], dict[str, Any]]) -> None:
+def _note_end(
+    held: weakref.ref[HeldState], name: str, read_cursor: Callable[[], dict[str, Any]]
+) -> None:
     """The script has let go of the loader `name`."""
     if (state := held()) is not None and (cursor := read_cursor()).get("global_step"):
         state._ended[name] = cursor
 
 
 def _with_tables(replica: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**replica, "buffers": {**replica.get("buffers", {}), **own.get("unsaved", own.get("buffers", {}))}}
+    return {
+        **replica,
+        "buffers": {**replica.get("buffers", {}), **own.get("unsaved", own.get("buffers", {}))},
+    }

@@ -1,4 +1,5 @@
-"""What a member and the coordinator tell each other, between protobuf and Shoal's own values. `link.py` alone uses it.
+"""What a member and the coordinator tell each other, between protobuf and Shoal's own values.
+`link.py` alone uses it.
 
 The rest of the package knows no protobuf: what comes in is checked here, where it is read.
 """
@@ -40,14 +41,22 @@ Ask = Callable[[int, str, Sequence[int]], list[Peer]]
 """Gives ranks of the generation with this number and nonce; all for none."""
 
 
-def parse_generation(directive: pb.MemberDirective, mine: Peer, before: Generation | None, ask: Ask) -> Generation:
-    """Reads a generation, from the point of view of the member `mine`, whose rank it gives. `before`: the newest that it knows.
+def parse_generation(
+    directive: pb.MemberDirective, mine: Peer, before: Generation | None, ask: Ask
+) -> Generation:
+    """Reads a generation, from the point of view of the member `mine`, whose rank it gives.
+    `before`: the newest that it knows.
 
     Raises:
-        InternalError: the generation does not hold this member: the coordinator only sends a generation to its members.
+        InternalError: the generation does not hold this member: the coordinator only sends a
+            generation to its members.
     """
     message = directive.generation
-    return _parse_whole(message, mine.member_id) if message.ranks else _parse_large(message, directive.rank, mine, before, ask)
+    return (
+        _parse_whole(message, mine.member_id)
+        if message.ranks
+        else _parse_large(message, directive.rank, mine, before, ask)
+    )
 
 
 def parse_ranks(message: pb.GetRanksResponse) -> list[Peer]:
@@ -66,10 +75,14 @@ def _parse_rank(message: pb.Rank) -> Peer:
     )
 
 
-def _parse_large(message: pb.Generation, rank: int, mine: Peer, before: Generation | None, ask: Ask) -> Generation:
+def _parse_large(
+    message: pb.Generation, rank: int, mine: Peer, before: Generation | None, ask: Ask
+) -> Generation:
     size, number, nonce = message.world_size, message.number, message.nonce
     if not 0 <= rank < size:
-        raise InternalError(f"generation {number} gives member {mine.member_id} rank {rank} of {size}")
+        raise InternalError(
+            f"generation {number} gives member {mine.member_id} rank {rank} of {size}"
+        )
     try:
         joining = frozenset(rank_table.of_runs(message.joining, size))
     except CorruptDataError as error:
@@ -97,9 +110,13 @@ def _parse_large(message: pb.Generation, rank: int, mine: Peer, before: Generati
 
 def _followed(table: Sequence[Peer], change: pb.RankChange, joining: frozenset[int]) -> list[Peer]:
     """Raises CorruptDataError where the change does not fit the table."""
-    peers = rank_table.follow(table, change.removed, [(rank.rank, _parse_rank(rank)) for rank in change.added])
+    peers = rank_table.follow(
+        table, change.removed, [(rank.rank, _parse_rank(rank)) for rank in change.added]
+    )
     return [
-        peer if peer.rank == rank and peer.joining == (rank in joining) else replace(peer, rank=rank, joining=rank in joining)
+        peer
+        if peer.rank == rank and peer.joining == (rank in joining)
+        else replace(peer, rank=rank, joining=rank in joining)
         for rank, peer in enumerate(peers)
     ]
 
@@ -108,7 +125,10 @@ def _parse_whole(message: pb.Generation, member_id: str) -> Generation:
     peers = tuple(_parse_rank(rank) for rank in message.ranks)
     mine = [p.rank for p in peers if p.member_id == member_id]
     if len(mine) != 1 or [p.rank for p in peers] != list(range(len(peers))):
-        raise InternalError(f"generation {message.number} does not give member {member_id} one rank among {len(peers)} dense ones")
+        raise InternalError(
+            f"generation {message.number} does not give member {member_id} one rank among "
+            f"{len(peers)} dense ones"
+        )
     return Generation(
         number=message.number,
         nonce=message.nonce,
@@ -123,11 +143,15 @@ def _begins_run(message: pb.Generation) -> bool:
     return bool(message.cause == pb.Generation.CAUSE_START)
 
 
-def leave_message(reason: LeaveReason, detail: str, *, alone: bool, steps: int, held: LastState | None = None) -> pb.Leave:
+def leave_message(
+    reason: LeaveReason, detail: str, *, alone: bool, steps: int, held: LastState | None = None
+) -> pb.Leave:
     """Writes a goodbye; of `detail` the first 1024 characters."""
     message = pb.Leave(reason=_REASONS[reason], detail=detail[:1024], alone=alone, steps=steps)
     if held is not None:
-        replicas = pb.Replicas(generation=held.generation, step=held.step, agreed=held.agreed, digests=held.digests)
+        replicas = pb.Replicas(
+            generation=held.generation, step=held.step, agreed=held.agreed, digests=held.digests
+        )
         message.replicas.CopyFrom(replicas)
     return message
 
@@ -150,5 +174,7 @@ def progress_message(progress: Progress) -> pb.Progress:
         cpu_s=progress.cpu_s,
         server_wait_s=progress.server_wait_s,
         awaited_server=progress.awaited_server,
-        busy_link=pb.BusyLink(rank=busy.rank, bytes_per_s=busy.bytes_per_s) if busy is not None else None,
+        busy_link=pb.BusyLink(rank=busy.rank, bytes_per_s=busy.bytes_per_s)
+        if busy is not None
+        else None,
     )

@@ -1,13 +1,17 @@
-"""Notices that ranks wait for each other because their scripts went different ways, long before a collective's timeout.
+"""Notices that ranks wait for each other because their scripts went different ways, long before a
+collective's timeout.
 
-Of two ranks of which one evaluates and the other takes a step, each waits in a collective that the other does not issue. That looks like a
-slow peer, so nothing is asked while nobody waits. Who has waited for a second writes down in the group's store where it stands and what it
-is in, and reads what the first that waited there has written. Where that is something else, no rank will ever come: the group ends with
-RANKS_DIVERGED, which says who is in what. Of ranks that are in the same step, what they have issued in it is compared, as far as both have
-come (`course.py`). It costs nothing in a step but the noting of that, and for each wait of more than a second one or two small messages to
+Of two ranks of which one evaluates and the other takes a step, each waits in a collective that the
+other does not issue. That looks like a slow peer, so nothing is asked while nobody waits. Who has
+waited for a second writes down in the group's store where it stands and what it is in, and reads
+what the first that waited there has written. Where that is something else, no rank will ever come:
+the group ends with RANKS_DIVERGED, which says who is in what. Of ranks that are in the same step,
+what they have issued in it is compared, as far as both have come (`course.py`). It costs nothing in
+a step but the noting of that, and for each wait of more than a second one or two small messages to
 the store.
 
-Runs on a thread of its own, and reads what the training thread is in; that stands still while it waits.
+Runs on a thread of its own, and reads what the training thread is in; that stands still while it
+waits.
 """
 
 from __future__ import annotations
@@ -41,7 +45,9 @@ class DesyncDetector:
         self._session = session
         self._over = threading.Event()
         self._told: Wait | None = None
-        self._thread = threading.Thread(target=self._watch, name="shoal-desync-detector", daemon=True)
+        self._thread = threading.Thread(
+            target=self._watch, name="shoal-desync-detector", daemon=True
+        )
 
     def start(self) -> None:
         """Begins to look."""
@@ -64,7 +70,8 @@ class DesyncDetector:
         if group is None or wait is None or wait == self._told or now - wait.since <= _PATIENCE_S:
             return
         self._told = wait
-        with contextlib.suppress(ShoalError, RuntimeError):  # the store is away, or the group is over: the waiting goes on
+        with contextlib.suppress(ShoalError, RuntimeError):
+            # the store is away, or the group is over: the waiting goes on
             self._compare(group, wait)
 
     def _where(self) -> Where | None:
@@ -90,25 +97,32 @@ class DesyncDetector:
 
     @staticmethod
     def _tell(group: Group, wait: Wait, mine: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the first rank has told that waits at the same place. Raises PreconditionError: it waits in something else."""
+        """Returns what the first rank has told that waits at the same place. Raises
+        PreconditionError: it waits in something else."""
         first: dict[str, Any] = json.loads(group.waiting.note(wait.where.at, json.dumps(mine)))
         if first["what"] != mine["what"]:
             raise waits_apart(first, mine)
         return first
 
     def _compare_in_step(self, group: Group, wait: Wait, mine: dict[str, Any]) -> None:
-        """Raises PreconditionError: this rank and another have issued different collectives in the step that both are in."""
+        """Raises PreconditionError: this rank and another have issued different collectives in the
+        step that both are in."""
         engine, step = self._session.engine, self._session.step
         course, passes_with = step.course if step is not None else Course(), engine.passes_with
         mine |= {"issued": engine.issued().decode(), "course": course.told(passes=not passes_with)}
         own = {"rank": group.rank, "course": course.told(passes=True)}
-        if group.waiting.now is not wait:  # it has gone on, perhaps to the next step, whose list is not to stand here
+        if group.waiting.now is not wait:
+            # it has gone on, perhaps to the next step, whose list is not to stand here
             return
         first = self._tell(group, wait, mine)
         engine.compare_issued([first["issued"].encode(), mine["issued"].encode()])
         self._compare_courses(first, mine, wait)
         if passes_with:
-            self._compare_courses(json.loads(group.waiting.note(wait.where.at, json.dumps(own), passes_with)), own, wait)
+            self._compare_courses(
+                json.loads(group.waiting.note(wait.where.at, json.dumps(own), passes_with)),
+                own,
+                wait,
+            )
 
     @staticmethod
     def _compare_courses(first: dict[str, Any], mine: dict[str, Any], wait: Wait) -> None:

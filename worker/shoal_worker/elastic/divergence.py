@@ -1,7 +1,8 @@
-"""What ranks are told that have gone different ways: RANKS_DIVERGED, with who is where, or what differs.
+"""What ranks are told that have gone different ways: RANKS_DIVERGED, with who is where, or what
+differs.
 
-A step's control word says only that they did (`step.py`); then all ranks know it, and tell each other the rest here. Used by the
-training thread.
+A step's control word says only that they did (`step.py`); then all ranks know it, and tell each
+other the rest here. Used by the training thread.
 
 Ranks whose values have drifted apart are found by `replicas_compared.py`.
 """
@@ -21,78 +22,108 @@ from shoal_worker.state.digest import DRAWN, SAMPLES, STREAMED
 
 REASON: Final = "RANKS_DIVERGED"
 COUNTING: Final = (
-    "A count of the script's own, such as enumerate(loader)'s or that of `if optimizer.step(): count += 1`, starts from zero in a "
-    "process that joins: what happens every k steps goes by loader.global_step, or by every_steps= of save_checkpoint and evaluate"
+    "A count of the script's own, such as enumerate(loader)'s or that of `if optimizer.step(): "
+    "count += 1`, starts from zero in a process that joins: what happens every k steps goes by "
+    "loader.global_step, or by every_steps= of save_checkpoint and evaluate"
 )
 """The usual cause, and its remedy."""
 
 _REMEDIES: Final = {
-    DRAWN: "a sampler draws the same on every rank if its random numbers come from a generator that it holds as an "
-    "attribute, or from the global ones of torch, NumPy or Python, and if it does not look at the rank",
-    STREAMED: "a stream must give all ranks the same items in the same order, whole: Shoal deals them. Do not split it by rank or worker "
+    DRAWN: "a sampler draws the same on every rank if its random numbers come from a generator "
+    "that it holds as an "
+    "attribute, or from the global ones of torch, NumPy or Python, and if it does not look at the "
+    "rank",
+    STREAMED: "a stream must give all ranks the same items in the same order, whole: Shoal deals "
+    "them. Do not split it by rank or worker "
     "(split_dataset_by_node, split_by_node), and seed its shuffling by set_epoch(epoch)",
-    SAMPLES: "every rank makes its dataset itself, so give random_split and whatever else draws samples a "
+    SAMPLES: "every rank makes its dataset itself, so give random_split and whatever else draws "
+    "samples a "
     "generator with the same seed on every rank, and sort what a directory lists",
 }
 
 
-def steps_apart(place: ScriptPosition, source: StepSource | None, group: Group | None, of: str = "") -> PreconditionError:
-    """The error for ranks whose control words did not agree. All ranks of `group` call it, each with its own place and source, and with
-    `Step.of`."""
-    told = {"place": place[:-1], "dealing": json.loads(source.dealing) if source is not None else {}, "of": of}
+def steps_apart(
+    place: ScriptPosition, source: StepSource | None, group: Group | None, of: str = ""
+) -> PreconditionError:
+    """The error for ranks whose control words did not agree. All ranks of `group` call it, each
+    with its own place and source, and with `Step.of`."""
+    told = {
+        "place": place[:-1],
+        "dealing": json.loads(source.dealing) if source is not None else {},
+        "of": of,
+    }
     try:
-        everyones = [json.loads(each) for each in group.exchange(json.dumps(told).encode())] if group is not None else [told]
+        everyones = (
+            [json.loads(each) for each in group.exchange(json.dumps(told).encode())]
+            if group is not None
+            else [told]
+        )
     except MembershipChanged:  # a peer has told its error and gone
         everyones = [told]
-    return PreconditionError(f"the ranks' scripts went different ways: {_difference(everyones)}", reason=REASON)
+    return PreconditionError(
+        f"the ranks' scripts went different ways: {_difference(everyones)}", reason=REASON
+    )
 
 
 def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError:
-    """The error for ranks that wait for each other in different things. Each: its `rank`, and `what` it is in."""
+    """The error for ranks that wait for each other in different things. Each: its `rank`, and
+    `what` it is in."""
     ordered = sorted((one, other), key=lambda each: int(each["rank"]))
     who = ", ".join(f"rank {each['rank']} is in {each['what']}" for each in ordered)
     return PreconditionError(
-        f"the ranks' scripts went different ways ({who}), and would wait for each other for ever; every rank must take the same steps, and "
-        f"call evaluate, save_checkpoint, should_early_stop and the like in the same order between them. {COUNTING}",
+        f"the ranks' scripts went different ways ({who}), and would wait for each other for ever; "
+        "every rank must take the same steps, and call evaluate, save_checkpoint, "
+        f"should_early_stop and the like in the same order between them. {COUNTING}",
         reason=REASON,
     )
 
 
-def courses_apart(one: dict[str, Any], other: dict[str, Any], what: tuple[str, str], step: int) -> PreconditionError:
-    """The error for ranks that wait for each other in different collectives of step number `step`. Each: its `rank`. `what`: what either
-    does."""
-    (first, does), (second, does_) = sorted(((int(each["rank"]), text) for each, text in zip((one, other), what, strict=True)))
+def courses_apart(
+    one: dict[str, Any], other: dict[str, Any], what: tuple[str, str], step: int
+) -> PreconditionError:
+    """The error for ranks that wait for each other in different collectives of step number `step`.
+    Each: its `rank`. `what`: what either does."""
+    (first, does), (second, does_) = sorted(
+        ((int(each["rank"]), text) for each, text in zip((one, other), what, strict=True))
+    )
     return PreconditionError(
-        f"the ranks' scripts went different ways in step {step}, and would wait for each other for ever: rank {first} {does}, where rank "
-        f"{second} {does_}; every rank must do the same passes in a step, and call optimizer.step() at the same place, of several models "
-        f"for the same optimizers in one order. {COUNTING}",
+        f"the ranks' scripts went different ways in step {step}, and would wait for each other for "
+        f"ever: rank {first} {does}, where rank {second} {does_}; every rank must do the same "
+        "passes in a step, and call optimizer.step() at the same place, of several models for the "
+        f"same optimizers in one order. {COUNTING}",
         reason=REASON,
     )
 
 
 def operations_apart(who: str) -> PreconditionError:
-    """The error for ranks that do different things between two steps. `who`: which rank is in what."""
+    """The error for ranks that do different things between two steps. `who`: which rank is in
+    what."""
     return PreconditionError(
-        f"the ranks' scripts went different ways ({who}); every rank must call evaluate, save_checkpoint, should_early_stop and the "
-        f"loader's iterations in the same order. {COUNTING}",
+        f"the ranks' scripts went different ways ({who}); every rank must call evaluate, "
+        "save_checkpoint, should_early_stop and the loader's iterations in the same order. "
+        f"{COUNTING}",
         reason=REASON,
     )
 
 
 def borders_apart(places: Sequence[Sequence[Any]]) -> PreconditionError:
-    """The error for ranks that joiners would have to meet at different places. `places`: each rank's loader, its number, epoch and step."""
+    """The error for ranks that joiners would have to meet at different places. `places`: each
+    rank's loader, its number, epoch and step."""
     return PreconditionError(
-        f"the ranks' scripts went different ways: they stand at (loader, its number, epoch, step) {list(places)}; every rank must iterate "
-        "over the same loaders in the same order",
+        "the ranks' scripts went different ways: they stand at (loader, its number, epoch, step) "
+        f"{list(places)}; every rank must iterate over the same loaders in the same order",
         reason=REASON,
     )
 
 
 def ends_apart(ended_after: int, step: int) -> PreconditionError:
-    """The error for a rank that takes a step which no peer takes. `ended_after`: the step after which a peer's script came to its end."""
+    """The error for a rank that takes a step which no peer takes. `ended_after`: the step after
+    which a peer's script came to its end."""
     return PreconditionError(
-        f"the ranks' scripts went different ways: a peer's came to its end after step {ended_after}, and this one takes step {step}; every "
-        "rank must take the same steps: leave the loop by what is alike on all ranks, such as loader.global_step or should_early_stop",
+        "the ranks' scripts went different ways: a peer's came to its end after step "
+        f"{ended_after}, and this one takes step {step}; every rank must take the same steps: "
+        "leave the loop by what is alike on all ranks, such as loader.global_step or "
+        "should_early_stop",
         reason=REASON,
     )
 
@@ -100,43 +131,74 @@ def ends_apart(ended_after: int, step: int) -> PreconditionError:
 def settings_apart(settings: object) -> PreconditionError:
     """The error for ranks whose optimizers have different settings. `settings`: this rank's."""
     return PreconditionError(
-        f"the ranks' optimizers have different settings; this one's are {settings}. Hyper-parameters that change in training must change "
-        "alike on all ranks, also on one that joins: use a scheduler, which is sent to it, or compute them from loader.global_step. "
-        "'parameters' is a digest of which of the model's parameters are in which group, in which order, and which have requires_grad: all "
-        "ranks must freeze the same",
+        f"the ranks' optimizers have different settings; this one's are {settings}. "
+        "Hyper-parameters that change in training must change alike on all ranks, also on one "
+        "that joins: use a scheduler, which is sent to it, or compute them from "
+        "loader.global_step. 'parameters' is a digest of which of the model's parameters are in "
+        "which group, in which order, and which have requires_grad: all ranks must freeze the "
+        "same",
         reason=REASON,
     )
 
 
 def evaluations_apart(dealings: Sequence[str]) -> PreconditionError:
-    """The error for ranks that would evaluate different batches. `dealings`: what each rank's follow from, in JSON; not all the same."""
+    """The error for ranks that would evaluate different batches. `dealings`: what each rank's
+    follow from, in JSON; not all the same."""
     what = _differences([json.loads(dealing) for dealing in dealings])
-    return PreconditionError(f"the ranks' scripts went different ways: they evaluate different batches {what}", reason=REASON)
+    return PreconditionError(
+        f"the ranks' scripts went different ways: they evaluate different batches {what}",
+        reason=REASON,
+    )
 
 
 def _difference(everyones: Sequence[dict[str, Any]]) -> str:
     places = [tuple(each["place"]) for each in everyones]
     if len(set(places)) > 1:
         different = _compare([_describe(place) for place in places])
-        return f"{different}; every rank must iterate over the same loaders in the same order. {COUNTING}"
+        return (
+            f"{different}; every rank must iterate over the same loaders in the same order. "
+            f"{COUNTING}"
+        )
     if len({each["of"] for each in everyones}) > 1:
         different = _compare([f"stepped the optimizer of {each['of']}" for each in everyones])
-        return f"{different}; for a batch the optimizers of several models must step in one order on all ranks, or be left out on all"
-    return f"they deal {_describe(places[0])} differently {_differences([each['dealing'] for each in everyones])}"
+        return (
+            f"{different}; for a batch the optimizers of several models must step in one order "
+            "on all ranks, or be left out on all"
+        )
+    return (
+        f"they deal {_describe(places[0])} differently "
+        f"{_differences([each['dealing'] for each in everyones])}"
+    )
 
 
 def _differences(dealings: Sequence[dict[str, Any]]) -> str:
     """What differs, and what to do about it."""
-    names = [name for name in dealings[0] if len({json.dumps(dealing.get(name)) for dealing in dealings}) > 1]
-    what = "; ".join(f"{name}: {_compare([json.dumps(dealing.get(name)) for dealing in dealings])}" for name in names) or "unknown"
-    remedies = [_REMEDIES[name] for name in names if name in _REMEDIES] or ["make the loader with the same arguments on every rank"]
+    names = [
+        name
+        for name in dealings[0]
+        if len({json.dumps(dealing.get(name)) for dealing in dealings}) > 1
+    ]
+    what = (
+        "; ".join(
+            f"{name}: {_compare([json.dumps(dealing.get(name)) for dealing in dealings])}"
+            for name in names
+        )
+        or "unknown"
+    )
+    remedies = [_REMEDIES[name] for name in names if name in _REMEDIES] or [
+        "make the loader with the same arguments on every rank"
+    ]
     return f"({what}); {'; '.join(remedies)}"
 
 
 def _compare(values: Sequence[str]) -> str:
     """The first rank's value, and the first one that differs."""
     other = next((rank for rank, value in enumerate(values) if value != values[0]), 0)
-    return f"rank 0 has {values[0]}, rank {other} has {values[other]}" if other else f"rank 0 has {values[0]}"
+    return (
+        f"rank 0 has {values[0]}, rank {other} has {values[other]}"
+        if other
+        else f"rank 0 has {values[0]}"
+    )
 
 
 def _describe(place: Sequence[Any]) -> str:

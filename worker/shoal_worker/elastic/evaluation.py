@@ -1,11 +1,14 @@
-"""What the ranks do between steps now and then, together: evaluate a model, decide on early stopping, and when (every k steps).
+"""What the ranks do between steps now and then, together: evaluate a model, decide on early
+stopping, and when (every k steps).
 
-Each batch is evaluated once, also when a rank dies on the way: every rank keeps the sums of the batches it computed, and when the
-membership changes, the batches that died with a rank are dealt again; the others are not computed twice. The totals are added up in the
-order of the batches, so they do not depend on the number of ranks.
+Each batch is evaluated once, also when a rank dies on the way: every rank keeps the sums of the
+batches it computed, and when the membership changes, the batches that died with a rank are dealt
+again; the others are not computed twice. The totals are added up in the order of the batches, so
+they do not depend on the number of ranks.
 
-Early stopping is kept in the session, so that joiners and checkpoints carry it. What happens every k steps (`every_steps=`) goes by the
-committed steps of the run: a count of the script's own starts from zero in a process that joins."""
+Early stopping is kept in the session, so that joiners and checkpoints carry it. What happens every
+k steps (`every_steps=`) goes by the committed steps of the run: a count of the script's own starts
+from zero in a process that joins."""
 
 from __future__ import annotations
 
@@ -42,25 +45,35 @@ if TYPE_CHECKING:
 
 
 def is_due(session: Session, every_steps: int, what: str) -> bool:
-    """Whether `what` happens now: the last thing that the script did about steps was one that was committed, and its number in the run is a
-    multiple of `every_steps`. So it is on all ranks alike, on one that joined as well, and not again when the step after it was lost.
+    """Whether `what` happens now: the last thing that the script did about steps was one that was
+    committed, and its number in the run is a multiple of `every_steps`. So it is on all ranks
+    alike, on one that joined as well, and not again when the step after it was lost.
 
     Raises:
         ConfigurationError: `every_steps` is no whole number of at least 1.
         PreconditionError: a batch was handed out, and its step is not finished.
     """
     if type(every_steps) is not int or every_steps < 1:
-        raise ConfigurationError(f"{what}(every_steps={every_steps!r}): expected a whole number of at least 1")
+        raise ConfigurationError(
+            f"{what}(every_steps={every_steps!r}): expected a whole number of at least 1"
+        )
     step = session.step
     if step is not None and step.source is not None and step.handed_out:
-        if step.left:  # of a batch that was only looked at; a rank that joined here has finished no step before it
+        if step.left:
+            # of a batch that was only looked at; a rank that joined here has finished no step
+            # before it
             return False
         raise PreconditionError(
-            f"{what}(every_steps={every_steps}) was called inside a step: call it between optimizer.step() and the next batch, so that it "
-            "goes by the step that was just finished",
+            f"{what}(every_steps={every_steps}) was called inside a step: call it between "
+            "optimizer.step() and the next batch, so that it goes by the step that was just "
+            "finished",
             reason="STEP_NOT_FINISHED",
         )
-    return session.outcome is StepStatus.COMMITTED and not session.is_redoing and session.steps % every_steps == 0
+    return (
+        session.outcome is StepStatus.COMMITTED
+        and not session.is_redoing
+        and session.steps % every_steps == 0
+    )
 
 
 _NAME = "shoal.early_stop"
@@ -77,7 +90,11 @@ class Patience:
 
     def observe(self, metric: float, *, mode: str, patience: int, min_delta: float) -> bool:
         """Counts one value; True if it is time to stop. NaN never improves."""
-        gain = math.inf if self.best is None else (self.best - metric if mode == "min" else metric - self.best)
+        gain = (
+            math.inf
+            if self.best is None
+            else (self.best - metric if mode == "min" else metric - self.best)
+        )
         if not math.isnan(metric) and gain > min_delta:
             self.best, self.bad_calls = metric, 0
         else:
@@ -85,7 +102,8 @@ class Patience:
         return self.bad_calls >= patience
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best metric and the count of calls without a better one, for joiners and checkpoints."""
+        """Returns the best metric and the count of calls without a better one, for joiners and
+        checkpoints."""
         return {"best": self.best, "bad_calls": self.bad_calls}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -94,9 +112,18 @@ class Patience:
 
 
 def should_early_stop(
-    session: Session, metric: float, *, mode: str, patience: int, min_delta: float, name: str | None, optimizer: int, site: object
+    session: Session,
+    metric: float,
+    *,
+    mode: str,
+    patience: int,
+    min_delta: float,
+    name: str | None,
+    optimizer: int,
+    site: object,
 ) -> bool:
-    """See `ShardedOptimizer.should_early_stop`. `optimizer`: its number among the run's; `site`: where the script calls this from."""
+    """See `ShardedOptimizer.should_early_stop`. `optimizer`: its number among the run's; `site`:
+    where the script calls this from."""
     if mode not in ("min", "max"):
         raise ConfigurationError(f'should_early_stop(mode={mode!r}): expected "min" or "max"')
     if patience < 1:
@@ -106,7 +133,9 @@ def should_early_stop(
     try:
         value = float(metric)
     except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor of several elements
-        raise ConfigurationError(f"should_early_stop(metric={metric!r}): expected one number ({error})") from error
+        raise ConfigurationError(
+            f"should_early_stop(metric={metric!r}): expected one number ({error})"
+        ) from error
     parts = (str(optimizer) if optimizer else "", mode if mode != "min" else "", name or "")
     known_as = ".".join([_NAME, *(part for part in parts if part)])
     counter = session.registered.find(known_as)
@@ -118,8 +147,10 @@ def should_early_stop(
         counter.site = site
     elif counter.site != site:
         raise ConfigurationError(
-            f"should_early_stop(mode={mode!r}, name={name!r}) is called from two places of the script, for one optimizer: each metric "
-            'counts its own calls, so give each call a name of its own, such as should_early_stop(loss, name="loss")'
+            f"should_early_stop(mode={mode!r}, name={name!r}) is called from two places of the "
+            "script, for one optimizer: each metric "
+            "counts its own calls, so give each call a name of its own, such as "
+            'should_early_stop(loss, name="loss")'
         )
 
     def average(channel: Channel) -> float:
@@ -154,7 +185,8 @@ class Batches(Protocol):
 
 @runtime_checkable
 class StreamedBatches(Protocol):
-    """Batches of a stream, with numbers that have gaps: how many there are is known at the end of what is read."""
+    """Batches of a stream, with numbers that have gaps: how many there are is known at the end of
+    what is read."""
 
     @property
     def dealing(self) -> str:
@@ -163,12 +195,13 @@ class StreamedBatches(Protocol):
 
     @property
     def ended(self) -> str:
-        """What was read to its end on this rank, as a JSON object: by the name of what was read how much it gave, and what must be the same
-        on all ranks that read it."""
+        """What was read to its end on this rank, as a JSON object: by the name of what was read how
+        much it gave, and what must be the same on all ranks that read it."""
         ...
 
     def deal(self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int) -> Any:
-        """What `rank` is to compute, for `read`. `held`: numbers of batches that some rank has computed. `ended`: each rank's."""
+        """What `rank` is to compute, for `read`. `held`: numbers of batches that some rank has
+        computed. `ended`: each rank's."""
         ...
 
     def read(self, parts: Any) -> Iterator[tuple[int, Any]]:
@@ -177,7 +210,8 @@ class StreamedBatches(Protocol):
 
 
 def _order_of(loader: Any) -> str | None:
-    """A digest of which samples a DataLoader of torch takes, in their order; None: that of its dataset, or it is another loader.
+    """A digest of which samples a DataLoader of torch takes, in their order; None: that of its
+    dataset, or it is another loader.
 
     Raises:
         ConfigurationError: it takes others each time.
@@ -186,16 +220,24 @@ def _order_of(loader: Any) -> str | None:
     samples = getattr(batches if batches is not None else loader, "sampler", None)
     drawn = batches if batches is not None else samples
     in_order = type(samples) is SequentialSampler and type(batches) in (BatchSampler, type(None))
-    if drawn is None or in_order or not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
+    if (
+        drawn is None
+        or in_order
+        or not isinstance(dataset, Sized)
+        or isinstance(dataset, IterableDataset)
+    ):
         return None
-    known_to_draw = isinstance(samples, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler))
+    known_to_draw = isinstance(
+        samples, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+    )
     with generators_kept():  # but for between the two draws
         orders = [] if known_to_draw else [_drawn_from(drawn) for _ in range(2)]
     if len(set(orders)) != 1:
         raise ConfigurationError(
-            f"evaluate: the loader draws its samples with {type(drawn if samples is None else samples).__name__}, so each rank has other "
-            "batches, and some samples would count twice, others never; make it with shuffle=False and without a sampler, or use "
-            "ElasticDataLoader(train=False)"
+            "evaluate: the loader draws its samples with "
+            f"{type(drawn if samples is None else samples).__name__}, so each rank has other "
+            "batches, and some samples would count twice, others never; make it with "
+            "shuffle=False and without a sampler, or use ElasticDataLoader(train=False)"
         )
     return orders[0]
 
@@ -208,18 +250,21 @@ def _drawn_from(sampler: Iterable[Any]) -> str:
 
 
 class IteratedBatches:
-    """The batches of any iterable with a length, such as a torch DataLoader: read past those that are not wanted."""
+    """The batches of any iterable with a length, such as a torch DataLoader: read past those that
+    are not wanted."""
 
     def __init__(self, loader: Any) -> None:
         if not hasattr(loader, "__len__"):
             raise ConfigurationError(
-                f"evaluate: {type(loader).__name__} has no length, so its batches cannot be dealt to ranks; "
-                "use ElasticDataLoader(train=False)"
+                f"evaluate: {type(loader).__name__} has no length, so its batches cannot be dealt "
+                "to ranks; use ElasticDataLoader(train=False)"
             )
         self._loader = loader
         dataset = getattr(loader, "dataset", None)
         known = identity_of(dataset) if hasattr(dataset, "__len__") else None
-        self.dealing = json.dumps({"number of batches": len(loader), SAMPLES: known, DRAWN: _order_of(loader)})
+        self.dealing = json.dumps(
+            {"number of batches": len(loader), SAMPLES: known, DRAWN: _order_of(loader)}
+        )
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -234,8 +279,9 @@ class IteratedBatches:
         for number, batch in enumerate(self._loader):
             if number == len(self):
                 raise ConfigurationError(
-                    f"evaluate: {type(self._loader).__name__} says that it has {len(self)} batches, and gives more, which no rank would "
-                    "compute; have its __len__ give the number of its batches, or use ElasticDataLoader(train=False)"
+                    f"evaluate: {type(self._loader).__name__} says that it has {len(self)} "
+                    "batches, and gives more, which no rank would compute; have its __len__ give "
+                    "the number of its batches, or use ElasticDataLoader(train=False)"
                 )
             if number in wanted:
                 yield number, batch
@@ -245,12 +291,17 @@ class IteratedBatches:
 
 
 def evaluate(
-    session: Session, model: nn.Module, batches: Batches | StreamedBatches, fn: Callable[[nn.Module, Any], Mapping[str, Any]]
+    session: Session,
+    model: nn.Module,
+    batches: Batches | StreamedBatches,
+    fn: Callable[[nn.Module, Any], Mapping[str, Any]],
 ) -> Sums:
-    """Sums what `fn(model, batch)` gives over all `batches`. The model is in evaluation mode meanwhile, without gradients.
+    """Sums what `fn(model, batch)` gives over all `batches`. The model is in evaluation mode
+    meanwhile, without gradients.
 
-    In a joiner that still replays its script only the first batch is computed: nobody uses the answer. Random numbers that `fn` draws
-    follow from the evaluation and the batch's number, and not from the rank that computes it. The script's own go on as they were.
+    In a joiner that still replays its script only the first batch is computed: nobody uses the
+    answer. Random numbers that `fn` draws follow from the evaluation and the batch's number, and
+    not from the rank that computes it. The script's own go on as they were.
     """
     key = (session.steps, session.operations.position)
     results: dict[int, Sums] = {}
@@ -259,7 +310,9 @@ def evaluate(
     def dealt(held: Collection[int], ended: Iterable[str], rank: int, world_size: int) -> Any:
         if isinstance(batches, StreamedBatches):
             return batches.deal(held, ended, rank, world_size)
-        return itertools.islice((n for n in range(len(batches)) if n not in held), rank, None, world_size)
+        return itertools.islice(
+            (n for n in range(len(batches)) if n not in held), rank, None, world_size
+        )
 
     def compute(wanted: Any, most: int | None = None) -> None:
         with generators_kept():
@@ -275,7 +328,8 @@ def evaluate(
 
     def body(channel: Channel) -> Sums:
         nonlocal computed_at
-        if computed_at != session.steps:  # the ranks went back to a checkpoint meanwhile: what is there is of another model
+        if computed_at != session.steps:
+            # the ranks went back to a checkpoint meanwhile: what is there is of another model
             results.clear()
             computed_at = session.steps
         own = json.dumps([batches.dealing, sorted(results), ended()]).encode()
@@ -284,10 +338,16 @@ def evaluate(
         if len(set(dealings)) > 1:
             raise evaluations_apart(dealings)
         held = {n for _, numbers, _ in everyones_own for n in numbers}
-        with session.whole_for(channel), evaluating(model):  # eval() of a module's own may compute with its parameters
-            compute(dealt(held, [end for _, _, end in everyones_own], channel.rank, channel.world_size))
+        with session.whole_for(channel), evaluating(model):
+            # eval() of a module's own may compute with its parameters
+            compute(
+                dealt(held, [end for _, _, end in everyones_own], channel.rank, channel.world_size)
+            )
         everyones: dict[int, Sums] = {}
-        told = [json.loads(each) for each in channel.exchange(json.dumps([list(results.items()), ended()]).encode())]
+        told = [
+            json.loads(each)
+            for each in channel.exchange(json.dumps([list(results.items()), ended()]).encode())
+        ]
         _check_ends([json.loads(end) for _, end in told])
         for own, _ in told:
             everyones.update((number, sums) for number, sums in own)
@@ -303,7 +363,8 @@ def evaluate(
 
 
 def _check_ends(ends: Sequence[Mapping[str, Any]]) -> None:
-    """Raises PreconditionError (RANKS_DIVERGED): ranks that read the same to its end found something else. `ends`: of each rank."""
+    """Raises PreconditionError (RANKS_DIVERGED): ranks that read the same to its end found
+    something else. `ends`: of each rank."""
     for name in {name: None for each in ends for name in each}:
         first = next(each[name] for each in ends if name in each)
         found = [each.get(name, first) for each in ends]
@@ -316,7 +377,8 @@ def _sums(told: Any) -> Sums:
         return {name: float(value) for name, value in told.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
-            f'evaluate: fn returned {told!r}; expected a dict of sums over the batch, such as {{"correct": 12, "samples": 32}}'
+            f"evaluate: fn returned {told!r}; expected a dict of sums over the batch, such as "
+            f'{{"correct": 12, "samples": 32}}'
         ) from error
 
 

@@ -1,8 +1,10 @@
-"""What one process of a machine does first, and the others after it: to download a data set, or to fill a cache.
+"""What one process of a machine does first, and the others after it: to download a data set, or to
+fill a cache.
 
-A lock of the kernel's on a file decides, and no message between ranks: it is free as soon as its holder ends, however that ends, and
-nobody waits for it in a collective, where a long wait would look like a process that hangs. Each block of a script has a file of its own,
-and another one each time it is come to.
+A lock of the kernel's on a file decides, and no message between ranks: it is free as soon as its
+holder ends, however that ends, and nobody waits for it in a collective, where a long wait would
+look like a process that hangs. Each block of a script has a file of its own, and another one each
+time it is come to.
 """
 
 from __future__ import annotations
@@ -40,19 +42,26 @@ _passed: Final = _Passed()
 
 
 def next_block(called: FrameType | None) -> str:
-    """A name for the block that the caller of `called`'s function is about to enter, the same in all processes that run the script."""
-    place = "" if called is None or called.f_back is None else f"{called.f_back.f_code.co_filename}:{called.f_back.f_lineno}"
+    """A name for the block that the caller of `called`'s function is about to enter, the same in
+    all processes that run the script."""
+    place = (
+        ""
+        if called is None or called.f_back is None
+        else f"{called.f_back.f_code.co_filename}:{called.f_back.f_lineno}"
+    )
     _passed.times[place] += 1
     return f"{place} {_passed.times[place]}"
 
 
 @contextlib.contextmanager
 def main_first(scope: str, *, timeout: timedelta, once: bool = False) -> Iterator[bool]:
-    """The first process of this machine and this user to come here, for one `scope`, runs what is within alone, and is given True. The
-    others run it after that, together, and are given False; if the first one did not come to its end, one of them is first.
+    """The first process of this machine and this user to come here, for one `scope`, runs what is
+    within alone, and is given True. The others run it after that, together, and are given False; if
+    the first one did not come to its end, one of them is first.
 
     Args:
-        once: one that comes when all others have left is not first again, if one has come to its end before.
+        once: one that comes when all others have left is not first again, if one has come to its
+            end before.
 
     Raises:
         DeadlineError: the first one took longer than `timeout`.
@@ -69,7 +78,8 @@ def main_first(scope: str, *, timeout: timedelta, once: bool = False) -> Iterato
             os.pwrite(descriptor, _DONE, 0)
     finally:
         _held.discard(descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a child that was forked within has the lock too
+        # closing is not enough: a child that was forked within has the lock too
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
@@ -87,7 +97,8 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _wait_for_turn(descriptor: int, timeout: timedelta, *, once: bool) -> bool:
-    """True: this process is the first one, and holds the lock alone. False: the first one is done, and it is shared."""
+    """True: this process is the first one, and holds the lock alone. False: the first one is done,
+    and it is shared."""
     deadline = time.monotonic() + timeout.total_seconds()
     waited = once
     while True:
@@ -102,8 +113,8 @@ def _wait_for_turn(descriptor: int, timeout: timedelta, *, once: bool) -> bool:
         waited = True
         if time.monotonic() > deadline:
             raise DeadlineError(
-                f"main_first: the process of this machine that came first has not finished what is within after {timeout}; give "
-                "main_first(timeout=) more, or see what it does"
+                "main_first: the process of this machine that came first has not finished what is "
+                f"within after {timeout}; give main_first(timeout=) more, or see what it does"
             )
         time.sleep(_LOOK_S)
 
@@ -125,5 +136,7 @@ def _lock_file(scope: str) -> Path:
     directory.mkdir(mode=0o700, exist_ok=True)
     found = directory.lstat()
     if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
-        raise ConfigurationError(f"main_first: {directory} is another user's; set TMPDIR to a directory of your own")
+        raise ConfigurationError(
+            f"main_first: {directory} is another user's; set TMPDIR to a directory of your own"
+        )
     return directory / f"{hashlib.sha256(scope.encode()).hexdigest()[:16]}.lock"

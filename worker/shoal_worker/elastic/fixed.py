@@ -1,9 +1,11 @@
-"""The membership of a rank of `shoal.launch` or of `mpiexec`: who the ranks are is known from the start, and stays so to the end.
+"""The membership of a rank of `shoal.launch` or of `mpiexec`: who the ranks are is known from the
+start, and stays so to the end.
 
-Why it exists: without it a launch would need a coordinator and a Redis beside it, only to be told what it has decided itself. With it the
-session, its steps, operations and checkpoints are the very code that runs in a job, on the one generation that there is. What a coordinator
-adds is missing, and is missing on purpose: the ranks are threads of one process, or MPI ends them all with the first, so none dies alone,
-and none can come later.
+Why it exists: without it a launch would need a coordinator and a Redis beside it, only to be told
+what it has decided itself. With it the session, its steps, operations and checkpoints are the very
+code that runs in a job, on the one generation that there is. What a coordinator adds is missing,
+and is missing on purpose: the ranks are threads of one process, or MPI ends them all with the
+first, so none dies alone, and none can come later.
 
 Used by the rank's thread alone, but for `has_left`; who trains which module is written in turns.
 """
@@ -46,8 +48,9 @@ def check_own(model: nn.Module) -> None:
     seat, other = world.seat, _TRAINED_BY.get(model)
     if other is not None and other.store is seat.store and other.rank != seat.rank:
         raise ConfigurationError(
-            f"ranks {other.rank} and {seat.rank} were given the same {type(model).__name__}: ranks of shoal.launch share what is made "
-            "outside of them, so make the model inside, or give each rank copy.deepcopy(model)"
+            f"ranks {other.rank} and {seat.rank} were given the same {type(model).__name__}: ranks "
+            "of shoal.launch share what is made outside of them, so make the model inside, or "
+            "give each rank copy.deepcopy(model)"
         )
     _TRAINED_BY[model] = seat
 
@@ -107,13 +110,14 @@ class FixedMembership:
         """See `Member`."""
         if engine.asynchronous:
             raise ConfigurationError(
-                f"strategy={engine.strategy!r} in {self._where}: its workers and servers are processes that come and go; start them with "
-                "`shoal run`"
+                f"strategy={engine.strategy!r} in {self._where}: its workers and servers are "
+                "processes that come and go; start them with `shoal run`"
             )
         if engine.backend_name != self.only_backend:
             raise ConfigurationError(
-                f"backend={engine.backend_name!r} in {self._where}, whose ranks are connected by {self.only_backend!r}: leave it out; "
-                "ranks on other backends are processes that `shoal run` starts"
+                f"backend={engine.backend_name!r} in {self._where}, whose ranks are connected by "
+                f"{self.only_backend!r}: leave it out; ranks on other backends are processes that "
+                "`shoal run` starts"
             )
 
     def await_generation(self, timeout: timedelta | None = None) -> Generation:
@@ -134,7 +138,9 @@ class FixedMembership:
         if seat.world_size > 1:
             backend = self._backend_class()
             opening.initialize(backend, generation, PrefixStore("shoal-session", seat.store))
-        told = Group(generation, backend, None).exchange(json.dumps([uuid.uuid4().hex, self._host, self._donor_address]).encode())
+        told = Group(generation, backend, None).exchange(
+            json.dumps([uuid.uuid4().hex, self._host, self._donor_address]).encode()
+        )
         nonces, *places = zip(*(json.loads(one) for one in told), strict=True)
         self.link.newest_generation = self._generation(nonces[0], list(zip(*places, strict=True)))
         self._group = Group(self.link.newest_generation, backend, None, opening)
@@ -142,7 +148,9 @@ class FixedMembership:
 
     def failed(self, error: BaseException) -> NoReturn:
         """See `Member`. Raises MembershipChanged: there is no other generation."""
-        raise MembershipChanged(f"the launch is over, its ranks can only go on together: {error}") from error
+        raise MembershipChanged(
+            f"the launch is over, its ranks can only go on together: {error}"
+        ) from error
 
     def give_up_place(self, why: str) -> NoReturn:
         """See `Member`. Not called: the ranks take all steps together."""
@@ -194,13 +202,28 @@ class FixedMembership:
         apart = [group for group, (digest, _) in said.items() if digest != str(held.digests[group])]
         if not apart:
             return ""
-        others = f"ranks {said[apart[0]][1]} and {self._seat.rank} hold different values of {', '.join(apart)}"
-        since = f"after step {held.agreed} all agreed" if held.agreed else "the ranks had not compared before"
+        others = (
+            f"ranks {said[apart[0]][1]} and {self._seat.rank} hold different values of "
+            f"{', '.join(apart)}"
+        )
+        since = (
+            f"after step {held.agreed} all agreed"
+            if held.agreed
+            else "the ranks had not compared before"
+        )
         return f"after step {held.step}, the last one, {others}; {since}"
 
     def _generation(self, nonce: str, places: list[tuple[str, str]]) -> Generation:
         """`places`: of each rank, its host and the address of its donor."""
         peers = tuple(
-            Peer(rank=rank, member_id=str(rank), host=host, donor_address=donor, joining=False) for rank, (host, donor) in enumerate(places)
+            Peer(rank=rank, member_id=str(rank), host=host, donor_address=donor, joining=False)
+            for rank, (host, donor) in enumerate(places)
         )
-        return Generation(number=1, nonce=nonce, peers=peers, rank=self._seat.rank, interrupts_below=0, begins_run=True)
+        return Generation(
+            number=1,
+            nonce=nonce,
+            peers=peers,
+            rank=self._seat.rank,
+            interrupts_below=0,
+            begins_run=True,
+        )

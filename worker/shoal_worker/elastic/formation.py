@@ -1,18 +1,22 @@
 """Forms generations until one stands and all its ranks are at one, and lets joiners in.
 
-- The ranks of a new generation *meet*: each says how it stands, and all conclude the same (`reconcile.py`). If they are at one, the
-  generation *stands*: what is cut over the ranks is cut for these. If not, some have to move first, each in its own script: they get what
-  they need for that (the closing of a step that they are in doubt of, results of operations), and the group is given up; the others wait
-  for the next one. So when a generation stands, every member's script has been told of the same outcomes.
-- Nobody but a joiner takes a state from peers, and a rank whose peers read a checkpoint while it did not. A rank in doubt applies its own
-  step.
-- A rank that its peers took steps without, as while a cable was cut, leaves when it meets them again, and its process ends to be replaced:
-  its script stands in an operation or a step that they finished long ago.
-- A joiner is a spectator of its first generation until all others stand at a border; there it is fed. So it never sees a state in the
-  middle of the users' code between two steps.
+- The ranks of a new generation *meet*: each says how it stands, and all conclude the same
+  (`reconcile.py`). If they are at one, the generation *stands*: what is cut over the ranks is cut
+  for these. If not, some have to move first, each in its own script: they get what they need for
+  that (the closing of a step that they are in doubt of, results of operations), and the group is
+  given up; the others wait for the next one. So when a generation stands, every member's script has
+  been told of the same outcomes.
+- Nobody but a joiner takes a state from peers, and a rank whose peers read a checkpoint while it
+  did not. A rank in doubt applies its own step.
+- A rank that its peers took steps without, as while a cable was cut, leaves when it meets them
+  again, and its process ends to be replaced: its script stands in an operation or a step that they
+  finished long ago.
+- A joiner is a spectator of its first generation until all others stand at a border; there it is
+  fed. So it never sees a state in the middle of the users' code between two steps.
 
-Owns whether the group stands, who the spectators are, whether a border is due, and when the last failure was. All of it runs on the
-training thread, except that `failed_now` may be called from a collective's callback.
+Owns whether the group stands, who the spectators are, whether a border is due, and when the last
+failure was. All of it runs on the training thread, except that `failed_now` may be called from a
+collective's callback.
 """
 
 from __future__ import annotations
@@ -24,7 +28,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, PreconditionError, UnavailableError
+from shoal_common.errors import (
+    ConfigurationError,
+    DeadlineError,
+    MembershipChanged,
+    PreconditionError,
+    UnavailableError,
+)
 from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.committed_state import HeldState
@@ -36,7 +46,14 @@ from shoal_worker.elastic.loader_interface import Drained, StateLostError, StopT
 from shoal_worker.elastic.member import Member
 from shoal_worker.elastic.operations import GroupChannel, spectate
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.reconcile import STANDING_LENGTH, Interrupted, Reconciliation, Standing, StateName, reconcile
+from shoal_worker.elastic.reconcile import (
+    STANDING_LENGTH,
+    Interrupted,
+    Reconciliation,
+    Standing,
+    StateName,
+    reconcile,
+)
 from shoal_worker.elastic.step import ScriptPosition
 from shoal_worker.elastic.transfer import StateExchange
 from shoal_worker.elastic.waiting import WaitingLines, Where
@@ -47,7 +64,8 @@ from shoal_worker.state.digest import state_digest
 _log = logging.getLogger(__name__)
 
 GROUP_LOST = (MembershipChanged, UnavailableError)
-"""What a collective or a transfer raises when the group it ran on is over: the cure is a new generation."""
+"""What a collective or a transfer raises when the group it ran on is over: the cure is a new
+generation."""
 
 _BRINGING, _TOGETHER = "bringing together", "together"
 _SPARE_LOOK = timedelta(seconds=0.2)
@@ -69,11 +87,14 @@ class Formation:
     ) -> None:
         """`exchange`: None for strategies without a process group."""
         self.membership = membership
-        self.feeding = JoinerState(held, exchange, allow_restart=settings.allow_restart_from_scratch)
+        self.feeding = JoinerState(
+            held, exchange, allow_restart=settings.allow_restart_from_scratch
+        )
         self.where: Callable[[], Where | None] = lambda: None
         """See `Waiting.where`."""
         self.border_due = False
-        """The last step's control word said so, on all ranks alike: at the next border there is a newer generation to take."""
+        """The last step's control word said so, on all ranks alike: at the next border there is a
+        newer generation to take."""
         self.stop_due = False
         """The last step's control word said so: training ends at the next border, on all ranks."""
         self.preempted = False
@@ -85,8 +106,8 @@ class Formation:
         self._progress = progress
         self._spectators: tuple[int, ...] = ()
         self.group: Group | None = None
-        """The group that stood last, or is about to stand; it may be over. None before the first. Strategies know no other: one whose ranks
-        have only met is the membership's still."""
+        """The group that stood last, or is about to stand; it may be over. None before the first.
+        Strategies know no other: one whose ranks have only met is the membership's still."""
         self._stands = False
         """What is cut over the ranks is cut for those of the group."""
         self._met = False
@@ -96,13 +117,18 @@ class Formation:
         self._meeting_began = 0.0
         self._failed_at: float | None = None
 
-    # ------------------------------------------------------------------------------------------------------------ who is here
+    # ---------------------------------------------------------------------------------- who is here
 
     @property
     def working(self) -> Group | None:
-        """Those of the group that take steps and do operations together: all but spares, and all while some are to be fed."""
+        """Those of the group that take steps and do operations together: all but spares, and all
+        while some are to be fed."""
         group, held = self.group, self._held
-        return held.engine.working(group) if group is not None and held.has_engine and not self._spectators else group
+        return (
+            held.engine.working(group)
+            if group is not None and held.has_engine and not self._spectators
+            else group
+        )
 
     @property
     def generation(self) -> Generation | None:
@@ -113,19 +139,28 @@ class Formation:
 
     @property
     def members(self) -> list[str]:
-        """Who holds the state in the group that stood last, by member id. Raises MembershipChanged, UnavailableError: see `AskedPeers`."""
+        """Who holds the state in the group that stood last, by member id. Raises MembershipChanged,
+        UnavailableError: see `AskedPeers`."""
         peers = self.group.generation.peers if self.group is not None else ()
         return [peer.member_id for peer in peers if peer.rank not in self._spectators]
 
     def peers_have(self, step: int) -> bool:
-        """Whether all that hold the state in the group that stood last are known to have committed `step`."""
-        return self.group is None or self.membership.all_have(self.group.generation, self._spectators, step)
+        """Whether all that hold the state in the group that stood last are known to have committed
+        `step`."""
+        return self.group is None or self.membership.all_have(
+            self.group.generation, self._spectators, step
+        )
 
     @property
     def is_first(self) -> bool:
-        """The lowest rank that holds the state does what one rank does for all. Rank 0 may be a joiner that was not fed yet."""
+        """The lowest rank that holds the state does what one rank does for all. Rank 0 may be a
+        joiner that was not fed yet."""
         generation = self.generation
-        members = (r for r in range(generation.world_size) if r not in self._spectators) if generation is not None else ()
+        members = (
+            (r for r in range(generation.world_size) if r not in self._spectators)
+            if generation is not None
+            else ()
+        )
         return generation is None or next(iter(members), generation.rank) == generation.rank
 
     @property
@@ -135,7 +170,8 @@ class Formation:
 
     @property
     def must_move(self) -> bool:
-        """No generation can stand before this rank's script was told of more outcomes: the step that it begins next is void."""
+        """No generation can stand before this rank's script was told of more outcomes: the step
+        that it begins next is void."""
         return self._held.outcomes < self._outcomes_due
 
     def channel(self, kind: str) -> GroupChannel:
@@ -146,27 +182,30 @@ class Formation:
         """
         return GroupChannel(self.working or self._require_group(), kind, self._spectators)
 
-    # ------------------------------------------------------------------------------------------------------ new generations
+    # ------------------------------------------------------------------------------ new generations
 
     def failed_now(self) -> None:
         """A failure was noticed: recovery is timed from the first one on."""
         self._failed_at = self._failed_at or time.monotonic()
 
     def committed(self, *, border_due: bool, stop_due: bool, preempted: bool) -> None:
-        """A step was committed; its control word asked for a border, for the end, or for nothing."""
+        """A step was committed; its control word asked for a border, for the end, or for
+        nothing."""
         self.border_due, self.stop_due, self.preempted = border_due, stop_due, preempted
         if self._failed_at is not None:
             self._metrics.recovery_seconds.observe(time.monotonic() - self._failed_at)
             self._failed_at = None
 
     def recover(self, error: BaseException, *, in_operation: bool | None = None) -> None:
-        """A group failed under this rank: ends it, and re-forms. Raises as `reform`. `in_operation`: see `end_group`."""
+        """A group failed under this rank: ends it, and re-forms. Raises as `reform`.
+        `in_operation`: see `end_group`."""
         self.end_group(error, in_operation=in_operation)
         self.reform()
 
     def end_group(self, error: BaseException, *, in_operation: bool | None) -> None:
-        """A group failed under this rank: ends it, so that no peer waits in it meanwhile, and reports it. `in_operation`: in one between
-        steps; False: in a step; None: in neither. Raises MembershipChanged if there will be no other group."""
+        """A group failed under this rank: ends it, so that no peer waits in it meanwhile, and
+        reports it. `in_operation`: in one between steps; False: in a step; None: in neither. Raises
+        MembershipChanged if there will be no other group."""
         self.failed_now()
         self._stands = self._met = False
         self._held.interrupted = None
@@ -179,8 +218,9 @@ class Formation:
         self.membership.failed(error)
 
     def settle(self, *, updated: bool = False) -> None:
-        """Returns when the group stands, or when this rank's script has to move first. `updated`: the state has changed since the ranks
-        met, and what is cut over them has to be brought together. Raises as `reform`."""
+        """Returns when the group stands, or when this rank's script has to move first. `updated`:
+        the state has changed since the ranks met, and what is cut over them has to be brought
+        together. Raises as `reform`."""
         if self.healthy or (self.must_move and not updated):
             return
         if self._met:
@@ -188,17 +228,28 @@ class Formation:
                 self.reform()
             return
         group = self.group
-        self.recover(MembershipChanged(group.broken if group is not None and group.broken else "there is no group"))
+        self.recover(
+            MembershipChanged(
+                group.broken if group is not None and group.broken else "there is no group"
+            )
+        )
 
     def went_back(self) -> None:
-        """All ranks of the group have taken the state of a checkpoint in the place of one that was lost: it can stand now."""
+        """All ranks of the group have taken the state of a checkpoint in the place of one that was
+        lost: it can stand now."""
         group = self.group
-        self._met = not self._stands and group is not None and group is self.membership.group and group.broken is None
+        self._met = (
+            not self._stands
+            and group is not None
+            and group is self.membership.group
+            and group.broken is None
+        )
         if self._met:
             self.border_due = False  # this is the generation that was due
 
     def take_newest(self) -> None:
-        """Forms the generation that the border was due for, unless one was formed here since. Raises as `reform`."""
+        """Forms the generation that the border was due for, unless one was formed here since.
+        Raises as `reform`."""
         if self.border_due:
             self.reform()
         else:
@@ -217,27 +268,32 @@ class Formation:
                 return
 
     def meet(self) -> bool:
-        """Forms newer generations until the ranks of one are at one: True. False: this rank's script has to move first; its group is given
-        up. Raises as `reform`."""
-        give_up_at: float | None = None  # from the first failure on: waiting for a generation has a deadline of its own
+        """Forms newer generations until the ranks of one are at one: True. False: this rank's
+        script has to move first; its group is given up. Raises as `reform`."""
+        # from the first failure on: waiting for a generation has a deadline of its own
+        give_up_at: float | None = None
         self._stands = self._met = False
         while True:
             self._meeting_began = time.monotonic()
             try:
                 group = self.membership.form()
                 if self._exchange is not None:
-                    self._exchange.expect(group)  # ahead of the first exchange: a receiver asks after it
+                    # ahead of the first exchange: a receiver asks after it
+                    self._exchange.expect(group)
                 plan = self._reconcile(group)
                 if plan.moving:
                     self._let_move(group, plan)
             except GROUP_LOST as error:
                 _log.info("a generation did not form: %s", error)
                 self.membership.failed(error)
-                give_up_at = give_up_at or time.monotonic() + self._settings.rendezvous_timeout.total_seconds()
+                give_up_at = (
+                    give_up_at
+                    or time.monotonic() + self._settings.rendezvous_timeout.total_seconds()
+                )
                 if time.monotonic() > give_up_at:
                     raise DeadlineError(
-                        f"no generation formed for {self._settings.rendezvous_timeout_s:.0f} s (SHOAL_RENDEZVOUS_TIMEOUT_S); "
-                        f"the last try: {error}"
+                        f"no generation formed for {self._settings.rendezvous_timeout_s:.0f} s "
+                        f"(SHOAL_RENDEZVOUS_TIMEOUT_S); the last try: {error}"
                     ) from error
                 continue
             if not plan.moving:
@@ -250,12 +306,17 @@ class Formation:
                 return False
 
     def stand(self) -> bool:
-        """The ranks have met: what is cut over the ranks is cut for these. A collective. False: the group was lost on the way."""
+        """The ranks have met: what is cut over the ranks is cut for these. A collective. False: the
+        group was lost on the way."""
         held, group = self._held, self.membership.group
         self._met = False
         try:
             if group is None or group.broken is not None:
-                raise MembershipChanged(group.broken if group is not None and group.broken is not None else "there is no group")
+                raise MembershipChanged(
+                    group.broken
+                    if group is not None and group.broken is not None
+                    else "there is no group"
+                )
             self._cut_for(group)
         except GROUP_LOST as error:
             _log.info("a generation did not form: %s", error)
@@ -277,7 +338,8 @@ class Formation:
         return True
 
     def _cut_for(self, group: Group) -> None:
-        """What is cut over the ranks is cut for these, once all hold it: joiners are fed at the next border. A collective."""
+        """What is cut over the ranks is cut for these, once all hold it: joiners are fed at the
+        next border. A collective."""
         self.group = group
         held = self._held
         if not self._spectators:
@@ -288,7 +350,11 @@ class Formation:
             channel = GroupChannel(group, _BRINGING, self._spectators)
             try:
                 # Where a model is on the meta device, no step was taken, and nothing is cut.
-                if all(channel.exchange(b"values" if held.has_engine and held.engine.has_values() else b"")):
+                if all(
+                    channel.exchange(
+                        b"values" if held.has_engine and held.engine.has_values() else b""
+                    )
+                ):
                     held.engine.bring_together(channel)
                     held.engine.keep_two_copies(channel)
             except StateLostError as error:  # on all members alike
@@ -300,10 +366,11 @@ class Formation:
             spectate(group, self._spectators, _TOGETHER)
 
     def _let_move(self, group: Group, plan: Reconciliation) -> None:
-        """Some have to move first. Returns when they have all that they need for it: the group is given up then, and what was on its way
-        would be lost."""
+        """Some have to move first. Returns when they have all that they need for it: the group is
+        given up then, and what was on its way would be lost."""
         if not plan.decided:
-            with contextlib.suppress(StateLostError):  # the next generation finds the same, when all have moved
+            with contextlib.suppress(StateLostError):
+                # the next generation finds the same, when all have moved
                 self._bring_together(group)
         try:
             group.exchange(b"")
@@ -313,8 +380,9 @@ class Formation:
             # It has all, and another has left already.
 
     def _bring_together(self, group: Group) -> None:
-        """The ranks hold one state, and some have to lose a step before this group could stand. Until then their scripts see the state:
-        what an update has left on its owners is brought to all that hold it. A collective."""
+        """The ranks hold one state, and some have to lose a step before this group could stand.
+        Until then their scripts see the state: what an update has left on its owners is brought to
+        all that hold it. A collective."""
         held = self._held
         step, held.step = held.step, None  # else nothing would be sent, in a step that is lost
         try:
@@ -334,22 +402,28 @@ class Formation:
         plan = reconcile([Standing.decode(row) for row in gathered])
         if plan.state_lost and not plan.spectators:
             raise PreconditionError(
-                f"the state {plan.newest} is lost: no rank that holds it can give it (an update failed half way on each); "
-                "restart from a checkpoint"
+                f"the state {plan.newest} is lost: no rank that holds it can give it (an update "
+                "failed half way on each); restart from a checkpoint"
             )
         if plan.overtaken:
             self._replace_overtaken(group, plan)
         if plan.apart:
-            raise operations_apart(f"ranks {list(plan.apart)} were in an operation between steps, others in a step")
+            raise operations_apart(
+                f"ranks {list(plan.apart)} were in an operation between steps, others in a step"
+            )
         if plan.behind or plan.results_from is not None:
             held.interrupted = None
         closing, results = b"", b""
         if plan.decided and plan.donors:
-            closing = group.exchange(held.closing() if group.rank == plan.donors[0] else b"")[plan.donors[0]]
+            closing = group.exchange(held.closing() if group.rank == plan.donors[0] else b"")[
+                plan.donors[0]
+            ]
         if plan.behind and plan.donors:
             self._catch_up(group, plan)
         if plan.results_from is not None:
-            results = group.exchange(held.operations.encode() if group.rank == plan.results_from else b"")[plan.results_from]
+            results = group.exchange(
+                held.operations.encode() if group.rank == plan.results_from else b""
+            )[plan.results_from]
         # Nothing of what follows communicates: it is done on all ranks, or on none.
         if group.rank in plan.decided:
             held.decide(closing)
@@ -360,21 +434,24 @@ class Formation:
             held.operations.extend(results)
         if group.rank not in plan.spectators:
             if group.rank in plan.behind:
-                held.outcomes = plan.outcomes  # its script stands in an operation, after all that the others were told
+                # its script stands in an operation, after all that the others were told
+                held.outcomes = plan.outcomes
             self._outcomes_due = plan.outcomes
         self._spectators = plan.spectators
         return plan
 
     def _replace_overtaken(self, group: Group, plan: Reconciliation) -> NoReturn:
-        """Raises PreconditionError on a rank that its peers took steps without, which has left by then, and MembershipChanged on the
-        others: they go on in the next generation."""
+        """Raises PreconditionError on a rank that its peers took steps without, which has left by
+        then, and MembershipChanged on the others: they go on in the next generation."""
         if group.rank in plan.overtaken:
             assert plan.newest is not None
             self.membership.give_up_place(
-                f"its peers took steps without it: it has {self._held.steps}, and they have {plan.newest.step}; a replacement takes their "
-                "state"
+                f"its peers took steps without it: it has {self._held.steps}, and they have "
+                f"{plan.newest.step}; a replacement takes their state"
             )
-        raise MembershipChanged(f"ranks {list(plan.overtaken)} were away while the others took steps, and are replaced")
+        raise MembershipChanged(
+            f"ranks {list(plan.overtaken)} were away while the others took steps, and are replaced"
+        )
 
     def _catch_up(self, group: Group, plan: Reconciliation) -> None:
         held = self._held
@@ -390,20 +467,27 @@ class Formation:
             group.exchange(b"")
 
     def stand_by(self) -> None:
-        """This rank is a spare. Waits for the next generation, in which it is one that joins. Raises as `reform`."""
+        """This rank is a spare. Waits for the next generation, in which it is one that joins.
+        Raises as `reform`."""
         self._held.phase.set_aside()
         self.membership.link.stands_by()
         self._outcomes_due = 0  # its count of outcomes will come with the peers' state
-        _log.info("no whole replica can be made with this rank: it is a spare until the membership changes")
+        _log.info(
+            "no whole replica can be made with this rank: it is a spare until the membership "
+            "changes"
+        )
         self._await_more(Drained)
 
     def await_ranks(self) -> None:
-        """There are too few ranks for a replica, and each has all of the state. Waits for the next generation. Raises as `reform`."""
+        """There are too few ranks for a replica, and each has all of the state. Waits for the next
+        generation. Raises as `reform`."""
         alone = self.group is None or self.group.world_size == 1
-        self._await_more(StopTraining if alone else Drained)  # who is alone may be about to save the state
+        # who is alone may be about to save the state
+        self._await_more(StopTraining if alone else Drained)
 
     def _await_more(self, drained: type[StopTraining]) -> None:
-        """Waits for the next generation. `drained`: what to raise if this member is asked to leave."""
+        """Waits for the next generation. `drained`: what to raise if this member is asked to
+        leave."""
         lines = WaitingLines()
         while True:
             lines.say("more ranks", self._why_spare)
@@ -413,8 +497,11 @@ class Formation:
                 self.membership.await_generation(_SPARE_LOOK)
                 break
             group = self.group
-            if group is not None and group.ended:  # a peer is gone, or came to the end of its script: the coordinator says which
-                self.recover(MembershipChanged("a peer of a rank that waits for more has left the group"))
+            if group is not None and group.ended:
+                # a peer is gone, or came to the end of its script: the coordinator says which
+                self.recover(
+                    MembershipChanged("a peer of a rank that waits for more has left the group")
+                )
                 return
         self.reform()
 
@@ -422,26 +509,35 @@ class Formation:
         engine, group = self._held.engine, self.group
         size, rank = (group.world_size, group.rank) if group is not None else (1, 0)
         left_over = size - engine.replica_size * (size // engine.replica_size)
-        text = f"a replica of the model takes {engine.replica_size} ranks, and there are {size}, of which this is rank {rank}"
+        text = (
+            f"a replica of the model takes {engine.replica_size} ranks, and there are {size}, "
+            f"of which this is rank {rank}"
+        )
         if rank >= size - left_over:
             text += f": {engine.replica_size - left_over} more are missing for one with it"
         else:
             text += ": there are as many replicas as are asked for"
         gone = self.membership.last_departures()
-        return f"{text}; start more workers. Gone last: {', '.join(gone) or 'nobody, as far as is known'}"
+        return (
+            f"{text}; start more workers. Gone last: "
+            f"{', '.join(gone) or 'nobody, as far as is known'}"
+        )
 
-    # -------------------------------------------------------------------------------------------------------- the first state
+    # ------------------------------------------------------------------------------ the first state
 
     def synchronize_first(self) -> None:
-        """Gives all ranks the first one's weights; forms the first group if there is none. Raises as `reform`."""
+        """Gives all ranks the first one's weights; forms the first group if there is none. Raises
+        as `reform`."""
         if self.group is None:
             self.reform()
-        while self._held.name is None:  # once it has one, a generation that stands tells the same as the exchange below
+        while self._held.name is None:
+            # once it has one, a generation that stands tells the same as the exchange below
             group = self._require_group()
             channel = GroupChannel(group, "attach", self._spectators)
             try:
                 self._equal_weights(group, channel)
-                channel.exchange(b"")  # who comes out of this knows that all have the weights, and may cut its own
+                # who comes out of this knows that all have the weights, and may cut its own
+                channel.exchange(b"")
             except GROUP_LOST as error:
                 self.recover(error)
 
@@ -451,20 +547,28 @@ class Formation:
         digests = [d.decode() for d in channel.exchange(mine.encode())]
         if digests[0] == "meta":
             raise ConfigurationError(
-                f"the parameters of rank {channel.members[0]}, the first, are on the meta device: its weights win, so it must have values"
+                f"the parameters of rank {channel.members[0]}, the first, are on the meta device: "
+                "its weights win, so it must have values"
             )
         if any(d != digests[0] for d in digests):
             if channel.rank == 0:
-                self._require_exchange().give(group, engine.capture(), until=lambda: channel.exchange(b""))
+                self._require_exchange().give(
+                    group, engine.capture(), until=lambda: channel.exchange(b"")
+                )
             else:
-                state = self._require_exchange().take(group, [channel.members[0]]) if mine != digests[0] else None
+                state = (
+                    self._require_exchange().take(group, [channel.members[0]])
+                    if mine != digests[0]
+                    else None
+                )
                 channel.exchange(b"")
                 if state is not None:
                     engine.restore(state)
         self._held.begin(group.generation.number, group.generation.nonce)
 
     def replace_state(self, channel: GroupChannel, captured: object) -> None:
-        """Gives all ranks the state that the first one read from a checkpoint (`captured`; None on the others). Part of an operation."""
+        """Gives all ranks the state that the first one read from a checkpoint (`captured`; None on
+        the others). Part of an operation."""
         group, held = self._require_group(), self._held
         if channel.rank == 0:
             self._require_exchange().give(group, captured, until=lambda: channel.exchange(b""))
@@ -476,7 +580,7 @@ class Formation:
         held.name = StateName(group.generation.number, int(state["steps"]))
         held.operations.committed()
 
-    # ---------------------------------------------------------------------------------------------------------------- joiners
+    # -------------------------------------------------------------------------------------- joiners
 
     @property
     def joiners_wait(self) -> bool:
@@ -484,8 +588,9 @@ class Formation:
         return bool(self._spectators)
 
     def let_joiners_in(self, place: ScriptPosition) -> ScriptPosition | None:
-        """At a border: joiners take the state and are members from here on. `place`: where this process's script stands. Returns where the
-        peers stand if this process is a joiner and has any, else None. Raises as `reform`."""
+        """At a border: joiners take the state and are members from here on. `place`: where this
+        process's script stands. Returns where the peers stand if this process is a joiner and has
+        any, else None. Raises as `reform`."""
         peers_at = None
         while self._spectators and not self.must_move:
             group = self._require_group()
@@ -497,13 +602,14 @@ class Formation:
             except StateLostError:
                 if group.rank not in self._spectators:
                     raise
-                # The members go back to a checkpoint, and come to this border again with a state that is whole.
+                # The members go back to a checkpoint, and come to this border again with a state
+                # that is whole.
             else:
                 self._spectators, self._outcomes_due = (), self._held.outcomes
                 self._metrics.join_seconds.observe(time.monotonic() - started)
         return peers_at
 
-    # -------------------------------------------------------------------------------------------------------------- invariants
+    # ----------------------------------------------------------------------------------- invariants
 
     def _require_group(self) -> Group:
         if self.group is None:

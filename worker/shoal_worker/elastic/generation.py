@@ -1,8 +1,9 @@
 """A generation as a member sees it: one agreed membership with ranks.
 
-Small worlds are told whole. Of a large one a member is told what it needs to work in it: its rank, how many there are, how they lie on
-hosts, who holds no state. Who the others are it asks when it has to know, of some or of all, and what it knows of all it keeps: the next
-generation says what has changed.
+Small worlds are told whole. Of a large one a member is told what it needs to work in it: its rank,
+how many there are, how they lie on hosts, who holds no state. Who the others are it asks when it
+has to know, of some or of all, and what it knows of all it keeps: the next generation says what has
+changed.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ def topology_of(hosts: Sequence[str]) -> Topology:
 class AskedPeers(Sequence[Peer]):
     """The ranks of a large world, asked for when somebody has to know. May be used by any thread.
 
-    Reading raises what asking does: MembershipChanged when there is a newer generation, UnavailableError when the coordinator is away.
+    Reading raises what asking does: MembershipChanged when there is a newer generation,
+    UnavailableError when the coordinator is away.
     """
 
     def __init__(
@@ -71,8 +73,9 @@ class AskedPeers(Sequence[Peer]):
         ask: Callable[[Sequence[int]], list[Peer]],
         follow: Callable[[], Sequence[Peer]] | None = None,
     ) -> None:
-        """`digest`: of the whole table. `ask` gives the peers of these ranks, or all for none. `follow` makes all of them out of an older
-        table, without asking; CorruptDataError where that does not fit."""
+        """`digest`: of the whole table. `ask` gives the peers of these ranks, or all for none.
+        `follow` makes all of them out of an older table, without asking; CorruptDataError where
+        that does not fit."""
         self.joining = joining
         self._size, self._digest = size, digest
         self._ask, self._follow = ask, follow
@@ -81,7 +84,8 @@ class AskedPeers(Sequence[Peer]):
         self._whole: tuple[Peer, ...] | None = None
 
     def settle(self) -> tuple[Peer, ...] | None:
-        """All of them, if that is known without asking. The older table is not needed from here on."""
+        """All of them, if that is known without asking. The older table is not needed from here
+        on."""
         with self._lock:
             follow, self._follow = self._follow, None
             if self._whole is None and follow is not None:
@@ -108,8 +112,8 @@ class AskedPeers(Sequence[Peer]):
         table = tuple(self._ask(()))
         if not self._is_right(table):
             raise UnavailableError(
-                f"the coordinator told a table of {len(table)} ranks whose digest is not that of the generation, which has "
-                f"{self._size}: ask again",
+                f"the coordinator told a table of {len(table)} ranks whose digest is not that of "
+                f"the generation, which has {self._size}: ask again",
                 reason="TABLE_DAMAGED",
             )
         with self._lock:
@@ -124,15 +128,25 @@ class AskedPeers(Sequence[Peer]):
         try:
             table = tuple(follow())
         except CorruptDataError as error:
-            _log.warning("the generation's table is asked for, since it does not follow from the one before: %s", error)
+            _log.warning(
+                "the generation's table is asked for, since it does not follow from the one "
+                "before: %s",
+                error,
+            )
             return None
         if self._is_right(table):
             return table
-        _log.warning("the generation's table is asked for: what follows from the one before has another digest")
+        _log.warning(
+            "the generation's table is asked for: what follows from the one before has another "
+            "digest"
+        )
         return None
 
     def _is_right(self, table: tuple[Peer, ...]) -> bool:
-        return len(table) == self._size and rank_table.digest(peer.line for peer in table) == self._digest
+        return (
+            len(table) == self._size
+            and rank_table.digest(peer.line for peer in table) == self._digest
+        )
 
     def __len__(self) -> int:
         return self._size
@@ -158,7 +172,9 @@ class SomePeers(Sequence[Peer]):
     @property
     def joining(self) -> frozenset[int]:
         """Which of them hold no state."""
-        return frozenset(position for position, rank in enumerate(self._ranks) if rank in self._peers.joining)
+        return frozenset(
+            position for position, rank in enumerate(self._ranks) if rank in self._peers.joining
+        )
 
     def of(self, positions: Sequence[int]) -> list[Peer]:
         """Those at these positions."""
@@ -191,11 +207,13 @@ class Generation:
     nonce: str
     """Makes store prefixes and transfers of this generation unmistakable."""
     peers: tuple[Peer, ...] | AskedPeers | SomePeers
-    """In rank order. How many there are is always known; in a large world reading them may ask the coordinator (`AskedPeers`)."""
+    """In rank order. How many there are is always known; in a large world reading them may ask the
+    coordinator (`AskedPeers`)."""
     rank: int
     """This member's own."""
     interrupts_below: int
-    """Members that work in a generation below this number leave it at once; others at their next border."""
+    """Members that work in a generation below this number leave it at once; others at their next
+    border."""
     told_topology: Topology | None = None
     """None: it is read off the peers."""
     begins_run: bool = False
@@ -215,7 +233,13 @@ class Generation:
     def known(self) -> Sequence[Peer] | None:
         """All peers, where nobody has to be asked for them."""
         peers = self.peers
-        return peers if isinstance(peers, tuple) else peers.settle() if isinstance(peers, AskedPeers) else None
+        return (
+            peers
+            if isinstance(peers, tuple)
+            else peers.settle()
+            if isinstance(peers, AskedPeers)
+            else None
+        )
 
     @property
     def topology(self) -> Topology:
@@ -226,7 +250,11 @@ class Generation:
     def joining(self) -> frozenset[int]:
         """Ranks that had none in the generation before."""
         peers = self.peers
-        return frozenset(peer.rank for peer in peers if peer.joining) if isinstance(peers, tuple) else peers.joining
+        return (
+            frozenset(peer.rank for peer in peers if peer.joining)
+            if isinstance(peers, tuple)
+            else peers.joining
+        )
 
     def peers_of(self, ranks: Sequence[int]) -> list[Peer]:
         """Those of these ranks, asked for at once where they are not known."""
@@ -236,7 +264,9 @@ class Generation:
     def part(self, ranks: Sequence[int]) -> Generation:
         """Some of its ranks, in this order, with this member among them."""
         peers = self.peers
-        some = tuple(peers[rank] for rank in ranks) if isinstance(peers, tuple) else peers.part(ranks)
+        some = (
+            tuple(peers[rank] for rank in ranks) if isinstance(peers, tuple) else peers.part(ranks)
+        )
         return replace(self, peers=some, rank=list(ranks).index(self.rank), told_topology=None)
 
 

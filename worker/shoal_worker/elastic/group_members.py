@@ -1,7 +1,9 @@
-"""The parameters of an optimizer's groups, as a strategy has put them there, so that others in their places are noticed.
+"""The parameters of an optimizer's groups, as a strategy has put them there, so that others in
+their places are noticed.
 
-A strategy knows what an optimizer updates from `as_distributed` on: the model's parameters, or this rank's pieces of them. Whatever a
-script puts there later is updated by this rank alone, with a gradient that nobody has summed.
+A strategy knows what an optimizer updates from `as_distributed` on: the model's parameters, or this
+rank's pieces of them. Whatever a script puts there later is updated by this rank alone, with a
+gradient that nobody has summed.
 """
 
 from __future__ import annotations
@@ -34,23 +36,35 @@ class Memberships:
         self._groups = [group["params"] for group in groups]
 
     def check(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raises ConfigurationError: a script has put other parameters into a group, or has taken some out. Cheap enough for each step."""
+        """Raises ConfigurationError: a script has put other parameters into a group, or has taken
+        some out. Cheap enough for each step."""
         for number, (group, members) in enumerate(zip(groups, self._groups, strict=False)):
             now = group["params"]
-            if isinstance(now, GroupMembers) and now is not members:  # the strategy has laid out anew
+            if isinstance(now, GroupMembers) and now is not members:
+                # the strategy has laid out anew
                 members = self._groups[number] = now
-            if len(now) != len(members.given) or any(one is not other for one, other in zip(now, members.given, strict=True)):
+            if len(now) != len(members.given) or any(
+                one is not other for one, other in zip(now, members.given, strict=True)
+            ):
                 raise _changed(number, now, members.given)
 
 
-def _changed(number: int, now: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> ConfigurationError:
+def _changed(
+    number: int, now: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+) -> ConfigurationError:
     known, found = {id(one) for one in given}, {id(one) for one in now}
     come = [tuple(one.shape) for one in now if id(one) not in known]
     gone = [tuple(one.shape) for one in given if id(one) not in found]
-    what = ", ".join(f"{len(shapes)} {verb} (shapes {shapes[:3]})" for verb, shapes in (("have come", come), ("are gone", gone)) if shapes)
+    what = ", ".join(
+        f"{len(shapes)} {verb} (shapes {shapes[:3]})"
+        for verb, shapes in (("have come", come), ("are gone", gone))
+        if shapes
+    )
     return ConfigurationError(
-        f"the members of parameter group {number} are not those that as_distributed put there (the parameters, or this rank's pieces of "
-        f"them): {what or 'their order is another'}. Gradients of others are not summed over the ranks, and workers that join have the "
-        "first ones. Change values in place (model.with_parameters(values)); give the optimizer all parameters before as_distributed, and "
-        "freeze those that are not to be trained with requires_grad_(False)"
+        f"the members of parameter group {number} are not those that as_distributed put there (the "
+        f"parameters, or this rank's pieces of them): {what or 'their order is another'}. "
+        "Gradients of others are not summed over the ranks, and workers that join have the first "
+        "ones. Change values in place (model.with_parameters(values)); give the optimizer all "
+        "parameters before as_distributed, and freeze those that are not to be trained with "
+        "requires_grad_(False)"
     )

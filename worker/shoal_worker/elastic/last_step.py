@@ -14,12 +14,14 @@ _log = logging.getLogger(__name__)
 
 LAST_STEP_PATIENCE: Final = timedelta(seconds=30)
 _LOOK: Final = timedelta(seconds=0.05)
-"""How often a rank that leaves looks whether its peers have committed the last step. They tell the coordinator with each heartbeat."""
+"""How often a rank that leaves looks whether its peers have committed the last step. They tell the
+coordinator with each heartbeat."""
 
 
 def await_last_step(formation: Formation, held: HeldState) -> None:
-    """Returns when all peers have committed the last step. One that is in doubt of it asks in the next generation, which this rank forms
-    with it. Not while the coordinator is away for longer than LAST_STEP_PATIENCE."""
+    """Returns when all peers have committed the last step. One that is in doubt of it asks in the
+    next generation, which this rank forms with it. Not while the coordinator is away for longer
+    than LAST_STEP_PATIENCE."""
     give_up_at = time.monotonic() + LAST_STEP_PATIENCE.total_seconds()
     while not formation.must_move and not formation.peers_have(held.steps):
         formation.settle()

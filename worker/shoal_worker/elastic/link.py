@@ -1,12 +1,14 @@
 """A member's session with the coordinator: one gRPC stream, held open by a thread of its own.
 
-Threads. The link's thread reads directives and reconnects; grpc's own thread draws outgoing messages, and a heartbeat whenever there was
-none for an interval. The training thread calls the public methods. All shared fields are guarded by `_changed`, a condition
-that is notified at every change. Callbacks run on the link's thread and must not block.
+Threads. The link's thread reads directives and reconnects; grpc's own thread draws outgoing
+messages, and a heartbeat whenever there was none for an interval. The training thread calls the
+public methods. All shared fields are guarded by `_changed`, a condition that is notified at every
+change. Callbacks run on the link's thread and must not block.
 
-While the coordinator is away training goes on: the link reconnects, with backoff, for as long as it takes. Who waits for a generation then
-waits on, and says so every ten seconds: the time that the coordinator is away does not count against its deadline, up to a limit of its
-own. A coordinator that has lost the job is given it again.
+While the coordinator is away training goes on: the link reconnects, with backoff, for as long as it
+takes. Who waits for a generation then waits on, and says so every ten seconds: the time that the
+coordinator is away does not count against its deadline, up to a limit of its own. A coordinator
+that has lost the job is given it again.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ _LONGEST_BACKOFF_S = 2.0
 _JOB_PATIENCE_S = 30.0
 _DRAIN_LOOK_S = 0.5
 _AWAY_BESIDE_A_FAILURE_S = 20.0
-"""A member that is asked to leave waits so long for a coordinator that is away, if its group has failed. Batch systems kill after 30 s."""
+"""A member that is asked to leave waits so long for a coordinator that is away, if its group has
+failed. Batch systems kill after 30 s."""
 _EXPLAIN_AFTER_S = 2.0
 """A coordinator that does not accept this member for longer is probed for the cause."""
 _RETRYABLE = (UnavailableError, DeadlineError)
@@ -68,9 +71,10 @@ class CoordinatorLink:
     ) -> None:
         """Does not connect yet.
 
-        Both are called on the link's thread before waiters wake. `on_generation`, for every new generation, interrupts what it ends;
-        `on_stop_now`, when neither a border nor a generation will come any more, what this member is forming. `away_limit`: how long a
-        wait for a generation goes on while the coordinator is away.
+        Both are called on the link's thread before waiters wake. `on_generation`, for every new
+        generation, interrupts what it ends; `on_stop_now`, when neither a border nor a generation
+        will come any more, what this member is forming. `away_limit`: how long a wait for a
+        generation goes on while the coordinator is away.
         """
         self.client = client
         """All that it asks is of this member's run."""
@@ -99,10 +103,11 @@ class CoordinatorLink:
         self._ended = True
         self._thread = threading.Thread(target=self._run, name="shoal-link", daemon=True)
 
-    # ------------------------------------------------------------------------------------------------ the training thread
+    # -------------------------------------------------------------------------- the training thread
 
     def connect(self, timeout: timedelta) -> bool:
-        """Opens the session. Returns whether the job has had a generation already: then this member is a joiner.
+        """Opens the session. Returns whether the job has had a generation already: then this member
+        is a joiner.
 
         Raises:
             Drained: this process is to leave before any coordinator has answered.
@@ -125,8 +130,9 @@ class CoordinatorLink:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineError(
-                        f"waited {timeout.total_seconds():.0f} s for the coordinator to accept this member into "
-                        f"job {self.identity.job_id!r}, at {self.client.address} (SHOAL_COORDINATOR): {cause}"
+                        f"waited {timeout.total_seconds():.0f} s for the coordinator to accept "
+                        f"this member into job {self.identity.job_id!r}, at {self.client.address} "
+                        f"(SHOAL_COORDINATOR): {cause}"
                     )
                 # In slices: SIGTERM marks the member as draining and cannot notify.
                 self._changed.wait(min(_DRAIN_LOOK_S, left_s))
@@ -140,8 +146,8 @@ class CoordinatorLink:
         return self._welcome is not None
 
     def _probe(self) -> queue.SimpleQueue[Obstacle | None]:
-        """Returns a queue that receives what prevents a connection. A name lookup may take half a minute, and SIGTERM must not
-        wait for it: the probe runs on a thread of its own."""
+        """Returns a queue that receives what prevents a connection. A name lookup may take half a
+        minute, and SIGTERM must not wait for it: the probe runs on a thread of its own."""
         found: queue.SimpleQueue[Obstacle | None] = queue.SimpleQueue()
 
         def look() -> None:
@@ -153,12 +159,21 @@ class CoordinatorLink:
         return found
 
     def _explain_absence(self, obstacle: Obstacle | None, left_s: float) -> str | None:
-        """Logs why the coordinator does not answer, and returns it. Raises UnavailableError if waiting cannot help."""
+        """Logs why the coordinator does not answer, and returns it. Raises UnavailableError if
+        waiting cannot help."""
         if obstacle is None:
             return None
         if obstacle.permanent:
-            raise UnavailableError(f"the coordinator at {self.client.address} (SHOAL_COORDINATOR) is out of reach: {obstacle.cause}")
-        _log.warning("waiting for the coordinator at %s for up to %.0f s more: %s", self.client.address, left_s, obstacle.cause)
+            raise UnavailableError(
+                f"the coordinator at {self.client.address} (SHOAL_COORDINATOR) is out of reach: "
+                f"{obstacle.cause}"
+            )
+        _log.warning(
+            "waiting for the coordinator at %s for up to %.0f s more: %s",
+            self.client.address,
+            left_s,
+            obstacle.cause,
+        )
         return obstacle.cause
 
     def ready(self) -> None:
@@ -167,12 +182,15 @@ class CoordinatorLink:
             self._outbox.ready = True
             self._changed.notify_all()
 
-    def wait_generation(self, *, after: int, timeout: timedelta, mid_step: bool = False) -> Generation:
+    def wait_generation(
+        self, *, after: int, timeout: timedelta, mid_step: bool = False
+    ) -> Generation:
         """Blocks until a generation above `after` is known, and returns the newest.
 
-        `mid_step`: this member's group failed where its peers may not have ended yet. They end at one border all the same: the coordinator
-        answers the failure with a generation in a job that stops, too, or says that there will be none. A member that drains waits for that
-        answer like the others, who may need its part of the state.
+        `mid_step`: this member's group failed where its peers may not have ended yet. They end at
+        one border all the same: the coordinator answers the failure with a generation in a job that
+        stops, too, or says that there will be none. A member that drains waits for that answer like
+        the others, who may need its part of the state.
 
         Raises:
             StopTraining: the job was stopped (`Drained`: this member is to leave).
@@ -185,16 +203,24 @@ class CoordinatorLink:
                 self._raise_if_over()
                 if self._stop is not None and not mid_step:
                     raise StopTraining(self._stop)
-                if self._drain is not None and (self._drains_now(mid_step) or after == 0 or self._no_generation_comes(mid_step)):
+                if self._drain is not None and (
+                    self._drains_now(mid_step) or after == 0 or self._no_generation_comes(mid_step)
+                ):
                     raise Drained(self._drain)
                 if self._stop is not None and self._stop_now:
                     raise StopTraining(self._stop)
                 # In slices: SIGTERM marks the member as draining and cannot notify.
-                left_s = started + timeout.total_seconds() + self.away_s - away_before_s - time.monotonic()
+                left_s = (
+                    started
+                    + timeout.total_seconds()
+                    + self.away_s
+                    - away_before_s
+                    - time.monotonic()
+                )
                 if left_s <= 0 or self._away_for_s() > self._away_limit_s:
                     raise DeadlineError(
-                        f"waited {time.monotonic() - started:.0f} s for a generation above {after} of job {self.identity.job_id!r}"
-                        f" ({self._why_none()})"
+                        f"waited {time.monotonic() - started:.0f} s for a generation above {after} "
+                        f"of job {self.identity.job_id!r} ({self._why_none()})"
                     )
                 self._changed.wait(min(_DRAIN_LOOK_S, left_s))
                 lines.say(f"a generation above {after}", self._why_none)
@@ -202,15 +228,23 @@ class CoordinatorLink:
 
     def _why_none(self) -> str:
         if self._away_since is not None:
-            return f"the coordinator has been away for {self._away_for_s():.0f} s; training goes on when it is back"
+            return (
+                f"the coordinator has been away for {self._away_for_s():.0f} s; training goes "
+                "on when it is back"
+            )
         return self._notice or self._standby or "the coordinator has not said why there is none"
 
-    def failed(self, generation: int, *, detail: str, timed_out: bool = False, suspects: Sequence[int] = ()) -> None:
-        """Reports a failed collective of `generation`, unless a newer generation that ended it is known already: one that is taken at the
-        next border does not help a rank that cannot come to that. `suspects`: ranks out of reach."""
+    def failed(
+        self, generation: int, *, detail: str, timed_out: bool = False, suspects: Sequence[int] = ()
+    ) -> None:
+        """Reports a failed collective of `generation`, unless a newer generation that ended it is
+        known already: one that is taken at the next border does not help a rank that cannot come to
+        that. `suspects`: ranks out of reach."""
         with self._changed:
             if self._newest is None or self._newest.interrupts_below <= generation:
-                self._outbox.failure = failure_message(generation, detail=detail, timed_out=timed_out, suspects=suspects)
+                self._outbox.failure = failure_message(
+                    generation, detail=detail, timed_out=timed_out, suspects=suspects
+                )
                 self._changed.notify_all()
 
     def entered(self, generation: int) -> None:
@@ -220,7 +254,8 @@ class CoordinatorLink:
             self._changed.notify_all()
 
     def stands_by(self) -> None:
-        """This member has a rank and no part in the model: the run may end without it. Until it enters another generation."""
+        """This member has a rank and no part in the model: the run may end without it. Until it
+        enters another generation."""
         with self._changed:
             self._outbox.spare = True
             self._changed.notify_all()
@@ -230,17 +265,20 @@ class CoordinatorLink:
         self._outbox.progress = progress
 
     def has_all(self, step: int) -> None:
-        """This member has come to its last step, as its progress tells: goes out at once, for peers wait to hear of it."""
+        """This member has come to its last step, as its progress tells: goes out at once, for peers
+        wait to hear of it."""
         with self._changed:
             self._outbox.last_step = step
             self._changed.notify_all()
 
     def cannot_reach(self, ranks: Sequence[int]) -> None:
-        """Ranks of the generation that took no connection when this member looked, while its collective stood: goes out with heartbeats."""
+        """Ranks of the generation that took no connection when this member looked, while its
+        collective stood: goes out with heartbeats."""
         self._outbox.out_of_reach = tuple(ranks)
 
     def reaches(self, reached: bool) -> None:
-        """Whether the member that this one is kept apart from takes its connections again. Goes out with heartbeats."""
+        """Whether the member that this one is kept apart from takes its connections again. Goes out
+        with heartbeats."""
         self._outbox.in_reach = reached
 
     @property
@@ -250,7 +288,8 @@ class CoordinatorLink:
 
     @property
     def notice(self) -> str:
-        """What the coordinator last said that this member's generation waits for; empty: nothing."""
+        """What the coordinator last said that this member's generation waits for; empty:
+        nothing."""
         return self._notice
 
     @property
@@ -264,7 +303,8 @@ class CoordinatorLink:
 
     @property
     def store_url(self) -> str:
-        """Where the coordinator says that rendezvous stores live. An embedded one has another address after a restart."""
+        """Where the coordinator says that rendezvous stores live. An embedded one has another
+        address after a restart."""
         welcome = self._welcome
         return welcome.store_url if welcome is not None else ""
 
@@ -281,12 +321,14 @@ class CoordinatorLink:
 
     @property
     def refused(self) -> ShoalError | None:
-        """Why the coordinator no longer counts this process as a member: it must not train on. None: it does."""
+        """Why the coordinator no longer counts this process as a member: it must not train on.
+        None: it does."""
         return self._fatal
 
     @property
     def put_out(self) -> ShoalError | None:
-        """Why the coordinator refused this process, if it was a member and the job goes on or has gone on without it."""
+        """Why the coordinator refused this process, if it was a member and the job goes on or has
+        gone on without it."""
         error = self._fatal
         return error if self._welcome is not None and isinstance(error, PreconditionError) else None
 
@@ -307,7 +349,8 @@ class CoordinatorLink:
 
     @property
     def finished_steps(self) -> int:
-        """Committed steps of a member whose script has come to its end, as this one was told when it waited for a generation; else 0."""
+        """Committed steps of a member whose script has come to its end, as this one was told when
+        it waited for a generation; else 0."""
         return self._finished_steps
 
     @property
@@ -316,11 +359,13 @@ class CoordinatorLink:
         return self._stop_now
 
     def drain(self, reason: str) -> None:
-        """Marks this member as leaving at the next border (SIGTERM). Async-signal-safe: sets one field."""
+        """Marks this member as leaving at the next border (SIGTERM). Async-signal-safe: sets one
+        field."""
         self._drain = reason
 
     def fall_behind(self, why: str) -> None:
-        """This member cannot go on in its job: from now on `put_out` says so, and whoever waits here raises it."""
+        """This member cannot go on in its job: from now on `put_out` says so, and whoever waits
+        here raises it."""
         self._fail(PreconditionError(why, reason="MEMBER_BEHIND"))
 
     def leave(
@@ -333,23 +378,30 @@ class CoordinatorLink:
         held: LastState | None = None,
         timeout: timedelta = timedelta(seconds=5),
     ) -> str:
-        """Tells the coordinator goodbye and ends the session. Waits at most `timeout` until it has heard it; not while it is away: peers
-        may wait for this process's group to end. Returns as `Member.leave`."""
+        """Tells the coordinator goodbye and ends the session. Waits at most `timeout` until it has
+        heard it; not while it is away: peers may wait for this process's group to end. Returns as
+        `Member.leave`."""
         with self._changed:
             if self._outbox.leaving is not None:
                 return ""
-            self._outbox.leaving = leave_message(reason, detail, alone=alone, steps=steps, held=held)
+            self._outbox.leaving = leave_message(
+                reason, detail, alone=alone, steps=steps, held=held
+            )
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._ended or self._away_since is not None, timeout.total_seconds())
+            self._changed.wait_for(
+                lambda: self._ended or self._away_since is not None, timeout.total_seconds()
+            )
         self.client.close()
         return self._apart
 
-    # ---------------------------------------------------------------------------------------------------- the link's thread
+    # ---------------------------------------------------------------------------- the link's thread
 
     def _run(self) -> None:
         try:
             self._hold_session()
-        except Exception as error:  # whatever it is, a member that hears no more of its job must know, or it trains on after it was put out
+        except Exception as error:
+            # whatever it is, a member that hears no more of its job must know, or it trains on
+            # after it was put out
             _log.exception("the session with the coordinator broke")
             self._fail(InternalError(f"the session with the coordinator broke: {error!r}"))
         finally:
@@ -373,21 +425,31 @@ class CoordinatorLink:
                 if self._over():
                     return
                 if self._away_since is None:
-                    _log.warning("no connection to the coordinator, training goes on without membership changes: %s", error)
+                    _log.warning(
+                        "no connection to the coordinator, training goes on without membership "
+                        "changes: %s",
+                        error,
+                    )
                 self._set_away(True)
             except UnknownResourceError as error:
-                # Workers are started beside the coordinator, and may be there some moments before their job.
+                # Workers are started beside the coordinator, and may be there some moments before
+                # their job.
                 if self._over():
                     return
                 was_member = self._welcome is not None
-                if not self._give_job_again(error) if was_member else time.monotonic() > job_must_exist_at:
+                if (
+                    not self._give_job_again(error)
+                    if was_member
+                    else time.monotonic() > job_must_exist_at
+                ):
                     self._fail(error)
                     return
             except ShoalError as error:
                 if error.reason == "REPLICAS_DIVERGED":  # the answer to its goodbye
                     self._apart = str(error)
                     return
-                # A member that was put out must not end well, also if it hears of it as it says goodbye.
+                # A member that was put out must not end well, also if it hears of it as it says
+                # goodbye.
                 puts_out = self._welcome is not None and isinstance(error, PreconditionError)
                 if not self._over() or (puts_out and self._fatal is None):
                     self._fail(error)
@@ -396,7 +458,8 @@ class CoordinatorLink:
                 self._changed.wait_for(lambda: self._outbox.leaving is not None, backoff.next_s())
 
     def _give_job_again(self, error: UnknownResourceError) -> bool:
-        """The coordinator has lost all it knew, and this member was in the job: those that train are the job, and it goes on with them."""
+        """The coordinator has lost all it knew, and this member was in the job: those that train
+        are the job, and it goes on with them."""
         welcome = self._welcome
         if welcome is None or error.reason != "JOB_UNKNOWN":
             return False
@@ -406,11 +469,20 @@ class CoordinatorLink:
             return True
         except ShoalError as refused:
             if refused.reason == "RUN_UNKNOWN":
-                return True  # others have just created it, in a run of their own: who joins with a generation brings this one back
-            _log.warning("the coordinator has lost job %r, and does not take it again: %s", self.identity.job_id, refused)
+                # others have just created it, in a run of their own: who joins with a generation
+                # brings this one back
+                return True
+            _log.warning(
+                "the coordinator has lost job %r, and does not take it again: %s",
+                self.identity.job_id,
+                refused,
+            )
             return False
         if created:
-            _log.warning("the coordinator had lost job %r; it knows it again from this member", self.identity.job_id)
+            _log.warning(
+                "the coordinator had lost job %r; it knows it again from this member",
+                self.identity.job_id,
+            )
         return True
 
     def _set_away(self, away: bool) -> None:
@@ -446,14 +518,18 @@ class CoordinatorLink:
         )
 
     def _drains_now(self, mid_step: bool) -> bool:
-        """At a border, if the coordinator asked for it. A process that was told by a signal takes the generation that its peers wait for:
-        they may have been told as well, and all leave together."""
+        """At a border, if the coordinator asked for it. A process that was told by a signal takes
+        the generation that its peers wait for: they may have been told as well, and all leave
+        together."""
         return not mid_step and self._drain_ordered
 
     def _no_generation_comes(self, mid_step: bool) -> bool:
-        """Whether no generation will come, as far as is known: the coordinator said so, or has put the job on hold, or is away. Beside a
-        failure this member may have the only copy of a part of the state, so it waits a while for a coordinator to come back."""
-        away = self._away_since is not None and (not mid_step or self._away_for_s() > _AWAY_BESIDE_A_FAILURE_S)
+        """Whether no generation will come, as far as is known: the coordinator said so, or has put
+        the job on hold, or is away. Beside a failure this member may have the only copy of a part
+        of the state, so it waits a while for a coordinator to come back."""
+        away = self._away_since is not None and (
+            not mid_step or self._away_for_s() > _AWAY_BESIDE_A_FAILURE_S
+        )
         return self._stop_now or self._standby is not None or away
 
     def _heartbeat_interval_s(self) -> float:
@@ -461,7 +537,11 @@ class CoordinatorLink:
 
     def _take(self, directive: pb.MemberDirective) -> None:
         kind = directive.WhichOneof("directive")
-        generation = parse_generation(directive, self._mine(), self._newest, self._ask_ranks) if kind == "generation" else None
+        generation = (
+            parse_generation(directive, self._mine(), self._newest, self._ask_ranks)
+            if kind == "generation"
+            else None
+        )
         with self._changed:
             if generation is not None:
                 if self._newest is not None and generation.number <= self._newest.number:
@@ -479,11 +559,18 @@ class CoordinatorLink:
                 self._stop_now = self._stop_now or directive.stop.now
                 self._finished_steps = directive.stop.finished_steps
             elif kind == "standby":
-                self._standby, self._apart_from = directive.standby.reason, directive.standby.apart_from
+                self._standby, self._apart_from = (
+                    directive.standby.reason,
+                    directive.standby.apart_from,
+                )
             elif kind == "notice":
                 self._notice = directive.notice.text
                 if self._notice:  # told to all: one of a machine's workers says it
-                    _log.log(logging.WARNING if self.identity.local_index == 0 else logging.INFO, "%s", self._notice)
+                    _log.log(
+                        logging.WARNING if self.identity.local_index == 0 else logging.INFO,
+                        "%s",
+                        self._notice,
+                    )
         if generation is not None:
             self._on_generation(generation)
         if kind == "stop" and directive.stop.behind:
@@ -493,7 +580,8 @@ class CoordinatorLink:
         with self._changed:
             self._changed.notify_all()
         if generation is not None:
-            generation.known  # noqa: B018 - what has changed is worked in now, and the table before is let go
+            # what has changed is worked in now, and the table before is let go
+            generation.known  # noqa: B018
 
     def _mine(self) -> Peer:
         """This member's own entry, but for the rank."""
@@ -515,11 +603,17 @@ class CoordinatorLink:
             UnavailableError: the coordinator is away, or does not know the job.
         """
         try:
-            return parse_ranks(self.client.get_ranks(self.identity.job_id, generation=number, nonce=nonce, ranks=ranks))
+            return parse_ranks(
+                self.client.get_ranks(
+                    self.identity.job_id, generation=number, nonce=nonce, ranks=ranks
+                )
+            )
         except StaleGenerationError as error:
             raise MembershipChanged(f"generation {number} is over: {error}") from error
         except (DeadlineError, UnknownResourceError) as error:
-            raise UnavailableError(f"the coordinator does not say who is in generation {number}: {error}") from error
+            raise UnavailableError(
+                f"the coordinator does not say who is in generation {number}: {error}"
+            ) from error
 
     def _fail(self, error: ShoalError) -> None:
         _log.info("this member is put out: %s", error)  # whoever waits raises it
@@ -535,5 +629,8 @@ class CoordinatorLink:
         if self._fatal is not None:
             error = self._fatal
             if isinstance(error, PreconditionError | PermissionDeniedError):
-                raise type(error)(f"this member was put out of job {self.identity.job_id!r}: {error}", reason=error.reason) from error
+                raise type(error)(
+                    f"this member was put out of job {self.identity.job_id!r}: {error}",
+                    reason=error.reason,
+                ) from error
             raise error

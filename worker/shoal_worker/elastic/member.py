@@ -1,7 +1,8 @@
 """A rank's place among the others, as the session asks after it.
 
-A protocol, because there are two kinds of place: a member of a job has a coordinator that deals ranks anew when members come and go
-(`membership.py`); a rank of a launch has the same place from beginning to end (`fixed.py`). The session runs the same code over both.
+A protocol, because there are two kinds of place: a member of a job has a coordinator that deals
+ranks anew when members come and go (`membership.py`); a rank of a launch has the same place from
+beginning to end (`fixed.py`). The session runs the same code over both.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Notices(Protocol):
 
     @property
     def finished_steps(self) -> int:
-        """Committed steps of a peer whose script has come to its end; 0: none has, as far as this rank was told."""
+        """Committed steps of a peer whose script has come to its end; 0: none has, as far as this
+        rank was told."""
         ...
 
     @property
@@ -88,7 +90,8 @@ class Notices(Protocol):
         ...
 
     def stands_by(self) -> None:
-        """This rank has no part in the model, until it enters another generation: the run may end without it."""
+        """This rank has no part in the model, until it enters another generation: the run may end
+        without it."""
         ...
 
 
@@ -104,7 +107,8 @@ class Member(Protocol):
 
     @property
     def group(self) -> Group | None:
-        """The group formed last; it may be broken. None before the first and after `leave_group`."""
+        """The group formed last; it may be broken. None before the first and after
+        `leave_group`."""
         ...
 
     @property
@@ -113,7 +117,8 @@ class Member(Protocol):
         ...
 
     def join(self) -> bool:
-        """Takes the place. Returns whether others have trained already: then this rank replays its script up to the first live batch."""
+        """Takes the place. Returns whether others have trained already: then this rank replays its
+        script up to the first live batch."""
         ...
 
     def serve(self, engine: TrainingEngine) -> None:
@@ -125,7 +130,8 @@ class Member(Protocol):
         ...
 
     def await_generation(self, timeout: timedelta | None = None) -> Generation:
-        """Waits for a generation that this rank has not been in, without connecting it. `timeout`: None: as long as for forming one."""
+        """Waits for a generation that this rank has not been in, without connecting it. `timeout`:
+        None: as long as for forming one."""
         ...
 
     def form(self) -> Group:
@@ -137,7 +143,8 @@ class Member(Protocol):
         ...
 
     def give_up_place(self, why: str) -> NoReturn:
-        """Leaves at once: this rank cannot come to where its peers are, and its process is to end and to be replaced.
+        """Leaves at once: this rank cannot come to where its peers are, and its process is to end
+        and to be replaced.
 
         Raises:
             PreconditionError: MEMBER_BEHIND, always.
@@ -145,7 +152,8 @@ class Member(Protocol):
         ...
 
     def check_current(self, generation: int) -> None:
-        """Raises StaleGenerationError if this rank, which acts for `generation`, was put out since. On any thread."""
+        """Raises StaleGenerationError if this rank, which acts for `generation`, was put out since.
+        On any thread."""
         ...
 
     def has_left(self, member_id: str) -> bool:
@@ -153,12 +161,13 @@ class Member(Protocol):
         ...
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
-        """Whether all of `generation`, but for these ranks of it, that belong to the run still are known to have committed `step`, as
-        this rank has: it says so at once."""
+        """Whether all of `generation`, but for these ranks of it, that belong to the run still are
+        known to have committed `step`, as this rank has: it says so at once."""
         ...
 
     def last_departures(self) -> Sequence[str]:
-        """The members that left or were lost last, each with the reason, the latest first; empty: none did, or nobody can tell now."""
+        """The members that left or were lost last, each with the reason, the latest first; empty:
+        none did, or nobody can tell now."""
         ...
 
     def leave_group(self, reason: str) -> None:

@@ -1,7 +1,9 @@
-"""Which generation a member of a job works in: asks the coordinator for ranks, connects groups, and gives up groups that are over.
+"""Which generation a member of a job works in: asks the coordinator for ranks, connects groups, and
+gives up groups that are over.
 
-The training thread forms and leaves groups. The link's thread calls `_interrupt` for each new generation, which frees the training thread
-from collectives of a generation that is over and from forming one that is superseded. `_lock` guards `_group` and `_forming`.
+The training thread forms and leaves groups. The link's thread calls `_interrupt` for each new
+generation, which frees the training thread from collectives of a generation that is over and from
+forming one that is superseded. `_lock` guards `_group` and `_forming`.
 """
 
 from __future__ import annotations
@@ -51,11 +53,12 @@ from shoal_worker.settings import WorkerSettings
 from shoal_worker.store.errors import StoreTimeoutError
 from shoal_worker.store.redis_store import RedisStore
 
-# --------------------------------------------------------------------------------------------------------------------- connecting a group
+# ------------------------------------------------------------------------------- connecting a group
 #
 # Connecting the process group of a generation, and what its parts are connected with later.
 #
-# Threads: the training thread connects. What `announce` is given may be aborted from any thread, and frees it.
+# Threads: the training thread connects. What `announce` is given may be aborted from any thread,
+# and frees it.
 
 _MOST_NAMED: Final = 5
 
@@ -86,14 +89,17 @@ def connect(
     announce: Callable[[Forming], None],
     waits: Waits,
 ) -> Group:
-    """Connects this member to the others of `generation` over a store prefix that nobody used before.
+    """Connects this member to the others of `generation` over a store prefix that nobody used
+    before.
 
-    Waits first until all have arrived: peers may still be building their models, or finishing a forward pass. Only then does it connect,
-    with a short deadline. `announce` gets the handle by which another thread can give up the attempt, before anything blocks. `waits` notes
-    that this rank waits; every ten seconds a line says for whom.
+    Waits first until all have arrived: peers may still be building their models, or finishing a
+    forward pass. Only then does it connect, with a short deadline. `announce` gets the handle by
+    which another thread can give up the attempt, before anything blocks. `waits` notes that this
+    rank waits; every ten seconds a line says for whom.
 
     Raises:
-        MembershipChanged: given up, a peer went away, not all arrived within `arrival_timeout` or connected within `connect_timeout`.
+        MembershipChanged: given up, a peer went away, not all arrived within `arrival_timeout` or
+            connected within `connect_timeout`.
         ConfigurationError: the backend does not work here, nor would it in a later generation.
     """
     if generation.world_size == 1:
@@ -116,12 +122,15 @@ def connect(
     except (MembershipChanged, ConfigurationError):
         raise
     except (RuntimeError, ShoalError) as error:
-        raise MembershipChanged(f"generation {generation.number} did not form: {cause_of(error)}") from error
+        raise MembershipChanged(
+            f"generation {generation.number} did not form: {cause_of(error)}"
+        ) from error
     return Group(generation, backend, store, opening)
 
 
 def _arrive(generation: Generation, store: RedisStore, timeout: timedelta) -> None:
-    """Returns when all ranks have come. Raises StoreTimeoutError when some have not in time, naming them."""
+    """Returns when all ranks have come. Raises StoreTimeoutError when some have not in time, naming
+    them."""
     deadline, lines = time.monotonic() + timeout.total_seconds(), WaitingLines()
     store.set(_arrival(generation.rank), b"1")
     if store.add("arrived", 1) == generation.world_size:
@@ -132,8 +141,13 @@ def _arrive(generation: Generation, store: RedisStore, timeout: timedelta) -> No
             store.wait(["complete"], timedelta(seconds=max(0.001, min(EVERY_S, left_s))))
         except StoreTimeoutError as error:
             if left_s <= EVERY_S:
-                raise StoreTimeoutError(f"waited {timeout.total_seconds():g} s for {_absent(generation, store)}") from error
-            lines.say(f"generation {generation.number} to form", lambda: f"not there yet: {_absent(generation, store)}")
+                raise StoreTimeoutError(
+                    f"waited {timeout.total_seconds():g} s for {_absent(generation, store)}"
+                ) from error
+            lines.say(
+                f"generation {generation.number} to form",
+                lambda: f"not there yet: {_absent(generation, store)}",
+            )
         else:
             return
 
@@ -142,14 +156,16 @@ def _absent(generation: Generation, store: RedisStore) -> str:
     there = set(store.list_keys())
     absent = [rank for rank in range(generation.world_size) if _arrival(rank) not in there]
     more = len(absent) - _MOST_NAMED
-    return (named_ranks(generation, absent[:_MOST_NAMED]) or "nobody") + (f" and {more} more" if more > 0 else "")
+    return (named_ranks(generation, absent[:_MOST_NAMED]) or "nobody") + (
+        f" and {more} more" if more > 0 else ""
+    )
 
 
 def _arrival(rank: int) -> str:
     return f"arrived/{rank}"
 
 
-# ----------------------------------------------------------------------------------------------------------------------------- membership
+# --------------------------------------------------------------------------------------- membership
 
 _log = logging.getLogger(__name__)
 
@@ -169,7 +185,14 @@ def _holders(generation: Generation, apart_from: Collection[int]) -> set[str]:
 class Membership:
     """This process's place among the members of its job."""
 
-    def __init__(self, client: CoordinatorClient, identity: MemberIdentity, settings: WorkerSettings, *, host: str) -> None:
+    def __init__(
+        self,
+        client: CoordinatorClient,
+        identity: MemberIdentity,
+        settings: WorkerSettings,
+        *,
+        host: str,
+    ) -> None:
         """Does not connect yet. `host` is the address peers reach this process at."""
         self._settings = settings
         self._host = host
@@ -183,14 +206,19 @@ class Membership:
         self._departures: deque[str] = deque(maxlen=_DEPARTURES_TOLD)
         self.waits = Waits()
         self.link = CoordinatorLink(
-            client, identity, on_generation=self._interrupt, on_stop_now=self._give_up_forming, away_limit=settings.away_timeout
+            client,
+            identity,
+            on_generation=self._interrupt,
+            on_stop_now=self._give_up_forming,
+            away_limit=settings.away_timeout,
         )
         self._watch: StallWatch | None = None
         self.make_backend: Callable[[], CommunicationBackend] | None = None
         """Makes the backend of the next group; set before the first `form`."""
 
     def join(self) -> bool:
-        """Opens the session with the coordinator. Returns and raises what `CoordinatorLink.connect` does."""
+        """Opens the session with the coordinator. Returns and raises what `CoordinatorLink.connect`
+        does."""
         self._tell_launcher("joined")
         joining = self.link.connect(self._settings.rendezvous_timeout)
         self._watch = StallWatch(self.link, self.waits, lambda: self._group)
@@ -200,7 +228,11 @@ class Membership:
     def observe(self, progress: ProgressMeter) -> None:
         """`progress` is told to the coordinator. Before `join`."""
         self.waits = progress.waits
-        self.link.reports(lambda: dataclasses.replace(progress.snapshot(), busy_link=self._watch.busy_link if self._watch else None))
+        self.link.reports(
+            lambda: dataclasses.replace(
+                progress.snapshot(), busy_link=self._watch.busy_link if self._watch else None
+            )
+        )
 
     @property
     def only_backend(self) -> str | None:
@@ -214,12 +246,15 @@ class Membership:
 
     @property
     def group(self) -> Group | None:
-        """The group formed last; it may be broken. None before the first and after `leave_group`."""
+        """The group formed last; it may be broken. None before the first and after
+        `leave_group`."""
         return self._group
 
     def await_generation(self, timeout: timedelta | None = None) -> Generation:
         """See `Member`."""
-        return self.link.wait_generation(after=self._left, timeout=timeout or self._settings.rendezvous_timeout)
+        return self.link.wait_generation(
+            after=self._left, timeout=timeout or self._settings.rendezvous_timeout
+        )
 
     def form(self) -> Group:
         """Leaves the group there is, waits for a newer generation and connects it.
@@ -230,18 +265,22 @@ class Membership:
         """
         group = self._group
         if group is not None and group.broken is None:
-            generation = self.await_generation()  # a stop may come instead; then the group is still needed
+            # a stop may come instead; then the group is still needed
+            generation = self.await_generation()
             self.leave_group("re-forming")
         else:
             self.leave_group("re-forming")
-            generation = self.link.wait_generation(after=self._left, timeout=self._settings.rendezvous_timeout, mid_step=True)
+            generation = self.link.wait_generation(
+                after=self._left, timeout=self._settings.rendezvous_timeout, mid_step=True
+            )
         self._left = generation.number
         try:
             group = connect(
                 generation,
                 make_backend=self._make_backend,
                 store_url=self._settings.store_at(self.link.store_url),
-                prefix=f"shoal:{{{self.link.identity.job_id}}}:store:{generation.number}-{generation.nonce}",
+                prefix=f"shoal:{{{self.link.identity.job_id}}}:store:"
+                f"{generation.number}-{generation.nonce}",
                 host=self._host,
                 arrival_timeout=self._settings.collective_timeout,
                 connect_timeout=self._settings.connect_timeout,
@@ -258,7 +297,12 @@ class Membership:
         if newest is not None and generation.number < newest.interrupts_below:
             group.abort(f"superseded by generation {newest.number}")
         self.link.entered(generation.number)
-        _log.info("generation %d formed: rank %d of %d", generation.number, generation.rank, generation.world_size)
+        _log.info(
+            "generation %d formed: rank %d of %d",
+            generation.number,
+            generation.rank,
+            generation.world_size,
+        )
         return group
 
     def _make_backend(self) -> CommunicationBackend:
@@ -268,10 +312,11 @@ class Membership:
         return backend
 
     def failed(self, error: BaseException) -> None:
-        """A collective of the current generation failed here, or it did not form: tells the coordinator, unless it knows already.
+        """A collective of the current generation failed here, or it did not form: tells the
+        coordinator, unless it knows already.
 
-        After a time-out, a failed forming or a collective that stood for long, looks first whom this process cannot reach, for a second at
-        most.
+        After a time-out, a failed forming or a collective that stood for long, looks first whom
+        this process cannot reach, for a second at most.
         """
         timed_out = isinstance(error.__cause__, TimeoutError) or "timed out" in str(error).lower()
         stood = self.waits.last_s >= LOOK_AFTER_S
@@ -291,7 +336,9 @@ class Membership:
             peers = looked_at(generation)
         except GENERATION_OVER_OR_AWAY:
             return []
-        return unreachable(peers, timeout=_REACH_TIMEOUT, given_up=lambda: self.link.newest != generation.number)
+        return unreachable(
+            peers, timeout=_REACH_TIMEOUT, given_up=lambda: self.link.newest != generation.number
+        )
 
     def give_up_place(self, why: str) -> NoReturn:
         """See `Member`."""
@@ -301,10 +348,12 @@ class Membership:
         raise PreconditionError(why, reason="MEMBER_BEHIND")
 
     def check_current(self, generation: int) -> None:
-        """Asks the coordinator whether this member, which acts for `generation`, still belongs to the job. Called on any thread.
+        """Asks the coordinator whether this member, which acts for `generation`, still belongs to
+        the job. Called on any thread.
 
-        While the coordinator cannot be reached, it passes: a coordinator that is down puts nobody out. One that is cut off from this
-        process alone may have: then what is published was committed while this process was in, only it is not the job's newest.
+        While the coordinator cannot be reached, it passes: a coordinator that is down puts nobody
+        out. One that is cut off from this process alone may have: then what is published was
+        committed while this process was in, only it is not the job's newest.
 
         Raises:
             StaleGenerationError: it does not.
@@ -318,15 +367,21 @@ class Membership:
             return
         if all(m.member_id != identity.member_id for m in job.members):
             raise StaleGenerationError(
-                f"this process was put out of job {identity.job_id!r} after generation {generation}: what it holds is not published"
+                f"this process was put out of job {identity.job_id!r} after generation "
+                f"{generation}: what it holds is not published"
             )
 
     def has_left(self, member_id: str) -> bool:
-        """See `Member`. One that was drained belongs to the job until it says goodbye. While the coordinator is away nobody is known to
-        have left."""
+        """See `Member`. One that was drained belongs to the job until it says goodbye. While the
+        coordinator is away nobody is known to have left."""
         newest, group = self.link.newest_generation, self._group
-        whole = group is not None and not group.ended  # else one may have left without a generation to follow: a job on hold, or ending
-        if self._drained or newest is None or (whole and any(peer.member_id == member_id for peer in newest.known or ())):
+        # else one may have left without a generation to follow: a job on hold, or ending
+        whole = group is not None and not group.ended
+        if (
+            self._drained
+            or newest is None
+            or (whole and any(peer.member_id == member_id for peer in newest.known or ()))
+        ):
             return False
         try:
             job = self.link.client.get_job(self.link.identity.job_id, member_id=member_id)
@@ -335,7 +390,8 @@ class Membership:
         return all(m.member_id != member_id for m in job.members)
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
-        """See `Member`. As far as heartbeats have told; nothing is known while the coordinator is away."""
+        """See `Member`. As far as heartbeats have told; nothing is known while the coordinator is
+        away."""
         self.link.has_all(step)  # who asks has it
         try:
             job = self.link.client.get_job(self.link.identity.job_id, below_step=step)
@@ -343,20 +399,31 @@ class Membership:
             if job.generation.number == generation.number:
                 return all(m.rank in apart_from for m in behind) and len(job.members) < _MOST_BEHIND
             more = len(job.members) >= _MOST_BEHIND  # of whom it is not told
-            return not behind or not (more or _holders(generation, apart_from) & {m.member_id for m in behind})
+            return not behind or not (
+                more or _holders(generation, apart_from) & {m.member_id for m in behind}
+            )
         except (UnavailableError, DeadlineError):
             return False
-        except MembershipChanged:  # who had which rank in that generation is not known any more: nobody that has a rank may be behind
+        except MembershipChanged:
+            # who had which rank in that generation is not known any more: nobody that has a rank
+            # may be behind
             return False
 
     def last_departures(self) -> Sequence[str]:
-        """See `Member`. Asks the coordinator for what it has recorded since this was asked last; not while it is away."""
+        """See `Member`. Asks the coordinator for what it has recorded since this was asked last;
+        not while it is away."""
         try:
             job_id, after = self.link.identity.job_id, self._events_read
-            for event in self.link.client.watch_events(job_id, after_event_id=after, deadline=_EVENTS_TIMEOUT):
+            for event in self.link.client.watch_events(
+                job_id, after_event_id=after, deadline=_EVENTS_TIMEOUT
+            ):
                 self._events_read = event.event_id
                 if event.kind in _DEPARTURES:
-                    why = event.attributes.get("detail") or event.attributes.get("ending") or "nobody said why"
+                    why = (
+                        event.attributes.get("detail")
+                        or event.attributes.get("ending")
+                        or "nobody said why"
+                    )
                     self._departures.appendleft(f"{event.member_id} ({why})")
         except (UnavailableError, DeadlineError):
             pass  # what is known from before is told
@@ -372,7 +439,11 @@ class Membership:
             group.close()
             elapsed = time.monotonic() - started
             if elapsed > 1.0:
-                _log.warning("closing the group of generation %d took %.1f s", group.generation.number, elapsed)
+                _log.warning(
+                    "closing the group of generation %d took %.1f s",
+                    group.generation.number,
+                    elapsed,
+                )
 
     def leave(
         self,

@@ -24,8 +24,15 @@ class Opening:
     connect_timeout: timedelta
     collective_timeout: timedelta
 
-    def initialize(self, backend: CommunicationBackend, generation: Generation, store: Store, members: Sequence[int] | None = None) -> None:
-        """Connects `backend`; `members`: see `CommunicationBackend.initialize`. Raises what that raises."""
+    def initialize(
+        self,
+        backend: CommunicationBackend,
+        generation: Generation,
+        store: Store,
+        members: Sequence[int] | None = None,
+    ) -> None:
+        """Connects `backend`; `members`: see `CommunicationBackend.initialize`. Raises what that
+        raises."""
         backend.initialize(
             rank=generation.rank,
             world_size=generation.world_size,
@@ -37,8 +44,11 @@ class Opening:
         )
 
 
-def number_of_part(members: Sequence[int], division: Sequence[Sequence[int]], world_size: int) -> int | None:
-    """Which part of `division`, by its place, has these members; None: the division does not name every rank once.
+def number_of_part(
+    members: Sequence[int], division: Sequence[Sequence[int]], world_size: int
+) -> int | None:
+    """Which part of `division`, by its place, has these members; None: the division does not name
+    every rank once.
 
     Raises:
         ConfigurationError: it has no such part, or parts of different sizes.
@@ -47,5 +57,8 @@ def number_of_part(members: Sequence[int], division: Sequence[Sequence[int]], wo
     if sorted(rank for part in parts for rank in part) != list(range(world_size)):
         return None
     if list(members) not in parts or len({len(part) for part in parts}) > 1:
-        raise ConfigurationError(f"subgroup({list(members)}) of division={parts}: expected one of these parts, and parts of equal size")
+        raise ConfigurationError(
+            f"subgroup({list(members)}) of division={parts}: expected one of these parts, and "
+            "parts of equal size"
+        )
     return parts.index(list(members))

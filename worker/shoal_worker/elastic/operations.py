@@ -1,8 +1,9 @@
-"""What all ranks do together between steps: evaluate, decide on early stopping, save, confirm the end of an epoch.
+"""What all ranks do together between steps: evaluate, decide on early stopping, save, confirm the
+end of an epoch.
 
-Operations are numbered from the last commit on, the same on every rank. Their results are kept until the next commit. So when a fault
-hits an operation that some ranks had finished, those ranks answer the others from what they kept (see `Session`), and nobody runs it
-again who need not.
+Operations are numbered from the last commit on, the same on every rank. Their results are kept
+until the next commit. So when a fault hits an operation that some ranks had finished, those ranks
+answer the others from what they kept (see `Session`), and nobody runs it again who need not.
 
 Results are JSON values: they travel between processes. All of it runs on the training thread.
 """
@@ -19,7 +20,8 @@ from shoal_worker.elastic.divergence import operations_apart
 from shoal_worker.elastic.group import Group
 
 Body = Callable[[Channel], Any]
-"""Runs one operation over a channel; may be run again, on another channel, when the membership changed on the way."""
+"""Runs one operation over a channel; may be run again, on another channel, when the membership
+changed on the way."""
 
 _SPECTATOR = "spectator"
 
@@ -55,7 +57,8 @@ class Operations:
             self.running = None
 
     def take_known(self) -> tuple[bool, Any]:
-        """(True, result) if the next operation's result is known already, and moves past it; else (False, None)."""
+        """(True, result) if the next operation's result is known already, and moves past it; else
+        (False, None)."""
         if self._position < len(self._results):
             self._position += 1
             return True, self._results[self._position - 1]
@@ -80,11 +83,13 @@ class Operations:
         self._results = json.loads(encoded)
 
     def await_results(self, encoded: bytes) -> None:
-        """Takes results of operations after a step that this rank is about to commit, from a rank that has committed it."""
+        """Takes results of operations after a step that this rank is about to commit, from a rank
+        that has committed it."""
         self._awaited = json.loads(encoded) if encoded else []
 
     def restart(self, encoded: bytes, *, passed: bool) -> None:
-        """Takes another rank's results along with its state. `passed`: this rank's script is past these operations, too."""
+        """Takes another rank's results along with its state. `passed`: this rank's script is past
+        these operations, too."""
         self._results = json.loads(encoded) if encoded else []
         self._position = len(self._results) if passed else 0
 
@@ -92,8 +97,8 @@ class Operations:
 class GroupChannel:
     """A group's ranks without the spectators, who follow along and contribute nothing.
 
-    Each message says which operation it belongs to, so that ranks whose scripts went different ways get an error instead of each other's
-    data.
+    Each message says which operation it belongs to, so that ranks whose scripts went different ways
+    get an error instead of each other's data.
     """
 
     def __init__(self, group: Group, kind: str, spectators: tuple[int, ...]) -> None:
@@ -119,7 +124,9 @@ class GroupChannel:
         split = [answers[r].split(b"\0", 1) for r in self.members]
         kinds = {kind.decode() for kind, _ in split}
         if kinds != {self._kind}:
-            told = ", ".join(f"rank {r}: {answers[r].split(bytes(1), 1)[0].decode()}" for r in self.members)
+            told = ", ".join(
+                f"rank {r}: {answers[r].split(bytes(1), 1)[0].decode()}" for r in self.members
+            )
             raise operations_apart(told)
         return [body for _, body in split]
 

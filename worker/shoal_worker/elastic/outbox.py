@@ -1,7 +1,7 @@
 """What a member has to tell the coordinator, and the messages of each stream that say it.
 
-It is kept as state, not as a queue, and each stream says all of it: a message that was drawn for a stream that had just broken is said
-again on the next one.
+It is kept as state, not as a queue, and each stream says all of it: a message that was drawn for a
+stream that had just broken is said again on the next one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class _Said:
 
 
 class Outbox:
-    """Its fields are guarded by the condition that it is made with: notify it after a change. grpc's own thread draws the messages."""
+    """Its fields are guarded by the condition that it is made with: notify it after a change.
+    grpc's own thread draws the messages."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self.progress: Callable[[], Progress] = Progress
@@ -52,9 +53,11 @@ class Outbox:
         self._changed = changed
         self._streams = 0
 
-    def messages(self, join: Callable[[int], pb.Join], heartbeat_interval_s: Callable[[], float]) -> Iterator[pb.MemberMessage]:
-        """Those of one stream, which ends when the next one begins, or with the goodbye. `join`: makes the first, of the generation that
-        the member works in."""
+    def messages(
+        self, join: Callable[[int], pb.Join], heartbeat_interval_s: Callable[[], float]
+    ) -> Iterator[pb.MemberMessage]:
+        """Those of one stream, which ends when the next one begins, or with the goodbye. `join`:
+        makes the first, of the generation that the member works in."""
         with self._changed:
             self._streams += 1
             said = _Said(stream=self._streams)
@@ -69,8 +72,11 @@ class Outbox:
                 if message.HasField("leave"):
                     return
 
-    def _next(self, said: _Said, heartbeat_interval_s: Callable[[], float]) -> pb.MemberMessage | None:
-        """What is to be said now, or after an interval of silence; None: something has changed meanwhile."""
+    def _next(
+        self, said: _Said, heartbeat_interval_s: Callable[[], float]
+    ) -> pb.MemberMessage | None:
+        """What is to be said now, or after an interval of silence; None: something has changed
+        meanwhile."""
         if self.ready and not said.ready:
             said.ready = True
             return pb.MemberMessage(ready=pb.Ready())
@@ -79,17 +85,27 @@ class Outbox:
             return pb.MemberMessage(collective_failure=said.failure)
         if self.leaving is not None and said.generation == self.generation:
             return pb.MemberMessage(leave=self.leaving)
-        if not self._is_heartbeat_due(said) and self._changed.wait_for(lambda: self._is_anything_due(said), heartbeat_interval_s()):
+        if not self._is_heartbeat_due(said) and self._changed.wait_for(
+            lambda: self._is_anything_due(said), heartbeat_interval_s()
+        ):
             return None
         said.generation, said.spare, said.last_step = self.generation, self.spare, self.last_step
-        heartbeat = pb.Heartbeat(generation=self.generation, progress=progress_message(self.progress()), out_of_reach=self.out_of_reach)
+        heartbeat = pb.Heartbeat(
+            generation=self.generation,
+            progress=progress_message(self.progress()),
+            out_of_reach=self.out_of_reach,
+        )
         heartbeat.in_reach, heartbeat.spare = self.in_reach, self.spare
         return pb.MemberMessage(heartbeat=heartbeat)
 
     def _is_heartbeat_due(self, said: _Said) -> bool:
-        """At once where others wait for what it says: after a generation was entered (the coordinator writes no border for others before
-        all are in), and after the last step."""
-        return (said.generation, said.spare, said.last_step) != (self.generation, self.spare, self.last_step)
+        """At once where others wait for what it says: after a generation was entered (the
+        coordinator writes no border for others before all are in), and after the last step."""
+        return (said.generation, said.spare, said.last_step) != (
+            self.generation,
+            self.spare,
+            self.last_step,
+        )
 
     def _is_anything_due(self, said: _Said) -> bool:
         return (
@@ -101,6 +117,10 @@ class Outbox:
         )
 
 
-def failure_message(generation: int, *, detail: str, timed_out: bool, suspects: Sequence[int]) -> pb.CollectiveFailure:
+def failure_message(
+    generation: int, *, detail: str, timed_out: bool, suspects: Sequence[int]
+) -> pb.CollectiveFailure:
     """A collective of `generation` failed here. `suspects`: ranks out of reach."""
-    return pb.CollectiveFailure(generation=generation, suspects=suspects, timed_out=timed_out, detail=detail[:1024])
+    return pb.CollectiveFailure(
+        generation=generation, suspects=suspects, timed_out=timed_out, detail=detail[:1024]
+    )

@@ -1,6 +1,7 @@
 """How far this worker is, for heartbeats and metrics.
 
-Written by the training thread, read by the link's. A lock guards what one commit changes together; the other fields are single values.
+Written by the training thread, read by the link's. A lock guards what one commit changes together;
+the other fields are single values.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Progress:
     staleness: float = 0.0
     """How many versions the last push was behind (async_sgd)."""
     waiting_s: float = 0.0
-    """For how long the training thread has waited for its peers without a break; 0: it does not wait."""
+    """For how long the training thread has waited for its peers without a break; 0: it does not
+    wait."""
     waiting_in: str = ""
     """Where it waits: a collective's name, or a generation that forms."""
     busy_time_s: float = 0.0
@@ -62,16 +64,20 @@ class Progress:
     cpu_s: float = 0.0
     """Processor time that the process and its children have used."""
     server_wait_s: float = 0.0
-    """Seconds that this worker has waited for a parameter server without a break; 0: it does not wait."""
+    """Seconds that this worker has waited for a parameter server without a break; 0: it does not
+    wait."""
     awaited_server: str = ""
     """Which one, for people."""
     busy_link: BusyLink | None = None
 
 
 class ProgressMeter:
-    """Counts steps, samples and entered collectives, and keeps rates over about the last second, or the last step if that took longer."""
+    """Counts steps, samples and entered collectives, and keeps rates over about the last second, or
+    the last step if that took longer."""
 
-    def __init__(self, metrics: WorkerMetrics, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, metrics: WorkerMetrics, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`clock`: seconds since anywhere."""
         self._metrics = metrics
         self._clock = clock
@@ -93,20 +99,24 @@ class ProgressMeter:
         self.waits = Waits(clock)
         """Notes when this rank waits for its peers."""
         self.server_waits: Callable[[], tuple[float, str]] = lambda: (0.0, "")
-        """Returns for how many seconds a parameter server has been waited for, and which. Set by who speaks to servers."""
+        """Returns for how many seconds a parameter server has been waited for, and which. Set by
+        who speaks to servers."""
         self.epoch = 0
         """The epoch of the loader in use; set by the session's owner."""
         self.steps_in_all = 0
-        """How many steps the run will have had at its end, over all ranks; 0: not known. Set by the session's owner."""
+        """How many steps the run will have had at its end, over all ranks; 0: not known. Set by the
+        session's owner."""
         self.tally_writer: TallyWriter | None = None
-        """Where the launcher reads this worker's commits; None: it has asked for none. Set by the session's owner."""
+        """Where the launcher reads this worker's commits; None: it has asked for none. Set by the
+        session's owner."""
         self._before: tuple[int, int] | None = None
         """Steps and samples of the run before this process's first commit."""
         self._losses = (0, 0, 0.0)
         """Ordinal of the newest loss in the tally, how many finite ones that has, and their sum."""
         self._commits = 0
         self._known = (0, 0)
-        """Steps and samples that are not in the tally: the servers had their batches from another worker, or they were undone."""
+        """Steps and samples that are not in the tally: the servers had their batches from another
+        worker, or they were undone."""
         self._unpushed = (0, 0)
         """Inner steps and their samples that the servers do not have yet."""
         self._counts: Counts | None = None
@@ -120,8 +130,8 @@ class ProgressMeter:
         self._followers: list[tuple[Callable[[], None], Callable[[int], None]]] = []
 
     def follow(self, *, begun: Callable[[], None], committed: Callable[[int], None]) -> None:
-        """From now on the training thread calls `begun` when a step begins, and `committed` with the number of steps when one counts. The
-        mean loss of `train_step` is told after that."""
+        """From now on the training thread calls `begun` when a step begins, and `committed` with
+        the number of steps when one counts. The mean loss of `train_step` is told after that."""
         self._followers.append((begun, committed))
 
     def begun(self) -> None:
@@ -203,9 +213,10 @@ class ProgressMeter:
         known: bool = False,
         pushed: bool = True,
     ) -> None:
-        """Writes the step that was committed last where the launcher reads it. `samples` are those of the run, `step_samples` of them this
-        step's; `generation` is the one that the rank works in now. `known`: the servers had the step's batch already, or its round.
-        `pushed`: no inner step of a round that goes on."""
+        """Writes the step that was committed last where the launcher reads it. `samples` are those
+        of the run, `step_samples` of them this step's; `generation` is the one that the rank works
+        in now. `known`: the servers had the step's batch already, or its round. `pushed`: no inner
+        step of a round that goes on."""
         writer = self.tally_writer
         if writer is None:
             return
@@ -244,7 +255,8 @@ class ProgressMeter:
         writer.committed(self._counts, generation=generation, steps=steps)
 
     def snapshot(self) -> Progress:
-        """Returns how far this worker is now. While no step ends, the rate falls and the time of a step grows."""
+        """Returns how far this worker is now. While no step ends, the rate falls and the time of a
+        step grows."""
         waiting_s, waiting_in = self.waits.now
         server_wait_s, awaited_server = self.server_waits()
         with self._lock:
@@ -256,7 +268,8 @@ class ProgressMeter:
             since_last = now - self._recent[-1][0] if samples else 0.0
             step_s = statistics.median(times) if times else 0.0
             busy_s = statistics.median(busy_times) if times else 0.0
-            if times and running_s > 2 * step_s:  # the step in progress says more than those that were
+            if times and running_s > 2 * step_s:
+                # the step in progress says more than those that were
                 step_s, busy_s = running_s, max(0.0, running_s - waited_s)
             span = max(self._recent[-1][0] - self._recent[0][0], since_last) if samples else 0.0
             return Progress(
@@ -278,7 +291,8 @@ class ProgressMeter:
 
 
 class ProcessorTime:
-    """What this process and its children (a loader's workers) have used of processors: a process that hangs uses none."""
+    """What this process and its children (a loader's workers) have used of processors: a process
+    that hangs uses none."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

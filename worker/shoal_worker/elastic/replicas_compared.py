@@ -38,7 +38,12 @@ _PARTS: Final = 64
 def note_last_state(held: HeldState, group: Group | None) -> None:
     """Takes digests of the state that follows the last committed step, unless ranks have compared
     that one. The script must have done nothing since its loop's last iteration."""
-    if group is None or group.world_size == 1 or not held.has_engine or held.phase.now is not Phase.TRAINING:
+    if (
+        group is None
+        or group.world_size == 1
+        or not held.has_engine
+        or held.phase.now is not Phase.TRAINING
+    ):
         return
     engine, step = held.engine, held.step
     if engine.consistency_check_every == 0 or engine.asynchronous or held.in_round:
@@ -50,7 +55,11 @@ def note_last_state(held: HeldState, group: Group | None) -> None:
     if step is not None and step.touched:
         return  # its passes have changed the model
     # In a step that was begun, passes by another way than `model(...)` may have changed buffers.
-    in_common = {name: tensors for name, tensors in engine.in_common().items() if step is None or name != BUFFERS}
+    in_common = {
+        name: tensors
+        for name, tensors in engine.in_common().items()
+        if step is None or name != BUFFERS
+    }
     digests = {name: digest_of(tensors.values()) for name, tensors in in_common.items()}
     if digests:
         held.last_state = LastState(
@@ -62,10 +71,12 @@ def note_last_state(held: HeldState, group: Group | None) -> None:
 
 
 def apart_at_the_end(what: str) -> str:
-    """The error for a rank whose last state differs. `what`: how, as the coordinator or a peer found."""
+    """The error for a rank whose last state differs. `what`: how, as the coordinator or a peer
+    found."""
     return (
-        f"{what}. One of these models is not what the run should have come to: find out which one before you use "
-        f"either. {_MANY}. If no script does, memory or arithmetic has failed on a machine. {_OFTEN}"
+        f"{what}. One of these models is not what the run should have come to: find out which one "
+        f"before you use either. {_MANY}. If no script does, memory or arithmetic has failed on a "
+        f"machine. {_OFTEN}"
     )
 
 
@@ -78,7 +89,12 @@ def compare_after_step(held: HeldState, group: Group | None) -> str | None:
     ranks; None if nothing is known to."""
     every, before = held.engine.consistency_check_every, held.compared
     held.compared = held.steps
-    if every == 0 or group is None or group.world_size == 1 or held.steps // every == before // every:
+    if (
+        every == 0
+        or group is None
+        or group.world_size == 1
+        or held.steps // every == before // every
+    ):
         return None
     try:
         return _compare(held, held.engine.in_common(), group.exchange)
@@ -86,7 +102,9 @@ def compare_after_step(held: HeldState, group: Group | None) -> str | None:
         return None  # the step counts all the same; its end notices the failure
 
 
-def compare_before_update(held: HeldState, whole: Mapping[str, Mapping[str, torch.Tensor]], group: Group) -> str | None:
+def compare_before_update(
+    held: HeldState, whole: Mapping[str, Mapping[str, torch.Tensor]], group: Group
+) -> str | None:
     """Compares what all ranks hold whole, in a step that all are about to apply. Returns as
     `compare_after_step`."""
     try:
@@ -95,30 +113,47 @@ def compare_before_update(held: HeldState, whole: Mapping[str, Mapping[str, torc
         return None  # as after a step
 
 
-def _compare(held: HeldState, in_common: Mapping[str, Mapping[str, torch.Tensor]], exchange: Exchange) -> str | None:
+def _compare(
+    held: HeldState, in_common: Mapping[str, Mapping[str, torch.Tensor]], exchange: Exchange
+) -> str | None:
     digests = {group: digest_of(tensors.values()) for group, tensors in in_common.items()}
-    told: list[dict[str, Any]] = [json.loads(each) for each in exchange(json.dumps({"agreed": held.agreed, "digests": digests}).encode())]
+    told: list[dict[str, Any]] = [
+        json.loads(each)
+        for each in exchange(json.dumps({"agreed": held.agreed, "digests": digests}).encode())
+    ]
     groups = [each["digests"] for each in told]
     apart = differing(groups)
     if not apart:
         held.agreed = held.steps
         return None
     agreed = max(each["agreed"] for each in told)  # whoever found it had the digests of all
-    since = f"After step {agreed} all agreed: go back to a checkpoint of that step or before" if agreed else "All began alike"
+    since = (
+        f"After step {agreed} all agreed: go back to a checkpoint of that step or before"
+        if agreed
+        else "All began alike"
+    )
     try:
         what = _describe(in_common, groups, apart, exchange)
-    except MembershipChanged:  # a peer was lost, or has said already what differs: this rank's values may be the wrong ones
+    except MembershipChanged:
+        # a peer was lost, or has said already what differs: this rank's values may be the wrong
+        # ones
         holders = {rank: each[apart[0]] for rank, each in enumerate(groups) if apart[0] in each}
         what = disagreement(holders, "a tensor", apart[0])
     return f"after step {held.steps} {what}. {since}. {_OFTEN}"
 
 
 def _describe(
-    in_common: Mapping[str, Mapping[str, torch.Tensor]], groups: Sequence[Mapping[str, int]], apart: Sequence[str], exchange: Exchange
+    in_common: Mapping[str, Mapping[str, torch.Tensor]],
+    groups: Sequence[Mapping[str, int]],
+    apart: Sequence[str],
+    exchange: Exchange,
 ) -> str:
     """Which tensor differs, on which ranks, and the likely cause. `apart`: the groups that
     differ."""
-    own = {group: {name: digest_in_place(tensor) for name, tensor in in_common.get(group, {}).items()} for group in apart}
+    own = {
+        group: {name: digest_in_place(tensor) for name, tensor in in_common.get(group, {}).items()}
+        for group in apart
+    }
     told = [json.loads(each) for each in exchange(json.dumps(own).encode())]
     group = apart[0]
     holders = [rank for rank, each in enumerate(groups) if group in each]
@@ -142,12 +177,13 @@ def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 _FEW: Final = (
-    f"Less than one {_PARTS}th of its elements differ, so the likely cause is memory or arithmetic that failed on that rank's machine, or "
-    "a script that writes single elements on some ranks alone"
+    f"Less than one {_PARTS}th of its elements differ, so the likely cause is memory or arithmetic "
+    "that failed on that rank's machine, or a script that writes single elements on some ranks "
+    "alone"
 )
 _MANY: Final = (
-    "The likely cause is a script that changes values on some ranks alone: under `if shoal.rank() == 0:`, by random numbers or data of a "
-    "rank's own. Change them alike on every rank"
+    "The likely cause is a script that changes values on some ranks alone: under `if shoal.rank() "
+    "== 0:`, by random numbers or data of a rank's own. Change them alike on every rank"
 )
 _OFTEN: Final = "consistency_check_every= sets how often ranks compare"
 
@@ -156,7 +192,14 @@ def differing(told: Sequence[Mapping[str, int]], all_have: Sequence[int] = ()) -
     """Names whose values differ between ranks, in order. `told`: by rank, values by name.
     `all_have`: ranks that should have every name."""
     names = dict.fromkeys(name for each in told for name in each)
-    return [name for name in names if len({each.get(name) for rank, each in enumerate(told) if name in each or rank in all_have}) > 1]
+    return [
+        name
+        for name in names
+        if len(
+            {each.get(name) for rank, each in enumerate(told) if name in each or rank in all_have}
+        )
+        > 1
+    ]
 
 
 def disagreement(values: Mapping[int, int | None], name: str, group: str) -> str:
@@ -168,7 +211,10 @@ def disagreement(values: Mapping[int, int | None], name: str, group: str) -> str
     if 2 * number <= len(values):
         return f"{_ranks(values)} hold different values of {what}"
     rest = [rank for rank in values if rank not in others]
-    return f"{_ranks(others)} {'holds' if len(others) == 1 else 'hold'} other values of {what} than {_ranks(rest)}"
+    return (
+        f"{_ranks(others)} {'holds' if len(others) == 1 else 'hold'} other values of {what} "
+        f"than {_ranks(rest)}"
+    )
 
 
 def _ranks(ranks: Sequence[int] | Mapping[int, Any]) -> str:

@@ -1,4 +1,5 @@
-"""When the ranks that are left hold but a part of the state: they take that of the newest checkpoint in its place, and go on from there.
+"""When the ranks that are left hold but a part of the state: they take that of the newest
+checkpoint in its place, and go on from there.
 
 All of it runs on the training thread.
 """
@@ -20,15 +21,16 @@ class ReturnToCheckpoint:
 
     def __init__(self, held: HeldState, borders: Borders) -> None:
         self.load: Callable[[], str | None] | None = None
-        """Puts the newest checkpoint in the place of a lost state, with all ranks. Returns why it cannot; None: it has. None: there is no
-        checkpoint to go back to."""
+        """Puts the newest checkpoint in the place of a lost state, with all ranks. Returns why it
+        cannot; None: it has. None: there is no checkpoint to go back to."""
         self.under_way = False
         """The ranks are taking a checkpoint's state in the place of a lost one."""
         self._held = held
         self._borders = borders
 
     def go_back(self, lost: StateLostError) -> None:
-        """Goes back to the newest checkpoint: the steps since then are undone, and the loader deals their samples again.
+        """Goes back to the newest checkpoint: the steps since then are undone, and the loader deals
+        their samples again.
 
         Raises:
             StateLostError: there is no checkpoint to go back to.
@@ -44,13 +46,17 @@ class ReturnToCheckpoint:
             self.under_way = False
         if why_not is not None:
             raise StateLostError(
-                f"{lost}. The newest checkpoint cannot take its place in the running script: {why_not}", reason=lost.reason
+                f"{lost}. The newest checkpoint cannot take its place in the running script: "
+                f"{why_not}",
+                reason=lost.reason,
             )
 
     def _load(self, load: Callable[[], str | None]) -> str | None:
-        """Again, if the ranks change on the way: each change finds the state lost again, and those who have read it are ahead."""
+        """Again, if the ranks change on the way: each change finds the state lost again, and those
+        who have read it are ahead."""
         while True:
-            # It is the first operation for all: what ranks know of others would be taken for its answer.
+            # It is the first operation for all: what ranks know of others would be taken for its
+            # answer.
             self._held.operations.restart(b"", passed=False)
             try:
                 why_not = load()
@@ -60,5 +66,6 @@ class ReturnToCheckpoint:
                 self._borders.went_back()
                 step = self._held.step
                 if step is not None and step.lost is None and why_not is None:
-                    step.void()  # a pass before an operation has begun it, with the state that is lost
+                    # a pass before an operation has begun it, with the state that is lost
+                    step.void()
                 return why_not

@@ -1,7 +1,8 @@
-"""The rows of a model's sparse tables, as checkpoints see them: on parameter servers, in buckets that are read and put in place whole.
+"""The rows of a model's sparse tables, as checkpoints see them: on parameter servers, in buckets
+that are read and put in place whole.
 
-Two protocols, between what knows servers (`asynchronous/row_store.py`) and what knows files (`checkpoint/rows.py`). Who calls what, and on
-how many ranks, is said in `checkpoint/saving.py`.
+Two protocols, between what knows servers (`asynchronous/row_store.py`) and what knows files
+(`checkpoint/rows.py`). Who calls what, and on how many ranks, is said in `checkpoint/saving.py`.
 """
 
 from __future__ import annotations
@@ -37,19 +38,22 @@ class StoredRows(Protocol):
         """What the version of a bucket is, of so many that the table has now."""
 
     def bucket(self, table: str, number: int, buckets: int) -> StoredBucket:
-        """A bucket, of so many that the table has now: a file of the checkpoint, or made of several. Raises CorruptDataError."""
+        """A bucket, of so many that the table has now: a file of the checkpoint, or made of
+        several. Raises CorruptDataError."""
 
     def verify(self) -> None:
         """Reads all files. Raises CorruptDataError for one that is not as it was written."""
 
 
 class RowStore(Protocol):
-    """The rows of the model's tables, where they are trained. May be used on one thread at a time, of any name."""
+    """The rows of the model's tables, where they are trained. May be used on one thread at a time,
+    of any name."""
 
     @property
     def steady(self) -> bool:
-        """The rows change with steps that all ranks take together. So between steps they are those of the step, and all ranks can share
-        in reading them. False: each bucket is of the moment when it is read."""
+        """The rows change with steps that all ranks take together. So between steps they are those
+        of the step, and all ranks can share in reading them. False: each bucket is of the moment
+        when it is read."""
 
     def declared(self) -> Mapping[str, Mapping[str, Any]]:
         """Table -> what it was declared with, JSON-able: num_embeddings, embedding_dim, spec."""
@@ -69,7 +73,8 @@ class RowStore(Protocol):
         """Not steady: whether there are rows that `begin_with` would give. Raises as `fetch`."""
 
     def begin_with(self, stored: StoredRows) -> None:
-        """Not steady: gives these rows to servers on which nobody has trained the table. On all ranks: returns when the servers have them.
+        """Not steady: gives these rows to servers on which nobody has trained the table. On all
+        ranks: returns when the servers have them.
 
         Raises:
             CorruptDataError: files are damaged, and nothing was given.
@@ -77,10 +82,13 @@ class RowStore(Protocol):
         """
 
     def expected(self, stored: StoredRows, captured: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Steady: what the engine's captured state is to have under "tables" when these rows are put in place. `captured`: what it has."""
+        """Steady: what the engine's captured state is to have under "tables" when these rows are
+        put in place. `captured`: what it has."""
 
     def next_restoration(self) -> int:
         """A number above that of all restorations before it. Raises as `fetch`."""
 
-    def put(self, stored: StoredRows, share: tuple[int, int], restoration: int, given_up: Event) -> None:
+    def put(
+        self, stored: StoredRows, share: tuple[int, int], restoration: int, given_up: Event
+    ) -> None:
         """Puts rank's share of all buckets in place: rank, and of how many. Raises as `fetch`."""

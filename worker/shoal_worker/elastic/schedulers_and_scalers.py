@@ -1,5 +1,5 @@
-"""State that the user registered: sent to joiners and saved in checkpoints. Schedulers of the run's optimizers, gradient scalers and
-averaged models are registered by themselves.
+"""State that the user registered: sent to joiners and saved in checkpoints. Schedulers of the run's
+optimizers, gradient scalers and averaged models are registered by themselves.
 
 Schedulers and the like advance by a call that the user's loop makes, mostly after
 `optimizer.step()`. It must do nothing when the step was lost, and when the script calls again for
@@ -12,18 +12,21 @@ In a loop without a loader of Shoal's it is what it was when the step began, and
 the batch does not come again, and what changes later may belong to the next one.
 All of it runs on the training thread.
 
-They are found without being registered: a script that forgot `register_state` would train its joiners with other learning rates. torch
-tells nobody of their making; so `__new__` of their classes notes each one here, with a number that counts those of its kind as the script
-makes them, which is the same on every rank. The session registers those that belong to its model or optimizer when the next step begins: by
-then they are whole.
+They are found without being registered: a script that forgot `register_state` would train its
+joiners with other learning rates. torch tells nobody of their making; so `__new__` of their classes
+notes each one here, with a number that counts those of its kind as the script makes them, which is
+the same on every rank. The session registers those that belong to its model or optimizer when the
+next step begins: by then they are whole.
 
-A resumed script and a joiner enter `loader.epochs(n)` at the epoch that the run has reached, so an object that is made in such a loop is
-numbered within its epoch. One made between two batches would get its state too late, in the middle of a step: it is refused unless
-`register_state` gives it a name. A state that no object has claimed by the first committed step is dropped, with a warning; a later
-object must not receive it.
+A resumed script and a joiner enter `loader.epochs(n)` at the epoch that the run has reached, so an
+object that is made in such a loop is numbered within its epoch. One made between two batches would
+get its state too late, in the middle of a step: it is refused unless `register_state` gives it a
+name. A state that no object has claimed by the first committed step is dropped, with a warning; a
+later object must not receive it.
 
-Copies (`copy.deepcopy` of the best average so far, say) are the user's own, and are not noted. torch's classes are changed once for the
-process, when this module is imported; what they do stays the same.
+Copies (`copy.deepcopy` of the best average so far, say) are the user's own, and are not noted.
+torch's classes are changed once for the process, when this module is imported; what they do stays
+the same.
 """
 
 from __future__ import annotations
@@ -51,7 +54,11 @@ from shoal_worker.elastic.group_members import Memberships
 from shoal_worker.state.tree import flatten
 from shoal_worker.torch_internals import scales
 
-NAMES: Final[dict[type[Any], str]] = {LRScheduler: "scheduler", torch.amp.GradScaler: "scaler", AveragedModel: "averaged"}
+NAMES: Final[dict[type[Any], str]] = {
+    LRScheduler: "scheduler",
+    torch.amp.GradScaler: "scaler",
+    AveragedModel: "averaged",
+}
 """What they are registered as, with a number."""
 _AUTOMATIC: Final = "shoal."
 """How the names begin that nobody chose."""
@@ -65,7 +72,8 @@ class Place(NamedTuple):
     after_batches: bool = False
     """The epoch's iteration over the batches has ended."""
     within_batches: bool = False
-    """A batch was handed out and its loop has not ended, so a resumed script need not pass this place."""
+    """A batch was handed out and its loop has not ended, so a resumed script need not pass this
+    place."""
 
 
 class Made(NamedTuple):
@@ -91,7 +99,11 @@ _own: Final = _Thread()
 def newly_made() -> list[Made]:
     """What this thread has made and nobody has asked for, oldest first."""
     made, _own.made = _own.made, []
-    return [Made(name, one, place) for name, reference, place in made if (one := reference()) is not None]
+    return [
+        Made(name, one, place)
+        for name, reference, place in made
+        if (one := reference()) is not None
+    ]
 
 
 def _automatic_name(kind: str, place: Place) -> str:
@@ -166,23 +178,30 @@ class RegisteredState:
         self._again: dict[str, _Before] = {}
         """States of objects without a gate before the lost step, until it begins anew."""
         self._comes_again = True
-        """The batch of the step in progress comes again if it is lost: a loader of Shoal's gave it."""
+        """The batch of the step in progress comes again if it is lost: a loader of Shoal's gave
+        it."""
         self._copied: set[str] = set()
         """Objects whose state is copied in each step."""
         self._too_large: set[str] = set()
         """Objects that are not copied in each step, with a warning."""
-        self._advanced: tuple[dict[str, dict[str, Any]], list[dict[str, Any]], dict[str, int], float | None] | None = None
-        """What they have become, by name, the optimizers' settings then, the advances and the scale: while that is withdrawn."""
+        self._advanced: (
+            tuple[dict[str, dict[str, Any]], list[dict[str, Any]], dict[str, int], float | None]
+            | None
+        ) = None
+        """What they have become, by name, the optimizers' settings then, the advances and the
+        scale: while that is withdrawn."""
         self._advances: dict[str, int] = {}
         """How often each object has advanced in the run."""
         self._passing = False
         """The script has just passed over an iteration of a loader."""
         self._passed: dict[str, int] = {}
-        """Advances that it asked for where it passed over iterations, since a state was loaded: those of the run, once more."""
+        """Advances that it asked for where it passed over iterations, since a state was loaded:
+        those of the run, once more."""
         self._loaded: dict[str, int] = {}
         """How often each had advanced in that state."""
         self._loaded_settings: list[dict[str, Any]] | None = None
-        """The optimizers' settings in it, until a step begins: a scheduler that is made for a state that waits for it changes them."""
+        """The optimizers' settings in it, until a step begins: a scheduler that is made for a state
+        that waits for it changes them."""
         self._optimizers: list[torch.optim.Optimizer] = []
         """The run's, as the user made them: one for each of its models."""
         self._found: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -194,13 +213,15 @@ class RegisteredState:
         self._unchecked = False
         """A state was loaded, and no step committed since."""
         self._loaded_place = ""
-        """The epochs that the script stood in, behind their batches, when the loaded state was captured."""
+        """The epochs that the script stood in, behind their batches, when the loaded state was
+        captured."""
         self.applying = False
         """One of the run's optimizers is at its step: others that step now are parts of it."""
         self._model: dict[int, weakref.ref[torch.Tensor]] = {}
         """The models' parameters, as the user made them, by id."""
         self._groups: list[list[int]] = []
-        """The numbers of the models' parameters in each of the optimizers' groups, as the user made them."""
+        """The numbers of the models' parameters in each of the optimizers' groups, as the user made
+        them."""
         self._memberships = Memberships()
         """What is in them now."""
         self._parameters = ""
@@ -211,21 +232,32 @@ class RegisteredState:
         """That of the step before the one in progress."""
         self._digest = 0
         self._digested: list[Any] = []
-        """The values that `_digest` is of, names and numbers one after the other; empty: it is to be made anew."""
+        """The values that `_digest` is of, names and numbers one after the other; empty: it is to
+        be made anew."""
 
     def advance_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer` is one of the run's, as the user made it: its schedulers are registered by themselves."""
+        """`optimizer` is one of the run's, as the user made it: its schedulers are registered by
+        themselves."""
         if all(known is not optimizer for known in self._optimizers):
             self._optimizers.append(optimizer)
 
-    def made_from(self, parameters: Iterable[torch.Tensor], *optimizers: torch.optim.Optimizer | None) -> None:
+    def made_from(
+        self, parameters: Iterable[torch.Tensor], *optimizers: torch.optim.Optimizer | None
+    ) -> None:
         """`optimizers`, as the user made them, are of these parameters of the models."""
         self._optimizers = []
         known = list(parameters)
         numbers = {id(parameter): number for number, parameter in enumerate(known)}
-        groups = [group for optimizer in optimizers if optimizer is not None for group in optimizer.param_groups]
+        groups = [
+            group
+            for optimizer in optimizers
+            if optimizer is not None
+            for group in optimizer.param_groups
+        ]
         self._model = {id(parameter): weakref.ref(parameter) for parameter in known}
-        self._groups = [[numbers.get(id(parameter), -1) for parameter in group["params"]] for group in groups]
+        self._groups = [
+            [numbers.get(id(parameter), -1) for parameter in group["params"]] for group in groups
+        ]
         self._memberships.begin(groups)
         self.note_trained([parameter.requires_grad for parameter in known])
 
@@ -237,7 +269,8 @@ class RegisteredState:
         """The run is over for this process: what happens to the model from here on is its own."""
         self._model = {}
         _own.place = Place
-        if not _own.made:  # the next run of this process numbers its objects from 0, as a process of its own would
+        if not _own.made:
+            # the next run of this process numbers its objects from 0, as a process of its own would
             _own.counts.clear()
 
     def unclaimed(self) -> list[str]:
@@ -245,32 +278,40 @@ class RegisteredState:
         return sorted(self._pending)
 
     def check_groups(self) -> None:
-        """Raises ConfigurationError if the run's optimizers have got groups, or parameters in them, that no strategy knows of."""
+        """Raises ConfigurationError if the run's optimizers have got groups, or parameters in them,
+        that no strategy knows of."""
         groups = self._param_groups
         if self._groups and len(groups) > len(self._groups):
             raise ConfigurationError(
-                f"the optimizers given to as_distributed have {len(groups)} parameter groups, and had {len(self._groups)}: gradients of "
-                "parameters that are added later are not summed over the ranks. Give them all parameters before, and freeze those that "
+                f"the optimizers given to as_distributed have {len(groups)} parameter groups, and "
+                f"had {len(self._groups)}: gradients of parameters that are added later are not "
+                "summed over the ranks. Give them all parameters before, and freeze those that "
                 "come later with requires_grad_(False)"
             )
         self._memberships.check(groups)
 
     def check_alone(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises ConfigurationError if `optimizer`, which is about to step, is none of the run's and changes a model of it."""
+        """Raises ConfigurationError if `optimizer`, which is about to step, is none of the run's
+        and changes a model of it."""
         if not self._optimizers or self.applying or self._is_own(optimizer):
             return
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for parameter in (
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ):
             known = self._model.get(id(parameter))
             if known is not None and known() is parameter:
                 raise ConfigurationError(
-                    f"a second optimizer ({type(optimizer).__name__}) steps parameters of the model that as_distributed was given: what it "
-                    "does is not undone with a lost step, not sent to workers that join, and its state is in no checkpoint. Give "
+                    f"a second optimizer ({type(optimizer).__name__}) steps parameters of the "
+                    "model that as_distributed was given: what it does is not undone with a lost "
+                    "step, not sent to workers that join, and its state is in no checkpoint. Give "
                     "as_distributed one optimizer with a parameter group for each"
                 )
 
     def note_trained(self, trained: Sequence[bool]) -> None:
         """Which of the model's parameters want gradients, from now on."""
-        self._parameters = f"{xxhash.xxh3_64_intdigest(repr((self._groups, list(trained))).encode()):016x}"
+        self._parameters = (
+            f"{xxhash.xxh3_64_intdigest(repr((self._groups, list(trained))).encode()):016x}"
+        )
 
     @property
     def _param_groups(self) -> list[dict[str, Any]]:
@@ -278,7 +319,9 @@ class RegisteredState:
 
     def number_of(self, optimizer: torch.optim.Optimizer) -> int:
         """Its place among the run's optimizers, in the order of `as_distributed`."""
-        return next((number for number, known in enumerate(self._optimizers) if known is optimizer), 0)
+        return next(
+            (number for number, known in enumerate(self._optimizers) if known is optimizer), 0
+        )
 
     def _is_own(self, optimizer: Any) -> bool:
         """Whether it is one of the run's, or what the user holds of one."""
@@ -287,18 +330,22 @@ class RegisteredState:
 
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """Hyper-parameters of the run's optimizers, group by group, the scale of its last loss, and a digest of which parameters are in
-        which group and which are trained: the same on all ranks. Plain values alone: of others nothing says that they look alike on two
-        ranks."""
+        """Hyper-parameters of the run's optimizers, group by group, the scale of its last loss, and
+        a digest of which parameters are in which group and which are trained: the same on all
+        ranks. Plain values alone: of others nothing says that they look alike on two ranks."""
         plain = [
-            {name: plain for name, value in group.items() if name not in _NO_SETTINGS and (plain := _plain(value)) is not None}
+            {
+                name: plain
+                for name, value in group.items()
+                if name not in _NO_SETTINGS and (plain := _plain(value)) is not None
+            }
             for group in self._param_groups
         ]
         return [*plain, {"loss scale": self._last_scale, "parameters": self._parameters}]
 
     def settings_digest(self) -> int:
-        """Returns a digest of `settings`, the same for equal numbers of any type. It is made anew when a value is another, and each time
-        if one may change in place."""
+        """Returns a digest of `settings`, the same for equal numbers of any type. It is made anew
+        when a value is another, and each time if one may change in place."""
         now: list[Any] = [self._last_scale, self._parameters]
         kinds = set[type]()
         for group in self._param_groups:
@@ -321,15 +368,19 @@ class RegisteredState:
         `copied`: its state is copied in each step, and put back if the step is lost.
 
         Raises:
-            ConfigurationError: it has no state_dict/load_state_dict, its state cannot be carried, or the name is taken by another object.
+            ConfigurationError: it has no state_dict/load_state_dict, its state cannot be carried,
+                or the name is taken by another object.
         """
         if not isinstance(value, Stateful):
             raise ConfigurationError(
-                f"register_state({name}=...): {type(value).__name__} has no state_dict() and load_state_dict(); "
-                "register an object that has both"
+                f"register_state({name}=...): {type(value).__name__} has no state_dict() and "
+                "load_state_dict(); register an object that has both"
             )
         if name in self._objects and self._objects[name] is not value:
-            raise ConfigurationError(f"register_state({name}=...): the name {name!r} is taken by another object; choose another name")
+            raise ConfigurationError(
+                f"register_state({name}=...): the name {name!r} is taken by another object; choose "
+                "another name"
+            )
         if name in self._objects:
             return
         for known in [known for known, one in self._found.items() if one is value]:
@@ -342,7 +393,9 @@ class RegisteredState:
     def _take(self, name: str, value: Any, where: MutableMapping[str, Any]) -> None:
         flatten({name: value.state_dict()})  # says now what could not be sent or saved later
         where[name] = value
-        advance = next(method for marker, method in _ADVANCES.items() if hasattr(value, marker) or not marker)
+        advance = next(
+            method for marker, method in _ADVANCES.items() if hasattr(value, marker) or not marker
+        )
         if callable(getattr(value, advance, None)):
             self._gate(name, value, advance)
         if name in self._pending:
@@ -359,13 +412,26 @@ class RegisteredState:
         return self._objects.get(name)
 
     def loss_scale(self, scaler: str | None) -> float:
-        """What a registered GradScaler multiplies the loss by now. `scaler`: its name; empty: there is none, and None: all are meant."""
-        scalers = {name: value for name, value in self._all.items() if hasattr(value, "get_scale") and scaler in (None, name)}
+        """What a registered GradScaler multiplies the loss by now. `scaler`: its name; empty: there
+        is none, and None: all are meant."""
+        scalers = {
+            name: value
+            for name, value in self._all.items()
+            if hasattr(value, "get_scale") and scaler in (None, name)
+        }
         return math.prod(float(value.get_scale()) for value in scalers.values())
 
     def scaler_of(self, optimizer: object) -> str:
-        """Returns the name of the registered GradScaler that steps an optimizer; empty: none does."""
-        return next((name for name, value in self._all.items() if hasattr(value, "get_scale") and scales(value, optimizer)), "")
+        """Returns the name of the registered GradScaler that steps an optimizer; empty: none
+        does."""
+        return next(
+            (
+                name
+                for name, value in self._all.items()
+                if hasattr(value, "get_scale") and scales(value, optimizer)
+            ),
+            "",
+        )
 
     def capture(self) -> dict[str, Any]:
         """The state of all objects."""
@@ -400,7 +466,8 @@ class RegisteredState:
         self._loaded_settings = self._copied_settings()
 
     def restoring(self) -> Callable[[], None]:
-        """A call that puts back what all objects have now, as far as they take it, after a `restore` that was refused."""
+        """A call that puts back what all objects have now, as far as they take it, after a
+        `restore` that was refused."""
         self.find_new()
         objects = self._all
         before = {name: copy.deepcopy(value.state_dict()) for name, value in objects.items()}
@@ -441,7 +508,9 @@ class RegisteredState:
         """The script gets its part of the step that has begun: it has come to where the run is.
         `may_be_lost`: objects are copied, to be put back then. `comes_again`: the same batch will
         be given out then."""
-        self.find_new()  # a joiner's first step begins at the head of its loop over epochs, before it makes what belongs to the epoch
+        # a joiner's first step begins at the head of its loop over epochs, before it makes what
+        # belongs to the epoch
+        self.find_new()
         self._refuse_unnamed()
         self._passing, self._loaded = False, {}
         self._comes_again = comes_again
@@ -449,7 +518,11 @@ class RegisteredState:
             self._early |= self._copies()
 
     def _copies(self) -> dict[str, _Before]:
-        copies = {name: self._copy(name, value) for name, value in self._objects.items() if name in self._copied}
+        copies = {
+            name: self._copy(name, value)
+            for name, value in self._objects.items()
+            if name in self._copied
+        }
         return {name: before for name, before in copies.items() if before is not None}
 
     def _copy(self, name: str, value: Any) -> _Before | None:
@@ -457,11 +530,15 @@ class RegisteredState:
             return None
         state = value.state_dict()
         structure, tensors = flatten({name: state})
-        if sum(tensor.nbytes for tensor in tensors.values()) > _MOST_KEPT or len(json.dumps(structure)) > _MOST_TEXT:
+        if (
+            sum(tensor.nbytes for tensor in tensors.values()) > _MOST_KEPT
+            or len(json.dumps(structure)) > _MOST_TEXT
+        ):
             self._too_large.add(name)
             _log.warning(
-                "the registered object %r holds more than %d MiB of tensors, or %d KiB of other values: it is not copied in each step, so "
-                "what a step that is lost does to it stays. Change it behind optimizer.step(), and only if that returned a true value",
+                "the registered object %r holds more than %d MiB of tensors, or %d KiB of other "
+                "values: it is not copied in each step, so what a step that is lost does to it "
+                "stays. Change it behind optimizer.step(), and only if that returned a true value",
                 name,
                 _MOST_KEPT >> 20,
                 _MOST_TEXT >> 10,
@@ -478,34 +555,44 @@ class RegisteredState:
             self._drop_unclaimed()
 
     def _drop_unclaimed(self) -> None:
-        """Warns of automatic names that no object has claimed. An object made later is another one than theirs."""
-        dropped = [name for name in self._pending if name.startswith(tuple(f"{_AUTOMATIC}{kind}." for kind in NAMES.values()))]
+        """Warns of automatic names that no object has claimed. An object made later is another one
+        than theirs."""
+        dropped = [
+            name
+            for name in self._pending
+            if name.startswith(tuple(f"{_AUTOMATIC}{kind}." for kind in NAMES.values()))
+        ]
         for name in dropped:
             del self._pending[name]
         over = f".{self._loaded_place}." if self._loaded_place else None
-        lost = [name for name in dropped if over is None or over not in name]  # else its epoch was over when it was saved
+        # else its epoch was over when it was saved
+        lost = [name for name in dropped if over is None or over not in name]
         if lost:
             _log.warning(
-                "the loaded state has that of %s, which this script had not made before its first step, so it is dropped: make "
-                "schedulers, gradient scalers and averaged models before the loop or at the head of an epoch, or name them by "
+                "the loaded state has that of %s, which this script had not made before its first "
+                "step, so it is dropped: make schedulers, gradient scalers and averaged models "
+                "before the loop or at the head of an epoch, or name them by "
                 "shoal.register_state(name=...)",
                 ", ".join(lost),
             )
 
     def _refuse_unnamed(self) -> None:
-        """Raises ConfigurationError: an object was made between batches, where no number identifies it in a resumed script."""
+        """Raises ConfigurationError: an object was made between batches, where no number identifies
+        it in a resumed script."""
         unnamed, self._unnamed = self._unnamed, []
         named = list(self._objects.values())
         for made in unnamed:
             if all(known is not made.one for known in named):
                 raise ConfigurationError(
-                    f"a {type(made.one).__name__} was made between two batches: a process that joins or resumes there would not make it, "
-                    "or would give it another's state. Make it before the loop over the batches, or name it where it is made: "
+                    f"a {type(made.one).__name__} was made between two batches: a process that "
+                    "joins or resumes there would not make it, or would give it another's state. "
+                    "Make it before the loop over the batches, or name it where it is made: "
                     "shoal.register_state(some_name=...)"
                 )
 
     def passed_over(self) -> None:
-        """The script has passed over an iteration of a loader, and may go on to what it did after it in the run."""
+        """The script has passed over an iteration of a loader, and may go on to what it did after
+        it in the run."""
         self._passing = True
 
     def find_new(self) -> None:
@@ -524,7 +611,9 @@ class RegisteredState:
                 try:
                     self._take(name, one, self._found)
                 except ConfigurationError as error:
-                    _log.warning("%s is not sent to joiners and not saved: %s", type(one).__name__, error)
+                    _log.warning(
+                        "%s is not sent to joiners and not saved: %s", type(one).__name__, error
+                    )
 
     def _belongs(self, one: Any) -> bool:
         if not isinstance(one, LRScheduler):
@@ -537,11 +626,14 @@ class RegisteredState:
         self.find_new()
         self._void = True
         if self._comes_again:
-            self._again |= {name: before for name, before in self._early.items() if name in self._copied}
+            self._again |= {
+                name: before for name, before in self._early.items() if name in self._copied
+            }
         self.step_undone()
 
     def step_undone(self) -> None:
-        """What has advanced in the step in progress has not; what the script asks for from here on counts."""
+        """What has advanced in the step in progress has not; what the script asks for from here on
+        counts."""
         self.find_new()
         if self._open:
             self._last_scale = self._scale_before
@@ -549,10 +641,14 @@ class RegisteredState:
         self._open, self._early, self._advanced = False, {}, None
 
     def withdraw(self) -> None:
-        """Puts objects that have advanced in the step in progress back to what they were before it, while nobody knows whether it counts:
-        their state may be given to peers. `reinstate` or `step_void` follows."""
+        """Puts objects that have advanced in the step in progress back to what they were before it,
+        while nobody knows whether it counts: their state may be given to peers. `reinstate` or
+        `step_void` follows."""
         if self._advanced is None:
-            after = {name: copy.deepcopy(before.value.state_dict()) for name, before in self._early.items()}
+            after = {
+                name: copy.deepcopy(before.value.state_dict())
+                for name, before in self._early.items()
+            }
             self._advanced = after, self._copied_settings(), dict(self._advances), self._last_scale
             self._put_back_early()
             self._last_scale = self._scale_before
@@ -573,14 +669,22 @@ class RegisteredState:
             self._advances[name] = before.advances
 
     def _copied_settings(self) -> list[dict[str, Any]]:
-        return [{name: copy.deepcopy(value) for name, value in group.items() if name not in _NO_SETTINGS} for group in self._param_groups]
+        return [
+            {
+                name: copy.deepcopy(value)
+                for name, value in group.items()
+                if name not in _NO_SETTINGS
+            }
+            for group in self._param_groups
+        ]
 
     def _put_settings(self, settings: list[dict[str, Any]]) -> None:
         for group, own in zip(self._param_groups, settings, strict=False):
             group.update(copy.deepcopy(own))
 
     def _counts(self, name: str, value: Any) -> bool:
-        """Whether the advance that the script asks for is one of the run's; notes what it will change."""
+        """Whether the advance that the script asks for is one of the run's; notes what it will
+        change."""
         if self._void:
             return False
         if self._passing and self._passed.get(name, 0) < self._loaded.get(name, 0):
@@ -588,7 +692,9 @@ class RegisteredState:
             return False
         if self._open and name not in self._early:
             state = copy.deepcopy(value.state_dict())
-            self._early[name] = _Before(value, state, self._copied_settings(), self._advances.get(name, 0))
+            self._early[name] = _Before(
+                value, state, self._copied_settings(), self._advances.get(name, 0)
+            )
         self._advances[name] = self._advances.get(name, 0) + 1
         return True
 
@@ -602,27 +708,37 @@ class RegisteredState:
                 return advance(own, *args, **kwargs)
             if not self._counts(name, own):
                 if method == "update":
-                    # As its update() ends, or the next step would count as the second. One that is not enabled has none.
+                    # As its update() ends, or the next step would count as the second. One that is
+                    # not enabled has none.
                     getattr(own, "_per_optimizer_states", {}).clear()
                 return None
             return advance(own, *args, **kwargs)
 
-        # A class of its own, not an attribute of the instance: schedulers put their instance attributes into state_dict().
+        # A class of its own, not an attribute of the instance: schedulers put their instance
+        # attributes into state_dict().
         members = {method: gated, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
-        if not hasattr(value, "__dict__"):  # its class has __slots__, and takes only a class with the same
+        if not hasattr(value, "__dict__"):
+            # its class has __slots__, and takes only a class with the same
             members["__slots__"] = ()
         value.__class__ = type(kind.__name__, (kind,), members)
 
 
 def _load(value: Stateful, state: dict[str, Any]) -> None:
-    """Loads a state of another process into `value`. An averaged model holds a copy of what it was made from: where a rank has all of the
-    model that is a `ShardedModel`, whose keys have one "module." more than those of the plain module that it is elsewhere."""
+    """Loads a state of another process into `value`. An averaged model holds a copy of what it was
+    made from: where a rank has all of the model that is a `ShardedModel`, whose keys have one
+    "module." more than those of the plain module that it is elsewhere."""
     if isinstance(value, AveragedModel):
         own = value.state_dict().keys()
         once, twice = "module.", "module.module."
-        renamed = {name.replace(twice, once, 1) if name.startswith(twice) else name: tensor for name, tensor in state.items()}
+        renamed = {
+            name.replace(twice, once, 1) if name.startswith(twice) else name: tensor
+            for name, tensor in state.items()
+        }
         if renamed.keys() != own:
-            renamed = {name.replace(once, twice, 1) if name.startswith(once) else name: tensor for name, tensor in state.items()}
+            renamed = {
+                name.replace(once, twice, 1) if name.startswith(once) else name: tensor
+                for name, tensor in state.items()
+            }
         if state.keys() != own and renamed.keys() == own:
             state = renamed
     value.load_state_dict(state)
@@ -639,7 +755,8 @@ def _plain(value: Any) -> Any:
 
 
 def _canonical(settings: Any) -> Any:
-    """`settings` with one form for equal numbers: 1, True and 1.0 are the same, as are 0.0 and -0.0."""
+    """`settings` with one form for equal numbers: 1, True and 1.0 are the same, as are 0.0 and
+    -0.0."""
     if isinstance(settings, Mapping):
         return {name: _canonical(value) for name, value in settings.items()}
     if isinstance(settings, list | tuple):
@@ -648,8 +765,9 @@ def _canonical(settings: Any) -> Any:
 
 
 def _reference(value: Any) -> Callable[[], Any]:
-    """Returns a call that gives the object as long as the script holds it, or always, if its class has `__slots__` and no weak
-    references. A strong reference would keep it, through its own class, until a garbage collection."""
+    """Returns a call that gives the object as long as the script holds it, or always, if its class
+    has `__slots__` and no weak references. A strong reference would keep it, through its own class,
+    until a garbage collection."""
     try:
         return weakref.ref(value)
     except TypeError:

@@ -1,9 +1,12 @@
-"""How the script of this process ended: well or badly, as far as Python tells. Asked once, while the interpreter goes down.
+"""How the script of this process ended: well or badly, as far as Python tells. Asked once, while
+the interpreter goes down.
 
-An uncaught exception passes through `sys.excepthook`; SystemExit does not, and its status is nowhere to be had afterwards. So `sys.exit` is
-wrapped to note what it was asked for; and whether that was the end, rather than caught on its way, is seen by the script's outermost frame:
-it has returned, or an exception left it. A SystemExit that the script raised by itself (`raise SystemExit(main())`, `exit(0)`) leaves no
-trace of its status: it counts as an end like any other. The launcher sees the status, and the peers whether it came before theirs.
+An uncaught exception passes through `sys.excepthook`; SystemExit does not, and its status is
+nowhere to be had afterwards. So `sys.exit` is wrapped to note what it was asked for; and whether
+that was the end, rather than caught on its way, is seen by the script's outermost frame: it has
+returned, or an exception left it. A SystemExit that the script raised by itself
+(`raise SystemExit(main())`, `exit(0)`) leaves no trace of its status: it counts as an end like any
+other. The launcher sees the status, and the peers whether it came before theirs.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ class ScriptEnd:
 
     def __init__(
         self,
-        account_for: Callable[[BaseException, TracebackType | None], None] = lambda error, traceback: None,
+        account_for: Callable[
+            [BaseException, TracebackType | None], None
+        ] = lambda error, traceback: None,
         in_backward: Callable[[], bool] = lambda: False,
     ) -> None:
         """
@@ -35,7 +40,9 @@ class ScriptEnd:
         self._uncaught: str | None = None
         self._exit: str | None = None
         """What sys.exit was last asked for; empty: to end well; None: it was not called."""
-        self._outermost = _outermost_frame(sys._current_frames()[threading.main_thread().ident or 0])
+        self._outermost = _outermost_frame(
+            sys._current_frames()[threading.main_thread().ident or 0]
+        )
         self._excepthook = sys.excepthook
         self._sys_exit = sys.exit
 
@@ -48,12 +55,15 @@ class ScriptEnd:
         """Why it failed; None: it did not, or it has not ended."""
         if self._uncaught is not None:
             return self._uncaught
-        running = _outermost_frame(sys._getframe()) is self._outermost  # a program that goes on after the script, such as a test's
+        # a program that goes on after the script, such as a test's
+        running = _outermost_frame(sys._getframe()) is self._outermost
         if not running and _has_returned(self._outermost):
             return None
         return self._exit or None
 
-    def _note_uncaught(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+    def _note_uncaught(
+        self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None
+    ) -> None:
         self._uncaught = f"{kind.__name__}: {value}"
         self._excepthook(kind, value, traceback)
         self._account_for(value, traceback)

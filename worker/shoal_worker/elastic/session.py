@@ -1,17 +1,20 @@
 """The elastic session: this process's training run, alone or as a member of a job.
 
-It puts the parts together and gives each side its view of them; what happens is decided in the parts:
+It puts the parts together and gives each side its view of them; what happens is decided in the
+parts:
 
-- `step_lifecycle.py`   begins, commits and loses steps: what loaders call (`loader_interface.py`), and engines by way of the session
-                        (`strategy_interface.py`)
+- `step_lifecycle.py`   begins, commits and loses steps: what loaders call (`loader_interface.py`),
+                        and engines by way of the session (`strategy_interface.py`)
 - `borders.py`          what happens between two steps, and how this process's part in the run ends
 - `formation.py`        forms generations, and brings the ranks of one to the same state
 - `committed_state.py`  the state that this process holds
-- `member.py`           its place among the ranks: `membership.py` and `link.py` have it from a coordinator, `fixed.py` from `shoal.launch`
+- `member.py`           its place among the ranks: `membership.py` and `link.py` have it from a
+                        coordinator, `fixed.py` from `shoal.launch`
 
-Here: opening and closing, identity, and operations between steps. Those are run again on a new group until they succeed, unless a peer that
-finished them still has the result. Everything runs on the training thread, except what `Membership`, `CoordinatorLink` and `StateDonor` do
-on theirs, `mark_lost`, `is_gone`, and the check that `fence` gives.
+Here: opening and closing, identity, and operations between steps. Those are run again on a new
+group until they succeed, unless a peer that finished them still has the result. Everything runs on
+the training thread, except what `Membership`, `CoordinatorLink` and `StateDonor` do on theirs,
+`mark_lost`, `is_gone`, and the check that `fence` gives.
 """
 
 from __future__ import annotations
@@ -57,10 +60,18 @@ _log = logging.getLogger(__name__)
 
 
 class Session:
-    """One process's training run. The `StrategySession` of its strategy; `lifecycle` is the `LoaderSession` of its loaders."""
+    """One process's training run. The `StrategySession` of its strategy; `lifecycle` is the
+    `LoaderSession` of its loaders."""
 
-    def __init__(self, settings: WorkerSettings, membership: Member | None, donor: StateDonor | None, metrics: WorkerMetrics) -> None:
-        """`membership` and `donor`: both None in a world of one. `donor` alone: no state travels (async_sgd)."""
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        membership: Member | None,
+        donor: StateDonor | None,
+        metrics: WorkerMetrics,
+    ) -> None:
+        """`membership` and `donor`: both None in a world of one. `donor` alone: no state travels
+        (async_sgd)."""
         self.settings = settings
         self.metrics = metrics
         self.progress = ProgressMeter(metrics)
@@ -76,7 +87,14 @@ class Session:
         self._formation: Formation | None = None
         if membership is not None:
             membership.observe(self.progress)
-            self._formation = Formation(membership, self._held, self._exchange, settings=settings, metrics=metrics, progress=self.progress)
+            self._formation = Formation(
+                membership,
+                self._held,
+                self._exchange,
+                settings=settings,
+                metrics=metrics,
+                progress=self.progress,
+            )
         self._departure = Departure(membership, self._held)
         self.lifecycle = StepLifecycle(
             self._held,
@@ -88,7 +106,7 @@ class Session:
             drain_grace=timedelta(seconds=settings.drain_grace_s),
         )
 
-    # ------------------------------------------------------------------------------------------------------------ identity
+    # ------------------------------------------------------------------------------------- identity
 
     @property
     def elastic(self) -> bool:
@@ -117,17 +135,20 @@ class Session:
 
     @property
     def is_joining(self) -> bool:
-        """This process replays its script and has not come to its first live batch; or it is a spare, and will."""
+        """This process replays its script and has not come to its first live batch; or it is a
+        spare, and will."""
         return self._held.phase.replaying or (self._held.has_engine and self._held.engine.idle)
 
     @property
     def is_redoing(self) -> bool:
-        """Committed steps were undone, and this process's script has not come to the loader's next one: it is ahead of its state."""
+        """Committed steps were undone, and this process's script has not come to the loader's next
+        one: it is ahead of its state."""
         return self._held.phase.now is Phase.RETURNED
 
     @property
     def has_left(self) -> bool:
-        """This process has said goodbye to its job, which goes on without it: what it holds is nobody's."""
+        """This process has said goodbye to its job, which goes on without it: what it holds is
+        nobody's."""
         return self._held.phase.now is Phase.LEFT
 
     @property
@@ -149,18 +170,20 @@ class Session:
 
     @property
     def place_told(self) -> tuple[int, int]:
-        """(rank, number of ranks) for scripts; (-1, -1) while this process replays its script and has neither. Torch uses -1 likewise, for
-        a process that is in no group."""
+        """(rank, number of ranks) for scripts; (-1, -1) while this process replays its script and
+        has neither. Torch uses -1 likewise, for a process that is in no group."""
         return (-1, -1) if self._held.phase.replaying else (self.rank, self.world_size)
 
     @property
     def is_first(self) -> bool:
-        """This process does what one does for all, such as writing files: it holds the state, and no lower rank does."""
+        """This process does what one does for all, such as writing files: it holds the state, and
+        no lower rank does."""
         return not self.is_joining and (self._formation is None or self._formation.is_first)
 
     @property
     def generation(self) -> int:
-        """Number of the generation this process works in; 0 before the first and in a world of one."""
+        """Number of the generation this process works in; 0 before the first and in a world of
+        one."""
         generation = self._generation
         return generation.number if generation is not None else 0
 
@@ -171,7 +194,8 @@ class Session:
 
     @property
     def begins(self) -> bool:
-        """The ranks are those that the run was started with: none has gone yet, and none has come later."""
+        """The ranks are those that the run was started with: none has gone yet, and none has come
+        later."""
         generation = self._generation
         return generation is None or generation.begins_run
 
@@ -181,7 +205,8 @@ class Session:
         return self._held.steps
 
     def on_waiting(self, where: Callable[[], Where | None]) -> None:
-        """`where` says where the script stands, when it waits for its peers: see `Waiting.where`."""
+        """`where` says where the script stands, when it waits for its peers: see
+        `Waiting.where`."""
         if self._formation is not None:
             self._formation.where = where
 
@@ -207,10 +232,11 @@ class Session:
     def _generation(self) -> Generation | None:
         return self._formation.generation if self._formation is not None else None
 
-    # ----------------------------------------------------------------------------------------------------------- beginning
+    # ------------------------------------------------------------------------------------ beginning
 
     def join(self) -> None:
-        """Opens the session with the coordinator. In a fresh job, waits for a rank; a joiner of a running one first replays its script."""
+        """Opens the session with the coordinator. In a fresh job, waits for a rank; a joiner of a
+        running one first replays its script."""
         membership = self._membership
         assert membership is not None
         try:
@@ -227,8 +253,13 @@ class Session:
             return
         self._await_rank(membership)
         generation = membership.link.newest_generation
-        # One that got no rank in the first generation joins a later one, whose other members have begun.
-        if generation is None or len(generation.joining) == generation.world_size or generation.rank not in generation.joining:
+        # One that got no rank in the first generation joins a later one, whose other members have
+        # begun.
+        if (
+            generation is None
+            or len(generation.joining) == generation.world_size
+            or generation.rank not in generation.joining
+        ):
             self._held.phase.begin()
 
     def attach(self, engine: TrainingEngine) -> None:
@@ -258,14 +289,15 @@ class Session:
         membership.link.ready()
         try:
             membership.await_generation()
-        except StopTraining as stop:  # it never had a part in the run, so there is nothing for its script to do
+        except StopTraining as stop:
+            # it never had a part in the run, so there is nothing for its script to do
             self._departure.exit_drained(str(stop))
 
     def trains(self, engine: object) -> bool:
         """Whether `engine` is the run's model; a clone of it is not."""
         return self._held.has_engine and self._held.engine is engine
 
-    # ------------------------------------------------------------------------------------------- steps: see `StrategySession`
+    # ----------------------------------------------------------------- steps: see `StrategySession`
 
     @property
     def step(self) -> Step | None:
@@ -289,7 +321,8 @@ class Session:
         return self.lifecycle.control_word()
 
     def seal_step(self) -> None:
-        """The gradients are summed: this rank has all that it needs to apply the step, or the step is marked lost."""
+        """The gradients are summed: this rank has all that it needs to apply the step, or the step
+        is marked lost."""
         self.lifecycle.settle_collectives()
         self.lifecycle.require().seal()
 
@@ -308,15 +341,18 @@ class Session:
         step.void()
 
     def settle_step(self) -> None:
-        """Returns when it is known what becomes of the step in progress. See `StepLifecycle.settle`."""
+        """Returns when it is known what becomes of the step in progress. See
+        `StepLifecycle.settle`."""
         self.lifecycle.settle()
 
     def finish_reduction_if_whole(self) -> None:
-        """Inside one plain batch: its backward pass was the whole of this rank's part, so the sum over the ranks is due."""
+        """Inside one plain batch: its backward pass was the whole of this rank's part, so the sum
+        over the ranks is due."""
         self.lifecycle.finish_reduction_if_whole()
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
-        """Applies the step if every member's part is in it; else re-forms. See `StepLifecycle.finish`."""
+        """Applies the step if every member's part is in it; else re-forms. See
+        `StepLifecycle.finish`."""
         self.outcome = self.lifecycle.finish(apply)
         return self.outcome
 
@@ -326,32 +362,42 @@ class Session:
         return self.outcome
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        """The steps committed from here on are undone when the group fails, until `release`. See `HeldState.keep`."""
+        """The steps committed from here on are undone when the group fails, until `release`. See
+        `HeldState.keep`."""
         self._held.keep(replica)
 
     def release(self) -> None:
         """The steps since `keep` are every rank's."""
         self._held.release()
 
-    # ---------------------------------------------------------------------------------------------------------- operations
+    # ----------------------------------------------------------------------------------- operations
 
     def operation(self, kind: str, body: Body, *, answers: bool = True) -> Any:
-        """Runs `body` on all ranks and returns its result, which must be the same JSON value on every rank.
+        """Runs `body` on all ranks and returns its result, which must be the same JSON value on
+        every rank.
 
-        Runs it again when the membership changes on the way. In a joiner it runs over this process alone, and so it does where steps were
-        undone: all ranks hold one state then, but their scripts will come here again, each at its time. That may happen on the way, if the
-        state is found lost. Ends the process (SystemExit) if it has become a spare, which holds nothing to answer with; not with `answers`
-        False: nobody looks at the answer.
+        Runs it again when the membership changes on the way. In a joiner it runs over this process
+        alone, and so it does where steps were undone: all ranks hold one state then, but their
+        scripts will come here again, each at its time. That may happen on the way, if the state is
+        found lost. Ends the process (SystemExit) if it has become a spare, which holds nothing to
+        answer with; not with `answers` False: nobody looks at the answer.
         """
         self._check_between_steps(kind)
         formation = self._formation
-        if formation is None or self._held.phase.replaying or self.has_left or self._held.engine.asynchronous:
+        if (
+            formation is None
+            or self._held.phase.replaying
+            or self.has_left
+            or self._held.engine.asynchronous
+        ):
             return body(LocalChannel())
         while self.lifecycle.returning.under_way or not self.is_redoing:
             if self._held.engine.idle:
                 if answers:
                     # What it would answer is not the run's.
-                    self._departure.exit_spare(f"no whole replica can be made with this rank, which has come to {kind}")
+                    self._departure.exit_spare(
+                        f"no whole replica can be made with this rank, which has come to {kind}"
+                    )
                 break
             known, result = self._held.operations.take_known()
             if known:
@@ -379,29 +425,43 @@ class Session:
         return body(LocalChannel())
 
     def _check_between_steps(self, kind: str) -> None:
-        """Raises PreconditionError in the middle of a step: a fault in the operation would have to redo it, and the step's gradients could
-        not be kept."""
+        """Raises PreconditionError in the middle of a step: a fault in the operation would have to
+        redo it, and the step's gradients could not be kept."""
         step = self._held.step
         # The step of a user's own loop begins with any forward pass.
-        own_loop = step is not None and step.source is None and step.phase is StepPhase.OPEN and not self._held.engine.partly_updated
-        if step is not None and step.handed_out and not step.left and not own_loop and not self._held.engine.asynchronous:
+        own_loop = (
+            step is not None
+            and step.source is None
+            and step.phase is StepPhase.OPEN
+            and not self._held.engine.partly_updated
+        )
+        if (
+            step is not None
+            and step.handed_out
+            and not step.left
+            and not own_loop
+            and not self._held.engine.asynchronous
+        ):
             raise PreconditionError(
-                f"{kind} was called inside a step: call it after optimizer.step(), before the next batch", reason="STEP_NOT_FINISHED"
+                f"{kind} was called inside a step: call it after optimizer.step(), before the next "
+                "batch",
+                reason="STEP_NOT_FINISHED",
             )
         self.lifecycle.drop_partly_updated()  # in a loop that was left
 
     def _confirm(self, kind: str) -> None:
         self.operation(kind, lambda channel: channel.exchange(b"") and None, answers=False)
 
-    # --------------------------------------------------------------------------------------------------------- checkpoints
+    # ---------------------------------------------------------------------------------- checkpoints
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """The whole committed state: model, optimizer (see `TrainingEngine`), registered objects, cursors. May share memory with them. Part
-        of an operation."""
+        """The whole committed state: model, optimizer (see `TrainingEngine`), registered objects,
+        cursors. May share memory with them. Part of an operation."""
         return self._held.capture(self._held.engine.assemble(channel))
 
     def part(self, channel: Channel) -> StatePart | None:
-        """This rank's part of what `assemble` gives; None: it is not in parts. Part of an operation."""
+        """This rank's part of what `assemble` gives; None: it is not in parts. Part of an
+        operation."""
         part = self._held.engine.part(channel)
         return replace(part, state=self._held.capture(part.state)) if part is not None else None
 
@@ -421,7 +481,8 @@ class Session:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether workers of this session's job begin and end at any time, and take steps of their own (`async_sgd`)."""
+        """Whether workers of this session's job begin and end at any time, and take steps of their
+        own (`async_sgd`)."""
         return self._held.has_engine and self._held.engine.asynchronous
 
     @property
@@ -436,12 +497,15 @@ class Session:
         return membership is not None and membership.has_left(member_id)
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
-        """While open, this rank computes with the model without its peers. Opened by all ranks of an operation."""
+        """While open, this rank computes with the model without its peers. Opened by all ranks of
+        an operation."""
         return self._held.engine.whole_for(channel) if self._held.has_engine else nullcontext()
 
     def replace_state(self, channel: Channel, captured: Mapping[str, Any] | None) -> None:
-        """Gives all ranks the state that the first one read from a checkpoint (`captured`; None on the others). Part of an operation."""
-        if captured is not None:  # of a checkpoint: the script may draw its batches otherwise than the one that saved it
+        """Gives all ranks the state that the first one read from a checkpoint (`captured`; None on
+        the others). Part of an operation."""
+        if captured is not None:
+            # of a checkpoint: the script may draw its batches otherwise than the one that saved it
             captured = {**self._held.with_own_tables(captured), "batches_compared": 0}
         if self._formation is not None and isinstance(channel, GroupChannel):
             self._formation.replace_state(channel, captured)
@@ -450,13 +514,15 @@ class Session:
             self._held.name = StateName(self.generation, int(captured["steps"]))
 
     def on_state_lost(self, fallback: Callable[[], bool]) -> None:
-        """`fallback` loads the newest checkpoint here, and says whether there was one. Called if all that held the state are gone."""
+        """`fallback` loads the newest checkpoint here, and says whether there was one. Called if
+        all that held the state are gone."""
         if self._formation is not None:
             self._formation.feeding.fallback = fallback
 
     def go_back_by(self, load: Callable[[], str | None]) -> None:
-        """`load` puts the newest checkpoint in the place of the state, with all ranks; it returns why it cannot, or None. Called in a step,
-        when the ranks that are left hold but a part of the state."""
+        """`load` puts the newest checkpoint in the place of the state, with all ranks; it returns
+        why it cannot, or None. Called in a step, when the ranks that are left hold but a part of
+        the state."""
         self.lifecycle.returning.load = load
 
     def cannot_return(self, captured: Mapping[str, Any]) -> str | None:
@@ -464,41 +530,62 @@ class Session:
         return self._held.cannot_return(captured)
 
     def fence(self) -> Callable[[], None]:
-        """A check that this process may still publish what it holds now: raises StaleGenerationError if it was put out of the job since."""
+        """A check that this process may still publish what it holds now: raises
+        StaleGenerationError if it was put out of the job since."""
         membership, generation = self._membership, self.generation
-        return (lambda: membership.check_current(generation)) if membership is not None else lambda: None
+        return (
+            (lambda: membership.check_current(generation))
+            if membership is not None
+            else lambda: None
+        )
 
-    # ------------------------------------------------------------------------------------------------------------- the end
+    # -------------------------------------------------------------------------------------- the end
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """`callback` is called once, before this process says goodbye to its job."""
         self._departure.on_leave(callback)
 
     def close(self, *, failed: str | None = None) -> None:
-        """Leaves the job: finished, or failed with a reason. What is called afterwards finds a world of one."""
+        """Leaves the job: finished, or failed with a reason. What is called afterwards finds a
+        world of one."""
         if failed is None:
             self.lifecycle.drop_partly_updated()
         if self._membership is not None:
             if self._held.phase.now is Phase.ARRIVING and failed is None:
-                # It has a rank, and its peers wait for it. Were it told as the script's good end, the run would be over for all.
-                failed = self.missed = "the script came to its end without a step of the loop in which its peers are"
+                # It has a rank, and its peers wait for it. Were it told as the script's good end,
+                # the run would be over for all.
+                failed = self.missed = (
+                    "the script came to its end without a step of the loop in which its peers are"
+                )
             if self.lifecycle.diverged is not None and failed is None:
-                failed = self.missed = self.lifecycle.diverged  # the script has caught the error that said so
+                # the script has caught the error that said so
+                failed = self.missed = self.lifecycle.diverged
             if failed is None:
                 self._await_the_others()
                 self._departure.finish()
                 failed = self.missed
-            preempted = self._formation is not None and self._formation.preempted and self._departure.stopped is not None
+            preempted = (
+                self._formation is not None
+                and self._formation.preempted
+                and self._departure.stopped is not None
+            )
             good = LeaveReason.DRAINED if preempted else LeaveReason.FINISHED
-            apart = self._departure.say_goodbye(LeaveReason.FAILED if failed is not None else good, failed or "")
+            apart = self._departure.say_goodbye(
+                LeaveReason.FAILED if failed is not None else good, failed or ""
+            )
             if apart:
                 failed = self.missed = apart_at_the_end(apart)
         elif failed is None:
             self._departure.finish()
-        if failed is None and not self._held.phase.replaying and (unclaimed := self._held.unclaimed()):
+        if (
+            failed is None
+            and not self._held.phase.replaying
+            and (unclaimed := self._held.unclaimed())
+        ):
             _log.warning(
-                "the loaded state has that of %s, and this script has made nothing of that name: its state was not used. Give objects and "
-                "loaders the names that they had in the run that saved them",
+                "the loaded state has that of %s, and this script has made nothing of that name: "
+                "its state was not used. Give objects and loaders the names that they had in the "
+                "run that saved them",
                 ", ".join(unclaimed),
             )
         self._held.registered.let_go()
@@ -508,17 +595,25 @@ class Session:
         self.lifecycle.leave_peers()
 
     def _await_the_others(self) -> None:
-        """Nobody goes while another may still need it: its part of the state, or its word that the last step counts."""
+        """Nobody goes while another may still need it: its part of the state, or its word that the
+        last step counts."""
         held, formation = self._held, self._formation
-        has_part = held.has_engine and not held.engine.asynchronous and not self.is_joining and not self.has_left
+        has_part = (
+            held.has_engine
+            and not held.engine.asynchronous
+            and not self.is_joining
+            and not self.has_left
+        )
         if formation is None or not has_part or held.steps == 0:
             return
         try:
             if held.engine.in_parts and (self._departure.stopped is None or formation.healthy):
                 self._confirm("end of the run")
-            elif held.operations.finished == 0:  # else all have ended the last step, or could not have taken part
+            elif held.operations.finished == 0:
+                # else all have ended the last step, or could not have taken part
                 await_last_step(formation, held)
-        except (ShoalError, StopTraining) as error:  # what was to be kept together is not needed any more
+        except (ShoalError, StopTraining) as error:
+            # what was to be kept together is not needed any more
             if isinstance(error, ShoalError) and error.reason == "RANKS_DIVERGED":
                 self.missed = str(error)
             _log.info("the ranks did not end together: %s", error)

@@ -1,12 +1,16 @@
-"""Watches the training thread while it waits for its peers: a collective that waits says nothing, and ends late.
+"""Watches the training thread while it waits for its peers: a collective that waits says nothing,
+and ends late.
 
-After ten seconds in one wait it looks whom this process cannot reach, tells the coordinator with the heartbeats, and says every ten seconds
-in the log what is waited for. A peer that is out of reach twice running ends the group, as the collective's own deadline would minutes
-later: the coordinator then keeps the two apart, or finds the peer's machine lost. It also measures which connections are always busy.
+After ten seconds in one wait it looks whom this process cannot reach, tells the coordinator with
+the heartbeats, and says every ten seconds in the log what is waited for. A peer that is out of
+reach twice running ends the group, as the collective's own deadline would minutes later: the
+coordinator then keeps the two apart, or finds the peer's machine lost. It also measures which
+connections are always busy.
 
-Gloo and NCCL seldom say who failed them, and two members between which a link is cut would form generations without end; so each finds out
-for itself whom it reaches, here, and after a collective ran into its deadline or a generation did not form. A peer that hangs is reached:
-its kernel answers.
+Gloo and NCCL seldom say who failed them, and two members between which a link is cut would form
+generations without end; so each finds out for itself whom it reaches, here, and after a collective
+ran into its deadline or a generation did not form. A peer that hangs is reached: its kernel
+answers.
 
 A thread of its own; it never blocks for longer than a look takes.
 """
@@ -43,8 +47,11 @@ GENERATION_OVER_OR_AWAY: Final = (MembershipChanged, UnavailableError)
 """What reading a generation's peers raises: `AskedPeers`."""
 
 
-def unreachable(peers: Mapping[int, str], *, timeout: timedelta, given_up: Callable[[], bool]) -> list[int]:
-    """Ranks whose `donor_address` (host:port, by rank) takes no connection within `timeout`; empty once `given_up` says so."""
+def unreachable(
+    peers: Mapping[int, str], *, timeout: timedelta, given_up: Callable[[], bool]
+) -> list[int]:
+    """Ranks whose `donor_address` (host:port, by rank) takes no connection within `timeout`; empty
+    once `given_up` says so."""
     if given_up():
         return []
     deadline = time.monotonic() + timeout.total_seconds()
@@ -67,7 +74,9 @@ def unreachable(peers: Mapping[int, str], *, timeout: timedelta, given_up: Calla
 def _start_connecting(address: str) -> socket.socket:
     """Raises OSError."""
     parsed = parse_address(address)
-    family, kind, protocol, _, endpoint = socket.getaddrinfo(parsed.host, parsed.port, type=socket.SOCK_STREAM)[0]
+    family, kind, protocol, _, endpoint = socket.getaddrinfo(
+        parsed.host, parsed.port, type=socket.SOCK_STREAM
+    )[0]
     connection = socket.socket(family, kind, protocol)
     connection.setblocking(False)
     status = connection.connect_ex(endpoint)
@@ -87,14 +96,17 @@ _REACH_TIMEOUT: Final = timedelta(seconds=1)
 _TRAFFIC_EVERY_S: Final = 5.0
 _MOSTLY: Final = 0.5
 _MOST_PEERS: Final = 16
-"""In larger worlds a rank looks only at the peers that collectives of rings and halves connect it with. One that takes no connections,
-since a call holds Python's lock, must be able to let the kernel queue all looks at it."""
+"""In larger worlds a rank looks only at the peers that collectives of rings and halves connect it
+with. One that takes no connections, since a call holds Python's lock, must be able to let the
+kernel queue all looks at it."""
 
 
 class StallWatch:
     """Watches the waits of one member."""
 
-    def __init__(self, link: CoordinatorLink, waits: Waits, group: Callable[[], Group | None]) -> None:
+    def __init__(
+        self, link: CoordinatorLink, waits: Waits, group: Callable[[], Group | None]
+    ) -> None:
         """`group`: the one formed last."""
         self._link = link
         self._waits = waits
@@ -119,7 +131,8 @@ class StallWatch:
 
     @property
     def busy_link(self) -> BusyLink | None:
-        """The connection of this rank's that had something to send for most of the last seconds; None: none had."""
+        """The connection of this rank's that had something to send for most of the last seconds;
+        None: none had."""
         return self._traffic.busiest
 
     def _run(self) -> None:
@@ -156,31 +169,55 @@ class StallWatch:
         return named_ranks(self._link.newest_generation, sorted(ranks))
 
     def _look_while_kept_out(self) -> None:
-        """Whether the member that this one is kept apart from can be reached again. Two looks running say so."""
+        """Whether the member that this one is kept apart from can be reached again. Two looks
+        running say so."""
         generation, other = self._link.newest_generation, self._link.apart_from
         try:
-            peers = {peer.rank: peer.donor_address for peer in (generation.peers if generation else ()) if peer.member_id == other}
+            peers = {
+                peer.rank: peer.donor_address
+                for peer in (generation.peers if generation else ())
+                if peer.member_id == other
+            }
         except GENERATION_OVER_OR_AWAY:
             return
-        reached = bool(peers) and not unreachable(peers, timeout=_REACH_TIMEOUT, given_up=self._closed.is_set)
+        reached = bool(peers) and not unreachable(
+            peers, timeout=_REACH_TIMEOUT, given_up=self._closed.is_set
+        )
         self._link.reaches(reached and self._reached)
         self._reached = reached
 
     def _look(self, group: Group, waited_s: float, what: str) -> None:
         generation = group.generation
         try:
-            peers = {peer.rank: peer.donor_address for peer in generation.peers_of(neighbours(generation.rank, generation.world_size))}
+            peers = {
+                peer.rank: peer.donor_address
+                for peer in generation.peers_of(neighbours(generation.rank, generation.world_size))
+            }
         except GENERATION_OVER_OR_AWAY:
             return
         given_up = lambda: group.broken is not None or self._closed.is_set()  # noqa: E731
-        missed = frozenset(unreachable({rank: a for rank, a in peers.items() if a}, timeout=_REACH_TIMEOUT, given_up=given_up))
+        missed = frozenset(
+            unreachable(
+                {rank: a for rank, a in peers.items() if a},
+                timeout=_REACH_TIMEOUT,
+                given_up=given_up,
+            )
+        )
         number, before = self._missed
         self._missed = (generation.number, missed)
         self._link.cannot_reach(sorted(missed))
         again = missed & before if number == generation.number else frozenset()
         if again and self._waits.now[0] >= waited_s:
-            _log.warning("gives up generation %d: has waited %.0f s in %s, and cannot reach %s", number, waited_s, what, self._names(again))
-            group.abort(f"{what} timed out: {self._names(again)} out of reach for {_LOOK_AGAIN_S:.0f} s")
+            _log.warning(
+                "gives up generation %d: has waited %.0f s in %s, and cannot reach %s",
+                number,
+                waited_s,
+                what,
+                self._names(again),
+            )
+            group.abort(
+                f"{what} timed out: {self._names(again)} out of reach for {_LOOK_AGAIN_S:.0f} s"
+            )
 
 
 class BusyLinks:
@@ -215,38 +252,70 @@ class BusyLinks:
 
 
 def _ranks_at(generation: Generation, address: str) -> list[int]:
-    """Ranks of the host at this address. In a world whose ranks are not all known, those among the ones that are looked at."""
+    """Ranks of the host at this address. In a world whose ranks are not all known, those among the
+    ones that are looked at."""
     try:
-        peers = generation.known or generation.peers_of(neighbours(generation.rank, generation.world_size))
+        peers = generation.known or generation.peers_of(
+            neighbours(generation.rank, generation.world_size)
+        )
     except GENERATION_OVER_OR_AWAY:
         return []
-    return [peer.rank for peer in peers if peer.donor_address and parse_address(peer.donor_address).host == address]
+    return [
+        peer.rank
+        for peer in peers
+        if peer.donor_address and parse_address(peer.donor_address).host == address
+    ]
 
 
 def looked_at(generation: Generation) -> dict[int, str]:
-    """Donor addresses, by rank, of those that are looked at when a group has failed: of all others, or in a large world of the neighbours.
-    Raises GENERATION_OVER_OR_AWAY."""
+    """Donor addresses, by rank, of those that are looked at when a group has failed: of all others,
+    or in a large world of the neighbours. Raises GENERATION_OVER_OR_AWAY."""
     large = generation.world_size > MOST_TOLD_WHOLE
-    peers = generation.peers_of(neighbours(generation.rank, generation.world_size)) if large else generation.peers
-    return {peer.rank: peer.donor_address for peer in peers if peer.rank != generation.rank and peer.donor_address}
+    peers = (
+        generation.peers_of(neighbours(generation.rank, generation.world_size))
+        if large
+        else generation.peers
+    )
+    return {
+        peer.rank: peer.donor_address
+        for peer in peers
+        if peer.rank != generation.rank and peer.donor_address
+    }
 
 
 def named_ranks(generation: Generation | None, ranks: Sequence[int]) -> str:
-    """These ranks, for people, with their hosts where those are known or the coordinator says so."""
+    """These ranks, for people, with their hosts where those are known or the coordinator says
+    so."""
     hosts: dict[int, str] = {}
     if generation is not None:
         with suppress(*GENERATION_OVER_OR_AWAY):
-            hosts = {peer.rank: peer.host for peer in generation.peers_of([rank for rank in ranks if rank < generation.world_size])}
+            hosts = {
+                peer.rank: peer.host
+                for peer in generation.peers_of(
+                    [rank for rank in ranks if rank < generation.world_size]
+                )
+            }
     return ", ".join(f"rank {rank} ({hosts.get(rank, 'gone')})" for rank in ranks)
 
 
 def named_addresses(generation: Generation | None, ranks: Sequence[int]) -> str:
-    """These ranks, for people, with their hosts and the addresses that were looked at, where those are known."""
+    """These ranks, for people, with their hosts and the addresses that were looked at, where those
+    are known."""
     peers: dict[int, Peer] = {}
     if generation is not None:
         with suppress(*GENERATION_OVER_OR_AWAY):
-            peers = {peer.rank: peer for peer in generation.peers_of([rank for rank in ranks if rank < generation.world_size])}
-    return ", ".join(f"rank {r} ({peers[r].host}) at {peers[r].donor_address}" if r in peers else f"rank {r} (gone)" for r in ranks)
+            peers = {
+                peer.rank: peer
+                for peer in generation.peers_of(
+                    [rank for rank in ranks if rank < generation.world_size]
+                )
+            }
+    return ", ".join(
+        f"rank {r} ({peers[r].host}) at {peers[r].donor_address}"
+        if r in peers
+        else f"rank {r} (gone)"
+        for r in ranks
+    )
 
 
 def neighbours(rank: int, world_size: int) -> list[int]:
@@ -254,4 +323,6 @@ def neighbours(rank: int, world_size: int) -> list[int]:
     if world_size <= _MOST_PEERS:
         return [other for other in range(world_size) if other != rank]
     steps = [1 << power for power in range(world_size.bit_length())]
-    return sorted({(rank + sign * step) % world_size for step in steps for sign in (1, -1)} - {rank})
+    return sorted(
+        {(rank + sign * step) % world_size for step in steps for sign in (1, -1)} - {rank}
+    )

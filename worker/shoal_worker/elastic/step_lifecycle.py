@@ -1,13 +1,18 @@
-"""The steps of the run: begins them at borders, commits those whose every part is in, and voids the others.
+"""The steps of the run: begins them at borders, commits those whose every part is in, and voids the
+others.
 
-- A step begins at a border (`borders.py`), where the membership may change: when the last step's control word said so, on all ranks.
-- A step counts when a rank that survives has seen its closing (`step.py`): then every survivor applies it, and its script is told
-  COMMITTED. Else none does, all are told LOST, and the loader deals the same samples again. There is no vote.
-- A failure inside a step never raises out of the user's forward or backward pass. Where the reduction is to be finished (`settle`), the
-  survivors form the next generation and tell each other what they saw (`formation.py`); `finish` returns when that generation stands.
+- A step begins at a border (`borders.py`), where the membership may change: when the last step's
+  control word said so, on all ranks.
+- A step counts when a rank that survives has seen its closing (`step.py`): then every survivor
+  applies it, and its script is told COMMITTED. Else none does, all are told LOST, and the loader
+  deals the same samples again. There is no vote.
+- A failure inside a step never raises out of the user's forward or backward pass. Where the
+  reduction is to be finished (`settle`), the survivors form the next generation and tell each other
+  what they saw (`formation.py`); `finish` returns when that generation stands.
 
-This is the `LoaderSession` of the loaders; engines reach it through the session (`strategy_interface.py`). The step in progress, and
-the phase that the script is in, are `HeldState`'s. All of it runs on the training thread, except `mark_lost` and what a collective's
+This is the `LoaderSession` of the loaders; engines reach it through the session
+(`strategy_interface.py`). The step in progress, and the phase that the script is in, are
+`HeldState`'s. All of it runs on the training thread, except `mark_lost` and what a collective's
 callback writes into the step.
 """
 
@@ -41,7 +46,11 @@ from shoal_worker.elastic.loader_interface import (
 )
 from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.replicas_compared import compare_after_step, compare_before_update, note_last_state
+from shoal_worker.elastic.replicas_compared import (
+    compare_after_step,
+    compare_before_update,
+    note_last_state,
+)
 from shoal_worker.elastic.return_to_checkpoint import ReturnToCheckpoint
 from shoal_worker.elastic.step import Step, StepPhase, not_finished
 from shoal_worker.metrics import WorkerMetrics
@@ -78,7 +87,8 @@ class StepLifecycle:
         self._stop: StopTraining | None = None
         """Came while the survivors asked each other about the step in progress."""
         self.diverged: str | None = None
-        """What ranks hold in common was found to differ: no further step counts, whatever the script does with the error."""
+        """What ranks hold in common was found to differ: no further step counts, whatever the
+        script does with the error."""
         self._operation = operation
         self._progress = progress
         self._metrics = metrics
@@ -88,7 +98,7 @@ class StepLifecycle:
         """The step in progress."""
         return self._held.step
 
-    # ------------------------------------------------------------------------------------------------ LoaderSession: the loaders
+    # ------------------------------------------------------------------- LoaderSession: the loaders
 
     def register_source(self, source: StepSource) -> None:
         """See `LoaderSession`."""
@@ -100,21 +110,26 @@ class StepLifecycle:
             raise self._divergence(self.diverged)
         step = self.current
         if step is not None and (step.left or (step.source is None and source is not None)):
-            # A batch that was only looked at, or a forward pass before the loop (a dry run, a summary): nobody means to finish it.
+            # A batch that was only looked at, or a forward pass before the loop (a dry run, a
+            # summary): nobody means to finish it.
             if not step.left and self._held.engine.partly_updated:
                 raise PreconditionError(
-                    "an optimizer has stepped that had stepped for the last batch, or before the loop: with several models each of their "
-                    "optimizers steps at most once for a batch; take a batch for each of its steps",
+                    "an optimizer has stepped that had stepped for the last batch, or before the "
+                    "loop: with several models each of their optimizers steps at most once for a "
+                    "batch; take a batch for each of its steps",
                     reason="STEP_NOT_FINISHED",
                 )
             self._held.engine.discard_step()
             step = self._held.step = None
         if step is not None and step.handed_out:
-            raise not_finished(elsewhere=step.source is not source and self._held.engine.partly_updated)
+            raise not_finished(
+                elsewhere=step.source is not source and self._held.engine.partly_updated
+            )
         if step is not None and step.source is source and self._borders.settled(step.placement):
             return step.placement
         step = self._begin(source)
-        while self._held.engine.idle:  # the run's first step divides the ranks, and this one is left over
+        while self._held.engine.idle:
+            # the run's first step divides the ranks, and this one is left over
             step = self._begin(source)
         self._progress.entered()
         return step.placement
@@ -131,12 +146,14 @@ class StepLifecycle:
         except LeftOver as alone:
             self._departure.exit_spare(str(alone))
         except StopTraining as stop:
-            if self._held.phase.replaying or self._held.engine.idle:  # it holds no state that the rest of its script could say anything of
+            if self._held.phase.replaying or self._held.engine.idle:
+                # it holds no state that the rest of its script could say anything of
                 self._departure.exit_drained(str(stop))
             if not self._peers_have_ended or source is None:
                 self._departure.obey(stop)
                 raise
-            self._stop = stop  # whoever only looks at the batch, and leaves its loop, does as its peers did
+            # whoever only looks at the batch, and leaves its loop, does as its peers did
+            self._stop = stop
         step = self._held.begin_step(self._borders.placement, source)
         if self._stop is not None:
             step.fail(str(self._stop))
@@ -157,7 +174,9 @@ class StepLifecycle:
     def epoch_opens(self, source: StepSource, epoch: int, *, epochs: int) -> None:
         """See `LoaderSession`."""
         self._held.epoch_opens(source, epoch)
-        self._progress.steps_in_all = self._held.steps_in_all(source, epochs, known=self._progress.steps_in_all)
+        self._progress.steps_in_all = self._held.steps_in_all(
+            source, epochs, known=self._progress.steps_in_all
+        )
 
     def is_elsewhere(self, source: StepSource, epoch: int) -> bool:
         """See `LoaderSession`."""
@@ -166,13 +185,21 @@ class StepLifecycle:
     def assign(self, share: Share) -> None:
         """See `LoaderSession`."""
         step = self.require()
-        if share.total_weight is None and share.micro_batches is None and not self._held.engine.steps_alone:
+        if (
+            share.total_weight is None
+            and share.micro_batches is None
+            and not self._held.engine.steps_alone
+        ):
             summed = self.sum_numbers([share.weight])
-            share = dataclasses.replace(share, total_weight=summed[0] if summed is not None else max(share.weight, 1.0))
+            share = dataclasses.replace(
+                share, total_weight=summed[0] if summed is not None else max(share.weight, 1.0)
+            )
         step.share = share
         step.handed_out = True
         may_be_lost = self._elastic and not self._held.engine.asynchronous
-        self._held.registered.step_taken(may_be_lost=may_be_lost, comes_again=step.source is not None)
+        self._held.registered.step_taken(
+            may_be_lost=may_be_lost, comes_again=step.source is not None
+        )
         if self._held.phase.replaying:
             step.first_live = True
             self._held.phase.arrive()
@@ -182,8 +209,9 @@ class StepLifecycle:
         """See `LoaderSession`."""
         if self._held.engine.steps_alone and not or_own:
             raise ConfigurationError(
-                "a ShardedStream is dealt by what all ranks tell each other in every step, and under this strategy each rank takes steps "
-                "of its own: use another strategy, or a stream that every rank reads (an IterableDataset)"
+                "a ShardedStream is dealt by what all ranks tell each other in every step, and "
+                "under this strategy each rank takes steps of its own: use another strategy, or a "
+                "stream that every rank reads (an IterableDataset)"
             )
         if self.require().lost is not None:
             return None
@@ -196,7 +224,9 @@ class StepLifecycle:
             self.mark_lost(error)
             return None
 
-    def begin_micro_batch(self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None) -> None:
+    def begin_micro_batch(
+        self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None
+    ) -> None:
         """See `LoaderSession`."""
         step = self.require()
         step.handed_out = True
@@ -221,7 +251,10 @@ class StepLifecycle:
     def finish_batches(self) -> None:
         """See `LoaderSession`."""
         if self.current is None:
-            raise PreconditionError("the step ended while its inner loop still ran: call optimizer.step() after the inner loop, not in it")
+            raise PreconditionError(
+                "the step ended while its inner loop still ran: call optimizer.step() after the "
+                "inner loop, not in it"
+            )
         self.current.handed_out = True
         self._held.engine.finish_reduction()
 
@@ -234,14 +267,16 @@ class StepLifecycle:
             step.left = True
             self.drop_partly_updated()
         elif step is None:
-            self._held.registered.put_back_again()  # the batch of a lost step does not come again in this loop
+            # the batch of a lost step does not come again in this loop
+            self._held.registered.put_back_again()
 
     def loop_ended(self) -> None:
         """See `LoaderSession`."""
         note_last_state(self._held, self._borders.group)
 
     def drop_partly_updated(self) -> None:
-        """Nobody will finish the step in progress: what several models have been updated by in it is put back."""
+        """Nobody will finish the step in progress: what several models have been updated by in it
+        is put back."""
         if self.current is not None and self._held.engine.partly_updated:
             self._held.registered.step_undone()
             self._held.engine.discard_step()
@@ -259,16 +294,32 @@ class StepLifecycle:
 
     def end_epoch(self, source: StepSource) -> None:
         """See `LoaderSession`."""
-        if self._held.has_engine and not self._held.engine.asynchronous and self._departure.stopped is None:
+        if (
+            self._held.has_engine
+            and not self._held.engine.asynchronous
+            and self._departure.stopped is None
+        ):
             self._operation("end of epoch")
 
     def lease_batches(
-        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+        self,
+        *,
+        loader: str,
+        epoch: int,
+        batches_in_epoch: int,
+        finished: Sequence[int],
+        want: int,
+        at_hand: int | None = None,
     ) -> Leases:
         """See `LoaderSession`."""
         try:
             return self._held.engine.lease_batches(
-                loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want, at_hand=at_hand
+                loader=loader,
+                epoch=epoch,
+                batches_in_epoch=batches_in_epoch,
+                finished=finished,
+                want=want,
+                at_hand=at_hand,
             )
         except StopTraining as stop:
             self._departure.obey(stop)
@@ -278,21 +329,29 @@ class StepLifecycle:
         """See `LoaderSession`."""
         self._progress.waits.hold(what)
 
-    # ----------------------------------------------------------------------------------------------------------- the strategy
+    # --------------------------------------------------------------------------------- the strategy
 
     def require(self) -> Step:
         """The step in progress. Raises PreconditionError when there is none."""
         if self.current is None:
-            raise PreconditionError("no step has begun: iterate over the loader, or call the model, before optimizer.step()")
+            raise PreconditionError(
+                "no step has begun: iterate over the loader, or call the model, before "
+                "optimizer.step()"
+            )
         return self.current
 
     def ensure(self) -> Step:
         """The step in progress; begins one in a user's own loop, where no loader does.
 
-        A joiner whose script has loaders gets a step that counts for nothing: it has not come to its loop, this is a pass ahead of it.
+        A joiner whose script has loaders gets a step that counts for nothing: it has not come to
+        its loop, this is a pass ahead of it.
         """
         if self._rehearsing:
-            return Step(placement=ALONE, source=None, share=Share(weight=1.0, total_weight=1.0, micro_batches=None))
+            return Step(
+                placement=ALONE,
+                source=None,
+                share=Share(weight=1.0, total_weight=1.0, micro_batches=None),
+            )
         if self.current is None:
             try:
                 placement = self.begin_step(None)
@@ -300,18 +359,21 @@ class StepLifecycle:
                 if self._peers_have_ended:
                     raise self._apart_from_the_end() from None
                 sys.exit(0)  # in the user's own loop there is no loader that could end it
-            self.assign(Share(weight=1.0, total_weight=float(placement.world_size), micro_batches=None))
+            self.assign(
+                Share(weight=1.0, total_weight=float(placement.world_size), micro_batches=None)
+            )
         return self.require()
 
     def control_word(self, step: Step | None = None) -> list[float]:
-        """What this rank adds to the step's control word. `step`: one model's own within it, of several. Raises PreconditionError when its
-        part of the step is not whole."""
+        """What this rank adds to the step's control word. `step`: one model's own within it, of
+        several. Raises PreconditionError when its part of the step is not whole."""
         step = step or self.require()
         step.check_whole()
         return self._borders.control_word(step)
 
     def settle_collectives(self) -> None:
-        """Returns when all collectives that were ordered in the step have ended (`Group.settle`); if not all did well it is marked lost."""
+        """Returns when all collectives that were ordered in the step have ended (`Group.settle`);
+        if not all did well it is marked lost."""
         group = self._borders.group
         if group is not None and self.require().lost is None:
             try:
@@ -327,7 +389,8 @@ class StepLifecycle:
             self._borders.failed(str(error))
 
     def settle(self) -> None:
-        """Returns when it is known what becomes of the step in progress: see `StrategySession.settle_step`. Raises ShoalError."""
+        """Returns when it is known what becomes of the step in progress: see
+        `StrategySession.settle_step`. Raises ShoalError."""
         step = self.current
         if step is None or not step.undecided or self._stop is not None:
             return
@@ -338,7 +401,9 @@ class StepLifecycle:
             self._borders.ask(step.lost or "lost")
         except StopTraining as stop:
             self._stop = stop
-            _log.warning("step %d: nobody is left to tell whether it counts: %s", self._held.steps, stop)
+            _log.warning(
+                "step %d: nobody is left to tell whether it counts: %s", self._held.steps, stop
+            )
         if step.undecided:
             step.void()
         if step.phase is StepPhase.DECIDED:
@@ -346,14 +411,16 @@ class StepLifecycle:
             self._held.registered.reinstate()
 
     def finish_reduction_if_whole(self) -> None:
-        """Inside one plain batch: its backward pass was the whole of this rank's part, so the sum over the ranks is due."""
+        """Inside one plain batch: its backward pass was the whole of this rank's part, so the sum
+        over the ranks is due."""
         if not self._rehearsing and not self.require().in_micro_batches:
             self._held.engine.finish_reduction()
 
     def finish(self, apply: Callable[[], None]) -> StepStatus:
         """Applies the step if every member's part is in it; else re-forms.
 
-        `apply` updates the parameters. If it raises, this rank's state is torn: the error goes up, and the rank never gives its state away.
+        `apply` updates the parameters. If it raises, this rank's state is torn: the error goes up,
+        and the rank never gives its state away.
         """
         if self._rehearsing:
             self._void()
@@ -389,18 +456,21 @@ class StepLifecycle:
         return StepStatus.LOST if self._end(updated=True) else StepStatus.COMMITTED
 
     def apply_within(self, apply: Callable[[], None]) -> None:
-        """`apply` updates one of several models, in a step that is not known to count. If it raises, this rank's state is torn."""
+        """`apply` updates one of several models, in a step that is not known to count. If it
+        raises, this rank's state is torn."""
         self._check_sound()
         self._apply(apply)
 
     def _check_sound(self) -> None:
         """The state is about to change. Raises PreconditionError if it is torn."""
         if self._held.phase.now is Phase.ARRIVING:
-            self._held.phase.arrive()  # its first live batch was not only looked at: the script finishes the step after its loop
+            # its first live batch was not only looked at: the script finishes the step after its
+            # loop
+            self._held.phase.arrive()
         if self._held.phase.now is Phase.TORN:
             raise PreconditionError(
-                "an update of this process raised half way, so that its state is torn: let the error end it; its replacement takes the "
-                "peers' state",
+                "an update of this process raised half way, so that its state is torn: let the "
+                "error end it; its replacement takes the peers' state",
                 reason="STATE_TORN",
             )
 
@@ -432,37 +502,55 @@ class StepLifecycle:
             flatten(self._held.capture())
         except ConfigurationError as error:
             raise ConfigurationError(
-                f"{error}. The state goes to workers that join, and into checkpoints, so a run cannot go on with one that cannot be sent",
+                f"{error}. The state goes to workers that join, and into checkpoints, so a run "
+                "cannot go on with one that cannot be sent",
                 reason=error.reason,
             ) from error
 
     def steps_apart(self, step: Step) -> PreconditionError:
-        """The error for ranks that did not mean the same step, or one model's own within it. All ranks call it."""
+        """The error for ranks that did not mean the same step, or one model's own within it. All
+        ranks call it."""
         return steps_apart(self._held.place(step.source), step.source, self._borders.group, step.of)
 
     def note_inputs(self, inputs: Any) -> None:
-        """The model is called with `inputs` in the step in progress, or to begin one. What a loader of Shoal's gave is dealt already."""
+        """The model is called with `inputs` in the step in progress, or to begin one. What a loader
+        of Shoal's gave is dealt already."""
         held, step = self._held, self.current
         if step is not None:
             step.touched = True
-        if held.batches.due and (step is None or step.source is None) and not self._rehearsing and self._compares_batches:
+        if (
+            held.batches.due
+            and (step is None or step.source is None)
+            and not self._rehearsing
+            and self._compares_batches
+        ):
             held.batches.note(inputs)
 
     @property
     def _compares_batches(self) -> bool:
         group = self._borders.group
-        return group is not None and group.world_size > 1 and self._held.engine.consistency_check_every > 0
+        return (
+            group is not None
+            and group.world_size > 1
+            and self._held.engine.consistency_check_every > 0
+        )
 
     def _compare_batches(self, step: Step) -> None:
-        """After the first steps of a loop without loaders. Raises PreconditionError (SAME_BATCHES), on all ranks."""
+        """After the first steps of a loop without loaders. Raises PreconditionError (SAME_BATCHES),
+        on all ranks."""
         group = self._borders.group
-        if step.source is None and self._held.batches.due and self._compares_batches and group is not None:
+        if (
+            step.source is None
+            and self._held.batches.due
+            and self._compares_batches
+            and group is not None
+        ):
             self._held.batches.compare(group, step.placement)
 
     def compare_before_update(self, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Before an update, if ranks differ in what was written between steps: they may hold the same
-        all the same. `whole`: what they hold. Raises PreconditionError (REPLICAS_DIVERGED), on all
-        ranks."""
+        """Before an update, if ranks differ in what was written between steps: they may hold the
+        same all the same. `whole`: what they hold. Raises PreconditionError (REPLICAS_DIVERGED), on
+        all ranks."""
         group = self._borders.group
         if group is None or group.world_size == 1 or self._held.engine.consistency_check_every == 0:
             return
@@ -488,7 +576,8 @@ class StepLifecycle:
 
     @property
     def _rehearsing(self) -> bool:
-        """This is a joiner's script ahead of its loop. One without loaders of Shoal's has its first step where it calls the model."""
+        """This is a joiner's script ahead of its loop. One without loaders of Shoal's has its first
+        step where it calls the model."""
         return self._held.phase.replaying and self.current is None and bool(self._held.sources)
 
     def leave_peers(self) -> None:
@@ -531,8 +620,9 @@ class StepLifecycle:
         self._end(updated=False)
 
     def _end(self, *, updated: bool) -> bool:
-        """The step has its outcome here. Re-forms, where its group failed, before the script is told. `updated`: it counts. True: the state
-        was found lost, and is that of a checkpoint now, to which the step has yet to be done."""
+        """The step has its outcome here. Re-forms, where its group failed, before the script is
+        told. `updated`: it counts. True: the state was found lost, and is that of a checkpoint now,
+        to which the step has yet to be done."""
         stop, self._stop = self._stop, None
         if not updated and self._peers_have_ended and not self._held.engine.asynchronous:
             raise self._apart_from_the_end()
@@ -556,8 +646,8 @@ class StepLifecycle:
         return ends_apart(self._borders.finished_steps, self._held.steps + 1)
 
     def _settle(self, source: StepSource | None) -> None:
-        """Settles the border as `Borders.settle` does, after a return to a checkpoint if the state is lost. Raises StateLostError as
-        well."""
+        """Settles the border as `Borders.settle` does, after a return to a checkpoint if the state
+        is lost. Raises StateLostError as well."""
         try:
             self._borders.settle(source)
         except StateLostError as lost:

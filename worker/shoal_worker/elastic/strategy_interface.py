@@ -1,22 +1,30 @@
 """The seam between the session and an engine, from both sides.
 
-A strategy's engine is a `TrainingEngine`: what the session calls. Of the session it calls what `StrategySession` has, and nothing else (but
-async_sgd's, which has no common step, and opens a job of its own). So a new engine is written against this file and its base class
-(`engine/base.py`); loaders stand on the other side of the session, behind `loader_interface.py`, and know no strategy.
+A strategy's engine is a `TrainingEngine`: what the session calls. Of the session it calls what
+`StrategySession` has, and nothing else (but async_sgd's, which has no common step, and opens a job
+of its own). So a new engine is written against this file and its base class (`engine/base.py`);
+loaders stand on the other side of the session, behind `loader_interface.py`, and know no strategy.
 
 The order of calls in one step, all on the training thread:
 
     step_begins
-      micro_batch_begins, [forward and backward], micro_batch_ends(weight)     once per micro-batch of this rank, perhaps never
-      finish_reduction                                                         may come several times; the first one reduces and closes
-        take_closing                                                           where only a peer saw the closing
-    commit_step                                                                after `apply` returned, or
-    discard_step                                                               when the step is void or was not meant
+      micro_batch_begins, [forward and backward], micro_batch_ends(weight)
+          once per micro-batch of this rank, perhaps never
+      finish_reduction
+          may come several times; the first one reduces and closes
+        take_closing
+            where only a peer saw the closing
+    commit_step
+        after `apply` returned, or
+    discard_step
+        when the step is void or was not meant
 
-In between a strategy asks for `session.step`, reduces over `session.group`, and marks the step lost when a collective fails, instead of
-raising out of a backward pass. When the sums are there it calls `seal_step`; then it sums the control word in the closing, one small
-all-reduce (`control_word`, `take_control_word`); and at the end of `finish_reduction` it calls `settle_step`, which finds out from the
-survivors what became of a step whose group failed. Its optimizer's `step()` is `session.finish_step(apply)`.
+In between a strategy asks for `session.step`, reduces over `session.group`, and marks the step lost
+when a collective fails, instead of raising out of a backward pass. When the sums are there it calls
+`seal_step`; then it sums the control word in the closing, one small all-reduce (`control_word`,
+`take_control_word`); and at the end of `finish_reduction` it calls `settle_step`, which finds out
+from the survivors what became of a step whose group failed. Its optimizer's `step()` is
+`session.finish_step(apply)`.
 """
 
 from __future__ import annotations
@@ -80,35 +88,42 @@ class TrainingEngine(Protocol):
 
     @property
     def idle(self) -> bool:
-        """This rank is a spare: it has no part in the model, and takes no steps until a newer generation gives it one."""
+        """This rank is a spare: it has no part in the model, and takes no steps until a newer
+        generation gives it one."""
         ...
 
     @property
     def lacks_ranks(self) -> bool:
-        """There are fewer ranks than one replica of the model takes, and this one has all of the state: no step begins before more come."""
+        """There are fewer ranks than one replica of the model takes, and this one has all of the
+        state: no step begins before more come."""
         ...
 
     @property
     def replica_size(self) -> int:
-        """How many ranks hold one replica of the model together, where others are spares; 1 where there are none."""
+        """How many ranks hold one replica of the model together, where others are spares; 1 where
+        there are none."""
         ...
 
     def issued(self) -> bytes:
-        """What this rank has issued of the collectives that belong to passes, in the step in progress; b"": none. Asked on another thread,
-        while the training thread waits for its peers."""
+        """What this rank has issued of the collectives that belong to passes, in the step in
+        progress; b"": none. Asked on another thread, while the training thread waits for its
+        peers."""
         ...
 
     def compare_issued(self, told: Sequence[bytes]) -> None:
-        """`told`: what ranks say of that. Raises PreconditionError: they will wait for each other for ever."""
+        """`told`: what ranks say of that. Raises PreconditionError: they will wait for each other
+        for ever."""
         ...
 
     @property
     def passes_with(self) -> str:
-        """Names the ranks that go through the model's passes together with this one; empty: all do."""
+        """Names the ranks that go through the model's passes together with this one; empty: all
+        do."""
         ...
 
     def working(self, group: Group) -> Group:
-        """The ranks of `group`, for which the model was regrouped, that are no spares. Asked of those alone."""
+        """The ranks of `group`, for which the model was regrouped, that are no spares. Asked of
+        those alone."""
         ...
 
     @property
@@ -118,7 +133,8 @@ class TrainingEngine(Protocol):
 
     @property
     def holds(self) -> Sequence[str]:
-        """Names of the parts of the state that this rank holds, the same on all ranks that hold them; empty where it is not in parts."""
+        """Names of the parts of the state that this rank holds, the same on all ranks that hold
+        them; empty where it is not in parts."""
         ...
 
     @property
@@ -128,8 +144,9 @@ class TrainingEngine(Protocol):
 
     @property
     def within_round(self) -> bool:
-        """Whether steps were committed here that count with a later one, behind which this worker may leave. Asked of asynchronous engines
-        alone: of the others `StrategySession.keep` says it."""
+        """Whether steps were committed here that count with a later one, behind which this worker
+        may leave. Asked of asynchronous engines alone: of the others `StrategySession.keep` says
+        it."""
         ...
 
     @property
@@ -158,17 +175,20 @@ class TrainingEngine(Protocol):
         ...
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """The whole committed state of model and optimizer, as one process would have it, on the first rank of `channel`; on others perhaps
-        nothing: for checkpoints. Part of an operation. May share memory with the state."""
+        """The whole committed state of model and optimizer, as one process would have it, on the
+        first rank of `channel`; on others perhaps nothing: for checkpoints. Part of an operation.
+        May share memory with the state."""
         ...
 
     def part(self, channel: Channel) -> StatePart | None:
-        """This rank's part of what `assemble` gives, for a checkpoint that the ranks write together; None, on all ranks alike: `assemble`
-        it. Part of an operation. Shares memory with the state."""
+        """This rank's part of what `assemble` gives, for a checkpoint that the ranks write
+        together; None, on all ranks alike: `assemble` it. Part of an operation. Shares memory with
+        the state."""
         ...
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
-        """While open, this rank computes with the model without its peers. Opened by all ranks of an operation."""
+        """While open, this rank computes with the model without its peers. Opened by all ranks of
+        an operation."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -176,17 +196,19 @@ class TrainingEngine(Protocol):
         ...
 
     def regroup(self, group: Group) -> None:
-        """A new group stands and all its ranks hold the same steps: what is cut over the ranks is cut for these. A collective."""
+        """A new group stands and all its ranks hold the same steps: what is cut over the ranks is
+        cut for these. A collective."""
         ...
 
     def bring_together(self, channel: Channel) -> None:
-        """What every rank holds whole between steps is whole and newest again on all of `channel`, whose group holds others as well that
-        nothing is cut for yet. An operation."""
+        """What every rank holds whole between steps is whole and newest again on all of `channel`,
+        whose group holds others as well that nothing is cut for yet. An operation."""
         ...
 
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
-        """Copies each part of the state that one rank of `channel` alone holds to another rank, which keeps it until the state is cut anew:
-        the next death loses nothing. An operation; when it returns, all ranks have their copies.
+        """Copies each part of the state that one rank of `channel` alone holds to another rank,
+        which keeps it until the state is cut anew: the next death loses nothing. An operation; when
+        it returns, all ranks have their copies.
 
         `leaving`: ranks that are about to leave, whose copies do not count.
         """
@@ -206,7 +228,14 @@ class TrainingEngine(Protocol):
         ...
 
     def lease_batches(
-        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+        self,
+        *,
+        loader: str,
+        epoch: int,
+        batches_in_epoch: int,
+        finished: Sequence[int],
+        want: int,
+        at_hand: int | None = None,
     ) -> Leases:
         """See `LoaderSession`. Raises ConfigurationError unless asynchronous."""
         ...
@@ -224,37 +253,45 @@ class TrainingEngine(Protocol):
         ...
 
     def finish_reduction(self) -> None:
-        """Blocks until the gradients of all ranks are summed and the step is closed, or until the survivors agree that it is void."""
+        """Blocks until the gradients of all ranks are summed and the step is closed, or until the
+        survivors agree that it is void."""
         ...
 
     def closing(self) -> dict[str, Any]:
-        """What the closing of the last step committed told, beside the control word, for a rank that sealed the step and missed it."""
+        """What the closing of the last step committed told, beside the control word, for a rank
+        that sealed the step and missed it."""
         ...
 
     def take_closing(self, told: Mapping[str, Any]) -> None:
-        """The step in progress is sealed here, and a peer saw its closing: what `closing` gave there. Its group is over."""
+        """The step in progress is sealed here, and a peer saw its closing: what `closing` gave
+        there. Its group is over."""
         ...
 
     @property
     def partly_updated(self) -> bool:
-        """Some of several models were updated in the step in progress, and others were not (`engine/several_models.py`)."""
+        """Some of several models were updated in the step in progress, and others were not
+        (`engine/several_models.py`)."""
         ...
 
     def withdraw_updates(self) -> None:
-        """What the step in progress has updated is what it was before, while nobody knows whether the step counts: it may be given to
-        peers, or saved. `reinstate_updates` or `discard_step` follows; or neither, if the step is never finished."""
+        """What the step in progress has updated is what it was before, while nobody knows whether
+        the step counts: it may be given to peers, or saved. `reinstate_updates` or `discard_step`
+        follows; or neither, if the step is never finished."""
         ...
 
     def reinstate_updates(self) -> None:
-        """The step goes on, or counts: what was withdrawn is here again. Does nothing where nothing was."""
+        """The step goes on, or counts: what was withdrawn is here again. Does nothing where nothing
+        was."""
         ...
 
     def writes_apart(self) -> ShoalError:
-        """The error for ranks whose passes have written different values to parameters. All ranks raise it."""
+        """The error for ranks whose passes have written different values to parameters. All ranks
+        raise it."""
         ...
 
     def discard_step(self) -> None:
-        """Puts back what the step changed: buffers, written parameters, attributes and extra state of modules, gradients."""
+        """Puts back what the step changed: buffers, written parameters, attributes and extra state
+        of modules, gradients."""
         ...
 
     def commit_step(self) -> None:
@@ -286,7 +323,8 @@ class StrategySession(Protocol):
     def world_size(self) -> int: ...
     @property
     def begins(self) -> bool:
-        """The ranks are those that the run was started with: none has gone yet, and none has come later."""
+        """The ranks are those that the run was started with: none has gone yet, and none has come
+        later."""
         ...
 
     @property
@@ -301,7 +339,8 @@ class StrategySession(Protocol):
 
     @property
     def is_joining(self) -> bool:
-        """This process replays its script: steps are not begun, collectives are answered locally."""
+        """This process replays its script: steps are not begun, collectives are answered
+        locally."""
         ...
 
     @property
@@ -319,24 +358,29 @@ class StrategySession(Protocol):
         ...
 
     def attach(self, engine: TrainingEngine) -> None:
-        """Makes `engine` what the run trains, and gives all ranks the first rank's weights. Once, before any other call."""
+        """Makes `engine` what the run trains, and gives all ranks the first rank's weights. Once,
+        before any other call."""
         ...
 
     def ensure_step(self) -> Step:
-        """The step in progress; begins one in a user's own loop, where no loader does. Called by each forward pass in training."""
+        """The step in progress; begins one in a user's own loop, where no loader does. Called by
+        each forward pass in training."""
         ...
 
     def note_trained(self, trained: Sequence[bool]) -> None:
-        """Which of the model's parameters want gradients, from this step on: the same on all ranks, or the step's end says so."""
+        """Which of the model's parameters want gradients, from this step on: the same on all ranks,
+        or the step's end says so."""
         ...
 
     def control_word(self) -> list[float]:
-        """What this rank adds to the step's control word: CONTROL_LENGTH numbers, to be summed over the ranks once per step."""
+        """What this rank adds to the step's control word: CONTROL_LENGTH numbers, to be summed over
+        the ranks once per step."""
         ...
 
     def seal_step(self) -> None:
-        """The gradients are summed: this rank has all that it needs to apply the step. Waits for all that was ordered in it
-        (`Group.settle`); if not all of that ended well the step is marked lost instead."""
+        """The gradients are summed: this rank has all that it needs to apply the step. Waits for
+        all that was ordered in it (`Group.settle`); if not all of that ended well the step is
+        marked lost instead."""
         ...
 
     def take_control_word(self, summed: Sequence[float]) -> None:
@@ -344,7 +388,8 @@ class StrategySession(Protocol):
         ...
 
     def mark_lost(self, error: BaseException) -> None:
-        """A collective of the step failed: nothing more is sent in it. Changes nothing once the closing was seen. From any thread."""
+        """A collective of the step failed: nothing more is sent in it. Changes nothing once the
+        closing was seen. From any thread."""
         ...
 
     def void_step(self, reason: str) -> None:
@@ -352,27 +397,31 @@ class StrategySession(Protocol):
         ...
 
     def settle_step(self) -> None:
-        """Returns when it is known what becomes of the step in progress. If its group failed before this rank saw the closing, forms the
-        next generation and asks there: the step is decided if a survivor saw the closing, else void. On the training thread, outside of
-        passes."""
+        """Returns when it is known what becomes of the step in progress. If its group failed before
+        this rank saw the closing, forms the next generation and asks there: the step is decided if
+        a survivor saw the closing, else void. On the training thread, outside of passes."""
         ...
 
     def finish_reduction_if_whole(self) -> None:
-        """After a backward pass: reduces now if it was the whole of this rank's part in the step."""
+        """After a backward pass: reduces now if it was the whole of this rank's part in the
+        step."""
         ...
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
-        """Ends the step: calls `apply`, which updates the parameters, if the step counts. Every survivor gets the same answer."""
+        """Ends the step: calls `apply`, which updates the parameters, if the step counts. Every
+        survivor gets the same answer."""
         ...
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        """Copies the committed state. The steps committed from here on are this rank's alone, and are undone by the next step that is
-        void, until `release`: the loader hands out their samples again. `replica`: model and optimizer as this rank has them, for
-        `restore`. In `step_begins`."""
+        """Copies the committed state. The steps committed from here on are this rank's alone, and
+        are undone by the next step that is void, until `release`: the loader hands out their
+        samples again. `replica`: model and optimizer as this rank has them, for `restore`. In
+        `step_begins`."""
         ...
 
     def release(self) -> None:
-        """The steps since `keep` are every rank's. In `commit_step`, of a step that all ranks took part in."""
+        """The steps since `keep` are every rank's. In `commit_step`, of a step that all ranks took
+        part in."""
         ...
 
     def operation(self, kind: str, body: Body) -> Any:

@@ -1,5 +1,5 @@
-"""The losses that a loop tells, of itself (`ToldLoss`) or of a step (`read_later`). One on a device is copied when the device has come to
-it; who wants the number waits for that, and nobody before."""
+"""The losses that a loop tells, of itself (`ToldLoss`) or of a step (`read_later`). One on a device
+is copied when the device has come to it; who wants the number waits for that, and nobody before."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ class ToldLoss:
 
     @property
     def newest(self) -> tuple[int, float]:
-        """The newest that is known, and which of all that were told it is, counted from 1; 0 and NaN: none is known."""
+        """The newest that is known, and which of all that were told it is, counted from 1; 0 and
+        NaN: none is known."""
         with self._lock:
             self._take()
             return self._newest
@@ -74,7 +75,8 @@ class LossOnItsWay:
 
 
 class MeanLoss:
-    """The mean of losses by their weights, as a number that can be asked for; 0 if all weigh nothing."""
+    """The mean of losses by their weights, as a number that can be asked for; 0 if all weigh
+    nothing."""
 
     def __init__(self) -> None:
         self._losses: list[tuple[SupportsFloat, float]] = []
@@ -90,10 +92,14 @@ class MeanLoss:
 
 
 def read_later(loss: torch.Tensor) -> SupportsFloat:
-    """A loss that the step's closing tells, as a number. On a device it is read when it is asked for, so that what comes next is queued
-    meanwhile."""
+    """A loss that the step's closing tells, as a number. On a device it is read when it is asked
+    for, so that what comes next is queued meanwhile."""
     value = loss.detach()
-    return float(value) if value.device.type == "cpu" or isinstance(value, DTensor) else LossOnItsWay(value)
+    return (
+        float(value)
+        if value.device.type == "cpu" or isinstance(value, DTensor)
+        else LossOnItsWay(value)
+    )
 
 
 def _sent_to_host(value: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
@@ -108,18 +114,22 @@ def _one_number(loss: float | torch.Tensor) -> float | torch.Tensor:
     if isinstance(loss, DTensor):
         if not all(placement.is_replicate() for placement in loss.placements):
             raise ConfigurationError(
-                f"shoal.report(loss=...): the loss is a DTensor with placements {loss.placements}: no rank has its value; report "
-                "loss.full_tensor(), on every rank"
+                f"shoal.report(loss=...): the loss is a DTensor with placements {loss.placements}: "
+                "no rank has its value; report loss.full_tensor(), on every rank"
             )
         loss = loss.to_local()
     if isinstance(loss, torch.Tensor):
         if loss.numel() != 1 or loss.is_meta or loss.is_complex():
             raise ConfigurationError(
-                f"shoal.report(loss=...): found a tensor of shape {tuple(loss.shape)} and dtype {loss.dtype} on {loss.device}; expected "
-                "one number, such as the mean over the batch"
+                f"shoal.report(loss=...): found a tensor of shape {tuple(loss.shape)} and dtype "
+                f"{loss.dtype} on {loss.device}; expected one number, such as the mean over the "
+                "batch"
             )
         return loss.detach()
     try:
         return float(loss)
     except (TypeError, ValueError):
-        raise ConfigurationError(f"shoal.report(loss=...): found {loss!r}; expected one number, or a tensor of one element") from None
+        raise ConfigurationError(
+            f"shoal.report(loss=...): found {loss!r}; expected one number, or a tensor of one "
+            "element"
+        ) from None

@@ -1,15 +1,20 @@
-"""`shoal.process_group()`: a process group of torch's whose calls, between steps, are operations of all ranks and survive faults.
+"""`shoal.process_group()`: a process group of torch's whose calls, between steps, are operations of
+all ranks and survive faults.
 
-Each call of `torch.distributed` with this group is one operation (`operations.py`): all ranks' tensors are exchanged, and every rank works
-out the same results, or the same error, from the same bytes. After a fault it is done again by those who are left.
+Each call of `torch.distributed` with this group is one operation (`operations.py`): all ranks'
+tensors are exchanged, and every rank works out the same results, or the same error, from the same
+bytes. After a fault it is done again by those who are left.
 
-A script that asked for its rank, or for how many there are, may have put the answer into what it sends: a buffer that one rank fills, a
-list as long as there are ranks, a value divided by their number. torch asks, too, in the middle of gathering objects. So whoever has asked
-is held to the first answer. Where that is not true any more, the next call gives no result, but MembershipChanged on all ranks alike, and
-all begin anew: the script asks again. It is told so even where nobody used an answer: an old one is never used unnoticed.
+A script that asked for its rank, or for how many there are, may have put the answer into what it
+sends: a buffer that one rank fills, a list as long as there are ranks, a value divided by their
+number. torch asks, too, in the middle of gathering objects. So whoever has asked is held to the
+first answer. Where that is not true any more, the next call gives no result, but MembershipChanged
+on all ranks alike, and all begin anew: the script asks again. It is told so even where nobody used
+an answer: an old one is never used unnoticed.
 
-All of it runs on the training thread. Inside a step calls are refused: a fault there would take the gradients with it. Messages between two
-ranks are refused as well: there is nobody to do them again with.
+All of it runs on the training thread. Inside a step calls are refused: a fault there would take the
+gradients with it. Messages between two ranks are refused as well: there is nobody to do them again
+with.
 """
 
 from __future__ import annotations
@@ -25,7 +30,14 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 
-from shoal_worker.backends.collective import Collective, Kind, UnmatchedCollectiveError, check_op, execute, op_name
+from shoal_worker.backends.collective import (
+    Collective,
+    Kind,
+    UnmatchedCollectiveError,
+    check_op,
+    execute,
+    op_name,
+)
 from shoal_worker.backends.python_group import PythonGroup, Tensors
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.torch_internals import Work, c10d, in_backward
@@ -49,9 +61,10 @@ def process_group(session: Session) -> SurvivingGroup:
     own = (session.rank, session.world_size)
     if default is not None and (session.ranks_may_come or (default.rank(), default.size()) != own):
         raise PreconditionError(
-            f"process_group(): this process has a default process group, in which it is rank {default.rank()} of "
-            f"{default.size()}; in Shoal's job it is rank {session.rank} of {session.world_size}, which faults change. "
-            "Leave out torch.distributed.init_process_group",
+            "process_group(): this process has a default process group, in which it is rank "
+            f"{default.rank()} of {default.size()}; in Shoal's job it is rank {session.rank} of "
+            f"{session.world_size}, which faults change. Leave out "
+            "torch.distributed.init_process_group",
             reason="DEFAULT_GROUP_EXISTS",
         )
     group = SurvivingGroup(session)
@@ -69,16 +82,23 @@ class SurvivingGroup(PythonGroup):
         super().__init__(session.rank, session.world_size, "shoal_surviving")
         self.session = session
         self._asked: tuple[int, int] | None = None
-        """(rank, number of ranks) as this process was told when it first asked; None: it has not, since the last change was told."""
+        """(rank, number of ranks) as this process was told when it first asked; None: it has not,
+        since the last change was told."""
         self._answered: tuple[int, tuple[int, int]] | None = None
         """(committed steps then, (rank, number of ranks)) of the last operation."""
 
     # --- who is here
 
     def rank(self) -> int:
-        """This process's rank: that of the last call since the last step, or else the current one. -1 for a script that is not where its
-        peers are: it must not take itself for rank 0. Torch's own code, which asks in its calls, works in a world of one there."""
-        if self.session.elastic and not self.session.has_left and self._by_itself and not _is_torch(sys._getframe(1)):
+        """This process's rank: that of the last call since the last step, or else the current one.
+        -1 for a script that is not where its peers are: it must not take itself for rank 0. Torch's
+        own code, which asks in its calls, works in a world of one there."""
+        if (
+            self.session.elastic
+            and not self.session.has_left
+            and self._by_itself
+            and not _is_torch(sys._getframe(1))
+        ):
             return -1
         return self._told()[0]
 
@@ -125,24 +145,32 @@ class SurvivingGroup(PythonGroup):
         session = self.session
         if session.elastic and session.is_asynchronous:
             raise PreconditionError(
-                f"torch.distributed's {name} with shoal.process_group() under strategy='async_sgd': its workers take their steps alone, "
-                "and do not meet; report values by shoal.report"
+                f"torch.distributed's {name} with shoal.process_group() under "
+                "strategy='async_sgd': its workers take their steps alone, and do not meet; "
+                "report values by shoal.report"
             )
         if in_backward():
             raise PreconditionError(
-                f"torch.distributed's {name} with shoal.process_group() was called in a backward pass: call it after optimizer.step(), "
-                "before the next batch. For losses over the samples of all ranks there is shoal.whole_batch",
+                f"torch.distributed's {name} with shoal.process_group() was called in a backward "
+                "pass: call it after optimizer.step(), before the next batch. For losses over the "
+                "samples of all ranks there is shoal.whole_batch",
                 reason="STEP_NOT_FINISHED",
             )
         if call.op is not None:
             operator = str(getattr(call.op, "op", call.op)).rpartition(".")[2]
             if operator not in REDUCTIONS:
-                raise ConfigurationError(f"{name} with ReduceOp.{operator}: shoal.process_group() has {', '.join(REDUCTIONS)}")
+                raise ConfigurationError(
+                    f"{name} with ReduceOp.{operator}: shoal.process_group() has "
+                    f"{', '.join(REDUCTIONS)}"
+                )
             for one in call.inputs:
                 check_op(call.op, one.dtype)
         for one in (*call.inputs, *call.outputs):
             if one.layout is not torch.strided or one.is_meta:
-                raise ConfigurationError(f"{name} of a tensor of layout {one.layout} on {one.device}: expected dense tensors with values")
+                raise ConfigurationError(
+                    f"{name} of a tensor of layout {one.layout} on {one.device}: expected dense "
+                    "tensors with values"
+                )
 
     def _packed(self, call: Collective) -> bytes:
         place = self.place
@@ -157,23 +185,42 @@ class SurvivingGroup(PythonGroup):
             "outputs": [_said(one) for one in call.outputs],
             "sends": sends,
         }
-        given = {str(number): one.detach() for number, one in enumerate(call.inputs)} if sends else {}
+        given = (
+            {str(number): one.detach() for number, one in enumerate(call.inputs)} if sends else {}
+        )
         return dump_tensors(given, {"call": json.dumps(document)})
 
-    def _conclude(self, call: Collective, name: str, told: Sequence[tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]]) -> None:
+    def _conclude(
+        self,
+        call: Collective,
+        name: str,
+        told: Sequence[tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]],
+    ) -> None:
         """Writes this rank's results, or raises what all ranks raise."""
         documents = [document for document, _ in told]
         size = len(told)
-        own = next((number for number, each in enumerate(documents) if each["member"] == self.session.member_id), None)
+        own = next(
+            (
+                number
+                for number, each in enumerate(documents)
+                if each["member"] == self.session.member_id
+            ),
+            None,
+        )
         before = self._asked or self.place
-        self._answered = None if own is None or self._by_itself else (self.session.steps, (own, size))
-        moved = own is None or any(_has_moved(each, number, size, call.kind) for number, each in enumerate(documents))
+        self._answered = (
+            None if own is None or self._by_itself else (self.session.steps, (own, size))
+        )
+        moved = own is None or any(
+            _has_moved(each, number, size, call.kind) for number, each in enumerate(documents)
+        )
         if moved:
             self._asked = None
             raise MembershipChanged(
-                f"torch.distributed's {name} with shoal.process_group(): the ranks are others than a script was told, here rank "
-                f"{before[0]} of {before[1]}; {size} took part. Nothing was written. Ask get_rank and get_world_size of the group again, "
-                "and repeat from where their answers were used",
+                f"torch.distributed's {name} with shoal.process_group(): the ranks are others than "
+                f"a script was told, here rank {before[0]} of {before[1]}; {size} took part. "
+                "Nothing was written. Ask get_rank and get_world_size of the group again, and "
+                "repeat from where their answers were used",
                 reason="RANKS_CHANGED",
             )
         _check_alike(name, call.kind, documents, size)
@@ -192,8 +239,8 @@ class SurvivingGroup(PythonGroup):
 
     def _refused(self, name: str) -> PreconditionError:
         return PreconditionError(
-            f"torch.distributed's {name} with shoal.process_group(): messages between two ranks do not survive a fault. Use all_gather, "
-            "broadcast or scatter, which all ranks call"
+            f"torch.distributed's {name} with shoal.process_group(): messages between two ranks do "
+            "not survive a fault. Use all_gather, broadcast or scatter, which all ranks call"
         )
 
     def _peer(self, rank: int) -> int:
@@ -205,15 +252,20 @@ class SurvivingGroup(PythonGroup):
     def _rows(self, tensor: torch.Tensor, field: str) -> Tensors:
         size = self.place[1]
         if not tensor.is_contiguous() or tensor.numel() % size:
-            return super()._rows(tensor, field) if self._asked in (None, self.place) else [tensor.data]
+            return (
+                super()._rows(tensor, field) if self._asked in (None, self.place) else [tensor.data]
+            )
         return list(tensor.data.view(size, -1).unbind(0))
 
 
 def _is_torch(caller: FrameType | None) -> bool:
-    """Whether code of `torch.distributed` asks for its own ends, and not in the name of a script that called `get_rank`."""
+    """Whether code of `torch.distributed` asks for its own ends, and not in the name of a script
+    that called `get_rank`."""
     if caller is not None and caller.f_code is dist.get_rank.__code__:
         caller = caller.f_back
-    return caller is not None and str(caller.f_globals.get("__name__")).startswith("torch.distributed")
+    return caller is not None and str(caller.f_globals.get("__name__")).startswith(
+        "torch.distributed"
+    )
 
 
 class CompletedWork(Work):
@@ -250,7 +302,8 @@ class CompletedWork(Work):
 
 
 class _SameRanks(Mapping[int, int]):
-    """The ranks of a default process group, which are those of the surviving one, whose number changes."""
+    """The ranks of a default process group, which are those of the surviving one, whose number
+    changes."""
 
     def __init__(self, group: SurvivingGroup) -> None:
         self._group = group
@@ -268,7 +321,8 @@ class _SameRanks(Mapping[int, int]):
 
 
 def _make_known(group: SurvivingGroup, *, default: bool) -> None:
-    """Tells torch's Python of the group: `torch.distributed.get_rank(group)` looks for a default group first, whichever is asked for."""
+    """Tells torch's Python of the group: `torch.distributed.get_rank(group)` looks for a default
+    group first, whichever is asked for."""
     world: Any = c10d._world
     world.pg_map[group] = (group.backend_name, None)
     world.pg_names[group] = group.group_name
@@ -288,7 +342,8 @@ def _unpacked(told: str) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
 
 
 def _has_moved(document: Mapping[str, Any], number: int, size: int, kind: Kind) -> bool:
-    """Whether a rank, which is the `number`-th of `size`, made its part of the call for other ranks than these."""
+    """Whether a rank, which is the `number`-th of `size`, made its part of the call for other ranks
+    than these."""
     actual = [number, size]
     if document["asked"] is not None and document["asked"] != actual:
         return True
@@ -296,29 +351,37 @@ def _has_moved(document: Mapping[str, Any], number: int, size: int, kind: Kind) 
 
 
 def _check_alike(name: str, kind: Kind, documents: Sequence[Mapping[str, Any]], size: int) -> None:
-    """Raises UnmatchedCollectiveError, on all ranks alike, unless the ranks' parts belong together."""
+    """Raises UnmatchedCollectiveError, on all ranks alike, unless the ranks' parts belong
+    together."""
     like = kind in (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.REDUCE_SCATTER)
     first = documents[0]
     for number, each in enumerate(documents):
         for field in ("op", "root", *(("inputs",) if like else ())):
             if each[field] != first[field]:
                 raise UnmatchedCollectiveError(
-                    f"torch.distributed's {name}: rank 0 gave {field} {first[field]}, rank {number} gave {each[field]}; expected the same "
-                    "on all ranks. shoal.gather takes values that differ in shape"
+                    f"torch.distributed's {name}: rank 0 gave {field} {first[field]}, rank "
+                    f"{number} gave {each[field]}; expected the same on all ranks. shoal.gather "
+                    "takes values that differ in shape"
                 )
         root = each["root"]
         if root is not None and not 0 <= root < size:
-            raise UnmatchedCollectiveError(f"torch.distributed's {name}: root {root}; expected 0 to {size - 1}")
+            raise UnmatchedCollectiveError(
+                f"torch.distributed's {name}: root {root}; expected 0 to {size - 1}"
+            )
         counts = _COUNTS[kind](len(each["inputs"]), len(each["outputs"]), size, number == root)
         if not counts:
             raise UnmatchedCollectiveError(
-                f"torch.distributed's {name}: rank {number} gave {len(each['inputs'])} tensors, and {len(each['outputs'])} for results; "
-                f"expected one for each of {size} ranks where parts go to ranks or come from them"
+                f"torch.distributed's {name}: rank {number} gave {len(each['inputs'])} tensors, "
+                f"and {len(each['outputs'])} for results; expected one for each of {size} ranks "
+                "where parts go to ranks or come from them"
             )
-    kinds = {dtype for document in documents for dtype, _ in (*document["inputs"], *document["outputs"])}
+    kinds = {
+        dtype for document in documents for dtype, _ in (*document["inputs"], *document["outputs"])
+    }
     if len(kinds) > 1:
         raise UnmatchedCollectiveError(
-            f"torch.distributed's {name} of tensors of {' and '.join(sorted(kinds))}: expected one dtype on all ranks"
+            f"torch.distributed's {name} of tensors of {' and '.join(sorted(kinds))}: expected one "
+            "dtype on all ranks"
         )
 
 
@@ -328,17 +391,26 @@ _COUNTS: Final[Mapping[Kind, Any]] = {
     Kind.REDUCE: lambda given, taken, size, is_root: given == taken,
     Kind.ALL_GATHER: lambda given, taken, size, is_root: taken == given * size,
     Kind.REDUCE_SCATTER: lambda given, taken, size, is_root: given == taken * size,
-    Kind.GATHER: lambda given, taken, size, is_root: given == 1 and taken == (size if is_root else 0),
-    Kind.SCATTER: lambda given, taken, size, is_root: taken == 1 and given == (size if is_root else 0),
+    Kind.GATHER: lambda given, taken, size, is_root: (
+        given == 1 and taken == (size if is_root else 0)
+    ),
+    Kind.SCATTER: lambda given, taken, size, is_root: (
+        taken == 1 and given == (size if is_root else 0)
+    ),
     Kind.ALL_TO_ALL: lambda given, taken, size, is_root: given == taken == size,
     Kind.BARRIER: lambda given, taken, size, is_root: True,
 }
 """Whether a rank's number of inputs and outputs is right, by kind."""
 
 
-def _rebuilt(own: Collective, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> Collective:
+def _rebuilt(
+    own: Collective, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> Collective:
     """A rank's call, with what it sent, and with room for its results."""
-    inputs = [tensors[str(n)] if document["sends"] else _room(said) for n, said in enumerate(document["inputs"])]
+    inputs = [
+        tensors[str(n)] if document["sends"] else _room(said)
+        for n, said in enumerate(document["inputs"])
+    ]
     in_place = own.kind in (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE)
     outputs = inputs if in_place else [_room(said) for said in document["outputs"]]
     return Collective(kind=own.kind, inputs=inputs, outputs=outputs, op=own.op, root=own.root)

@@ -1,18 +1,23 @@
-"""Gives a committed state to peers over TCP, and takes one: staged whole, checksummed, and only then handed to the caller.
+"""Gives a committed state to peers over TCP, and takes one: staged whole, checksummed, and only
+then handed to the caller.
 
-Plain sockets, because the same bytes over gRPC or Gloo take about twice as long on one host, and survivors stand still meanwhile.
+Plain sockets, because the same bytes over gRPC or Gloo take about twice as long on one host, and
+survivors stand still meanwhile.
 
-A donor's `StateDonor` listens from the start of the session on a thread of its own. It answers only while an offer is open: the training
-thread opens one, waits in a barrier until the receivers have what they need, and closes it, which ends the connections that are left; so
-nothing is applied to the tensors while they are read, and a receiver that hangs holds nobody up. A receiver asks each donor for its part of
-the bytes, all donors at once. A request names the generation's nonce, so a peer of another generation, or a stranger, is turned away. There
-is no deadline for the whole, which may be large, but one for each block: a transfer goes on as long as it gets on.
+A donor's `StateDonor` listens from the start of the session on a thread of its own. It answers only
+while an offer is open: the training thread opens one, waits in a barrier until the receivers have
+what they need, and closes it, which ends the connections that are left; so nothing is applied to
+the tensors while they are read, and a receiver that hangs holds nobody up. A receiver asks each
+donor for its part of the bytes, all donors at once. A request names the generation's nonce, so a
+peer of another generation, or a stranger, is turned away. There is no deadline for the whole, which
+may be large, but one for each block: a transfer goes on as long as it gets on.
 
-Where the RPCs have TLS, so has the transfer: the donor's key is made from the secret that the coordinator has told its peers
-(shoal_common.certificates), and the nonce goes within.
+Where the RPCs have TLS, so has the transfer: the donor's key is made from the secret that the
+coordinator has told its peers (shoal_common.certificates), and the nonce goes within.
 
-Framing, all integers big-endian: request = magic, nonce (32 bytes), part, parts (u32 each). Answer = header length (u64), header (JSON:
-structure, tensors, digest), its xxh3-64, then the part's bytes in blocks, each followed by its xxh3-64.
+Framing, all integers big-endian: request = magic, nonce (32 bytes), part, parts (u32 each). Answer
+= header length (u64), header (JSON: structure, tensors, digest), its xxh3-64, then the part's bytes
+in blocks, each followed by its xxh3-64.
 """
 
 from __future__ import annotations
@@ -50,14 +55,15 @@ from shoal_worker.state.device_reader import DeviceReader, bytes_in
 from shoal_worker.state.digest import digest, digest_in_place
 from shoal_worker.state.tree import flatten, unflatten
 
-# --------------------------------------------------------------------------------------------------------------------------- one transfer
+# ------------------------------------------------------------------------------------- one transfer
 
 _log = logging.getLogger(__name__)
 
 _MAGIC = b"SHOALST1"
 _REQUEST = struct.Struct("!32sII")
 PROBE = bytes(len(_MAGIC))
-"""A request for nothing, by one that only wants to know whether a donor can be reached: answered by closing the connection."""
+"""A request for nothing, by one that only wants to know whether a donor can be reached: answered by
+closing the connection."""
 _U64 = struct.Struct("!Q")
 _BLOCK = 4 << 20
 _LARGEST_HEADER = 256 << 20
@@ -67,7 +73,11 @@ _REQUEST_TIMEOUT_S = 5.0
 """Longest that who connects may take to say what it wants."""
 _MOST_CONNECTIONS = 256
 """Served at a time; more wait in the listener's queue. Each has a thread."""
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,10 +92,11 @@ class StateDonor:
     """Listens for peers that need this member's state."""
 
     def __init__(self, host: str, *, told: str = "", secure: bool = False) -> None:
-        """Binds to `host` on a port that the system chooses. `told`: what peers are told instead, where they reach it
-        elsewhere. `secure`: whoever connects must speak TLS."""
+        """Binds to `host` on a port that the system chooses. `told`: what peers are told instead,
+        where they reach it elsewhere. `secure`: whoever connects must speak TLS."""
         self.key = secrets.token_hex(16)
-        """A name for offers that are open whatever generation there is. Members alone are told it, and know this donor by it."""
+        """A name for offers that are open whatever generation there is. Members alone are told it,
+        and know this donor by it."""
         self._tls = PairContexts.listener(self.key) if secure else None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
@@ -110,23 +121,30 @@ class StateDonor:
         return self._tls is not None
 
     def expect(self, nonce: str) -> None:
-        """From here on only requests for `nonce` may wait for an offer, until the next call. Before the first, any may."""
+        """From here on only requests for `nonce` may wait for an offer, until the next call. Before
+        the first, any may."""
         with self._changed:
             self._expected = nonce.encode()
             self._changed.notify_all()
 
     @contextlib.contextmanager
     def offering(self, state: object, nonce: str) -> Iterator[None]:
-        """While open, peers that name `nonce` get `state`. The caller must not change the tensors in it meanwhile. Whoever has not got all
-        when it closes gets no more."""
+        """While open, peers that name `nonce` get `state`. The caller must not change the tensors
+        in it meanwhile. Whoever has not got all when it closes gets no more."""
         structure, tensors = flatten(state)
-        resolved = {name: t.resolve_conj().resolve_neg().contiguous() for name, t in tensors.items()}
+        resolved = {
+            name: t.resolve_conj().resolve_neg().contiguous() for name, t in tensors.items()
+        }
         header = _encode_header(structure, resolved)
         for device in {t.device for t in resolved.values()}:
             if (lane := device_reader.lane_of(device)) is not None:
                 lane.fence()()  # the threads that serve read what has been computed
         with self._changed:
-            self._offer = _Offer(nonce=nonce.encode(), header=header, pieces=tuple(bytes_in(t) for t in resolved.values()))
+            self._offer = _Offer(
+                nonce=nonce.encode(),
+                header=header,
+                pieces=tuple(bytes_in(t) for t in resolved.values()),
+            )
             self._changed.notify_all()
         try:
             yield
@@ -137,7 +155,9 @@ class StateDonor:
                     shut_down(connection)
                 # The tensors may change from here on: nobody may still read them.
                 if not self._changed.wait_for(lambda: not self._serving, _BLOCK_TIMEOUT_S):
-                    raise InternalError("a thread still sends state from tensors that are about to change")
+                    raise InternalError(
+                        "a thread still sends state from tensors that are about to change"
+                    )
 
     def close(self) -> None:
         """Stops listening."""
@@ -153,8 +173,11 @@ class StateDonor:
                 continue
             try:
                 connection, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(connection,), name="shoal-donate", daemon=True).start()
-            except (OSError, RuntimeError) as error:  # closed; or out of descriptors, or of threads, which passes
+                threading.Thread(
+                    target=self._serve, args=(connection,), name="shoal-donate", daemon=True
+                ).start()
+            except (OSError, RuntimeError) as error:
+                # closed; or out of descriptors, or of threads, which passes
                 self._free.release()
                 if not self._closed.wait(0.1) and not complained:
                     complained = True
@@ -173,13 +196,16 @@ class StateDonor:
         except OSError as error:
             _log.warning("a peer that took state went away: %s", error)
         except RuntimeError as error:
-            _log.error("a peer gets no state from here, for it cannot be read from the device: %s", error)
+            _log.error(
+                "a peer gets no state from here, for it cannot be read from the device: %s", error
+            )
         finally:
             self._free.release()
 
     @contextlib.contextmanager
     def _greeted(self, connection: socket.socket) -> Iterator[socket.socket]:
-        """While open, what the peer's bytes are read from. Raises _Refused for one that does not speak TLS where it has to."""
+        """While open, what the peer's bytes are read from. Raises _Refused for one that does not
+        speak TLS where it has to."""
         if self._tls is None:
             with connection:
                 yield connection
@@ -195,14 +221,17 @@ class StateDonor:
 
     @contextlib.contextmanager
     def _entered(self, connection: socket.socket, nonce: bytes) -> Iterator[_Offer]:
-        """While open, `connection` is served the offer of `nonce`. Waits for it: a receiver may be quicker than the donor.
+        """While open, `connection` is served the offer of `nonce`. Waits for it: a receiver may be
+        quicker than the donor.
 
         Raises:
             _Refused: there is no such offer, or will be none.
         """
 
         def decided() -> bool:
-            unexpected = self._expected is not None and not hmac.compare_digest(self._expected, nonce)
+            unexpected = self._expected is not None and not hmac.compare_digest(
+                self._expected, nonce
+            )
             return self._offers(nonce) is not None or unexpected
 
         with self._changed:
@@ -219,11 +248,16 @@ class StateDonor:
                 self._changed.notify_all()
 
     def _offers(self, nonce: bytes) -> _Offer | None:
-        return self._offer if self._offer is not None and hmac.compare_digest(self._offer.nonce, nonce) else None
+        return (
+            self._offer
+            if self._offer is not None and hmac.compare_digest(self._offer.nonce, nonce)
+            else None
+        )
 
 
 def shut_down(connection: socket.socket) -> None:
-    """Ends what another thread does with the connection. By SSLSocket's own method that thread would go on in plain text."""
+    """Ends what another thread does with the connection. By SSLSocket's own method that thread
+    would go on in plain text."""
     with contextlib.suppress(OSError):  # its peer has closed it
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
@@ -233,7 +267,8 @@ class _Refused(Exception):
 
 
 def _read_request(connection: socket.socket) -> tuple[bytes, int, int]:
-    """(nonce, part, parts). Raises _Refused as soon as it is no request, or when it does not come in time."""
+    """(nonce, part, parts). Raises _Refused as soon as it is no request, or when it does not come
+    in time."""
     deadline = time.monotonic() + _REQUEST_TIMEOUT_S
     try:
         if _receive(connection, len(_MAGIC), deadline) != _MAGIC:
@@ -254,10 +289,12 @@ def take_state(
     keys: Sequence[str] = (),
     guard: Callable[[socket.socket], None] = lambda connection: None,
 ) -> tuple[Any, int]:
-    """Fetches the state that the `donors` (host:port) offer under `nonce`; returns it and its size in bytes. Changes nothing here.
+    """Fetches the state that the `donors` (host:port) offer under `nonce`; returns it and its size
+    in bytes. Changes nothing here.
 
-    `keys`: each donor's (`StateDonor.key`), to speak TLS with it; empty: in plain text. `guard` gets each connection when it is made:
-    whoever shuts it down ends the transfer. `timeout`: until all donors have begun to answer; after that each block has its own.
+    `keys`: each donor's (`StateDonor.key`), to speak TLS with it; empty: in plain text. `guard`
+    gets each connection when it is made: whoever shuts it down ends the transfer. `timeout`: until
+    all donors have begun to answer; after that each block has its own.
 
     Raises:
         UnavailableError: a donor went away, or sends too slowly.
@@ -265,18 +302,38 @@ def take_state(
     """
     failpoint("transfer.before_taking")
     deadline = time.monotonic() + timeout.total_seconds()
-    parts = [_Part(address, nonce, i, len(donors), deadline, guard, key=keys[i] if keys else None) for i, address in enumerate(donors)]
-    with contextlib.ExitStack() as stack, ThreadPoolExecutor(len(parts), thread_name_prefix="shoal-take") as pool:
+    parts = [
+        _Part(address, nonce, i, len(donors), deadline, guard, key=keys[i] if keys else None)
+        for i, address in enumerate(donors)
+    ]
+    with (
+        contextlib.ExitStack() as stack,
+        ThreadPoolExecutor(len(parts), thread_name_prefix="shoal-take") as pool,
+    ):
         stack.callback(lambda: list(map(_Part.close, parts)))
         headers = list(pool.map(_Part.open, parts))
         alike = [number for number, each in enumerate(headers) if each.digest == headers[0].digest]
         if len(alike) < len(parts):
             if len(alike) < sum(each.digest[1] == headers[0].digest[1] for each in headers):
-                _log.error("donors of one state name hold different states (%s); taking the first one's", [h.digest[0] for h in headers])
+                _log.error(
+                    "donors of one state name hold different states (%s); taking the first one's",
+                    [h.digest[0] for h in headers],
+                )
             stack.close()
-            left, donors = timedelta(seconds=max(0.001, deadline - time.monotonic())), [donors[number] for number in alike]
-            return take_state(donors, nonce, timeout=left, keys=[keys[number] for number in alike] if keys else (), guard=guard)
-        staged = {name: torch.empty(shape, dtype=dtype) for name, dtype, shape in headers[0].tensors}
+            left, donors = (
+                timedelta(seconds=max(0.001, deadline - time.monotonic())),
+                [donors[number] for number in alike],
+            )
+            return take_state(
+                donors,
+                nonce,
+                timeout=left,
+                keys=[keys[number] for number in alike] if keys else (),
+                guard=guard,
+            )
+        staged = {
+            name: torch.empty(shape, dtype=dtype) for name, dtype, shape in headers[0].tensors
+        }
         pieces = [bytes_in(t) for t in staged.values()]
         list(pool.map(lambda part: part.read_into(pieces), parts))
     return unflatten(headers[0].structure, staged), sum(piece.nbytes for piece in pieces)
@@ -298,30 +355,51 @@ class _Part:
     ) -> None:
         self._guard = guard
         self._key = key
-        self._address, self._nonce, self._part, self._parts, self._deadline = address, nonce, part, parts, deadline
+        self._address, self._nonce, self._part, self._parts, self._deadline = (
+            address,
+            nonce,
+            part,
+            parts,
+            deadline,
+        )
         self._socket: socket.socket | None = None
 
     def open(self) -> _Header:
         try:
             self._socket = self._connected()
-            self._socket.sendall(_MAGIC + _REQUEST.pack(self._nonce.encode(), self._part, self._parts))
+            self._socket.sendall(
+                _MAGIC + _REQUEST.pack(self._nonce.encode(), self._part, self._parts)
+            )
             (length,) = _U64.unpack(_receive(self._socket, _U64.size, self._deadline))
             if length > _LARGEST_HEADER:
-                raise CorruptDataError(f"donor {self._address} announced a header of {length} bytes; at most {_LARGEST_HEADER} are allowed")
+                raise CorruptDataError(
+                    f"donor {self._address} announced a header of {length} bytes; at most "
+                    f"{_LARGEST_HEADER} are allowed"
+                )
             raw = _receive(self._socket, length, self._deadline)
-            _check(raw, _receive(self._socket, _U64.size, self._deadline), self._address, "its header")
+            _check(
+                raw, _receive(self._socket, _U64.size, self._deadline), self._address, "its header"
+            )
         except OSError as error:
-            raise UnavailableError(f"donor {self._address} went away before it sent its state: {error}", reason="DONOR_LOST") from error
+            raise UnavailableError(
+                f"donor {self._address} went away before it sent its state: {error}",
+                reason="DONOR_LOST",
+            ) from error
         return _Header.parse(raw, self._address)
 
     def _connected(self) -> socket.socket:
-        """Raises UnavailableError where nobody takes the connection; OSError; ssl.SSLError, which is one, for a donor that does not know
-        its key."""
+        """Raises UnavailableError where nobody takes the connection; OSError; ssl.SSLError, which
+        is one, for a donor that does not know its key."""
         host, _, port = self._address.rpartition(":")
         try:
-            connection = socket.create_connection((host.strip("[]"), int(port)), timeout=max(0.001, self._deadline - time.monotonic()))
+            connection = socket.create_connection(
+                (host.strip("[]"), int(port)), timeout=max(0.001, self._deadline - time.monotonic())
+            )
         except OSError as error:
-            why = f"donor {self._address} went away, or cannot be reached from here: {error}; {REACHED_ELSEWHERE}"
+            why = (
+                f"donor {self._address} went away, or cannot be reached from here: {error}; "
+                f"{REACHED_ELSEWHERE}"
+            )
             raise UnavailableError(why, reason="DONOR_LOST") from error
         self._socket = connection
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -344,7 +422,10 @@ class _Part:
                 _receive_into(self._socket, block, deadline)
                 _check(block, _receive(self._socket, _U64.size, deadline), self._address, "a block")
         except OSError as error:
-            raise UnavailableError(f"donor {self._address} went away while it sent its state: {error}", reason="DONOR_LOST") from error
+            raise UnavailableError(
+                f"donor {self._address} went away while it sent its state: {error}",
+                reason="DONOR_LOST",
+            ) from error
 
     def close(self) -> None:
         if self._socket is not None:
@@ -359,34 +440,53 @@ class _Header:
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
     """Name, dtype and shape of each, in the order of their bytes."""
     digest: tuple[str, str]
-    """The state's, and where its tensors lie: a device makes another digest than the host does of equal tensors."""
+    """The state's, and where its tensors lie: a device makes another digest than the host does of
+    equal tensors."""
 
     @classmethod
     def parse(cls, raw: bytes | bytearray, address: str) -> _Header:
         """Raises CorruptDataError when it is none."""
         try:
             header = json.loads(raw)
-            tensors = tuple((str(t["name"]), _DTYPES[t["dtype"]], tuple(t["shape"])) for t in header["tensors"])
+            tensors = tuple(
+                (str(t["name"]), _DTYPES[t["dtype"]], tuple(t["shape"])) for t in header["tensors"]
+            )
             if any(type(n) is not int or n < 0 for _, _, shape in tensors for n in shape):
                 raise ValueError("a shape that is none")
-            return cls(structure=header["structure"], tensors=tensors, digest=(str(header["digest"]), str(header["places"])))
+            return cls(
+                structure=header["structure"],
+                tensors=tensors,
+                digest=(str(header["digest"]), str(header["places"])),
+            )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CorruptDataError(f"what donor {address} sent is no description of a state: {error!r}", reason="STATE_DAMAGED") from error
+            raise CorruptDataError(
+                f"what donor {address} sent is no description of a state: {error!r}",
+                reason="STATE_DAMAGED",
+            ) from error
 
 
 def _encode_header(structure: Any, tensors: dict[str, torch.Tensor]) -> bytes:
-    described = [{"name": n, "dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)} for n, t in tensors.items()]
+    described = [
+        {"name": n, "dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
+        for n, t in tensors.items()
+    ]
     told = f"{digest(structure, tensors, digest_in_place):016x}"
     places = " ".join(t.device.type for t in tensors.values())
-    return json.dumps({"structure": structure, "tensors": described, "digest": told, "places": places}).encode()
+    return json.dumps(
+        {"structure": structure, "tensors": described, "digest": told, "places": places}
+    ).encode()
 
 
 def _send_part(connection: socket.socket, offer: _Offer, part: int, parts: int) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(_U64.pack(len(offer.header)) + offer.header + _digest(offer.header))
-    for device, blocks in itertools.groupby(_blocks(offer.pieces, part, parts), key=lambda block: block.device):
+    for device, blocks in itertools.groupby(
+        _blocks(offer.pieces, part, parts), key=lambda block: block.device
+    ):
         lane = device_reader.lane_of(device)
-        for block in blocks if lane is None else DeviceReader(lane, block_bytes=_BLOCK).blocks(blocks):
+        for block in (
+            blocks if lane is None else DeviceReader(lane, block_bytes=_BLOCK).blocks(blocks)
+        ):
             here = block.numpy().data
             connection.sendall(here)
             connection.sendall(_digest(here))
@@ -406,9 +506,14 @@ def _digest(data: bytes | memoryview) -> bytes:
     return _U64.pack(xxhash.xxh3_64_intdigest(data))
 
 
-def _check(data: bytes | bytearray | memoryview, checksum: bytes | bytearray, address: str, what: str) -> None:
+def _check(
+    data: bytes | bytearray | memoryview, checksum: bytes | bytearray, address: str, what: str
+) -> None:
     if _digest(memoryview(data)) != bytes(checksum):
-        raise CorruptDataError(f"the state that donor {address} sent is damaged: the checksum of {what} is wrong", reason="STATE_DAMAGED")
+        raise CorruptDataError(
+            f"the state that donor {address} sent is damaged: the checksum of {what} is wrong",
+            reason="STATE_DAMAGED",
+        )
 
 
 def _receive(connection: socket.socket, length: int, deadline: float) -> bytearray:
@@ -418,7 +523,8 @@ def _receive(connection: socket.socket, length: int, deadline: float) -> bytearr
 
 
 def _receive_into(connection: socket.socket, target: memoryview, deadline: float) -> None:
-    """Raises OSError when the connection ends, or `deadline` (monotonic) passes, before `target` is full."""
+    """Raises OSError when the connection ends, or `deadline` (monotonic) passes, before `target` is
+    full."""
     while target:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         received = connection.recv_into(target)
@@ -427,15 +533,18 @@ def _receive_into(connection: socket.socket, target: memoryview, deadline: float
         target = target[received:]
 
 
-# ----------------------------------------------------------------------------------------------------------- between the ranks of a group
+# --------------------------------------------------------------------- between the ranks of a group
 #
-# State between the ranks of a group: those that hold it give it, those that lack it take it, and all leave together.
+# State between the ranks of a group: those that hold it give it, those that lack it take it, and
+# all leave together.
 #
-# Giving and taking end with an exchange on the group, so that nobody changes its tensors while another reads them. The donor's own threads
-# serve the bytes (`StateDonor`); all of it runs on the training thread.
+# Giving and taking end with an exchange on the group, so that nobody changes its tensors while
+# another reads them. The donor's own threads serve the bytes (`StateDonor`); all of it runs on the
+# training thread.
 
 MOST_DONORS: Final = 16
-"""That one receiver asks. More fill no link better, and each costs a thread, a connection and the description of the whole state."""
+"""That one receiver asks. More fill no link better, and each costs a thread, a connection and the
+description of the whole state."""
 
 
 class StateExchange:
@@ -451,7 +560,8 @@ class StateExchange:
         self._donor.expect(group.generation.nonce)
 
     def give(self, group: Group, captured: object, *, until: Callable[[], object]) -> None:
-        """Offers `captured` to the group's ranks while `until`, which waits for the receivers, runs.
+        """Offers `captured` to the group's ranks while `until`, which waits for the receivers,
+        runs.
 
         Raises:
             MembershipChanged: the group is over.
@@ -463,7 +573,8 @@ class StateExchange:
         """Fetches the state that the ranks `donors` give. Changes nothing here.
 
         Raises:
-            UnavailableError: a donor went away, or what arrived was damaged: what the peers hold is whole, so ask again.
+            UnavailableError: a donor went away, or what arrived was damaged: what the peers hold is
+                whole, so ask again.
             MembershipChanged: the group is over.
         """
         started = time.monotonic()
@@ -473,20 +584,29 @@ class StateExchange:
         keys = [peer.donor_key for peer in peers] if self._settings.calling_tls is not None else []
         try:
             with group.guarding() as guard:
-                # Aside: where ranks take turns, a donor may need its turn to offer what this one waits for.
+                # Aside: where ranks take turns, a donor may need its turn to offer what this one
+                # waits for.
                 state, size = run_aside(
                     lambda: take_state(
-                        addresses, group.generation.nonce, timeout=self._settings.collective_timeout, keys=keys, guard=guard
+                        addresses,
+                        group.generation.nonce,
+                        timeout=self._settings.collective_timeout,
+                        keys=keys,
+                        guard=guard,
                     ),
                     f"for the state of ranks {list(asked)}",
                 )
         except CorruptDataError as damage:
             raise UnavailableError(str(damage), reason=damage.reason) from damage
         except UnavailableError as lost:
-            whose = ", ".join(f"{peer.donor_address} is rank {peer.rank}'s, on {peer.host}" for peer in peers)
+            whose = ", ".join(
+                f"{peer.donor_address} is rank {peer.rank}'s, on {peer.host}" for peer in peers
+            )
             raise UnavailableError(f"{lost} ({whose})", reason=lost.reason) from lost
         self._metrics.transferred(size, elapsed := time.monotonic() - started)
-        _log.info("took %.1f MB of state from %d donor(s) in %.3f s", size / 1e6, len(asked), elapsed)
+        _log.info(
+            "took %.1f MB of state from %d donor(s) in %.3f s", size / 1e6, len(asked), elapsed
+        )
         return state
 
     def close(self) -> None:
@@ -495,6 +615,7 @@ class StateExchange:
 
 
 def share_of(donors: Sequence[int], *, receiver: int) -> Sequence[int]:
-    """The donors that `receiver` asks: at most MOST_DONORS, other ones for other receivers as long as there are others."""
+    """The donors that `receiver` asks: at most MOST_DONORS, other ones for other receivers as long
+    as there are others."""
     first = receiver * MOST_DONORS % len(donors)
     return (*donors[first:], *donors[:first])[:MOST_DONORS]

@@ -1,8 +1,9 @@
-"""What a group's training thread waits for, and what ranks write down of it for each other, beside their collectives.
+"""What a group's training thread waits for, and what ranks write down of it for each other, beside
+their collectives.
 
-At one place of the run, behind a step or an operation, all ranks whose scripts go the same way wait in the same thing: in the next step, or
-in the next operation. Only an operation in the middle of a step, behind collectives of that, comes after another thing at its place; so it
-is not compared.
+At one place of the run, behind a step or an operation, all ranks whose scripts go the same way wait
+in the same thing: in the next step, or in the next operation. Only an operation in the middle of a
+step, behind collectives of that, comes after another thing at its place; so it is not compared.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from shoal_common.errors import ShoalError
 from shoal_worker.elastic.loader_interface import StepSource
 from shoal_worker.store.redis_store import RedisStore
 
-# --------------------------------------------------------------------------------------------------------------------- what is waited for
+# ------------------------------------------------------------------------------- what is waited for
 
 At = tuple[int, int]
 """Committed steps of the run, and operations between steps since the last one."""
@@ -53,11 +54,12 @@ class Wait(NamedTuple):
 
 
 class Waiting:
-    """Tells what the training thread waits for in one group and its parts. That thread enters and leaves it around each wait; another may
-    look at it."""
+    """Tells what the training thread waits for in one group and its parts. That thread enters and
+    leaves it around each wait; another may look at it."""
 
     def __init__(self, store: RedisStore | None) -> None:
-        """`store`: the group's, under whose prefix the notes are; None: this group has none, and nothing is compared."""
+        """`store`: the group's, under whose prefix the notes are; None: this group has none, and
+        nothing is compared."""
         self.now: Wait | None = None
         """The wait under way, if it can be compared with others'."""
         self.where: Callable[[], Where | None] = lambda: None
@@ -79,8 +81,8 @@ class Waiting:
         self.now = None
 
     def note(self, at: At, text: str, among: str = "") -> str:
-        """Writes down `text` for a place, if no rank has yet. `among`: names the ranks that compare it; empty: all. Returns what is written
-        there. Raises StoreError, ShoalError."""
+        """Writes down `text` for a place, if no rank has yet. `among`: names the ranks that compare
+        it; empty: all. Returns what is written there. Raises StoreError, ShoalError."""
         if self._notes is None:
             return text
         return self._notes.compare_set(f"{at[0]}/{at[1]}/{among}", "", text).decode()
@@ -89,12 +91,14 @@ class Waiting:
         """The group is to end, on all ranks that hear of it, with this error."""
         self._verdict = verdict
         if self._notes is not None:
-            with contextlib.suppress(ShoalError, RuntimeError):  # the store is away: this rank has its error all the same
+            with contextlib.suppress(ShoalError, RuntimeError):
+                # the store is away: this rank has its error all the same
                 self._notes.set(_VERDICT, verdict)
 
     @property
     def verdict(self) -> str | None:
-        """What a rank of the group was condemned for; None: the group ended otherwise. Asks the store, once."""
+        """What a rank of the group was condemned for; None: the group ended otherwise. Asks the
+        store, once."""
         if self._verdict is None and self._notes is not None:
             notes, self._notes = self._notes, None
             with contextlib.suppress(ShoalError, RuntimeError):
@@ -103,9 +107,10 @@ class Waiting:
         return self._verdict
 
 
-# ----------------------------------------------------------------------------------------------------------------------- lines in the log
+# --------------------------------------------------------------------------------- lines in the log
 #
-# A line in the log every ten seconds while a thread waits: for what, for how long, and why it is not there.
+# A line in the log every ten seconds while a thread waits: for what, for how long, and why it is
+# not there.
 
 _log = logging.getLogger(__name__)
 
@@ -116,7 +121,8 @@ class WaitingLines:
     """The lines that one wait writes to the log; belongs to the thread that waits."""
 
     def __init__(self, *, waited_s: float = 0.0, first_in_s: float | None = None) -> None:
-        """The wait began `waited_s` ago; the first line is due in `first_in_s` (None: as the others)."""
+        """The wait began `waited_s` ago; the first line is due in `first_in_s` (None: as the
+        others)."""
         now = time.monotonic()
         self._started = now - waited_s
         self._said = now - EVERY_S + (EVERY_S if first_in_s is None else first_in_s)

@@ -1,4 +1,5 @@
-"""Opens the session of a process: reads the environment, joins the job, and makes sure that the process leaves it when it ends."""
+"""Opens the session of a process: reads the environment, joins the job, and makes sure that the
+process leaves it when it ends."""
 
 from __future__ import annotations
 
@@ -22,9 +23,22 @@ from typing import Any, Final
 
 from shoal_common.allocator import keep_freed_memory
 from shoal_common.clients.coordinator import CoordinatorClient
-from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError, ShoalError, StaleGenerationError, UnavailableError
+from shoal_common.errors import (
+    ConfigurationError,
+    MembershipChanged,
+    PreconditionError,
+    ShoalError,
+    StaleGenerationError,
+    UnavailableError,
+)
 from shoal_common.exit_status import PUT_OUT
-from shoal_common.own_address import ELSEWHERE, OwnAddress, is_loopback, is_unspecified, route_towards
+from shoal_common.own_address import (
+    ELSEWHERE,
+    OwnAddress,
+    is_loopback,
+    is_unspecified,
+    route_towards,
+)
 from shoal_common.process_secrets import take_secrets
 from shoal_common.settings import Address, parse_address
 from shoal_common.tally import TallyWriter
@@ -48,12 +62,13 @@ from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings, check_not_torchrun, error_file, mpi_world_size
 from shoal_worker.torch_internals import in_backward
 
-# ----------------------------------------------------------------------------------------------------------------- this process's session
+# --------------------------------------------------------------------------- this process's session
 #
 # The session of this process, where it has one; `current_session` makes one where it has none.
 #
-# Where ranks are threads of one process (`shoal.launch`), each has a session of its own. It is kept with the rank's world, as what torch
-# keeps per process is: so the threads that a rank starts find it too, and a rank never finds another's, or the process's.
+# Where ranks are threads of one process (`shoal.launch`), each has a session of its own. It is kept
+# with the rank's world, as what torch keeps per process is: so the threads that a rank starts find
+# it too, and a rank never finds another's, or the process's.
 
 _process: list[Session] = []
 
@@ -78,34 +93,46 @@ def set_session(session: Session | None) -> None:
         _process.append(session)
 
 
-# -------------------------------------------------------------------------------------------------------- what is left about an exception
+# ------------------------------------------------------------------ what is left about an exception
 #
-# What a process leaves behind about the exception that ended it, and whether that exception is the cause of anything.
+# What a process leaves behind about the exception that ended it, and whether that exception is the
+# cause of anything.
 #
-# A launcher has to know what a script did from what happened to it: the one would happen again in a replacement, the other not.
+# A launcher has to know what a script did from what happened to it: the one would happen again in a
+# replacement, the other not.
 
-_HAPPENED: Final = ("MEMBER_REPLACED", "LEASE_EXPIRED", "PROCESS_EXITED", "MEMBER_STALLED", UnavailableError.default_reason)
-"""Reasons with which the coordinator ends the membership of a process that lives, and that of a service that cannot be reached."""
+_HAPPENED: Final = (
+    "MEMBER_REPLACED",
+    "LEASE_EXPIRED",
+    "PROCESS_EXITED",
+    "MEMBER_STALLED",
+    UnavailableError.default_reason,
+)
+"""Reasons with which the coordinator ends the membership of a process that lives, and that of a
+service that cannot be reached."""
 
 
 _VERDICTS: Final = ("RANKS_DIVERGED", "REPLICAS_DIVERGED", "SAME_BATCHES")
-"""Reasons that say what the scripts, or the machines, did. They may come out of a failed collective, but the next one would fail alike."""
+"""Reasons that say what the scripts, or the machines, did. They may come out of a failed
+collective, but the next one would fail alike."""
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether this exception, or one that led to it, says that peers or services went away, or that this process was put out."""
+    """Whether this exception, or one that led to it, says that peers or services went away, or that
+    this process was put out."""
     chain = list(_chain(error))
     if any(isinstance(cause, ShoalError) and cause.reason in _VERDICTS for cause in chain):
         return False
     return any(
-        isinstance(cause, MembershipChanged | StaleGenerationError) or (isinstance(cause, ShoalError) and cause.reason in _HAPPENED)
+        isinstance(cause, MembershipChanged | StaleGenerationError)
+        or (isinstance(cause, ShoalError) and cause.reason in _HAPPENED)
         for cause in chain
     )
 
 
 def account_for(error: BaseException, traceback: TracebackType | None) -> None:
-    """Deals with an uncaught exception. One that only tells what happened to others ends the process with PUT_OUT; of any other, an account
-    is left for the launcher.
+    """Deals with an uncaught exception. One that only tells what happened to others ends the
+    process with PUT_OUT; of any other, an account is left for the launcher.
 
     Raises:
         SystemExit: status PUT_OUT.
@@ -116,20 +143,29 @@ def account_for(error: BaseException, traceback: TracebackType | None) -> None:
 
 
 def leave_account(error: BaseException, traceback: TracebackType | None) -> None:
-    """Writes the exception where torchrun's workers do (TORCHELASTIC_ERROR_FILE), in the same form, if a launcher has named a file."""
+    """Writes the exception where torchrun's workers do (TORCHELASTIC_ERROR_FILE), in the same form,
+    if a launcher has named a file."""
     path = error_file()
     if path is None:
         return
     now = time.time()
-    failed_at = [cause.failed_at for cause in _chain(error) if isinstance(cause, ShoalError) and cause.failed_at is not None]
+    failed_at = [
+        cause.failed_at
+        for cause in _chain(error)
+        if isinstance(cause, ShoalError) and cause.failed_at is not None
+    ]
     session = find_session()
     text = "".join(format_exception(type(error), error, traceback))
     extra = {"py_callstack": text, "timestamp": str(int(now))}
     content = {
         "message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra},
-        "shoal": {"rank": session.rank if session is not None else -1, "unix_s": min([now, *failed_at])},
+        "shoal": {
+            "rank": session.rank if session is not None else -1,
+            "unix_s": min([now, *failed_at]),
+        },
     }
-    with contextlib.suppress(OSError):  # a full disk, say: the traceback is on standard error already
+    with contextlib.suppress(OSError):
+        # a full disk, say: the traceback is on standard error already
         path.write_text(json.dumps(content))
 
 
@@ -141,20 +177,23 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- beginning and end
+# -------------------------------------------------------------------------------- beginning and end
 
 _log = logging.getLogger(__name__)
 
 _SAME_SIGNAL: Final = timedelta(seconds=5)
 _UNHEARD: Final = (
-    "{}: this worker does not hear that it is to leave, and is killed at the end of its notice. Set the handler before shoal.init(), "
-    "which calls it after its own, or let it call the one that signal.getsignal(signal.SIGTERM) gave"
+    "{}: this worker does not hear that it is to leave, and is killed at the end of its notice. "
+    "Set the handler before shoal.init(), "
+    "which calls it after its own, or let it call the one that signal.getsignal(signal.SIGTERM) "
+    "gave"
 )
 _LOOPBACK: Final = OwnAddress(told="127.0.0.1", bound="127.0.0.1")
 
 
 def current_session() -> Session:
-    """Returns the session of this process, made by `shoal.init()`; if the script did not call that, it is called now."""
+    """Returns the session of this process, made by `shoal.init()`; if the script did not call that,
+    it is called now."""
     return find_session() or open_session()
 
 
@@ -164,10 +203,12 @@ def current_loader_session() -> LoaderSession:
 
 
 def open_session(settings: WorkerSettings | None = None) -> Session:
-    """Makes the session of this process, from its environment unless `settings` are given, and makes it the current one.
+    """Makes the session of this process, from its environment unless `settings` are given, and
+    makes it the current one.
 
-    With a coordinator: blocks until this member is accepted, and for a fresh job until it has a rank. Without: a rank of MPI's world under
-    `mpiexec`, else a world of one. In a rank of `shoal.launch` that rank, whatever the environment says.
+    With a coordinator: blocks until this member is accepted, and for a fresh job until it has a
+    rank. Without: a rank of MPI's world under `mpiexec`, else a world of one. In a rank of
+    `shoal.launch` that rank, whatever the environment says.
 
     Raises:
         ConfigurationError: the environment contradicts itself.
@@ -179,9 +220,14 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
     settings = settings or WorkerSettings()
     take_secrets()  # what the script starts has no use for them
     if settings.coordinator is not None or mpi_world_size() > 1:
-        keep_freed_memory()  # gradients, and an optimizer's intermediate results, come and go in every step
+        # gradients, and an optimizer's intermediate results, come and go in every step
+        keep_freed_memory()
     if settings.coordinator is None and mpi_world_size() > 1:
-        session = open_fixed(own_seat(settings.collective_timeout), own=_address_outwards(settings), host=settings.host)
+        session = open_fixed(
+            own_seat(settings.collective_timeout),
+            own=_address_outwards(settings),
+            host=settings.host,
+        )
         script = ScriptEnd(in_backward=in_backward)
         script.install()
         atexit.register(_end, session, script)
@@ -197,14 +243,18 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
 
 
 def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetrics) -> Session:
-    """The session of a member of a job. What was opened for it is closed again if it does not become one: the script may try once more."""
-    with contextlib.suppress(ConfigurationError, OSError):  # a script need not have data workers of its own
+    """The session of a member of a job. What was opened for it is closed again if it does not
+    become one: the script may try once more."""
+    with contextlib.suppress(ConfigurationError, OSError):
+        # a script need not have data workers of its own
         keep_socket_paths_short()
     with ExitStack() as undo:
         http = _serve(settings.metrics_listen, metrics)
         if http is not None:
             undo.callback(http.close)
-        own = OwnAddress.find(settings.local_addr, settings.listen_addr, towards=_endpoint(coordinator))
+        own = OwnAddress.find(
+            settings.local_addr, settings.listen_addr, towards=_endpoint(coordinator)
+        )
         donor = StateDonor(own.bound, told=own.told, secure=settings.calling_tls is not None)
         undo.callback(donor.close)
         client = CoordinatorClient(settings.channel(coordinator))
@@ -218,7 +268,9 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
             local_index=settings.local_index,
             donor_address=donor.address,
             donor_key=donor.key,
-            metrics_address=metrics_address(settings.metrics_listen, http.port, own) if http is not None else "",
+            metrics_address=metrics_address(settings.metrics_listen, http.port, own)
+            if http is not None
+            else "",
         )
         membership = Membership(client, identity, settings, host=own.told)
         session = Session(settings, membership, donor, metrics)
@@ -240,18 +292,24 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
 
 
 def _serve(listen: str | None, metrics: WorkerMetrics) -> HttpServer | None:
-    """Serves this worker's metrics if `listen` says where. Training does not fail for want of a port for what people look at."""
+    """Serves this worker's metrics if `listen` says where. Training does not fail for want of a
+    port for what people look at."""
     if listen is None:
         return None
     try:
         return serve_metrics(listen, metrics.registry)
     except ConfigurationError as error:
-        _log.warning("this worker serves no metrics: %s; set SHOAL_METRICS_LISTEN to a free port, or run with --no-metrics", error)
+        _log.warning(
+            "this worker serves no metrics: %s; set SHOAL_METRICS_LISTEN to a free port, or run "
+            "with --no-metrics",
+            error,
+        )
         return None
 
 
 def _tally(settings: WorkerSettings) -> TallyWriter | None:
-    """Where the launcher has asked for it. Training does not fail for want of room for what people look at."""
+    """Where the launcher has asked for it. Training does not fail for want of room for what people
+    look at."""
     if settings.tally_file is None:
         return None
     try:
@@ -262,13 +320,18 @@ def _tally(settings: WorkerSettings) -> TallyWriter | None:
 
 
 def open_fixed(seat: Seat, *, own: OwnAddress = _LOOPBACK, host: str = "") -> Session:
-    """Makes the session of one of the ranks that stay the same to the end, and makes it the current one. Who calls it closes it.
+    """Makes the session of one of the ranks that stay the same to the end, and makes it the current
+    one. Who calls it closes it.
 
     `own`: where this rank's peers reach it; `host`: the machine's name, where ranks run on several.
     """
     timeout_s = seat.timeout.total_seconds()
     settings = WorkerSettings(
-        coordinator=None, local_index=seat.rank, metrics_listen=None, collective_timeout_s=timeout_s, rendezvous_timeout_s=timeout_s
+        coordinator=None,
+        local_index=seat.rank,
+        metrics_listen=None,
+        collective_timeout_s=timeout_s,
+        rendezvous_timeout_s=timeout_s,
     )
     donor = StateDonor(own.bound, told=own.told)
     session = Session(settings, FixedMembership(seat, donor.address, host), donor, WorkerMetrics())
@@ -295,7 +358,8 @@ def _script_end() -> ScriptEnd:
 
 
 def _end_alone(reference: weakref.ref[Session], script: ScriptEnd) -> None:
-    """At the end of a process that is a world of one; does nothing where `shoal.shutdown()` was called."""
+    """At the end of a process that is a world of one; does nothing where `shoal.shutdown()` was
+    called."""
     session = reference()
     if session is None or find_session() is not session:
         return
@@ -329,18 +393,29 @@ class _Exit:
         atexit.register(self._leave)
 
     def _end_without(self, said: str) -> None:
-        """Ends the process, since one of its threads has failed, unless it has left the job: the rest of the script waits for none."""
+        """Ends the process, since one of its threads has failed, unless it has left the job: the
+        rest of the script waits for none."""
         if find_session() is self._session:
-            end_now(PUT_OUT, f"this worker ends with status {PUT_OUT}, for its launcher to start it anew: {said}")
+            end_now(
+                PUT_OUT,
+                f"this worker ends with status {PUT_OUT}, for its launcher to start it anew: "
+                f"{said}",
+            )
 
     def hear_sigterm(self) -> bool:
-        """From now on SIGTERM asks the member to leave, and then calls the handler that the script has set before. False: it does not,
-        since the script ignores the signal, or this is not the main thread."""
+        """From now on SIGTERM asks the member to leave, and then calls the handler that the script
+        has set before. False: it does not, since the script ignores the signal, or this is not the
+        main thread."""
         if threading.current_thread() is not threading.main_thread():
             return False
         before = signal.getsignal(signal.SIGTERM)
         if before is signal.SIG_IGN or before is None:
-            _log.warning("%s", _UNHEARD.format("the script ignores SIGTERM, or has a handler that is not Python's"))
+            _log.warning(
+                "%s",
+                _UNHEARD.format(
+                    "the script ignores SIGTERM, or has a handler that is not Python's"
+                ),
+            )
             return False
         self._before = before if callable(before) else None
         signal.signal(signal.SIGTERM, self._handler)
@@ -348,17 +423,30 @@ class _Exit:
         return True
 
     def check_sigterm(self) -> None:
-        """Warns once that the script has put a handler of its own in the place of this one. Called before each step."""
+        """Warns once that the script has put a handler of its own in the place of this one. Called
+        before each step."""
         if self._hears and (now := signal.getsignal(signal.SIGTERM)) is not self._handler:
             self._hears = False
-            _log.warning("%s", _UNHEARD.format(f"the script has set a SIGTERM handler ({getattr(now, '__qualname__', now)}) after init()"))
+            _log.warning(
+                "%s",
+                _UNHEARD.format(
+                    f"the script has set a SIGTERM handler ({getattr(now, '__qualname__', now)}) "
+                    "after init()"
+                ),
+            )
 
     def _leave(self) -> None:
         if find_session() is self._session:
             set_session(None)
         link = self._membership.link
         stopped = self._session.membership is not None and link.stopped is not None
-        self._session.close(failed=str(link.put_out) if link.put_out else None if stopped else self._script.failure())
+        self._session.close(
+            failed=str(link.put_out)
+            if link.put_out
+            else None
+            if stopped
+            else self._script.failure()
+        )
         if self._http is not None:
             self._http.close()
         if not native_threads.wait(timedelta(seconds=5)):
@@ -366,27 +454,35 @@ class _Exit:
         self._end_if_put_out()
         missed = self._session.missed
         if missed is not None and self._script.failure() is None:
-            leave_account(PreconditionError(missed), None)  # the launcher says why the run has failed
+            # the launcher says why the run has failed
+            leave_account(PreconditionError(missed), None)
             end_now(1, f"this worker fails: {missed}")
 
-    def _note_uncaught(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-        """That the coordinator has put this member out is no error of the script, so there is no traceback: `_leave` says it."""
+    def _note_uncaught(
+        self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None
+    ) -> None:
+        """That the coordinator has put this member out is no error of the script, so there is no
+        traceback: `_leave` says it."""
         if not (isinstance(value, ShoalError) and self._membership.link.put_out is not None):
             self._excepthook(kind, value, traceback)
 
     def _end_if_put_out(self) -> None:
-        """Ends the process with a status of its own, however its script ended: what it holds is not what the run came to."""
+        """Ends the process with a status of its own, however its script ended: what it holds is not
+        what the run came to."""
         refused = self._membership.link.put_out
         if refused is None:
             return
         job = self._membership.link.identity.job_id
         end_now(
-            PUT_OUT, f"this worker was put out of job {job!r} and ends with status {PUT_OUT}, for its launcher to start it anew: {refused}"
+            PUT_OUT,
+            f"this worker was put out of job {job!r} and ends with status {PUT_OUT}, for its "
+            f"launcher to start it anew: {refused}",
         )
 
     def _drain(self, number: int, _frame: FrameType | None) -> None:
-        """The first SIGTERM asks the member to leave. Another ends the process at once, but not one that comes right after it: a batch
-        system tells the workers, and their launcher tells them as well."""
+        """The first SIGTERM asks the member to leave. Another ends the process at once, but not one
+        that comes right after it: a batch system tells the workers, and their launcher tells them
+        as well."""
         now = time.monotonic()
         if self._asked_at is None:
             self._asked_at = now
@@ -399,13 +495,17 @@ class _Exit:
 
 
 def _address_outwards(settings: WorkerSettings) -> OwnAddress:
-    """Where other machines reach this one, which knows no coordinator; the loopback's where none does."""
-    towards = next((each for each in ELSEWHERE if route_towards(*each) is not None), ("127.0.0.1", 9))
+    """Where other machines reach this one, which knows no coordinator; the loopback's where none
+    does."""
+    towards = next(
+        (each for each in ELSEWHERE if route_towards(*each) is not None), ("127.0.0.1", 9)
+    )
     return OwnAddress.find(settings.local_addr, settings.listen_addr, towards=towards)
 
 
 def _endpoint(coordinator: str) -> tuple[str, int]:
-    """Raises ConfigurationError where it is no host:port of a host that this machine can resolve and reach."""
+    """Raises ConfigurationError where it is no host:port of a host that this machine can resolve
+    and reach."""
     try:
         endpoint = parse_address(coordinator)
     except ConfigurationError as error:
@@ -414,14 +514,15 @@ def _endpoint(coordinator: str) -> tuple[str, int]:
 
 
 def metrics_address(listen: str | None, port: int, own: OwnAddress) -> str:
-    """What Prometheus is told, given where metrics are served; empty: it could not reach them there."""
+    """What Prometheus is told, given where metrics are served; empty: it could not reach them
+    there."""
     host = (listen or "").rpartition(":")[0].strip("[]")
     if is_unspecified(host):
         return str(Address(own.told, port))
     if Address(host, port).is_loopback and not is_loopback(own.told):
         _log.info(
-            "metrics of this worker are served at %s alone, where other machines do not reach them, and are not told to Prometheus; set "
-            "SHOAL_METRICS_LISTEN=0.0.0.0:0",
+            "metrics of this worker are served at %s alone, where other machines do not reach "
+            "them, and are not told to Prometheus; set SHOAL_METRICS_LISTEN=0.0.0.0:0",
             Address(host, port),
         )
         return ""

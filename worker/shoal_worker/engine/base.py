@@ -1,12 +1,14 @@
-"""What an engine is: how a strategy's model is trained and kept, below the public `ShardedModel` and `ShardedOptimizer`.
+"""What an engine is: how a strategy's model is trained and kept, below the public `ShardedModel`
+and `ShardedOptimizer`.
 
-There are four: `replicated/engine.py` (every rank holds the whole), `sharding/engine.py` (tensors are cut over the ranks),
-`mesh/engine.py` (layers and stages lie on different ranks) and `asynchronous/engine.py` (values come from parameter servers). A strategy
-declares which one, and with what (`strategies/declaration.py`).
+There are four: `replicated/engine.py` (every rank holds the whole), `sharding/engine.py` (tensors
+are cut over the ranks), `mesh/engine.py` (layers and stages lie on different ranks) and
+`asynchronous/engine.py` (values come from parameter servers). A strategy declares which one, and
+with what (`strategies/declaration.py`).
 
-An engine stands between three: the model and the optimizer that users hold, which hand their calls on to it, and the session, whose
-`TrainingEngine` it is. All of it runs on the training thread; hooks of a backward pass run on torch's thread for it, while the training
-thread waits.
+An engine stands between three: the model and the optimizer that users hold, which hand their calls
+on to it, and the session, whose `TrainingEngine` it is. All of it runs on the training thread;
+hooks of a backward pass run on torch's thread for it, while the training thread waits.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.buffers import give_memory, kept_buffers
 from shoal_worker.engine.extremes import find_extremes
 from shoal_worker.engine.hidden_parameters import blank_copies, inside, want_gradients
-from shoal_worker.engine.module_state import ModuleState, check_model_fits, check_state_can_travel, load_captured
+from shoal_worker.engine.module_state import (
+    ModuleState,
+    check_model_fits,
+    check_state_can_travel,
+    load_captured,
+)
 from shoal_worker.engine.optimizer_state import load_optimizer, strided_like
 from shoal_worker.engine.parameters import agreed, named_values
 from shoal_worker.engine.passes import Loss, call_module
@@ -41,7 +48,7 @@ from shoal_worker.state.fits import check_fits
 from shoal_worker.state.tree import StatePart, flatten
 from shoal_worker.torch_internals import _BatchNorm
 
-# ----------------------------------------------------------------------------------------------------------------------------- the engine
+# --------------------------------------------------------------------------------------- the engine
 
 T = TypeVar("T")
 
@@ -50,8 +57,9 @@ T = TypeVar("T")
 class Setup:
     """What an engine is made from.
 
-    Three things can be called: `module` by itself computes and does no more; `call` is the same, as torch.compile made it, and what
-    `Engine.forward` calls; `model` goes through `Engine.forward`, and is what `Engine.train_step` calls.
+    Three things can be called: `module` by itself computes and does no more; `call` is the same, as
+    torch.compile made it, and what `Engine.forward` calls; `model` goes through `Engine.forward`,
+    and is what `Engine.train_step` calls.
     """
 
     strategy: str
@@ -61,7 +69,8 @@ class Setup:
     call: Callable[..., Any]
     """The module's forward pass: what torch.compile made of it, where it did."""
     model: Callable[..., Any]
-    """The `ShardedModel`, to be called as the user calls it, with the hooks that the user put on it."""
+    """The `ShardedModel`, to be called as the user calls it, with the hooks that the user put on
+    it."""
     show: Callable[[nn.Module], None]
     """Makes another module the one that `ShardedModel.module` is."""
     session: StrategySession
@@ -70,7 +79,8 @@ class Setup:
     options: Mapping[str, Any]
     """The strategy's own keyword arguments of `as_distributed`."""
     several: bool = False
-    """The model is one of several: passes of others go through it, also while the script has frozen it, and leave gradients here."""
+    """The model is one of several: passes of others go through it, also while the script has frozen
+    it, and leave gradients here."""
 
 
 def _normalizes_batches(layer: nn.Module) -> bool:
@@ -79,12 +89,14 @@ def _normalizes_batches(layer: nn.Module) -> bool:
 
 
 class Engine(abc.ABC):
-    """One model and its optimizer in training. Where nothing else is said, this rank holds the whole of both."""
+    """One model and its optimizer in training. Where nothing else is said, this rank holds the
+    whole of both."""
 
     asynchronous: ClassVar[bool] = False
     """See `TrainingEngine`."""
     keeps_parameters_whole: ClassVar[bool] = False
-    """The module's own `state_dict()` finds the parameters' newest values between steps, as torch's does."""
+    """The module's own `state_dict()` finds the parameters' newest values between steps, as torch's
+    does."""
 
     def __init__(self, setup: Setup) -> None:
         """Lays the module out over the ranks.
@@ -110,7 +122,7 @@ class Engine(abc.ABC):
         self._session = setup.session
         self._options = setup.options
 
-    # ------------------------------------------------------------------------------------ for ShardedModel: passes and gradients
+    # ------------------------------------------------------- for ShardedModel: passes and gradients
 
     @abc.abstractmethod
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -127,7 +139,11 @@ class Engine(abc.ABC):
         def call(*args: Any, **kwargs: Any) -> Any:
             self._entry = self._as_forward(name)
             try:
-                return self.forward_frozen(*args, **kwargs) if frozen else self.forward(*args, **kwargs)
+                return (
+                    self.forward_frozen(*args, **kwargs)
+                    if frozen
+                    else self.forward(*args, **kwargs)
+                )
             finally:
                 self._entry = None
 
@@ -159,7 +175,9 @@ class Engine(abc.ABC):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """See `ShardedModel.generate`."""
-        self.check_values_here("generate()", "model.clone().generate(...) generates with a copy of the whole model")
+        self.check_values_here(
+            "generate()", "model.clone().generate(...) generates with a copy of the whole model"
+        )
         module: Any = self.module
         return module.generate(*args, **kwargs)
 
@@ -172,7 +190,8 @@ class Engine(abc.ABC):
         """See `ShardedModel.synchronize_gradients`."""
 
     def zero_grad(self, clear: Callable[[], None]) -> None:
-        """Clears the gradients of the step in progress. `clear`: torch's own way, for gradients that are where torch looks for them."""
+        """Clears the gradients of the step in progress. `clear`: torch's own way, for gradients
+        that are where torch looks for them."""
         clear()
 
     def get_gradients(self) -> dict[str, torch.Tensor]:
@@ -184,26 +203,33 @@ class Engine(abc.ABC):
         parameters = dict(self.module.named_parameters())
         for name, gradient in gradients.items():
             if name not in parameters:
-                raise ConfigurationError(f"set_gradients: the model has no parameter {name!r}; it has {sorted(parameters)[:5]} ...")
+                raise ConfigurationError(
+                    f"set_gradients: the model has no parameter {name!r}; it has "
+                    f"{sorted(parameters)[:5]} ..."
+                )
             if gradient.shape != parameters[name].shape:
                 raise ConfigurationError(
                     f"set_gradients: the gradient of {name!r} has shape {tuple(gradient.shape)}, "
                     f"the parameter {tuple(parameters[name].shape)}"
                 )
         for name, gradient in gradients.items():
-            parameters[name].grad = strided_like(gradient.to(parameters[name].dtype), parameters[name])
+            parameters[name].grad = strided_like(
+                gradient.to(parameters[name].dtype), parameters[name]
+            )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """See `ShardedModel.clip_grad_norm_`."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
 
-    # ------------------------------------------------------------------------------------------------- for ShardedModel: values
+    # --------------------------------------------------------------------- for ShardedModel: values
 
     def check_values_here(self, call: str, instead: str) -> None:
-        """Raises PreconditionError where this rank has not all values of the module. `call`, `instead`: for the error."""
+        """Raises PreconditionError where this rank has not all values of the module. `call`,
+        `instead`: for the error."""
 
     def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """Whether torch is to apply `fn` (a conversion: `to`, `half`, `cuda` and the like) to the module's tensors.
+        """Whether torch is to apply `fn` (a conversion: `to`, `half`, `cuda` and the like) to the
+        module's tensors.
 
         Raises:
             PreconditionError: it would put them elsewhere than where the ranks' shards are.
@@ -216,10 +242,15 @@ class Engine(abc.ABC):
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """See `ShardedModel.full_state_dict`."""
-        return {} if rank0_only and self._session.rank != 0 else copy.deepcopy(self.module.state_dict())
+        return (
+            {}
+            if rank0_only and self._session.rank != 0
+            else copy.deepcopy(self.module.state_dict())
+        )
 
     def _whole_state(self) -> Mapping[str, Any]:
-        """Copies of all of the module's state, with the parameters that its own `state_dict()` leaves out."""
+        """Copies of all of the module's state, with the parameters that its own `state_dict()`
+        leaves out."""
         return copy.deepcopy(ModuleState(self.module).captured())
 
     @property
@@ -240,11 +271,14 @@ class Engine(abc.ABC):
         """See `ShardedModel.with_parameters`."""
         own = dict(self.module.named_parameters())
         with torch.no_grad():
-            for name, value in self.agreed("with_parameters", lambda: named_values(parameters, own)).items():
+            for name, value in self.agreed(
+                "with_parameters", lambda: named_values(parameters, own)
+            ).items():
                 own[name].copy_(value)
 
     def agreed(self, kind: str, read: Callable[[], T]) -> T:
-        """What `read` gives, once all ranks that train this model have been given the same (`parameters.agreed`). A clone's is its own."""
+        """What `read` gives, once all ranks that train this model have been given the same
+        (`parameters.agreed`). A clone's is its own."""
         return agreed(self._session, kind, read) if self.is_trained else read()
 
     @property
@@ -253,7 +287,8 @@ class Engine(abc.ABC):
         return self._session.trains(self)
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """A copy of the whole module as it is now. `remake`: makes a `ShardedModel` of the same strategy from a module."""
+        """A copy of the whole module as it is now. `remake`: makes a `ShardedModel` of the same
+        strategy from a module."""
         state = self._whole_state()
         copied = copy.deepcopy(self.module, blank_copies(self.module))
         for key, tensor in ModuleState(copied).tensors.items():
@@ -261,40 +296,49 @@ class Engine(abc.ABC):
         return copied
 
     def layout(self) -> dict[str, Any]:
-        """What there is to tell of how it lies over the ranks, for `ShardedModel.get_model_metadata`; JSON-able."""
+        """What there is to tell of how it lies over the ranks, for
+        `ShardedModel.get_model_metadata`; JSON-able."""
         return {}
 
     def whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
         """The module's parameters, with the shapes that they have when they are whole."""
         return [(p, p.shape) for p in self.module.parameters()]
 
-    # ------------------------------------------------------------------------------------------------------ for ShardedOptimizer
+    # ------------------------------------------------------------------------- for ShardedOptimizer
 
     updates_parts = False
-    """The optimizer of this process updates parts of the parameters, or none: step hooks would not see what they see in one process."""
-    replaces_parameters = False  # other objects take their places in the module when the ranks are divided
+    """The optimizer of this process updates parts of the parameters, or none: step hooks would not
+    see what they see in one process."""
+    # other objects take their places in the module when the ranks are divided
+    replaces_parameters = False
     passes_with = ""  # all ranks go through the passes together
 
     def groups_are_read(self) -> None:
-        """Somebody is about to look at the optimizer's parameter groups: a scheduler, a GradScaler, the user."""
+        """Somebody is about to look at the optimizer's parameter groups: a scheduler, a GradScaler,
+        the user."""
 
-    def finish_step(self, update: Callable[[], None], *, scaled: bool, inspected: bool) -> StepStatus:
+    def finish_step(
+        self, update: Callable[[], None], *, scaled: bool, inspected: bool
+    ) -> StepStatus:
         """Ends the step.
 
         Args:
-            update: what is to be done if the step counts, called in `apply`. It is `ShardedOptimizer`'s, and calls this engine in turn: it
-                undoes a GradScaler's scale by `scale_gradients`, and then calls `step_optimizer`.
+            update: what is to be done if the step counts, called in `apply`. It is
+                `ShardedOptimizer`'s, and calls this engine in turn: it undoes a GradScaler's scale
+                by `scale_gradients`, and then calls `step_optimizer`.
             scaled: a GradScaler has left its scale, for gradients that are not unscaled yet.
             inspected: a GradScaler has looked for infinities.
         """
         return self._session.finish_step(lambda: self.apply(update))
 
     def apply(self, update: Callable[[], None]) -> None:
-        """Every rank's part of the step is in: calls `update`, with this rank's gradients where the optimizer finds them."""
+        """Every rank's part of the step is in: calls `update`, with this rank's gradients where the
+        optimizer finds them."""
         update()
 
     def step_optimizer(self, *, usable: bool) -> None:
-        """The user's optimizer's own step. Gradients that are not `usable` change nothing, though the step counts."""
+        """The user's optimizer's own step. Gradients that are not `usable` change nothing, though
+        the step counts."""
         assert self.optimizer is not None
         if usable:
             self.optimizer.step()
@@ -302,27 +346,33 @@ class Engine(abc.ABC):
             self.skip()
 
     def note_scaler(self, name: str) -> None:
-        """The registered GradScaler of that name has stepped the optimizer in a step that counts; empty: none has."""
+        """The registered GradScaler of that name has stepped the optimizer in a step that counts;
+        empty: none has."""
 
     def skip(self) -> None:
         """The step counts, but a GradScaler found its gradients unusable, on all ranks alike."""
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
-        """Calls `apply`, in a step of several models that is not known to count. Returns what `exchange_update` puts back."""
+        """Calls `apply`, in a step of several models that is not known to count. Returns what
+        `exchange_update` puts back."""
         assert self.optimizer is not None
         update = TentativeUpdate(self.optimizer)
         apply()
         return update
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """Puts back what there was before the last update; or, if that was done, what there was after it."""
+        """Puts back what there was before the last update; or, if that was done, what there was
+        after it."""
         update.exchange()
 
     def freeze(self) -> Callable[[], None]:
-        """Behind its own update in a step of several models: until the returned call gradients go through the module to others, and come to
-        none of its parameters; its buffers are then what they are now."""
+        """Behind its own update in a step of several models: until the returned call gradients go
+        through the module to others, and come to none of its parameters; its buffers are then what
+        they are now."""
         with inside():
-            trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+            trained = [
+                parameter for parameter in self.module.parameters() if parameter.requires_grad
+            ]
         want_gradients(trained, False)
         put_back = kept_buffers(self.module)
 
@@ -333,24 +383,33 @@ class Engine(abc.ABC):
         return thaw
 
     def divide_alike(self, several: Sequence[Engine]) -> None:
-        """It is one of several models, whose engines these are, and all are attached: what is cut over the ranks is cut alike."""
+        """It is one of several models, whose engines these are, and all are attached: what is cut
+        over the ranks is cut alike."""
 
     def fetch_put_back(self) -> None:
-        """Updates of the step in progress were put back, on all ranks alike: values that every rank holds and only their owner updates are
-        fetched from there again. A collective, whose failure marks the step lost."""
+        """Updates of the step in progress were put back, on all ranks alike: values that every rank
+        holds and only their owner updates are fetched from there again. A collective, whose failure
+        marks the step lost."""
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass where none of its parameters is to get a gradient: nothing will be reduced."""
+        """The module's forward pass where none of its parameters is to get a gradient: nothing will
+        be reduced."""
         return self._compute(*args, **kwargs)
 
     def has_gradients(self) -> bool:
         """A backward pass of the step in progress has left some that are not zero."""
-        gradients = (parameter.grad for parameter in self.module.parameters() if parameter.grad is not None)
-        return any(bool((gradient._values() if gradient.is_sparse else gradient).count_nonzero()) for gradient in gradients)
+        gradients = (
+            parameter.grad for parameter in self.module.parameters() if parameter.grad is not None
+        )
+        return any(
+            bool((gradient._values() if gradient.is_sparse else gradient).count_nonzero())
+            for gradient in gradients
+        )
 
     @property
     def changing_buffers(self) -> bool:
-        """The module has buffers that the ranks must agree on. Asked where several models are trained."""
+        """The module has buffers that the ranks must agree on. Asked where several models are
+        trained."""
         return False
 
     def scale_gradients(self, scale: float) -> None:
@@ -378,17 +437,23 @@ class Engine(abc.ABC):
         load_optimizer(self.optimizer, state, exact=False)
 
     def _check_optimizer_fits(self, state: Mapping[str, Any]) -> None:
-        """Raises CorruptDataError unless this is a state of this optimizer, over whole parameters."""
+        """Raises CorruptDataError unless this is a state of this optimizer, over whole
+        parameters."""
         assert self.optimizer is not None
-        check_fits(state, self.optimizer, [[p.shape for p in group["params"]] for group in self.optimizer.param_groups])
+        check_fits(
+            state,
+            self.optimizer,
+            [[p.shape for p in group["params"]] for group in self.optimizer.param_groups],
+        )
 
     def synchronize_parameters(self) -> None:
         """Brings the ranks' parameters together. They agree after every step: nothing to do."""
 
     def synchronize_optimizer_state(self) -> None:
-        """Brings the ranks' optimizer states together. Each is right after every step: nothing to do."""
+        """Brings the ranks' optimizer states together. Each is right after every step: nothing to
+        do."""
 
-    # ------------------------------------------------------------------------------------- for the session: see `TrainingEngine` for each
+    # ----------------------------------------------- for the session: see `TrainingEngine` for each
 
     @property
     def models(self) -> int:
@@ -483,7 +548,9 @@ class Engine(abc.ABC):
                     self._check_can_travel(key, value)
                 except ConfigurationError as error:
                     raise ConfigurationError(
-                        f"{type(self.optimizer).__name__} keeps {key!r} of parameter {name!r}: {error}", reason="STATE_UNSUPPORTED"
+                        f"{type(self.optimizer).__name__} keeps {key!r} of parameter {name!r}: "
+                        f"{error}",
+                        reason="STATE_UNSUPPORTED",
                     ) from error
 
     def _optimized(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -528,11 +595,19 @@ class Engine(abc.ABC):
         """Every rank holds all of it, or has no peer that could."""
 
     def lease_batches(
-        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+        self,
+        *,
+        loader: str,
+        epoch: int,
+        batches_in_epoch: int,
+        finished: Sequence[int],
+        want: int,
+        at_hand: int | None = None,
     ) -> Leases:
         """Refused: a step is all ranks'."""
         raise ConfigurationError(
-            f"loader {loader!r}: batch_size= leases batches for async_sgd; with strategy={self.strategy!r} give global_batch_size="
+            f"loader {loader!r}: batch_size= leases batches for async_sgd; with "
+            f"strategy={self.strategy!r} give global_batch_size="
         )
 
     @abc.abstractmethod

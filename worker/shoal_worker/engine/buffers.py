@@ -1,17 +1,21 @@
 """A module's buffers, and what they were when the last step was committed.
 
-A step changes buffers already in its forward pass. If it is lost they are put back; if it is committed all ranks must hold the same. So the
-ranks add up by how much each floating-point buffer changed, weighted, and go on from the committed value: one that no rank changed keeps
-its bits. What a script changes behind that sum, in the same step, stays as this rank's script made it, as what it changes between two
-steps does.
+A step changes buffers already in its forward pass. If it is lost they are put back; if it is
+committed all ranks must hold the same. So the ranks add up by how much each floating-point buffer
+changed, weighted, and go on from the committed value: one that no rank changed keeps its bits. What
+a script changes behind that sum, in the same step, stays as this rank's script made it, as what it
+changes between two steps does.
 
-Counters are int64, and stay exact: their changes are summed in float64, and one that is too large for that is refused. On a device
-that is found out without waiting for it, a step later. A count of steps changes alike on all ranks, and once; other changes are summed.
+Counters are int64, and stay exact: their changes are summed in float64, and one that is too large
+for that is refused. On a device that is found out without waiting for it, a step later. A count of
+steps changes alike on all ranks, and once; other changes are summed.
 
-Minima and maxima are in `extremes.py`. All else that the state has (bool, other integers, complex numbers, what is infinite in part) must
-be changed alike on all ranks: a digest of it rides in the control word.
+Minima and maxima are in `extremes.py`. All else that the state has (bool, other integers, complex
+numbers, what is infinite in part) must be changed alike on all ranks: a digest of it rides in the
+control word.
 
-Buffers are found by where they hang, each time anew: modules also assign new tensors (`self.average = 0.9 * self.average + ...`).
+Buffers are found by where they hang, each time anew: modules also assign new tensors
+(`self.average = 0.9 * self.average + ...`).
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ from shoal_worker.engine.pass_writes import same
 from shoal_worker.state.digest import digest_of
 
 _ROWS: Final = 5
-"""Numbers that are sent of a counter's change: itself, its remainder, the square of that, whether it is the number of samples; and itself
-once more, without a weight."""
+"""Numbers that are sent of a counter's change: itself, its remainder, the square of that, whether
+it is the number of samples; and itself once more, without a weight."""
 _MODULUS: Final = 4093
 """A prime: numbers that differ by a multiple of it count as equal."""
 _TOLERANCE: Final = 1e-5
@@ -42,7 +46,8 @@ _LARGEST_CHANGE: Final = 2.0**40
 
 
 class CommittedBuffers:
-    """Owned by the training thread. Flat tensors hold the floating-point buffers first, then the counters."""
+    """Owned by the training thread. Flat tensors hold the floating-point buffers first, then the
+    counters."""
 
     def __init__(self, module: nn.Module, kinds: Mapping[str, Kind] | None = None) -> None:
         """`kinds`: what `find_extremes` found at `as_distributed`."""
@@ -59,7 +64,9 @@ class CommittedBuffers:
         """Counters of the state."""
         self._exact: list[tuple[str, nn.Module, str]] = []
         """Buffers of the state that have neither a mean nor a sum."""
-        self._owners = [(prefix, owner, frozenset(owner._buffers)) for prefix, owner in module.named_modules()]
+        self._owners = [
+            (prefix, owner, frozenset(owner._buffers)) for prefix, owner in module.named_modules()
+        ]
         """All modules, and the names of the buffers that each had."""
         self._unset: list[tuple[str, nn.Module, str]] = []
         """Buffers of the state that are None."""
@@ -68,10 +75,14 @@ class CommittedBuffers:
             for name, buffer in owner._buffers.items():
                 if buffer is None and name not in owner._non_persistent_buffers_set:
                     self._unset.append((f"{prefix}.{name}" if prefix else name, owner, name))
-                if buffer is None or buffer.is_meta or id(buffer) in seen:  # on the meta device: not of this rank's part
+                if buffer is None or buffer.is_meta or id(buffer) in seen:
+                    # on the meta device: not of this rank's part
                     continue
                 seen.add(id(buffer))
-                saved, place = id(buffer) in persistent, (f"{prefix}.{name}" if prefix else name, owner, name)
+                saved, place = (
+                    id(buffer) in persistent,
+                    (f"{prefix}.{name}" if prefix else name, owner, name),
+                )
                 if saved and (place[0] in kinds or follows_extremes(owner, name)):
                     (extremes if place[0] in kinds else followed).append(place)
                     followers.extend([owner] if follows_extremes(owner, name) else [])
@@ -82,20 +93,24 @@ class CommittedBuffers:
                     statistics.append(place)
                 elif saved:
                     (self._counted if buffer.dtype == torch.int64 else self._exact).append(place)
-                (floats if statistic else counters if buffer.dtype == torch.int64 else others).append((owner, name))
+                (
+                    floats if statistic else counters if buffer.dtype == torch.int64 else others
+                ).append((owner, name))
         self.extremes = Extremes(extremes, kinds, followers)
         """Those that hold minima and maxima."""
         self._saved = [*statistics, *self._counted, *self._exact, *extremes, *followed]
         """All that the state has of them."""
         self._noted: list[tuple[torch.Tensor | None, int]] = []
-        """Those, and torch's count of changes to each, as the last step was committed; empty: none was."""
+        """Those, and torch's count of changes to each, as the last step was committed; empty: none
+        was."""
         self._between: dict[str, int] = {}
         """Digests of those that were written since, as the step began, by name."""
         self.between = 0
-        """Digest of what was written since the last step was committed; 0: nothing. A lost step does
-        not change it."""
+        """Digest of what was written since the last step was committed; 0: nothing. A lost step
+        does not change it."""
         self._infinite = [each for each in statistics if _has_infinite(each[1]._buffers[each[2]])]
-        """Floating-point ones that have infinite elements as committed: they began so, and may be finite once and for all."""
+        """Floating-point ones that have infinite elements as committed: they began so, and may be
+        finite once and for all."""
         self._marks: list[tuple[torch.Tensor | None, int]] = []
         """The exact ones as committed, and torch's count of changes to each."""
         self._within: int | None = None
@@ -109,29 +124,41 @@ class CommittedBuffers:
         self._base: tuple[torch.Tensor, torch.Tensor] | None = None
         """Statistics and counters as committed, flat, once they were asked for."""
         self._taken: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Statistics and counters, flat, as they were when their changes were taken; None: as committed."""
+        """Statistics and counters, flat, as they were when their changes were taken; None: as
+        committed."""
         self._seen: list[tuple[torch.Tensor | None, int]] = []
         """The tensors that they were then, and torch's count of changes to each in place."""
         self._largest: list[tuple[torch.Tensor, torch.Event]] = []
-        """Largest changes of counters, on their way from a device; each is here when its event has happened."""
+        """Largest changes of counters, on their way from a device; each is here when its event has
+        happened."""
         self.commit()
 
     @property
     def size(self) -> int:
         """Numbers in what `changes` returns; 0: there are no statistics and no counters."""
-        return sum(self._sizes[self._floats]) + _ROWS * sum(self._sizes[self._counters]) + 1 if self._sizes else 0
+        return (
+            sum(self._sizes[self._floats]) + _ROWS * sum(self._sizes[self._counters]) + 1
+            if self._sizes
+            else 0
+        )
 
     @property
     def dtype(self) -> torch.dtype:
         """What their changes are to be added up in."""
-        wide = any(buffer.dtype in (torch.float64, torch.int64) for buffer in self._committed[: self._counters.stop])
+        wide = any(
+            buffer.dtype in (torch.float64, torch.int64)
+            for buffer in self._committed[: self._counters.stop]
+        )
         return torch.float64 if wide else torch.float32
 
     def step_begins(self) -> None:
-        """What they are now is what the step begins from, also what a script has set since the last one."""
+        """What they are now is what the step begins from, also what a script has set since the last
+        one."""
         if self._noted:
             pairs = zip(self._saved, self._noted, _sight(self._saved), strict=True)
-            touched = [place for place, then, now in pairs if then[0] is not now[0] or then[1] != now[1]]
+            touched = [
+                place for place, then, now in pairs if then[0] is not now[0] or then[1] != now[1]
+            ]
             for path, owner, name in touched:
                 buffer = owner._buffers.get(name)
                 if buffer is not None and self._is_other(owner, name):
@@ -157,7 +184,11 @@ class CommittedBuffers:
 
     def counters(self) -> dict[str, torch.Tensor]:
         """Returns the counters that the state has, by name."""
-        return {path: buffer for path, owner, name in self._counted if (buffer := owner._buffers.get(name)) is not None}
+        return {
+            path: buffer
+            for path, owner, name in self._counted
+            if (buffer := owner._buffers.get(name)) is not None
+        }
 
     def digest_of_alike(self) -> int:
         """Returns a digest of those that must be alike on all ranks, as they are now."""
@@ -179,7 +210,10 @@ class CommittedBuffers:
 
     def begun_from(self) -> dict[str, torch.Tensor]:
         """Values that the step began from, of those that the state has, by name."""
-        return {repr(path): self._committed[self._places.index((owner, name))] for path, owner, name in self._saved}
+        return {
+            repr(path): self._committed[self._places.index((owner, name))]
+            for path, owner, name in self._saved
+        }
 
     def commit(self) -> None:
         """What they are now is the committed state."""
@@ -196,7 +230,9 @@ class CommittedBuffers:
             self._shapes = [buffer.shape for buffer in self._committed[: self._counters.stop]]
         self._marks = _sight(self._exact)
         if self._infinite:
-            self._infinite = [each for each in self._infinite if _has_infinite(each[1]._buffers.get(each[2]))]
+            self._infinite = [
+                each for each in self._infinite if _has_infinite(each[1]._buffers.get(each[2]))
+            ]
 
     def put_back(self) -> None:
         """What they were when the last step was committed."""
@@ -205,11 +241,13 @@ class CommittedBuffers:
             self._write(self._committed)
 
     def changes(self, like: torch.Tensor, weight: float, samples: float) -> torch.Tensor:
-        """By how much the buffers have changed in passes that weigh `weight` and had so many samples of this rank's: flat, of `size`
-        numbers of the dtype and on the device of `like`. The sum over passes and ranks is for `apply`.
+        """By how much the buffers have changed in passes that weigh `weight` and had so many
+        samples of this rank's: flat, of `size` numbers of the dtype and on the device of `like`.
+        The sum over passes and ranks is for `apply`.
 
         Raises:
-            ConfigurationError: one of them has another shape than before, or a counter has moved by more than can be summed exactly.
+            ConfigurationError: one of them has another shape than before, or a counter has moved by
+                more than can be summed exactly.
         """
         if not self._sizes:
             return like.new_zeros(0)
@@ -219,15 +257,32 @@ class CommittedBuffers:
         self._check_exact(counted)
         rest = counted.remainder(_MODULUS)
         of_samples = self._count_samples(counted, samples).to(like.dtype)
-        mean = torch.cat([_moved(now[0], before[0]), counted, rest, rest.square(), of_samples, like.new_ones(1)]) * weight
+        mean = (
+            torch.cat(
+                [
+                    _moved(now[0], before[0]),
+                    counted,
+                    rest,
+                    rest.square(),
+                    of_samples,
+                    like.new_ones(1),
+                ]
+            )
+            * weight
+        )
         return torch.cat([mean[:-1], counted, mean[-1:]])
 
     def _count_samples(self, counted: torch.Tensor, samples: float) -> torch.Tensor:
-        """Whether changes count the samples of the passes: each by itself, or those of a buffer together, as a histogram's do."""
+        """Whether changes count the samples of the passes: each by itself, or those of a buffer
+        together, as a histogram's do."""
         if samples <= 1:
             return torch.zeros_like(counted, dtype=torch.bool)
         found = counted == samples
-        for part, each in zip(counted.split(self._sizes[self._counters]), found.split(self._sizes[self._counters]), strict=True):
+        for part, each in zip(
+            counted.split(self._sizes[self._counters]),
+            found.split(self._sizes[self._counters]),
+            strict=True,
+        ):
             if part.numel() > 1:
                 each |= part.sum() == samples
         return found
@@ -240,15 +295,18 @@ class CommittedBuffers:
         return scaled
 
     def leave_out(self, like: torch.Tensor) -> None:
-        """What changed since the last commit is not for `changes`: it came of a pass that weighs nothing."""
+        """What changed since the last commit is not for `changes`: it came of a pass that weighs
+        nothing."""
         if self._sizes:
             self._taken, self._seen = self._shared(like), self._in_sight()
 
     @property
     def touched(self) -> bool:
-        """A script has changed one since the changes were last taken; by way of `.data`, which torch does not count, it may have."""
+        """A script has changed one since the changes were last taken; by way of `.data`, which
+        torch does not count, it may have."""
         return self._taken is not None and any(
-            then is not now or before != after for (then, before), (now, after) in zip(self._seen, self._in_sight(), strict=True)
+            then is not now or before != after
+            for (then, before), (now, after) in zip(self._seen, self._in_sight(), strict=True)
         )
 
     def _in_sight(self) -> list[tuple[torch.Tensor | None, int]]:
@@ -259,10 +317,12 @@ class CommittedBuffers:
             return [(buffer, 0) for buffer in found]
 
     def apply(self, changes: torch.Tensor) -> None:
-        """They become what was committed plus the ranks' `changes`, summed; and what has changed on this rank since those were taken.
+        """They become what was committed plus the ranks' `changes`, summed; and what has changed on
+        this rank since those were taken.
 
-        Floating-point ones change by the weighted mean. Integers of which all passes changed each element by the same change by that (a
-        count of steps), unless it is the number of each pass's samples; others change by the sum (a count of samples).
+        Floating-point ones change by the weighted mean. Integers of which all passes changed each
+        element by the same change by that (a count of steps), unless it is the number of each
+        pass's samples; others change by the sum (a count of samples).
 
         Raises:
             ConfigurationError: one of them has another shape than before.
@@ -271,7 +331,11 @@ class CommittedBuffers:
             return
         floats, count = sum(self._sizes[self._floats]), sum(self._sizes[self._counters])
         committed, now = self._before(changes), self._shared(changes)
-        taken = tuple(flat.to(changes.device) for flat in self._taken) if self._taken is not None else committed
+        taken = (
+            tuple(flat.to(changes.device) for flat in self._taken)
+            if self._taken is not None
+            else committed
+        )
         total = torch.where(changes[-1] > 0, changes[-1], 1.0)
         means, summed = changes[: floats + 4 * count] / total, changes[floats + 4 * count : -1]
         once, rest, squares, of_samples = means[floats:].split(count) if count else (means[:0],) * 4
@@ -281,17 +345,29 @@ class CommittedBuffers:
         alike = (squares - rest.square() < _TOLERANCE) & (of_samples < _TOLERANCE)
         each = alike.split(self._sizes[self._counters]) if count else ()
         steps = torch.cat([part.all().expand(part.shape) for part in each]) if each else alike
-        counted = committed[1] + torch.where(steps, once, summed).round().to(torch.int64) + (now[1] - taken[1])
-        self._write([*_split(moved, self._committed[self._floats]), *_split(counted, self._committed[self._counters])])
+        counted = (
+            committed[1]
+            + torch.where(steps, once, summed).round().to(torch.int64)
+            + (now[1] - taken[1])
+        )
+        self._write(
+            [
+                *_split(moved, self._committed[self._floats]),
+                *_split(counted, self._committed[self._counters]),
+            ]
+        )
 
-    # ------------------------------------------------------------------------------------------- what has no mean and no sum
+    # ------------------------------------------------------------------ what has no mean and no sum
 
     def exact_names(self) -> list[str]:
-        """Returns the names of the buffers that have changed and must have changed alike on all ranks: bool, integers of other widths than
-        int64, complex ones, and floating-point ones with elements that were infinite as committed, others not."""
+        """Returns the names of the buffers that have changed and must have changed alike on all
+        ranks: bool, integers of other widths than int64, complex ones, and floating-point ones with
+        elements that were infinite as committed, others not."""
         now = _sight(self._exact)
         pairs = zip(self._exact, self._marks, now, strict=True)
-        touched = [place for place, then, here in pairs if then[0] is not here[0] or then[1] != here[1]]
+        touched = [
+            place for place, then, here in pairs if then[0] is not here[0] or then[1] != here[1]
+        ]
         changed = {path for path, owner, name in touched if self._is_other(owner, name)}
         return sorted(changed | {path for path, _, _ in self._infinite})
 
@@ -311,29 +387,35 @@ class CommittedBuffers:
         for path, owner, name in self._unset:
             if owner._buffers.get(name) is not None:
                 raise ConfigurationError(
-                    f"buffer {path!r} was None at as_distributed and is a tensor now, which ranks do not know. Register it with a "
-                    "value of its shape, or with persistent=False",
+                    f"buffer {path!r} was None at as_distributed and is a tensor now, which ranks "
+                    "do not know. Register it with a value of its shape, or with persistent=False",
                     reason="BUFFERS_DIFFER",
                 )
         return self._digest_of_exact() if self._within is None else self._within
 
     def refuse_new(self) -> None:
-        """Raises ConfigurationError: a module has a buffer of the state that it had not at `as_distributed`."""
+        """Raises ConfigurationError: a module has a buffer of the state that it had not at
+        `as_distributed`."""
         for prefix, owner, names in self._owners:
             if len(owner._buffers) == len(names):
                 continue
             for name, buffer in owner._buffers.items():
-                if name not in names and buffer is not None and name not in owner._non_persistent_buffers_set:
+                if (
+                    name not in names
+                    and buffer is not None
+                    and name not in owner._non_persistent_buffers_set
+                ):
                     raise ConfigurationError(
-                        f"buffer {f'{prefix}.{name}' if prefix else name!r} was registered after as_distributed (in forward(), say), so "
-                        "that ranks do not know it, and each would keep its own. Register it before, with a value of its shape, or with "
-                        "persistent=False",
+                        f"buffer {f'{prefix}.{name}' if prefix else name!r} was registered after "
+                        "as_distributed (in forward(), say), so that ranks do not know it, and "
+                        "each would keep its own. Register it before, with a value of its shape, "
+                        "or with persistent=False",
                         reason="BUFFERS_DIFFER",
                     )
 
     def micro_batch_ends(self) -> None:
-        """The passes of a micro-batch that counts are over. Raises ConfigurationError: those that must change alike were changed in another
-        way by the first one."""
+        """The passes of a micro-batch that counts are over. Raises ConfigurationError: those that
+        must change alike were changed in another way by the first one."""
         self.extremes.micro_batch_ends()
         found = self._digest_of_exact()
         if self._within is not None and found != self._within:
@@ -342,46 +424,70 @@ class CommittedBuffers:
 
     def _digest_of_exact(self) -> int:
         names = frozenset(self.exact_names())
-        changed = [owner._buffers[name] for path, owner, name in (*self._exact, *self._infinite) if path in names]
+        changed = [
+            owner._buffers[name]
+            for path, owner, name in (*self._exact, *self._infinite)
+            if path in names
+        ]
         tensors = [tensor for tensor in changed if tensor is not None]
-        return (xxhash.xxh3_64_intdigest(f"{sorted(names)}{digest_of(tensors)}".encode()) or 1) if tensors else 0
+        return (
+            (xxhash.xxh3_64_intdigest(f"{sorted(names)}{digest_of(tensors)}".encode()) or 1)
+            if tensors
+            else 0
+        )
 
     def apart(self, names: Sequence[str] | None = None) -> ConfigurationError:
-        """The error for buffers of which ranks, or micro-batches, made different values. `names`: those that may be."""
+        """The error for buffers of which ranks, or micro-batches, made different values. `names`:
+        those that may be."""
         names = self.exact_names() if names is None else names
         what = f"buffers {names[:3]} were changed" if names else "another rank changed a buffer"
         return ConfigurationError(
-            f"{what} in a step, and not to the same values on all ranks and in all micro-batches; what each made of its own samples has no "
-            "mean and no sum: bool, integers of another width than int64, complex numbers, and floating-point buffers of which some "
-            "elements are infinite and others not. Compute it from the whole batch (shoal.whole_batch(x)), count in int64, whose changes "
-            "are summed, keep averages in floating point, or keep it out of the state (persistent=False)",
+            f"{what} in a step, and not to the same values on all ranks and in all micro-batches; "
+            "what each made of its own samples has no mean and no sum: bool, integers of another "
+            "width than int64, complex numbers, and floating-point buffers of which some elements "
+            "are infinite and others not. Compute it from the whole batch (shoal.whole_batch(x)), "
+            "count in int64, whose changes are summed, keep averages in floating point, or keep "
+            "it out of the state (persistent=False)",
             reason="BUFFERS_DIFFER",
         )
 
     def _shared(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Statistics and counters as they are now, flat. Raises ConfigurationError: one has another shape than before."""
+        """Statistics and counters as they are now, flat. Raises ConfigurationError: one has another
+        shape than before."""
         now = self._now()
         if [buffer.shape for buffer in now[: self._counters.stop]] != self._shapes:
             self._refuse_shapes(now)
-        return _flat(now[self._floats], like.dtype, like.device), _flat(now[self._counters], torch.int64, like.device)
+        return _flat(now[self._floats], like.dtype, like.device), _flat(
+            now[self._counters], torch.int64, like.device
+        )
 
     def _refuse_shapes(self, now: list[torch.Tensor]) -> None:
-        for (owner, name), buffer, committed in zip(self._places, now, self._committed[: self._counters.stop], strict=False):
+        for (owner, name), buffer, committed in zip(
+            self._places, now, self._committed[: self._counters.stop], strict=False
+        ):
             if buffer.shape != committed.shape:
                 raise ConfigurationError(
-                    f"buffer {name!r} of {type(owner).__name__} had shape {tuple(committed.shape)} and has {tuple(buffer.shape)} after the "
-                    "forward pass; the ranks add up its changes, so its shape must stay: register a cache with persistent=False"
+                    f"buffer {name!r} of {type(owner).__name__} had shape {tuple(committed.shape)} "
+                    f"and has {tuple(buffer.shape)} after the forward pass; the ranks add up its "
+                    "changes, so its shape must stay: register a cache with persistent=False"
                 )
 
     def _before(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Statistics and counters as they were committed, flat. Not to be written to."""
-        if self._base is None or (self._base[0].dtype, self._base[0].device) != (like.dtype, like.device):
+        if self._base is None or (self._base[0].dtype, self._base[0].device) != (
+            like.dtype,
+            like.device,
+        ):
             statistics, counters = self._committed[self._floats], self._committed[self._counters]
-            self._base = _flat(statistics, like.dtype, like.device), _flat(counters, torch.int64, like.device)
+            self._base = (
+                _flat(statistics, like.dtype, like.device),
+                _flat(counters, torch.int64, like.device),
+            )
         return self._base
 
     def _check_exact(self, counted: torch.Tensor) -> None:
-        """Raises ConfigurationError: a counter has moved too far, in this step or, on a device, in one before."""
+        """Raises ConfigurationError: a counter has moved too far, in this step or, on a device, in
+        one before."""
         if not counted.numel():
             return
         largest = torch.linalg.vector_norm(counted, math.inf)
@@ -396,15 +502,25 @@ class CommittedBuffers:
 
     def _refuse(self, largest: float) -> None:
         if largest > _LARGEST_CHANGE:
-            names = sorted({f"{type(owner).__name__}.{name}" for owner, name in self._places[self._counters]})
+            names = sorted(
+                {f"{type(owner).__name__}.{name}" for owner, name in self._places[self._counters]}
+            )
             raise ConfigurationError(
-                f"one of the integer buffers {names[:5]} moved by {largest:.0f} in a step; the ranks sum their changes, which is exact up "
-                "to 2^40: keep what is no count (a seed, a hash) in a plain attribute of the module"
+                f"one of the integer buffers {names[:5]} moved by {largest:.0f} in a step; the "
+                "ranks sum their changes, which is exact up to 2^40: keep what is no count (a "
+                "seed, a hash) in a plain attribute of the module"
             )
 
     def _now(self) -> list[torch.Tensor]:
         found = (owner._buffers.get(name) for owner, name in self._places)
-        return [torch.empty(0) if buffer is None else buffer.detach() if buffer.requires_grad else buffer for buffer in found]
+        return [
+            torch.empty(0)
+            if buffer is None
+            else buffer.detach()
+            if buffer.requires_grad
+            else buffer
+            for buffer in found
+        ]
 
     def _write(self, values: list[torch.Tensor]) -> None:
         now = self._now()[: len(values)]
@@ -413,13 +529,17 @@ class CommittedBuffers:
                 owner, name = self._places[i]
                 now[i] = torch.empty_like(value)
                 owner._buffers[name] = now[i]
-        # By way of .data: the backward pass of a forward that saw a buffer may be yet to come, as in a pipeline.
+        # By way of .data: the backward pass of a forward that saw a buffer may be yet to come, as
+        # in a pipeline.
         _copy([buffer.data for buffer in now], values)
 
 
 def _sight(places: Sequence[tuple[str, nn.Module, str]]) -> list[tuple[torch.Tensor | None, int]]:
     found = [owner._buffers.get(name) for _, owner, name in places]
-    return [(buffer, 0 if buffer is None or buffer.is_inference() else buffer._version) for buffer in found]
+    return [
+        (buffer, 0 if buffer is None or buffer.is_inference() else buffer._version)
+        for buffer in found
+    ]
 
 
 def _has_infinite(buffer: torch.Tensor | None) -> bool:
@@ -428,18 +548,27 @@ def _has_infinite(buffer: torch.Tensor | None) -> bool:
 
 @torch.no_grad()
 def give_memory(module: nn.Module) -> None:
-    """Gives each buffer that is an expanded view memory for each of its elements: such a view cannot be written to, put back or loaded."""
+    """Gives each buffer that is an expanded view memory for each of its elements: such a view
+    cannot be written to, put back or loaded."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is None or buffer.is_meta or buffer.layout is not torch.strided:
                 continue
-            if any(stride == 0 and size > 1 for stride, size in zip(buffer.stride(), buffer.shape, strict=True)):
+            if any(
+                stride == 0 and size > 1
+                for stride, size in zip(buffer.stride(), buffer.shape, strict=True)
+            ):
                 owner._buffers[name] = buffer.clone(memory_format=torch.contiguous_format)
 
 
 def kept_buffers(module: nn.Module) -> Callable[[], None]:
     """Returns a call that makes the module's buffers again what they are now."""
-    places = [(owner, name, buffer) for owner in module.modules() for name, buffer in owner._buffers.items() if buffer is not None]
+    places = [
+        (owner, name, buffer)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if buffer is not None
+    ]
     values = [buffer.clone() for _, _, buffer in places]
 
     def put_back() -> None:
@@ -451,8 +580,8 @@ def kept_buffers(module: nn.Module) -> Callable[[], None]:
 
 
 def _moved(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """The difference. Where equal, zero: the difference of two infinities is not, nor that of two values that are no numbers. Zero, too, of
-    what was infinite."""
+    """The difference. Where equal, zero: the difference of two infinities is not, nor that of two
+    values that are no numbers. Zero, too, of what was infinite."""
     alike = (now == before) | (now.isnan() & before.isnan()) | before.isinf()
     return torch.where(alike, 0.0, now - before)
 
@@ -461,13 +590,21 @@ def _kind(buffer: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return buffer.shape, buffer.dtype, buffer.device
 
 
-def _flat(tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.cat([tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors] or [torch.empty(0)]).to(device, dtype)
+def _flat(
+    tensors: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.cat(
+        [tensor if tensor.dim() == 1 else tensor.reshape(-1) for tensor in tensors]
+        or [torch.empty(0)]
+    ).to(device, dtype)
 
 
 def _split(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     parts = flat.split([tensor.numel() for tensor in like]) if like else ()
-    return [part if tensor.dim() == 1 else part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+    return [
+        part if tensor.dim() == 1 else part.view(tensor.shape)
+        for part, tensor in zip(parts, like, strict=True)
+    ]
 
 
 def _copy(into: list[torch.Tensor], values: list[torch.Tensor]) -> None:

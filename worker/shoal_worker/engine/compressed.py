@@ -1,9 +1,12 @@
-"""Compressed gradients in step with the session: what compression leaves behind counts when a step does, and is saved and restored.
+"""Compressed gradients in step with the session: what compression leaves behind counts when a step
+does, and is saved and restored.
 
-One for each model that has `gradient_compression=`. Engines send their buckets through it (`Flight`, sharding's collectives) and tell it
-how each step ended: what it proposed to leave behind counts if the step does (docs/decisions/0098, 0125).
+One for each model that has `gradient_compression=`. Engines send their buckets through it
+(`Flight`, sharding's collectives) and tell it how each step ended: what it proposed to leave behind
+counts if the step does (docs/decisions/0098, 0125).
 
-Belongs to the training thread, or to the thread that runs the backward pass while the training thread waits for that.
+Belongs to the training thread, or to the thread that runs the backward pass while the training
+thread waits for that.
 """
 
 from __future__ import annotations
@@ -44,17 +47,20 @@ class GradientCompression:
         self._numels: dict[int, int] = {}
         """Elements of each bucket."""
         self._units = 1.0
-        """What a gradient of 1 counts in the residuals: a GradScaler's scale, times the weight that sums are divided by afterwards."""
+        """What a gradient of 1 counts in the residuals: a GradScaler's scale, times the weight that
+        sums are divided by afterwards."""
         self._divisor = 1.0
         """That weight."""
         self._scaler: str | None = None
-        """Name of the GradScaler that steps this model's optimizer; empty: none does, and None: that is not known yet."""
+        """Name of the GradScaler that steps this model's optimizer; empty: none does, and None:
+        that is not known yet."""
 
-    # ------------------------------------------------------------------------------------------------------------- sending
+    # -------------------------------------------------------------------------------------- sending
 
     def laid_out(self, kind: str, layout: object, numels: Sequence[int]) -> None:
-        """How gradients are cut from now on: `layout` is JSON-able and says of which parameters each bucket is, `numels` how many elements
-        it has, padding at its end included. What is owed to another layout is owed no longer."""
+        """How gradients are cut from now on: `layout` is JSON-able and says of which parameters
+        each bucket is, `numels` how many elements it has, padding at its end included. What is owed
+        to another layout is owed no longer."""
         said = json.dumps(layout)
         if self._layouts.setdefault(kind, said) != said:
             self._layouts[kind] = said
@@ -64,7 +70,8 @@ class GradientCompression:
             self._numels[self._index(kind, number)] = numel
 
     def weigh(self, divisor: float) -> None:
-        """Before a step's first bucket: gradients are given in sums that are divided by `divisor` afterwards."""
+        """Before a step's first bucket: gradients are given in sums that are divided by `divisor`
+        afterwards."""
         self._divisor = divisor
         units = self._session.registered.loss_scale(self._scaler) * divisor
         if units != self._units and math.isfinite(units) and units > 0:
@@ -72,14 +79,22 @@ class GradientCompression:
             self._units = units
 
     def note_scaler(self, name: str) -> None:
-        """The GradScaler of that name has stepped this model's optimizer; empty: none has. Until then all that are registered are taken
-        to scale its loss."""
+        """The GradScaler of that name has stepped this model's optimizer; empty: none has. Until
+        then all that are registered are taken to scale its loss."""
         if name != self._scaler:
             self._scaler = name
             self._units = self._session.registered.loss_scale(name) * self._divisor
 
-    def start(self, group: Group, bucket: torch.Tensor, kind: str, number: int, shapes: Sequence[Sequence[int]]) -> Reduction:
-        """Begins to sum a bucket over the group's ranks, in place. `shapes`: of the tensors in it, in memory order.
+    def start(
+        self,
+        group: Group,
+        bucket: torch.Tensor,
+        kind: str,
+        number: int,
+        shapes: Sequence[Sequence[int]],
+    ) -> Reduction:
+        """Begins to sum a bucket over the group's ranks, in place. `shapes`: of the tensors in it,
+        in memory order.
 
         Raises:
             MembershipChanged: the group is over.
@@ -92,10 +107,15 @@ class GradientCompression:
 
     def pay(self, bucket: torch.Tensor, kind: str, number: int) -> None:
         """Alone nothing is sent, and nothing left out: adds what is owed from before."""
-        self._reduction.start(bucket, None, index=self._index(kind, number), step=self._session.steps).wait()
+        self._reduction.start(
+            bucket, None, index=self._index(kind, number), step=self._session.steps
+        ).wait()
 
-    def start_scatter(self, group: Group, shard: torch.Tensor, full: torch.Tensor, number: int) -> Reduction:
-        """Begins to sum the flat `full` over the group's ranks; this rank's part of the sum goes to `shard`.
+    def start_scatter(
+        self, group: Group, shard: torch.Tensor, full: torch.Tensor, number: int
+    ) -> Reduction:
+        """Begins to sum the flat `full` over the group's ranks; this rank's part of the sum goes to
+        `shard`.
 
         Raises:
             MembershipChanged: the group is over.
@@ -107,14 +127,15 @@ class GradientCompression:
     def _index(self, kind: str, number: int) -> int:
         return _KINDS.index(kind) * _PER_KIND + number
 
-    # --------------------------------------------------------------------------------------------------------------- steps
+    # ---------------------------------------------------------------------------------------- steps
 
     def step_begins(self) -> None:
         """The next step begins: what an earlier one proposed and did not commit never was."""
         self._reduction.rollback()
 
     def commit(self, *, unusable: bool = False) -> None:
-        """The step counts. `unusable`: a GradScaler found infinities, and its gradients were applied nowhere."""
+        """The step counts. `unusable`: a GradScaler found infinities, and its gradients were
+        applied nowhere."""
         if unusable:
             self._reduction.rollback()
         else:
@@ -124,27 +145,38 @@ class GradientCompression:
         """The step counts nowhere."""
         self._reduction.rollback()
 
-    # --------------------------------------------------------------------------------------------------------------- state
+    # ---------------------------------------------------------------------------------------- state
 
     def capture(self) -> dict[str, Any]:
         """What is the same on all ranks, for peers."""
-        return {"steps": self._session.steps, "shared": _nested(self._reduction.shared_state_dict()), "scaler": self._scaler}
+        return {
+            "steps": self._session.steps,
+            "shared": _nested(self._reduction.shared_state_dict()),
+            "scaler": self._scaler,
+        }
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """For checkpoints: with every rank's residuals, on the channel's first rank. Bucket by bucket, so that no rank has all at once but
-        the one that writes them."""
+        """For checkpoints: with every rank's residuals, on the channel's first rank. Bucket by
+        bucket, so that no rank has all at once but the one that writes them."""
         own = _nested(self._reduction.state_dict())
         told = [json.loads(each) for each in channel.exchange(json.dumps(sorted(own)).encode())]
-        ranks: dict[str, dict[str, dict[str, torch.Tensor]]] = {str(rank): {} for rank in range(channel.world_size)}
+        ranks: dict[str, dict[str, dict[str, torch.Tensor]]] = {
+            str(rank): {} for rank in range(channel.world_size)
+        }
         for bucket in sorted({name for each in told for name in each}):
             for rank, data in enumerate(channel.exchange(dump_tensors(own.get(bucket, {}), {}))):
                 if channel.rank == 0:
                     ranks[str(rank)][bucket] = load_tensors(data)[0]
-        return {**self.capture(), "ranks": ranks, "units": self._units, "layouts": dict(self._layouts)}
+        return {
+            **self.capture(),
+            "ranks": ranks,
+            "units": self._units,
+            "layouts": dict(self._layouts),
+        }
 
     def part(self, whole: StatePart, channel: Channel) -> StatePart:
-        """Returns the state for a checkpoint that each rank writes a part of: a shard more for each rank, with its residuals, if it has
-        any."""
+        """Returns the state for a checkpoint that each rank writes a part of: a shard more for each
+        rank, with its residuals, if it has any."""
         units = json.loads(channel.exchange(json.dumps(self._units).encode())[0])
         self._reduction.rescale(units / self._units)
         self._units = units
@@ -157,7 +189,13 @@ class GradientCompression:
                 ranks.setdefault(str(rank), {})[str(bucket)] = {RESIDUAL: vector}
                 if rank == channel.rank:
                     owed = own.get(f"{bucket}/{RESIDUAL}")
-                    runs.append(Run(vector=vector, begin=0, values=torch.zeros(numel) if owed is None else owed))
+                    runs.append(
+                        Run(
+                            vector=vector,
+                            begin=0,
+                            values=torch.zeros(numel) if owed is None else owed,
+                        )
+                    )
         saved = {**self.capture(), "ranks": ranks, "units": units, "layouts": dict(self._layouts)}
         state = {**whole.state, "compression": saved}
         if not ranks:
@@ -169,10 +207,11 @@ class GradientCompression:
         )
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Takes over what a peer captured or a checkpoint assembled; None: the checkpoint is of a run that did not compress.
+        """Takes over what a peer captured or a checkpoint assembled; None: the checkpoint is of a
+        run that did not compress.
 
-        A checkpoint's: rank r takes over what was owed by the saved ranks r, r + n, r + 2n, ... of n ranks now. So all that is owed is
-        kept, and a rank beyond the saved ones owes nothing.
+        A checkpoint's: rank r takes over what was owed by the saved ranks r, r + n, r + 2n, ... of
+        n ranks now. So all that is owed is kept, and a rank beyond the saved ones owes nothing.
         """
         self._reduction.rollback()
         if state is not None:
@@ -188,12 +227,18 @@ class GradientCompression:
             for saved in range(rank, len(state["ranks"]), world_size):
                 for name, tensor in _flat(state["ranks"][str(saved)]).items():
                     known = owed.get(name)
-                    owed[name] = tensor if known is None or known.shape != tensor.shape else known + tensor
-        self._reduction.load_state_dict({name: tensor.to(self._session.device) for name, tensor in owed.items()})
+                    owed[name] = (
+                        tensor if known is None or known.shape != tensor.shape else known + tensor
+                    )
+        self._reduction.load_state_dict(
+            {name: tensor.to(self._session.device) for name, tensor in owed.items()}
+        )
         self._units, self._layouts = state["units"], dict(state["layouts"])
 
 
-def compression_of(compressor: GradientCompressor | None, session: StrategySession) -> GradientCompression | None:
+def compression_of(
+    compressor: GradientCompressor | None, session: StrategySession
+) -> GradientCompression | None:
     """None where nothing is compressed."""
     return None if compressor is None else GradientCompression(compressor, session)
 
@@ -203,15 +248,17 @@ def check_floating(name: str, tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if not tensor.is_floating_point():
             raise ConfigurationError(
-                f"gradient_compression={name!r}: a trained parameter is {tensor.dtype}, and compressors know real numbers only; leave "
-                "gradient_compression out"
+                f"gradient_compression={name!r}: a trained parameter is {tensor.dtype}, and "
+                "compressors know real numbers only; leave gradient_compression out"
             )
 
 
 def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
     """The shape of a dense tensor as its elements lie in memory: largest stride first."""
     strides = parameter.stride()
-    return tuple(parameter.shape[d] for d in sorted(range(parameter.dim()), key=lambda d: -strides[d]))
+    return tuple(
+        parameter.shape[d] for d in sorted(range(parameter.dim()), key=lambda d: -strides[d])
+    )
 
 
 def _nested(state: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
@@ -223,4 +270,8 @@ def _nested(state: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tens
 
 
 def _flat(state: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {f"{bucket}/{slot}": tensor for bucket, slots in state.items() for slot, tensor in slots.items()}
+    return {
+        f"{bucket}/{slot}": tensor
+        for bucket, slots in state.items()
+        for slot, tensor in slots.items()
+    }

@@ -2,10 +2,10 @@
 
 A buffer is a minimum if all its elements are infinite at `as_distributed`, and a maximum if all are
 negative infinity; `min_val` and `max_val` of torch's observers are that in any case. The ranks tell
-each other theirs in every step, before it is closed. The least, or the largest, of what the passes of
-all ranks made becomes everyone's. For a running minimum, and for its moving average, that is what
-one process makes of the whole batch. `scale` and `zero_point` of torch's fake quantization follow
-from them.
+each other theirs in every step, before it is closed. The least, or the largest, of what the passes
+of all ranks made becomes everyone's. For a running minimum, and for its moving average, that is
+what one process makes of the whole batch. `scale` and `zero_point` of torch's fake quantization
+follow from them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ def find_extremes(module: nn.Module) -> dict[str, Kind]:
 
 
 def _kind(owner: nn.Module, name: str, buffer: torch.Tensor | None) -> Kind | None:
-    if buffer is None or not buffer.is_floating_point() or name in owner._non_persistent_buffers_set:
+    if (
+        buffer is None
+        or not buffer.is_floating_point()
+        or name in owner._non_persistent_buffers_set
+    ):
         return None
     if name in _OBSERVED and _is_observer(owner):
         return _OBSERVED[name]
@@ -48,10 +52,14 @@ def _kind(owner: nn.Module, name: str, buffer: torch.Tensor | None) -> Kind | No
 
 
 def _is_observer(owner: object) -> bool:
-    """Returns True for torch's observers. Histograms over the range that a rank has seen are others."""
+    """Returns True for torch's observers. Histograms over the range that a rank has seen are
+    others."""
     names = {f"{each.__module__}.{each.__name__}" for each in type(owner).__mro__}
     observer = "torch.ao.quantization.observer."
-    return f"{observer}UniformQuantizationObserverBase" in names and f"{observer}HistogramObserver" not in names
+    return (
+        f"{observer}UniformQuantizationObserverBase" in names
+        and f"{observer}HistogramObserver" not in names
+    )
 
 
 def follows_extremes(owner: nn.Module, name: str) -> bool:
@@ -62,8 +70,14 @@ def follows_extremes(owner: nn.Module, name: str) -> bool:
 class Extremes:
     """Those of one module, or of this rank's part of it. The training thread owns it."""
 
-    def __init__(self, places: Iterable[tuple[str, nn.Module, str]], kinds: Mapping[str, Kind], followers: Iterable[nn.Module]) -> None:
-        """`places`: their names, owners, and names there. `followers`: modules of fake quantization."""
+    def __init__(
+        self,
+        places: Iterable[tuple[str, nn.Module, str]],
+        kinds: Mapping[str, Kind],
+        followers: Iterable[nn.Module],
+    ) -> None:
+        """`places`: their names, owners, and names there. `followers`: modules of fake
+        quantization."""
         self._places = list(places)
         self._kinds = kinds
         self._shapes = {path: owner._buffers[name].shape for path, owner, name in self._places}  # type: ignore[union-attr]
@@ -77,15 +91,16 @@ class Extremes:
         return bool(self._places)
 
     def refuse_other_shapes(self, strategy: str) -> None:
-        """Raises ConfigurationError: a pass has given one another shape than it had at `as_distributed`,
-        by which the ranks of `strategy` lay tensors out."""
+        """Raises ConfigurationError: a pass has given one another shape than it had at
+        `as_distributed`, by which the ranks of `strategy` lay tensors out."""
         for path, owner, name in self._places:
             buffer = owner._buffers[name]
             if buffer is not None and buffer.shape != self._shapes[path]:
                 raise ConfigurationError(
-                    f"buffer {path!r} had shape {tuple(self._shapes[path])} at as_distributed and has {tuple(buffer.shape)} after the "
-                    f"forward pass, which strategy={strategy!r} cannot follow: pass a batch through the model before as_distributed, or "
-                    "take ddp, zero or fsdp",
+                    f"buffer {path!r} had shape {tuple(self._shapes[path])} at as_distributed and "
+                    f"has {tuple(buffer.shape)} after the forward pass, which "
+                    f"strategy={strategy!r} cannot follow: pass a batch through the model before "
+                    "as_distributed, or take ddp, zero or fsdp",
                     reason="BUFFERS_DIFFER",
                 )
 
@@ -100,14 +115,27 @@ class Extremes:
             self._folded = now if self._folded is None else self._merged([self._folded, now])
 
     def made(self, *, counted: bool) -> bytes:
-        """Returns what this rank's passes made, for `agree`. `counted`: the plain batch weighs something."""
+        """Returns what this rank's passes made, for `agree`. `counted`: the plain batch weighs
+        something."""
         own = self._folded if self._folded is not None else self._now() if counted else {}
-        return json.dumps({path: [list(value.shape), value.double().view(-1).tolist()] for path, value in own.items()}).encode()
+        return json.dumps(
+            {
+                path: [list(value.shape), value.double().view(-1).tolist()]
+                for path, value in own.items()
+            }
+        ).encode()
 
     def agree(self, told: Sequence[bytes]) -> None:
-        """`told`: what the ranks made. Raises ConfigurationError on all of them: of different shapes."""
+        """`told`: what the ranks made. Raises ConfigurationError on all of them: of different
+        shapes."""
         ranks: list[dict[str, Any]] = [json.loads(each) for each in told]
-        made = [{path: torch.tensor(values, dtype=torch.float64).view(shape) for path, (shape, values) in each.items()} for each in ranks]
+        made = [
+            {
+                path: torch.tensor(values, dtype=torch.float64).view(shape)
+                for path, (shape, values) in each.items()
+            }
+            for each in ranks
+        ]
         self._agreed = self._merged([each for each in made if each])
 
     def write(self) -> None:
@@ -135,12 +163,18 @@ class Extremes:
         known = torch.stack([least.reshape(-1), largest.reshape(-1)])
         if owner.is_per_channel:
             before, channels = owner.ch_axis, least.numel()
-            known = known.view(2, *[1] * (before - 1), channels) if before else known.t().contiguous()
+            known = (
+                known.view(2, *[1] * (before - 1), channels) if before else known.t().contiguous()
+            )
         type(owner).forward(owner, known)
 
     def _now(self) -> dict[str, torch.Tensor]:
         found = ((path, owner._buffers[name]) for path, owner, name in self._places)
-        return {path: buffer.detach().to("cpu", torch.float64, copy=True) for path, buffer in found if buffer is not None}
+        return {
+            path: buffer.detach().to("cpu", torch.float64, copy=True)
+            for path, buffer in found
+            if buffer is not None
+        }
 
     def _merged(self, several: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         merged: dict[str, torch.Tensor] = {}
@@ -151,10 +185,15 @@ class Extremes:
                     merged[path] = value
                 elif before.shape != value.shape:
                     raise ConfigurationError(
-                        f"buffer {path!r} has shape {tuple(before.shape)} on one rank and {tuple(value.shape)} on another, so that it has "
-                        "no minimum or maximum over the ranks: give it the same shape for any batch",
+                        f"buffer {path!r} has shape {tuple(before.shape)} on one rank and "
+                        f"{tuple(value.shape)} on another, so that it has no minimum or maximum "
+                        "over the ranks: give it the same shape for any batch",
                         reason="BUFFERS_DIFFER",
                     )
                 else:
-                    merged[path] = torch.minimum(before, value) if self._kinds[path] == "min" else torch.maximum(before, value)
+                    merged[path] = (
+                        torch.minimum(before, value)
+                        if self._kinds[path] == "min"
+                        else torch.maximum(before, value)
+                    )
         return merged

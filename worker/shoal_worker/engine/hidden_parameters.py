@@ -1,14 +1,19 @@
-"""What stands for parameters and gradients that are not where torch looks for them, so that torch's own calls raise instead of being wrong.
+"""What stands for parameters and gradients that are not where torch looks for them, so that torch's
+own calls raise instead of being wrong.
 
-A module's parameters stay the same objects, also while their values are freed or cut over ranks, and so do those whose gradients are summed
-into shards. Whoever looks at them then would find nothing: an empty state dict, a norm of zero. So their class changes for that time, as
-torch's own lazy parameters change theirs:
+A module's parameters stay the same objects, also while their values are freed or cut over ranks,
+and so do those whose gradients are summed into shards. Whoever looks at them then would find
+nothing: an empty state dict, a norm of zero. So their class changes for that time, as torch's own
+lazy parameters change theirs:
 
-- A parameter without values (`hide`) tells what it is (shape, dtype, number of elements), and raises at every use of its values.
-- A parameter without a gradient of its own (`hide_gradient`) computes as ever; its `.grad` is there, and raises at every use.
+- A parameter without values (`hide`) tells what it is (shape, dtype, number of elements), and
+  raises at every use of its values.
+- A parameter without a gradient of its own (`hide_gradient`) computes as ever; its `.grad` is
+  there, and raises at every use.
 
-Inside of passes they are plain parameters (`show`), so a step costs two changes of class for each, and nothing in the computation. It knows
-nothing of how parameters are cut: who cuts them says when they are elsewhere.
+Inside of passes they are plain parameters (`show`), so a step costs two changes of class for each,
+and nothing in the computation. It knows nothing of how parameters are cut: who cuts them says when
+they are elsewhere.
 """
 
 from __future__ import annotations
@@ -54,7 +59,8 @@ class Whereabouts:
         self._pieces: list[weakref.ref[torch.Tensor]] = []
 
     def look_at(self, pieces: Iterable[torch.Tensor]) -> None:
-        """Code of the user's may look at the gradients of these pieces, which this rank updates: a GradScaler, say."""
+        """Code of the user's may look at the gradients of these pieces, which this rank updates: a
+        GradScaler, say."""
         own = list(pieces)
         guard_parts(own, guarded=True)
         self._pieces = [weakref.ref(piece) for piece in own]
@@ -72,7 +78,9 @@ class HiddenParameter:
 
     __slots__ = ("gradient", "name", "shape", "whereabouts")
 
-    def __init__(self, name: str, whereabouts: Whereabouts, shape: torch.Size | None = None) -> None:
+    def __init__(
+        self, name: str, whereabouts: Whereabouts, shape: torch.Size | None = None
+    ) -> None:
         """`shape`: of the whole; None: the tensor knows."""
         self.name = name
         self.whereabouts = whereabouts
@@ -98,14 +106,16 @@ class _Hidden:
         place: HiddenParameter = self.__dict__[_ATTRIBUTE]
         if value is not None:
             raise ConfigurationError(
-                f"the gradient of {place.name!r} was set: with strategy={place.whereabouts.strategy!r} gradients are summed into shards, "
-                "and no rank holds a whole one; scale the loss, or take ddp"
+                f"the gradient of {place.name!r} was set: with "
+                f"strategy={place.whereabouts.strategy!r} gradients are summed into shards, and no "
+                "rank holds a whole one; scale the loss, or take ddp"
             )
         if place.whereabouts.pending and self.grad is not None:
             raise PreconditionError(
-                f"the gradient of {place.name!r} was set to None between backward() and optimizer.step(): with "
-                f"strategy={place.whereabouts.strategy!r} it is in the ranks' sum already; call optimizer.zero_grad() or "
-                "model.zero_grad(), on every rank"
+                f"the gradient of {place.name!r} was set to None between backward() and "
+                f"optimizer.step(): with strategy={place.whereabouts.strategy!r} it is in the "
+                "ranks' sum already; call optimizer.zero_grad() or model.zero_grad(), on every "
+                "rank"
             )
         drop_gradient(self, place)
 
@@ -139,7 +149,10 @@ class _Absent(_Hidden):
         told = _TELLS.get(func)
         if told is not None:
             return told(args[0].__dict__[_ATTRIBUTE], func, args, kwargs or {})
-        raise _refusal(func, next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _Absent)))
+        raise _refusal(
+            func,
+            next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _Absent)),
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise _refusal("copy.deepcopy", self)
@@ -149,7 +162,10 @@ class _Absent(_Hidden):
 
     def __repr__(self, **_: Any) -> str:
         place: HiddenParameter = self.__dict__[_ATTRIBUTE]
-        return f"<parameter {place.name!r}, cut over the ranks with strategy={place.whereabouts.strategy!r}>"
+        return (
+            f"<parameter {place.name!r}, cut over the ranks with "
+            f"strategy={place.whereabouts.strategy!r}>"
+        )
 
 
 class _Gradient(torch.Tensor):
@@ -160,19 +176,24 @@ class _Gradient(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.as_subclass:
-            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's is untyped
-        found = next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _Gradient))
+            # torch's is untyped
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        found = next(
+            each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _Gradient)
+        )
         if (told := _OF_A_SCALER.get(func)) is not None:
             return told(found.whereabouts.gradients())
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             return _unscale(*args)
         raise PreconditionError(
-            f"{_name(func)} of p.grad: with strategy={found.whereabouts.strategy!r} gradients are summed into what each rank updates, and "
-            "not left in the parameters. model.clip_grad_norm_(max_norm) clips by the norm over all ranks; model.get_gradients() gives "
-            "what this rank has of them"
+            f"{_name(func)} of p.grad: with strategy={found.whereabouts.strategy!r} gradients are "
+            "summed into what each rank updates, and not left in the parameters. "
+            "model.clip_grad_norm_(max_norm) clips by the norm over all ranks; "
+            "model.get_gradients() gives what this rank has of them"
         )
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's has one argument, for its own use
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        # torch's has one argument, for its own use
         return f"<gradient, summed over the ranks with strategy={self.whereabouts.strategy!r}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -180,7 +201,8 @@ class _Gradient(torch.Tensor):
 
 
 def _unscale(given: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    """A GradScaler unscales gradients, some of which may stand for those that this rank updates with: does so with each of those once."""
+    """A GradScaler unscales gradients, some of which may stand for those that this rank updates
+    with: does so with each of those once."""
     gradients = {id(each): each for each in given if not isinstance(each, _Gradient)}
     for each in given:
         if isinstance(each, _Gradient):
@@ -212,12 +234,14 @@ class _Part(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch._amp_foreach_non_finite_check_and_unscale_:  # which a GradScaler does on all ranks
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            # which a GradScaler does on all ranks
             return _unscale(*args)
         if func not in _TELLS:
             raise PreconditionError(
-                f"{_name(func)} of a gradient that this rank updates with: it is but a part of the step's, whose sum the ranks have agreed "
-                "on. model.clip_grad_norm_(max_norm) clips on all of them; model.get_gradients() gives this rank's part"
+                f"{_name(func)} of a gradient that this rank updates with: it is but a part of the "
+                "step's, whose sum the ranks have agreed on. model.clip_grad_norm_(max_norm) "
+                "clips on all of them; model.get_gradients() gives this rank's part"
             )
         with inside():
             return func(*args, **(kwargs or {}))
@@ -226,17 +250,22 @@ class _Part(torch.Tensor):
 def _refusal(func: Any, hidden: _Absent) -> PreconditionError:
     place: HiddenParameter = hidden.__dict__[_ATTRIBUTE]
     return PreconditionError(
-        f"{_name(func)} of parameter {place.name!r}: with strategy={place.whereabouts.strategy!r} this rank has its values in passes only. "
-        "Called on every rank, model.full_state_dict() and model.gather_full_parameters() give copies of them, "
-        "model.with_parameters(values) sets them, and model.clone() copies the model. A method of the module that computes with them is "
-        "called as model.NAME(...), after model.register_forward_method('NAME')"
+        f"{_name(func)} of parameter {place.name!r}: with strategy={place.whereabouts.strategy!r} "
+        "this rank has its values in passes only. Called on every rank, model.full_state_dict() "
+        "and model.gather_full_parameters() give copies of them, model.with_parameters(values) "
+        "sets them, and model.clone() copies the model. A method of the module that computes with "
+        "them is called as model.NAME(...), after model.register_forward_method('NAME')"
     )
 
 
 def _name(func: Any) -> str:
     if func is torch.Tensor.detach:
         return "detach() or state_dict()"
-    name = func if isinstance(func, str) else resolve_name(func) or getattr(func, "__name__", repr(func))
+    name = (
+        func
+        if isinstance(func, str)
+        else resolve_name(func) or getattr(func, "__name__", repr(func))
+    )
     return name.removeprefix("torch.Tensor.").removesuffix(".__get__").removesuffix(".__set__")
 
 
@@ -250,7 +279,11 @@ def _told(tell: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(tell)
     def told(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
-        return _same(place, func, args, kwargs) if place.shape is None else tell(place.shape, *args, **kwargs)
+        return (
+            _same(place, func, args, kwargs)
+            if place.shape is None
+            else tell(place.shape, *args, **kwargs)
+        )
 
     return told
 
@@ -265,18 +298,46 @@ _TELLS: Final[dict[Any, Callable[..., Any]]] = {
     _T.__len__: _told(lambda shape, _: shape[0]),
     **{
         getattr(_T, name).__get__: _same
-        for name in ("dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "itemsize", "_version", "retains_grad")
+        for name in (
+            "dtype",
+            "device",
+            "layout",
+            "requires_grad",
+            "is_leaf",
+            "grad_fn",
+            "itemsize",
+            "_version",
+            "retains_grad",
+        )
     },
-    **{getattr(_T, name).__get__: _same for name in dir(_T) if name.startswith("is_") and not callable(getattr(_T, name))},
-    **{getattr(_T, name): _same for name in ("is_floating_point", "is_complex", "is_inference", "is_signed", "element_size")},
-    **dict.fromkeys((torch.is_floating_point, torch.is_complex, torch.is_inference, _T.requires_grad_, _T.get_device), _same),
+    **{
+        getattr(_T, name).__get__: _same
+        for name in dir(_T)
+        if name.startswith("is_") and not callable(getattr(_T, name))
+    },
+    **{
+        getattr(_T, name): _same
+        for name in ("is_floating_point", "is_complex", "is_inference", "is_signed", "element_size")
+    },
+    **dict.fromkeys(
+        (
+            torch.is_floating_point,
+            torch.is_complex,
+            torch.is_inference,
+            _T.requires_grad_,
+            _T.get_device,
+        ),
+        _same,
+    ),
     _T.requires_grad.__set__: _same,
-    **{getattr(_T, name): _same for name in ("register_hook", "register_post_accumulate_grad_hook")},
+    **{
+        getattr(_T, name): _same for name in ("register_hook", "register_post_accumulate_grad_hook")
+    },
 }
 """What a parameter without values answers: what it is, and not what is in it."""
 
 
-# ------------------------------------------------------------------------------------------------------------------------ users' own hooks
+# --------------------------------------------------------------------------------- users' own hooks
 
 _REGISTER: Final = ("register_hook", "register_post_accumulate_grad_hook")
 
@@ -294,9 +355,11 @@ def _is_own(hook: Any) -> bool:
 
 
 def refuse_hooks(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) -> None:
-    """No hook of a user's on the gradients of these parameters, by name, is to be lost: other tensors compute in their places.
+    """No hook of a user's on the gradients of these parameters, by name, is to be lost: other
+    tensors compute in their places.
 
-    From here on their `register_hook` and `register_post_accumulate_grad_hook` raise ConfigurationError.
+    From here on their `register_hook` and `register_post_accumulate_grad_hook` raise
+    ConfigurationError.
 
     Raises:
         ConfigurationError: one has such a hook.
@@ -308,8 +371,11 @@ def refuse_hooks(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) 
             setattr(parameter, method, _registering(parameter, method, _no_hooks(name, strategy)))
 
 
-def _registering(parameter: torch.Tensor, method: str, refusal: ConfigurationError) -> Callable[..., Any]:
-    """What `parameter.method` is from here on. It holds no reference to the parameter, which holds it."""
+def _registering(
+    parameter: torch.Tensor, method: str, refusal: ConfigurationError
+) -> Callable[..., Any]:
+    """What `parameter.method` is from here on. It holds no reference to the parameter, which holds
+    it."""
     me, register = weakref.ref(parameter), getattr(torch.Tensor, method)
 
     def registering(hook: Any) -> Any:
@@ -323,15 +389,18 @@ def _registering(parameter: torch.Tensor, method: str, refusal: ConfigurationErr
 
 def _no_hooks(name: str, strategy: str) -> ConfigurationError:
     return ConfigurationError(
-        f"a hook on the gradient of parameter {name!r}, by register_hook or register_post_accumulate_grad_hook: with "
-        f"strategy={strategy!r} other tensors, parts of it, take its place whenever the ranks are divided, and the hook would be lost. "
-        "model.clip_grad_norm_(max_norm) and the loss's scale change gradients, model.get_gradients() shows this rank's part of them; "
-        "under ddp, zero1, zero2, zero3, fsdp and hsdp such hooks are called, with the gradient of this rank's samples"
+        f"a hook on the gradient of parameter {name!r}, by register_hook or "
+        f"register_post_accumulate_grad_hook: with strategy={strategy!r} other tensors, parts of "
+        "it, take its place whenever the ranks are divided, and the hook would be lost. "
+        "model.clip_grad_norm_(max_norm) and the loss's scale change gradients, "
+        "model.get_gradients() shows this rank's part of them; under ddp, zero1, zero2, zero3, "
+        "fsdp and hsdp such hooks are called, with the gradient of this rank's samples"
     )
 
 
 def guard_parts(pieces: Iterable[torch.Tensor], *, guarded: bool) -> None:
-    """Code of the user's may look at the gradients of these pieces from here on, or the optimizer alone."""
+    """Code of the user's may look at the gradients of these pieces from here on, or the optimizer
+    alone."""
     for piece in pieces:
         gradient: Any = gradient_of(piece)
         if gradient is not None and isinstance(gradient, _Part) is not guarded:
@@ -340,11 +409,16 @@ def guard_parts(pieces: Iterable[torch.Tensor], *, guarded: bool) -> None:
 
 @functools.cache
 def _class(kind: Any, mixed: Any) -> Any:
-    return type(kind.__name__, (mixed, kind), {"__slots__": (), "shown": kind, "__module__": kind.__module__})
+    return type(
+        kind.__name__,
+        (mixed, kind),
+        {"__slots__": (), "shown": kind, "__module__": kind.__module__},
+    )
 
 
 def hide(tensor: Any, place: HiddenParameter) -> None:
-    """The values of a parameter are elsewhere from here on, its gradient as `place` says. Of one that was hidden already the latter."""
+    """The values of a parameter are elsewhere from here on, its gradient as `place` says. Of one
+    that was hidden already the latter."""
     if isinstance(tensor, _Absent):
         tensor.__dict__[_ATTRIBUTE].gradient |= place.gradient
     else:
@@ -401,15 +475,21 @@ class Leaves:
         self._leaves[index][1].gradient = True
 
     def hide_gradients(self) -> None:
-        """A backward pass is over: who looks for the gradients that were taken is told where they are."""
+        """A backward pass is over: who looks for the gradients that were taken is told where they
+        are."""
         self._without_gradients = True
         for leaf, place in self._leaves:
             if place.gradient:
                 hide_gradient(leaf, place)
 
     def gradients_handed_out(self, present: Sequence[bool]) -> None:
-        """This rank has its parts of the ranks' gradients now, also of parameters that only other ranks have used. `present`: of which."""
-        others = [place for (_, place), here in zip(self._leaves, present, strict=True) if here and not place.gradient]
+        """This rank has its parts of the ranks' gradients now, also of parameters that only other
+        ranks have used. `present`: of which."""
+        others = [
+            place
+            for (_, place), here in zip(self._leaves, present, strict=True)
+            if here and not place.gradient
+        ]
         if others:
             for place in others:
                 place.gradient = True
@@ -446,7 +526,8 @@ def is_hidden(tensor: Any) -> bool:
 
 
 def refuse_loading(module: nn.Module) -> None:
-    """`load_state_dict` of it, or of a part of it, raises before it changes anything, if it is given values of hidden parameters."""
+    """`load_state_dict` of it, or of a part of it, raises before it changes anything, if it is
+    given values of hidden parameters."""
     for part in module.modules():
         part.register_load_state_dict_pre_hook(_check_loading)
 
@@ -454,14 +535,18 @@ def refuse_loading(module: nn.Module) -> None:
 def _check_loading(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
     for name, parameter in module.named_parameters():
         if is_hidden(parameter) and prefix + name in state_dict:
-            raise _refusal("load_state_dict()", parameter)  # type: ignore[arg-type]  # it is one of those
+            # it is one of those
+            raise _refusal("load_state_dict()", parameter)  # type: ignore[arg-type]
 
 
 def blank_copies(module: nn.Module) -> dict[int, Any]:
-    """For `copy.deepcopy`: parameters without values in the places of those that are hidden, to be given some."""
+    """For `copy.deepcopy`: parameters without values in the places of those that are hidden, to be
+    given some."""
     with inside():
         return {
-            id(p): nn.Parameter(torch.empty(0, dtype=p.dtype, device=p.device), requires_grad=p.requires_grad)
+            id(p): nn.Parameter(
+                torch.empty(0, dtype=p.dtype, device=p.device), requires_grad=p.requires_grad
+            )
             for p in module.parameters()
             if is_hidden(p)
         }

@@ -1,8 +1,9 @@
-"""Which ranks hold which shards of a state that is cut, and what follows from it: which cut is still complete, who sends each shard, and
-which shards another rank is to keep a copy of.
+"""Which ranks hold which shards of a state that is cut, and what follows from it: which cut is
+still complete, who sends each shard, and which shards another rank is to keep a copy of.
 
-Pure: out of what the ranks have told one another each computes the same. A shard has a *place*, by which ranks name it: its position, for
-`sharding`; stage, part and position, for `mesh`. How shards travel is the business of these two.
+Pure: out of what the ranks have told one another each computes the same. A shard has a *place*, by
+which ranks name it: its position, for `sharding`; stage, part and position, for `mesh`. How shards
+travel is the business of these two.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ class ShardsLostError(StateLostError):
 
     def __init__(self, *, lost: int, shards: int) -> None:
         """`lost`: how many of the model's `shards`."""
-        which = f"{lost} of the model's {shards} shards" if lost < shards else "any shard of the model"
+        which = (
+            f"{lost} of the model's {shards} shards" if lost < shards else "any shard of the model"
+        )
         super().__init__(
-            f"nobody holds {which} any more: all ranks that did are gone, and only a checkpoint can replace them. A script that calls "
-            "shoal.save_checkpoint goes back to the newest by itself within an epoch; started anew, one that calls shoal.resume goes on "
-            "from it",
+            f"nobody holds {which} any more: all ranks that did are gone, and only a checkpoint "
+            "can replace them. A script that calls shoal.save_checkpoint goes back to the newest "
+            "by itself within an epoch; started anew, one that calls shoal.resume goes on from it",
             reason="SHARDS_LOST",
         )
 
@@ -73,7 +76,8 @@ class ShardHolders(Generic[Place]):
         return self.shards - len(self.sources())
 
     def sources(self) -> dict[Place, list[int]]:
-        """The ranks that each shard is to be had from: those that keep a copy where no rank holds it."""
+        """The ranks that each shard is to be had from: those that keep a copy where no rank holds
+        it."""
         return self.keepers | self.holders
 
     def having(self, place: Place) -> list[int]:
@@ -87,7 +91,8 @@ class ShardHolders(Generic[Place]):
 
 
 def newest_complete(claims: Iterable[Claim[Place]]) -> ShardHolders[Place]:
-    """The newest cut of which every shard is held, or kept as a copy, by some rank. `claims`: of all ranks; each may hold several cuts.
+    """The newest cut of which every shard is held, or kept as a copy, by some rank. `claims`: of
+    all ranks; each may hold several cuts.
 
     Raises:
         ShardsLostError: no cut is complete.
@@ -105,8 +110,15 @@ def newest_complete(claims: Iterable[Claim[Place]]) -> ShardHolders[Place]:
     raise ShardsLostError(lost=newest.lost, shards=newest.shards)
 
 
-def plan_copies(held: ShardHolders[Place], ranks: Sequence[int], leaving: Collection[int], *, most: int | None = None) -> list[Copy[Place]]:
-    """Says which shards are to be copied to which ranks, so that of the ranks that stay two have each.
+def plan_copies(
+    held: ShardHolders[Place],
+    ranks: Sequence[int],
+    leaving: Collection[int],
+    *,
+    most: int | None = None,
+) -> list[Copy[Place]]:
+    """Says which shards are to be copied to which ranks, so that of the ranks that stay two have
+    each.
 
     A shard is left out for which all others keep as many copies as they can.
 
@@ -123,7 +135,9 @@ def plan_copies(held: ShardHolders[Place], ranks: Sequence[int], leaving: Collec
         having = held.having(place)
         if sum(rank in staying for rank in having) > 1:
             continue
-        free = [rank for rank in staying if rank not in having and (most is None or kept[rank] < most)]
+        free = [
+            rank for rank in staying if rank not in having and (most is None or kept[rank] < most)
+        ]
         if free:
             keeper = min(free, key=lambda rank: (kept[rank], rank))
             kept[keeper] += 1

@@ -1,4 +1,5 @@
-"""The session as the engine of one of several models sees it (`several_models.py` says how they take a step together)."""
+"""The session as the engine of one of several models sees it (`several_models.py` says how they
+take a step together)."""
 
 from __future__ import annotations
 
@@ -27,15 +28,20 @@ class ModelSession:
     """A `StrategySession` for one of several models."""
 
     def __init__(
-        self, session: Session, peers: list[ModelSession], together: Callable[[Session, Sequence[ModelSession]], TrainingEngine]
+        self,
+        session: Session,
+        peers: list[ModelSession],
+        together: Callable[[Session, Sequence[ModelSession]], TrainingEngine],
     ) -> None:
-        """Joins `peers`: the sessions of all models, in the order in which they were given. `together` makes one engine of theirs."""
+        """Joins `peers`: the sessions of all models, in the order in which they were given.
+        `together` makes one engine of theirs."""
         self.engine: Engine | None = None
         """The model's, when it is attached."""
         self.stepped = False
         """The model's optimizer was told to step in the run's step in progress."""
         self.update: TentativeUpdate | None = None
-        """Values and optimizer state of before the model's update in the run's step in progress; None: it was not updated."""
+        """Values and optimizer state of before the model's update in the run's step in progress;
+        None: it was not updated."""
         self.passed = False
         """A forward pass of training went through the model in that step."""
         self.number = len(peers)
@@ -49,10 +55,11 @@ class ModelSession:
         self._trained: Sequence[bool] = ()
         peers.append(self)
 
-    # --------------------------------------------------------------------------------------------------- what is the model's own
+    # ---------------------------------------------------------------------- what is the model's own
 
     def attach(self, engine: TrainingEngine) -> None:
-        """See `StrategySession`, as for all that follows here. With the last of the models the run has its engine."""
+        """See `StrategySession`, as for all that follows here. With the last of the models the run
+        has its engine."""
         assert isinstance(engine, Engine)
         self.engine = engine
         if all(peer.engine is not None for peer in self._peers):
@@ -68,13 +75,19 @@ class ModelSession:
         step, own = self._session.step, self._own
         if step is None or own is None:
             return None
-        own.share, own.handed_out, own.taken, own.micro_batch = step.share, step.handed_out, step.taken, step.micro_batch
+        own.share, own.handed_out, own.taken, own.micro_batch = (
+            step.share,
+            step.handed_out,
+            step.taken,
+            step.micro_batch,
+        )
         if step.lost is not None:
             own.lost = own.lost or step.lost
         return own
 
     def ensure_step(self) -> Step:
-        """Raises ConfigurationError for a step in micro-batches: each model would need a loop of its own over them."""
+        """Raises ConfigurationError for a step in micro-batches: each model would need a loop of
+        its own over them."""
         step = self._session.ensure_step()
         self.passed = True
         if step is not self._session.step:
@@ -88,7 +101,12 @@ class ModelSession:
     def begin(self, step: Step) -> None:
         """The run's step begins."""
         self.forget()
-        self._own = Step(placement=step.placement, source=step.source, of=f"model {self.number}", course=step.course)
+        self._own = Step(
+            placement=step.placement,
+            source=step.source,
+            of=f"model {self.number}",
+            course=step.course,
+        )
 
     def forget(self) -> None:
         """The run's step is over for this model."""
@@ -98,22 +116,27 @@ class ModelSession:
 
     @property
     def frozen(self) -> bool:
-        """No parameter of the model is to get a gradient: it was updated for this batch, or the script has frozen it."""
+        """No parameter of the model is to get a gradient: it was updated for this batch, or the
+        script has frozen it."""
         assert self.engine is not None
         with inside():
-            return self.stepped or not any(parameter.requires_grad for parameter in self.engine.module.parameters())
+            return self.stepped or not any(
+                parameter.requires_grad for parameter in self.engine.module.parameters()
+            )
 
     def refuse_stale(self, output: Any) -> None:
-        """`output` is that of a forward pass: gradients that come to it behind the model's next update raise, under every strategy. The
-        values that the pass computed with are gone then, and where they are cut over the ranks autograd does not see it."""
+        """`output` is that of a forward pass: gradients that come to it behind the model's next
+        update raise, under every strategy. The values that the pass computed with are gone then,
+        and where they are cut over the ranks autograd does not see it."""
         updates = self._updates
 
         def check(_: Any) -> None:
             if self._updates != updates:
                 raise PreconditionError(
-                    f"a backward pass goes through a forward pass of model {self.number} from before its optimizer's step: the values that "
-                    "it was computed with are not there any more, as in plain PyTorch; call the model again behind the step, or do both "
-                    "backward passes before it"
+                    f"a backward pass goes through a forward pass of model {self.number} from "
+                    "before its optimizer's step: the values that it was computed with are not "
+                    "there any more, as in plain PyTorch; call the model again behind the step, "
+                    "or do both backward passes before it"
                 )
 
         when_gradients_come(output, check, mode="any")
@@ -155,21 +178,24 @@ class ModelSession:
             self.engine.finish_reduction()
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
-        """The model's optimizer is told to step: updates the model; if it is the last one, ends the run's step."""
+        """The model's optimizer is told to step: updates the model; if it is the last one, ends the
+        run's step."""
         session = self._session
         step = session.step
         if step is None:
-            return session.finish_step(apply)  # a joiner's pass ahead of its loop; or there is no batch
+            # a joiner's pass ahead of its loop; or there is no batch
+            return session.finish_step(apply)
         if self.stepped:
             raise PreconditionError(
-                "an optimizer was told to step a second time for one batch: with several models each of their optimizers steps at most "
-                "once for a batch; take a batch for each of its steps",
+                "an optimizer was told to step a second time for one batch: with several models "
+                "each of their optimizers steps at most once for a batch; take a batch for each "
+                "of its steps",
                 reason="STEP_NOT_FINISHED",
             )
         if step.left and any(not peer.stepped for peer in self._peers if peer is not self):
             raise PreconditionError(
-                "an optimizer was told to step for a batch whose loop was left: with several models all that step for a batch do so within "
-                "the loop over the loader",
+                "an optimizer was told to step for a batch whose loop was left: with several "
+                "models all that step for a batch do so within the loop over the loader",
                 reason="STEP_NOT_FINISHED",
             )
         self.reduce()
@@ -185,7 +211,8 @@ class ModelSession:
         return StepStatus.PENDING
 
     def reduce(self) -> None:
-        """The end of the model's own step: its gradients, and what changed in its buffers, are summed, or the run's step is lost."""
+        """The end of the model's own step: its gradients, and what changed in its buffers, are
+        summed, or the run's step is lost."""
         assert self.engine is not None
         self.engine.finish_reduction()
         step, own = self._session.step, self.step
@@ -215,7 +242,7 @@ class ModelSession:
     def release(self) -> None:
         raise InternalError("a strategy that keeps a state was given several models")
 
-    # ----------------------------------------------------------------------------------------------------- what is the session's
+    # ------------------------------------------------------------------------ what is the session's
 
     @property
     def elastic(self) -> bool:
@@ -264,6 +291,6 @@ class ModelSession:
 def no_micro_batches() -> ConfigurationError:
     """The error for several models in a step of micro-batches."""
     return ConfigurationError(
-        "several models in loader.steps(): each would need its own loop over a step's micro-batches; iterate over the loader itself, and "
-        "make it without micro_batch_size="
+        "several models in loader.steps(): each would need its own loop over a step's "
+        "micro-batches; iterate over the loader itself, and make it without micro_batch_size="
     )

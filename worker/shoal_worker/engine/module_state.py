@@ -1,11 +1,13 @@
-"""What a module's state is made of: its parameters, its buffers, and what else `state_dict()` has, each under the name that it has there.
+"""What a module's state is made of: its parameters, its buffers, and what else `state_dict()` has,
+each under the name that it has there.
 
-`state_dict()` need not use the names of `named_parameters()`: wrappers (activation checkpointing) and hooks rename entries, leave some out
-or replace them by other values. So an entry is known by the tensor that it is, not by its name. What hooks leave out is part of the state
-all the same, under its own name: a rank that joins, a redo and a checkpoint need it.
+`state_dict()` need not use the names of `named_parameters()`: wrappers (activation checkpointing)
+and hooks rename entries, leave some out or replace them by other values. So an entry is known by
+the tensor that it is, not by its name. What hooks leave out is part of the state all the same,
+under its own name: a rank that joins, a redo and a checkpoint need it.
 
-Entries that are no parameter and no buffer (`get_extra_state()`, and what a module's own `state_dict` hooks make) are passed on as they
-are, and given to the module's own `load_state_dict`.
+Entries that are no parameter and no buffer (`get_extra_state()`, and what a module's own
+`state_dict` hooks make) are passed on as they are, and given to the module's own `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ class ModuleState:
         named = parameters | dict(module.named_buffers(remove_duplicate=False))
         own = {id(tensor) for tensor in named.values()}
         self.tensors: dict[str, torch.Tensor] = {}
-        """Parameters and the buffers that the state has, by key; tied ones under each of their keys."""
+        """Parameters and the buffers that the state has, by key; tied ones under each of their
+        keys."""
         self.others: dict[str, Any] = {}
         """Extra state, and entries that hooks make, by key."""
         self.replaced: set[str] = set()
-        """Keys under which `state_dict()` has something else than the module's own tensor of that name."""
+        """Keys under which `state_dict()` has something else than the module's own tensor of that
+        name."""
         for key, value in self._listed.items():
             if id(value) in own:
                 self.tensors[key] = value
@@ -47,32 +51,46 @@ class ModuleState:
             else:
                 self.others[key] = value
         found = {id(tensor): key for key, tensor in reversed(self.tensors.items())}
-        self.left_out = {name: tensor for name, tensor in parameters.items() if id(tensor) not in found and name not in self.tensors}
+        self.left_out = {
+            name: tensor
+            for name, tensor in parameters.items()
+            if id(tensor) not in found and name not in self.tensors
+        }
         """Parameters that `state_dict()` does not have, by their own names."""
         self.tensors |= self.left_out
         found |= {id(tensor): name for name, tensor in reversed(self.left_out.items())}
         self.keys: dict[str, str] = {
-            name: name if self.tensors.get(name) is tensor else found[id(tensor)] for name, tensor in named.items() if id(tensor) in found
+            name: name if self.tensors.get(name) is tensor else found[id(tensor)]
+            for name, tensor in named.items()
+            if id(tensor) in found
         }
         """By the names that parameters and buffers have in the module: their keys."""
 
     def captured(self) -> OrderedDict[str, Any]:
-        """What `state_dict()` gives, whole: with what hooks leave out, and the tensors themselves for what they replace. Shares memory."""
+        """What `state_dict()` gives, whole: with what hooks leave out, and the tensors themselves
+        for what they replace. Shares memory."""
         state: OrderedDict[str, Any] = OrderedDict()
         with inside():
             for key in (*self._listed, *self.left_out):
                 state[key] = self.tensors[key].detach() if key in self.tensors else self.others[key]
         if hasattr(self._listed, "_metadata"):
-            state._metadata = self._listed._metadata  # type: ignore[attr-defined]  # as torch hangs it there
+            # as torch hangs it there
+            state._metadata = self._listed._metadata  # type: ignore[attr-defined]
         return state
 
     def beside_parameters(self) -> dict[str, Any]:
         """The part of `captured` that is not of parameters: buffers and extra state."""
-        return {key: value for key, value in self.captured().items() if not isinstance(self.tensors.get(key), nn.Parameter)}
+        return {
+            key: value
+            for key, value in self.captured().items()
+            if not isinstance(self.tensors.get(key), nn.Parameter)
+        }
 
     def shapes(self) -> dict[str, torch.Size | None]:
         """Shapes of the tensors; None for entries whose shape need not fit."""
-        return {key: tensor.shape for key, tensor in self.tensors.items()} | dict.fromkeys(self.others)
+        return {key: tensor.shape for key, tensor in self.tensors.items()} | dict.fromkeys(
+            self.others
+        )
 
 
 def other_entries(module: nn.Module) -> dict[str, Any]:
@@ -81,30 +99,34 @@ def other_entries(module: nn.Module) -> dict[str, Any]:
 
 
 def check_state_can_travel(module: nn.Module, strategy: str, *, whole: bool) -> None:
-    """Raises ConfigurationError: the module's state has an entry that cannot be sent to a rank that joins, or saved; or, unless ranks have
-    the `whole` of its parameters, one that a hook computes from parameters."""
+    """Raises ConfigurationError: the module's state has an entry that cannot be sent to a rank that
+    joins, or saved; or, unless ranks have the `whole` of its parameters, one that a hook computes
+    from parameters."""
     state = ModuleState(module)
     for key, value in state.others.items():
         try:
             flatten(value)
         except ConfigurationError as error:
             raise ConfigurationError(
-                f"entry {key!r} of the module's state_dict(): {error}. It travels with the model, to workers that join and into "
-                "checkpoints: have get_extra_state() (or the hook that makes it) give such values",
+                f"entry {key!r} of the module's state_dict(): {error}. It travels with the model, "
+                "to workers that join and into checkpoints: have get_extra_state() (or the hook "
+                "that makes it) give such values",
                 reason=error.reason,
             ) from error
     if whole:
         return
     if computed := [*sorted(state.replaced), *_computed(module, state)]:
         raise ConfigurationError(
-            f"entry {computed[0]!r} of the module's state_dict() is no parameter, buffer or extra state, but made from parameters by a "
-            f"hook: with strategy={strategy!r} no rank has these whole between passes. Remove the hook, and convert what "
+            f"entry {computed[0]!r} of the module's state_dict() is no parameter, buffer or extra "
+            f"state, but made from parameters by a hook: with strategy={strategy!r} no rank has "
+            "these whole between passes. Remove the hook, and convert what "
             "model.full_state_dict() gives; or use strategy='ddp'"
         )
 
 
 def _computed(module: nn.Module, state: ModuleState) -> list[str]:
-    """Keys of entries that are others where parameters have no elements: those that hooks compute from them."""
+    """Keys of entries that are others where parameters have no elements: those that hooks compute
+    from them."""
     hooked = {key: value for key, value in state.others.items() if not key.endswith("_extra_state")}
     if not hooked or any(tensor.is_meta for tensor in state.tensors.values()):
         return []
@@ -118,17 +140,23 @@ def _computed(module: nn.Module, state: ModuleState) -> list[str]:
     finally:
         for parameter, value in values:
             parameter.data = value
-    return [key for key, value in hooked.items() if key not in now or _shape(value) != _shape(now[key])]
+    return [
+        key for key, value in hooked.items() if key not in now or _shape(value) != _shape(now[key])
+    ]
 
 
 def _shape(value: Any) -> Any:
     return value.shape if isinstance(value, torch.Tensor) else None
 
 
-def check_model_fits(values: Mapping[str, Any], module: nn.Module, shapes: Mapping[str, torch.Size | None]) -> None:
-    """Checks what `full_state_dict` of any strategy gave, or a captured state. `shapes`: those of `ModuleState.shapes`, when all is whole.
+def check_model_fits(
+    values: Mapping[str, Any], module: nn.Module, shapes: Mapping[str, torch.Size | None]
+) -> None:
+    """Checks what `full_state_dict` of any strategy gave, or a captured state. `shapes`: those of
+    `ModuleState.shapes`, when all is whole.
 
-    Parameters that the module's `state_dict()` leaves out may be missing; buffers that have no elements here may have any shape there.
+    Parameters that the module's `state_dict()` leaves out may be missing; buffers that have no
+    elements here may have any shape there.
 
     Raises:
         CorruptDataError (MODEL_DIFFERS): names or shapes are others.
@@ -139,17 +167,21 @@ def check_model_fits(values: Mapping[str, Any], module: nn.Module, shapes: Mappi
     differing += [
         key
         for key, shape in shapes.items()
-        if shape is not None and key in values and not _takes(module, key, state.tensors.get(key), shape, values[key])
+        if shape is not None
+        and key in values
+        and not _takes(module, key, state.tensors.get(key), shape, values[key])
     ]
     if differing:
         raise CorruptDataError(
-            f"the state is of another model than this {type(module).__name__}: names or shapes differ, {sorted(differing)[:3]} among "
-            "them; load it into the model that saved it",
+            f"the state is of another model than this {type(module).__name__}: names or shapes "
+            f"differ, {sorted(differing)[:3]} among them; load it into the model that saved it",
             reason="MODEL_DIFFERS",
         )
 
 
-def _takes(module: nn.Module, key: str, own: torch.Tensor | None, shape: torch.Size, value: Any) -> bool:
+def _takes(
+    module: nn.Module, key: str, own: torch.Tensor | None, shape: torch.Size, value: Any
+) -> bool:
     if not isinstance(value, torch.Tensor):
         return False
     if value.shape == shape:
@@ -175,7 +207,8 @@ def _is_unset(module: nn.Module, key: str) -> bool:
 
 @torch.no_grad()
 def load_captured(module: nn.Module, values: Mapping[str, Any]) -> None:
-    """Gives a module a state that fits: all of it, or some entries. Its hooks see it as torch's own `load_state_dict` shows it to them."""
+    """Gives a module a state that fits: all of it, or some entries. Its hooks see it as torch's own
+    `load_state_dict` shows it to them."""
     for owner, name, value in _buffers_to_make(module, values):
         device = next((tensor.device for tensor in module.parameters()), value.device)
         owner._buffers[name] = torch.empty_like(value, device=device)
@@ -187,7 +220,9 @@ def load_captured(module: nn.Module, values: Mapping[str, Any]) -> None:
             state.tensors[key].copy_(values[key])
 
 
-def _buffers_to_make(module: nn.Module, values: Mapping[str, Any]) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+def _buffers_to_make(
+    module: nn.Module, values: Mapping[str, Any]
+) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """The buffers that have no memory here for their value, with that."""
     for key, value in values.items():
         if not isinstance(value, torch.Tensor):
@@ -196,5 +231,7 @@ def _buffers_to_make(module: nn.Module, values: Mapping[str, Any]) -> Iterator[t
         if owner is None or name not in owner._buffers:
             continue
         own = owner._buffers[name]
-        if own is None or (own.shape != value.shape and (own.numel() == 0 or follows_extremes(owner, name))):
+        if own is None or (
+            own.shape != value.shape and (own.numel() == 0 or follows_extremes(owner, name))
+        ):
             yield owner, name, value

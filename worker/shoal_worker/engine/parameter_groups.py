@@ -1,6 +1,8 @@
-"""Which parameters make a unit: what is gathered, computed with and freed together, or reduced together.
+"""Which parameters make a unit: what is gathered, computed with and freed together, or reduced
+together.
 
-Small units cost a collective each, large ones memory: with sharded parameters the largest unit is whole in memory while it computes.
+Small units cost a collective each, large ones memory: with sharded parameters the largest unit is
+whole in memory while it computes.
 """
 
 from __future__ import annotations
@@ -17,18 +19,22 @@ from torch.utils.checkpoint import checkpoint
 
 T = TypeVar("T")
 
-# ---------------------------------------------------------------------------------------------------- activations that are computed again
+# -------------------------------------------------------------- activations that are computed again
 #
 # Modules that compute their activations again in the backward pass, instead of keeping them.
 #
-# The module's `forward` is what is checkpointed, so its name, its parameters' names and its class stay, and hooks on it run once: sharded
-# parameters are gathered around the recomputation as around any backward pass.
+# The module's `forward` is what is checkpointed, so its name, its parameters' names and its class
+# stay, and hooks on it run once: sharded parameters are gathered around the recomputation as around
+# any backward pass.
 
 _FORWARD = "forward"
 
 
-def checkpoint_activations(module: nn.Module, chosen: bool | Sequence[type[nn.Module]] | Callable[[nn.Module], bool]) -> None:
-    """Checkpoints the submodules that are `chosen`: see `ShardingConfiguration.activation_checkpointing`. Those that are already stay so.
+def checkpoint_activations(
+    module: nn.Module, chosen: bool | Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
+) -> None:
+    """Checkpoints the submodules that are `chosen`: see
+    `ShardingConfiguration.activation_checkpointing`. Those that are already stay so.
 
     Raises:
         ConfigurationError: the model has none of them.
@@ -38,7 +44,10 @@ def checkpoint_activations(module: nn.Module, chosen: bool | Sequence[type[nn.Mo
     modules = dict(module.named_modules())
     if chosen is True:
         found = [modules[name] for name in repeated(modules, at_least=1)]
-        wanted = "True: no container of the model repeats a class of modules with parameters; name classes"
+        wanted = (
+            "True: no container of the model repeats a class of modules with parameters; name "
+            "classes"
+        )
     elif isinstance(chosen, Sequence):
         found = [each for each in modules.values() if isinstance(each, tuple(chosen))]
         wanted = f"{[each.__name__ for each in chosen]}: the model has no module of these classes"
@@ -53,9 +62,14 @@ def checkpoint_activations(module: nn.Module, chosen: bool | Sequence[type[nn.Mo
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward of a module that computes its activations again, without that; None: it keeps them."""
+    """The forward of a module that computes its activations again, without that; None: it keeps
+    them."""
     chosen = module.__dict__.get(_FORWARD)
-    return chosen.args[0] if isinstance(chosen, functools.partial) and chosen.func is _forward else None
+    return (
+        chosen.args[0]
+        if isinstance(chosen, functools.partial) and chosen.func is _forward
+        else None
+    )
 
 
 def _forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +78,7 @@ def _forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------- units
+# -------------------------------------------------------------------------------------------- units
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,18 +92,25 @@ class ParameterGroup:
     parameters: tuple[nn.Parameter, ...]
 
 
-def by_modules(module: nn.Module, shard_modules: Sequence[type[nn.Module] | str] | None, *, at_least: int) -> list[ParameterGroup]:
-    """A group for each module named by `shard_modules` (classes, or names of submodules), and one, the first, for what is in none of them.
+def by_modules(
+    module: nn.Module, shard_modules: Sequence[type[nn.Module] | str] | None, *, at_least: int
+) -> list[ParameterGroup]:
+    """A group for each module named by `shard_modules` (classes, or names of submodules), and one,
+    the first, for what is in none of them.
 
-    None: the children of containers that repeat a class (the blocks of a transformer), from `at_least` elements on. A parameter that
-    several groups would have goes to the first. Groups are in the order of `named_modules`; of nested ones each takes what the inner
-    ones leave.
+    None: the children of containers that repeat a class (the blocks of a transformer), from
+    `at_least` elements on. A parameter that several groups would have goes to the first. Groups are
+    in the order of `named_modules`; of nested ones each takes what the inner ones leave.
 
     Raises:
         ConfigurationError: a name or a class that the model does not have.
     """
     modules = dict(module.named_modules())
-    chosen = set(_named(modules, shard_modules)) if shard_modules is not None else set(repeated(modules, at_least))
+    chosen = (
+        set(_named(modules, shard_modules))
+        if shard_modules is not None
+        else set(repeated(modules, at_least))
+    )
     chosen.discard("")
     owner: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -100,14 +121,22 @@ def by_modules(module: nn.Module, shard_modules: Sequence[type[nn.Module] | str]
     for home in ["", *(name for name in modules if name in chosen)]:
         own = {name: p for name, p in module.named_parameters() if owner[id(p)] == home}
         if own:
-            groups.append(ParameterGroup(name=home, module=modules[home], names=tuple(own), parameters=tuple(own.values())))
+            groups.append(
+                ParameterGroup(
+                    name=home,
+                    module=modules[home],
+                    names=tuple(own),
+                    parameters=tuple(own.values()),
+                )
+            )
     if not groups or groups[0].name:
         groups.insert(0, ParameterGroup(name="", module=module, names=(), parameters=()))
     return groups
 
 
 def in_buckets(items: Iterable[T], size: Callable[[T], int], cap: float) -> list[list[T]]:
-    """Items in their order, in buckets whose sizes add up to at most `cap`; an item that is larger has a bucket of its own."""
+    """Items in their order, in buckets whose sizes add up to at most `cap`; an item that is larger
+    has a bucket of its own."""
     buckets: list[list[T]] = []
     filled = 0
     for item in items:
@@ -120,16 +149,25 @@ def in_buckets(items: Iterable[T], size: Callable[[T], int], cap: float) -> list
 
 
 def by_bytes(module: nn.Module, cap: int) -> list[ParameterGroup]:
-    """The parameters in their order, in groups of at most `cap` bytes (one that is larger has a group of its own)."""
+    """The parameters in their order, in groups of at most `cap` bytes (one that is larger has a
+    group of its own)."""
     groups = []
     for named in in_buckets(module.named_parameters(), lambda one: one[1].nbytes, cap) or [[]]:
-        names, parameters = tuple(name for name, _ in named), tuple(parameter for _, parameter in named)
-        groups.append(ParameterGroup(name=names[0] if names else "", module=module, names=names, parameters=parameters))
+        names, parameters = (
+            tuple(name for name, _ in named),
+            tuple(parameter for _, parameter in named),
+        )
+        groups.append(
+            ParameterGroup(
+                name=names[0] if names else "", module=module, names=names, parameters=parameters
+            )
+        )
     return groups
 
 
 def alike(group: ParameterGroup) -> Iterable[ParameterGroup]:
-    """The group cut by dtype and by whether it is trained: what can lie in one vector and be reduced as one."""
+    """The group cut by dtype and by whether it is trained: what can lie in one vector and be
+    reduced as one."""
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for index, parameter in enumerate(group.parameters):
         kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(index)
@@ -160,13 +198,15 @@ def _named(modules: dict[str, nn.Module], wanted: Sequence[type[nn.Module] | str
         if not found:
             known = sorted({type(m).__name__ for m in modules.values()})
             raise ConfigurationError(
-                f"shard_modules={want!r}: the model has no such module; it has modules of the classes {', '.join(known[:12])}"
+                f"shard_modules={want!r}: the model has no such module; it has modules of the "
+                f"classes {', '.join(known[:12])}"
             )
         yield from found
 
 
 def repeated(modules: dict[str, nn.Module], at_least: int) -> Iterable[str]:
-    """The children of containers that hold several of their class, with so many elements each: the blocks of a transformer."""
+    """The children of containers that hold several of their class, with so many elements each: the
+    blocks of a transformer."""
     for name, module in modules.items():
         if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             continue

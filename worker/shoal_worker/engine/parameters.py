@@ -1,8 +1,9 @@
 """Parameters that users give, and what is to be true of a model's own before it is trained.
 
-What is given from outside (a file's content, another model's values) has to be the same on all ranks. Ranks that hold copies of one state
-do not notice when one of them is given something else: they train on, each on its own. So what is given goes through an operation first, in
-which the ranks compare digests. What one rank cannot read, none takes.
+What is given from outside (a file's content, another model's values) has to be the same on all
+ranks. Ranks that hold copies of one state do not notice when one of them is given something else:
+they train on, each on its own. So what is given goes through an operation first, in which the ranks
+compare digests. What one rank cannot read, none takes.
 """
 
 from __future__ import annotations
@@ -26,66 +27,108 @@ if TYPE_CHECKING:
     from shoal_worker.elastic.channel import Channel
     from shoal_worker.elastic.strategy_interface import StrategySession
 
-# ------------------------------------------------------------------------------------------------------------- parameters that users give
+# ----------------------------------------------------------------------- parameters that users give
 
 
-def named_values(parameters: torch.Tensor | Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+def named_values(
+    parameters: torch.Tensor | Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
     """What `with_parameters` was given, by name; `own`: the model's whole parameters in order.
 
     Raises:
         ConfigurationError: a name, a shape or the number of elements does not fit.
     """
-    given = _unflatten_vector(parameters, own) if isinstance(parameters, torch.Tensor) else dict(parameters)
+    given = (
+        _unflatten_vector(parameters, own)
+        if isinstance(parameters, torch.Tensor)
+        else dict(parameters)
+    )
     unknown = sorted(set(given) - set(own))
     if unknown:
         raise ConfigurationError(f"with_parameters: the model has no parameters {unknown[:5]}")
     for name, value in given.items():
         if value.shape != own[name].shape:
-            raise ConfigurationError(f"with_parameters: {name!r} has shape {tuple(value.shape)}, the model's has {tuple(own[name].shape)}")
+            raise ConfigurationError(
+                f"with_parameters: {name!r} has shape {tuple(value.shape)}, the model's has "
+                f"{tuple(own[name].shape)}"
+            )
     return given
 
 
-def _unflatten_vector(vector: torch.Tensor, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _unflatten_vector(
+    vector: torch.Tensor, own: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     total = sum(p.numel() for p in own.values())
     if vector.dim() != 1 or vector.numel() != total:
-        raise ConfigurationError(f"with_parameters: expected a flat vector of {total} elements, got shape {tuple(vector.shape)}")
+        raise ConfigurationError(
+            f"with_parameters: expected a flat vector of {total} elements, got shape "
+            f"{tuple(vector.shape)}"
+        )
     return dict(
-        zip(own, (v.view_as(p) for v, p in zip(vector.split([p.numel() for p in own.values()]), own.values(), strict=True)), strict=True)
+        zip(
+            own,
+            (
+                v.view_as(p)
+                for v, p in zip(
+                    vector.split([p.numel() for p in own.values()]), own.values(), strict=True
+                )
+            ),
+            strict=True,
+        )
     )
 
 
 def check_optimizer_covers(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigurationError: the optimizer holds tensors that are not parameters of the module."""
+    """Raises ConfigurationError: the optimizer holds tensors that are not parameters of the
+    module."""
     own = {id(p) for p in module.parameters()}
-    foreign = sum(1 for group in optimizer.param_groups for p in group["params"] if id(p) not in own)
+    foreign = sum(
+        1 for group in optimizer.param_groups for p in group["params"] if id(p) not in own
+    )
     if foreign:
         raise ConfigurationError(
-            f"the optimizer holds {foreign} tensor(s) that are not parameters of the model; make it from the same model's parameters()"
+            f"the optimizer holds {foreign} tensor(s) that are not parameters of the model; make "
+            "it from the same model's parameters()"
         )
 
 
 def check_trains(module: nn.Module) -> None:
     """Raises ConfigurationError: no parameter of the module is to be trained."""
     if not any(p.requires_grad for p in module.parameters()):
-        raise ConfigurationError("the model has no parameter with requires_grad=True: there is nothing to train")
+        raise ConfigurationError(
+            "the model has no parameter with requires_grad=True: there is nothing to train"
+        )
 
 
 def check_shaped(module: nn.Module) -> None:
-    """Raises ConfigurationError: a parameter or buffer of the module gets its shape in the first forward pass."""
+    """Raises ConfigurationError: a parameter or buffer of the module gets its shape in the first
+    forward pass."""
     if any(is_lazy(t) for t in (*module.parameters(), *module.buffers())):
-        raise ConfigurationError("the model has lazy parameters without a shape: run one batch through it before as_distributed")
+        raise ConfigurationError(
+            "the model has lazy parameters without a shape: run one batch through it before "
+            "as_distributed"
+        )
 
 
 def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> None:
-    """Raises ConfigurationError: two parameters, or a parameter and a buffer, have elements of memory in common, and one is trained.
+    """Raises ConfigurationError: two parameters, or a parameter and a buffer, have elements of
+    memory in common, and one is trained.
 
-    Strategies move each parameter to memory of its own, so that what was one tensor would be two from then on. `kept`: this one leaves
-    them where they are, and two parameters may overlap; a parameter and a buffer may not, because buffers are written at a step's end.
+    Strategies move each parameter to memory of its own, so that what was one tensor would be two
+    from then on. `kept`: this one leaves them where they are, and two parameters may overlap; a
+    parameter and a buffer may not, because buffers are written at a step's end.
     """
     members = [
-        _Member(f"{kind} {name!r}" + (f" of model {number}" if len(modules) > 1 else ""), kind == "buffer", tensor)
+        _Member(
+            f"{kind} {name!r}" + (f" of model {number}" if len(modules) > 1 else ""),
+            kind == "buffer",
+            tensor,
+        )
         for number, module in enumerate(modules)
-        for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers()))
+        for kind, named in (
+            ("parameter", module.named_parameters()),
+            ("buffer", module.named_buffers()),
+        )
         for name, tensor in named
         if _has_memory(tensor)
     ]
@@ -93,22 +136,28 @@ def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> 
     for member in sorted(members, key=lambda one: one.begin):
         before = [other for other in before if other.end > member.begin]
         for other in before:
-            if other.tensor is not member.tensor and other.matters_beside(member, kept=kept) and other.shares_elements_with(member):
+            if (
+                other.tensor is not member.tensor
+                and other.matters_beside(member, kept=kept)
+                and other.shares_elements_with(member)
+            ):
                 advice = (
                     "Clone the buffer, or use the parameter in its place"
                     if other.is_buffer or member.is_buffer
-                    else "To tie them, give both modules the same nn.Parameter (decoder.weight = encoder.weight), or use the one in the "
+                    else "To tie them, give both modules the same nn.Parameter (decoder.weight = "
+                    "encoder.weight), or use the one in the "
                     "other's forward (encoder.weight.t()); else clone() one"
                 )
                 raise ConfigurationError(
-                    f"{other.name} and {member.name} share memory, but are two objects: with strategy={strategy!r} each would go on with "
-                    f"values of its own. {advice}"
+                    f"{other.name} and {member.name} share memory, but are two objects: with "
+                    f"strategy={strategy!r} each would go on with values of its own. {advice}"
                 )
         before.append(member)
 
 
 class ModuleMembers:
-    """The parameters that a module has, where a strategy reduces gradients of those that it knows."""
+    """The parameters that a module has, where a strategy reduces gradients of those that it
+    knows."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -123,18 +172,19 @@ class ModuleMembers:
         self._found = [table[name] for table, name in self._places]
 
     def check(self) -> None:
-        """Raises ConfigurationError: one that wants gradients has come. One that has another name or place is known all the same. Cheap
-        enough for each step."""
+        """Raises ConfigurationError: one that wants gradients has come. One that has another name
+        or place is known all the same. Cheap enough for each step."""
         now = [table.get(name) for table, name in self._places]
         if list(map(len, self._tables)) == self._sizes and all(map(operator.is_, now, self._found)):
             return
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._known:
                 raise ConfigurationError(
-                    f"parameter {name!r} has come into the model after as_distributed, or was put in another's place: its gradients are "
-                    "not summed over the ranks. Change values in place (model.with_parameters(values), or p.copy_ within "
-                    "torch.no_grad()); build all parameters before as_distributed, and freeze those that come later with "
-                    "requires_grad_(False)"
+                    f"parameter {name!r} has come into the model after as_distributed, or was put "
+                    "in another's place: its gradients are not summed over the ranks. Change "
+                    "values in place (model.with_parameters(values), or p.copy_ within "
+                    "torch.no_grad()); build all parameters before as_distributed, and freeze "
+                    "those that come later with requires_grad_(False)"
                 )
         self._look()
 
@@ -146,7 +196,9 @@ class _Member:
         self.name = name
         self.is_buffer = is_buffer
         self.tensor = tensor
-        self.extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        self.extent = 1 + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         """Elements of memory from its first to its last."""
         self.begin = tensor.data_ptr()
         self.end = self.begin + self.extent * tensor.element_size()
@@ -154,33 +206,49 @@ class _Member:
     def matters_beside(self, other: _Member, *, kept: bool) -> bool:
         """Whether it may not overlap with `other`; `kept` as for `check_memory`."""
         trained = any(not one.is_buffer and one.tensor.requires_grad for one in (self, other))
-        return trained and self.tensor.device == other.tensor.device and (not kept or self.is_buffer or other.is_buffer)
+        return (
+            trained
+            and self.tensor.device == other.tensor.device
+            and (not kept or self.is_buffer or other.is_buffer)
+        )
 
     def shares_elements_with(self, other: _Member) -> bool:
-        """Whether an element of this one is one of `other`'s, which begins within it: two columns of a matrix have none in common."""
+        """Whether an element of this one is one of `other`'s, which begins within it: two columns
+        of a matrix have none in common."""
         size, apart = self.tensor.element_size(), other.begin - self.begin
         without_gaps = all(one.extent == one.tensor.numel() for one in (self, other))
         if without_gaps or other.tensor.element_size() != size or apart % size:
             return True
         taken = torch.zeros(max(self.extent, apart // size + other.extent), dtype=torch.bool)
         taken.as_strided(self.tensor.shape, self.tensor.stride()).fill_(True)
-        return bool(taken.as_strided(other.tensor.shape, other.tensor.stride(), apart // size).any())
+        return bool(
+            taken.as_strided(other.tensor.shape, other.tensor.stride(), apart // size).any()
+        )
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether it is made of elements at an address; not so on the meta device, sparse, or of a class that wraps other tensors."""
+    """Whether it is made of elements at an address; not so on the meta device, sparse, or of a
+    class that wraps other tensors."""
     plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    return plain and tensor.layout is torch.strided and not tensor.is_meta and not is_lazy(tensor) and tensor.numel() > 0
+    return (
+        plain
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and not is_lazy(tensor)
+        and tensor.numel() > 0
+    )
 
 
 T = TypeVar("T")
 
 
 def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
-    """What `read` gives, if it gives the same on all ranks; an operation. `kind`: the call, for errors. Nothing is changed.
+    """What `read` gives, if it gives the same on all ranks; an operation. `kind`: the call, for
+    errors. Nothing is changed.
 
     Raises:
-        ConfigurationError: the ranks have read different things, or another rank could read nothing.
+        ConfigurationError: the ranks have read different things, or another rank could read
+            nothing.
         ShoalError: what `read` raised here.
     """
     value, refused, told = None, None, {}
@@ -198,25 +266,29 @@ def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
         raise refused
     for rank, other in enumerate(everyones):
         if "error" in other:
-            raise ConfigurationError(f"{kind}: rank {rank} was given what it cannot take, so no rank takes anything: {other['error']}")
+            raise ConfigurationError(
+                f"{kind}: rank {rank} was given what it cannot take, so no rank takes anything: "
+                f"{other['error']}"
+            )
         if other != everyones[0]:
             raise ConfigurationError(
-                f"{kind}: rank {rank} was given other values than rank 0 (their digests: {other['digest']}, {everyones[0]['digest']}); "
-                "give all ranks the same"
+                f"{kind}: rank {rank} was given other values than rank 0 (their digests: "
+                f"{other['digest']}, {everyones[0]['digest']}); give all ranks the same"
             )
     assert value is not None
     return value
 
 
-# ------------------------------------------------------------------------------------------------------------ models built without values
+# ---------------------------------------------------------------------- models built without values
 #
 # Memory for a module that was built on the meta device, before it receives its values.
 #
-# torch makes new tensors for that. An optimizer made from the old parameters would go on with those, and change nothing without a word;
-# modules that shared a tensor would have one each.
+# torch makes new tensors for that. An optimizer made from the old parameters would go on with
+# those, and change nothing without a word; modules that shared a tensor would have one each.
 #
-# Buffers that are no part of state_dict (rotary frequencies, masks, random projections) get no value from one: whoever sends state to a
-# peer sends `unsaved_buffers` beside it. Without a value of its own, or drawn at random, a peer's would be another table.
+# Buffers that are no part of state_dict (rotary frequencies, masks, random projections) get no
+# value from one: whoever sends state to a peer sends `unsaved_buffers` beside it. Without a value
+# of its own, or drawn at random, a peer's would be another table.
 
 
 def has_values(module: nn.Module) -> bool:
@@ -227,26 +299,41 @@ def has_values(module: nn.Module) -> bool:
 def unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """The buffers that state_dict leaves out (persistent=False), by name."""
     saved = {id(tensor) for tensor in ModuleState(module).tensors.values()}
-    return {name: buffer for name, buffer in module.named_buffers(remove_duplicate=False) if id(buffer) not in saved}
+    return {
+        name: buffer
+        for name, buffer in module.named_buffers(remove_duplicate=False)
+        if id(buffer) not in saved
+    }
 
 
 def take_unsaved(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Gives the module a peer's `unsaved_buffers`, as far as they fit: a cache may have any shape."""
+    """Gives the module a peer's `unsaved_buffers`, as far as they fit: a cache may have any
+    shape."""
     _take_buffers(module, unsaved_buffers(module), buffers)
 
 
 def take_buffers(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Gives the module a peer's buffers, those that state_dict has and those that it leaves out, as far as they fit."""
+    """Gives the module a peer's buffers, those that state_dict has and those that it leaves out, as
+    far as they fit."""
     _take_buffers(module, dict(module.named_buffers(remove_duplicate=False)), buffers)
 
 
 @torch.no_grad()
-def _take_buffers(module: nn.Module, owned: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
+def _take_buffers(
+    module: nn.Module, owned: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+) -> None:
     for name, own in owned.items():
         value = buffers.get(name)
-        if value is None or (value.shape, value.dtype) != (own.shape, own.dtype) or torch.equal(own, there := value.to(own.device)):
+        if (
+            value is None
+            or (value.shape, value.dtype) != (own.shape, own.dtype)
+            or torch.equal(own, there := value.to(own.device))
+        ):
             continue
-        if any(stride == 0 and size > 1 for stride, size in zip(own.stride(), own.shape, strict=True)):  # expanded: cannot be written to
+        if any(
+            stride == 0 and size > 1 for stride, size in zip(own.stride(), own.shape, strict=True)
+        ):
+            # expanded: cannot be written to
             path, _, last = name.rpartition(".")
             module.get_submodule(path)._buffers[last] = there.clone()
         else:
@@ -254,23 +341,30 @@ def _take_buffers(module: nn.Module, owned: Mapping[str, torch.Tensor], buffers:
 
 
 def materialize(
-    module: nn.Module, optimizer: torch.optim.Optimizer | None, device: torch.device, *, buffers: Mapping[str, torch.Tensor] | None = None
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    device: torch.device,
+    *,
+    buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Gives what is on the meta device memory on `device`, with any values in it, and moves the rest there.
+    """Gives what is on the meta device memory on `device`, with any values in it, and moves the
+    rest there.
 
-    `optimizer` gets the new parameters; what was shared is shared again. `buffers`: a peer's `unsaved_buffers`, for those on the meta
-    device.
+    `optimizer` gets the new parameters; what was shared is shared again. `buffers`: a peer's
+    `unsaved_buffers`, for those on the meta device.
 
     Raises:
-        ConfigurationError: one of those is missing, or of another shape, or a parameter has hooks; nothing is changed.
+        ConfigurationError: one of those is missing, or of another shape, or a parameter has hooks;
+            nothing is changed.
     """
     given = _given(module, buffers or {})
     for _, _, tensor in _places(module):
         if tensor.device != device and hooks_of(tensor):
             raise ConfigurationError(
-                f"a parameter of shape {tuple(tensor.shape)} on {tensor.device} has hooks (register_hook, "
-                f"register_post_accumulate_grad_hook), and another takes its place on {device}, which would not have them: build the model "
-                "with values, or register them when the first step has begun"
+                f"a parameter of shape {tuple(tensor.shape)} on {tensor.device} has hooks "
+                "(register_hook, register_post_accumulate_grad_hook), and another takes its place "
+                f"on {device}, which would not have them: build the model with values, or register "
+                "them when the first step has begun"
             )
     moved: dict[int, torch.Tensor] = {}
     for tensors, name, tensor in _places(module):
@@ -290,8 +384,9 @@ def _given(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str, 
     for name, buffer in wanted.items():
         if name not in buffers or buffers[name].shape != buffer.shape:
             raise ConfigurationError(
-                f"buffer {name!r} is on the meta device and no part of state_dict (persistent=False), and the state to load holds no value "
-                "for it: build that buffer on the CPU, or register it as persistent"
+                f"buffer {name!r} is on the meta device and no part of state_dict "
+                "(persistent=False), and the state to load holds no value for it: build that "
+                "buffer on the CPU, or register it as persistent"
             )
     return {name: buffers[name] for name in wanted}
 
@@ -299,8 +394,14 @@ def _given(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str, 
 def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device == device:
         return tensor
-    moved = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
-    return nn.Parameter(moved, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+    moved = (
+        torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
+    )
+    return (
+        nn.Parameter(moved, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else moved
+    )
 
 
 def _places(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:

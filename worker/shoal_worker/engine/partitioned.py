@@ -1,17 +1,23 @@
-"""What engines have in common whose ranks need not hold all of a model: how a step ends, and what there is to do between steps.
+"""What engines have in common whose ranks need not hold all of a model: how a step ends, and what
+there is to do between steps.
 
-`sharding/engine.py` cuts a model's tensors over the ranks (zero1 and those like it), `mesh/engine.py` its layers and stages (tensor,
-pipeline, hybrid). Either way a step is applied on all ranks or on none:
+`sharding/engine.py` cuts a model's tensors over the ranks (zero1 and those like it),
+`mesh/engine.py` its layers and stages (tensor, pipeline, hybrid). Either way a step is applied on
+all ranks or on none:
 
-1. The gradients are summed. Each rank then has all that it, or the rank that mirrors it, needs to apply the step: it is sealed.
-2. The closing: one small all-reduce with the control word and the gradients' norm. Who has seen it knows that all ranks are sealed.
+1. The gradients are summed. Each rank then has all that it, or the rank that mirrors it, needs to
+apply the step: it is sealed.
+2. The closing: one small all-reduce with the control word and the gradients' norm. Who has seen it
+knows that all ranks are sealed.
 3. Each rank updates what it holds.
 
-So after a failure either no survivor has seen the closing, and the step is void, or one has: then the others get it from that one
-(`take_closing`), and go on as if they had seen it themselves. What is cut over the ranks is cut anew after the update.
+So after a failure either no survivor has seen the closing, and the step is void, or one has: then
+the others get it from that one (`take_closing`), and go on as if they had seen it themselves. What
+is cut over the ranks is cut anew after the update.
 
-What torch's own calls do (`state_dict`, `zero_grad`, `to`): they are right, or raise and say what to call instead. Most of that is in the
-parameters themselves, which are what torch looks at (`hidden_parameters.py`); docs/torch-calls.md has the table.
+What torch's own calls do (`state_dict`, `zero_grad`, `to`): they are right, or raise and say what
+to call instead. Most of that is in the parameters themselves, which are what torch looks at
+(`hidden_parameters.py`); docs/torch-calls.md has the table.
 """
 
 from __future__ import annotations
@@ -33,13 +39,19 @@ from shoal_worker.elastic.told_loss import read_later
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.hidden_parameters import Whereabouts, guard_parts, inside, is_hidden
 from shoal_worker.engine.module_state import ModuleState
-from shoal_worker.engine.parameters import check_optimizer_covers, check_trains, has_values, materialize, named_values
+from shoal_worker.engine.parameters import (
+    check_optimizer_covers,
+    check_trains,
+    has_values,
+    materialize,
+    named_values,
+)
 from shoal_worker.engine.passes import Loss
 from shoal_worker.engine.state_in_parts import StateInParts
 from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.state.fits import check_elementwise
 
-# ------------------------------------------------------------------------------------------------------------ what a step's closing tells
+# ---------------------------------------------------------------------- what a step's closing tells
 #
 # The closing of a step: one small all-reduce after which every rank knows the same of it.
 
@@ -58,12 +70,17 @@ class Closing:
     @property
     def norm(self) -> float:
         """Norm of the gradients that were handed out; NaN if they are not finite."""
-        return math.sqrt(self.squared_norm) / self.divisor if math.isfinite(self.squared_norm) else math.nan
+        return (
+            math.sqrt(self.squared_norm) / self.divisor
+            if math.isfinite(self.squared_norm)
+            else math.nan
+        )
 
 
 @dataclass(kw_only=True)
 class CutClosing(Closing):
-    """The closing of a model that is cut over all ranks: every rank has a piece of each parameter."""
+    """The closing of a model that is cut over all ranks: every rank has a piece of each
+    parameter."""
 
     present: list[bool]
     """For each trained parameter: some rank used it."""
@@ -87,7 +104,7 @@ class ClosingSum:
         return parts
 
 
-# ----------------------------------------------------------------------------------------------------------------------------- the engine
+# --------------------------------------------------------------------------------------- the engine
 
 State = TypeVar("State", bound=StateInParts)
 Closed = TypeVar("Closed", bound=Closing)
@@ -111,7 +128,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     updates_parts = True
     """See `Engine`."""
 
-    # --------------------------------------------------------------------------------------------------- what is cut, and how
+    # ------------------------------------------------------------------------- what is cut, and how
 
     @abc.abstractmethod
     def _make_state(self) -> State:
@@ -134,7 +151,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _parameter_names(self) -> Mapping[str, str]:
-        """The keys of the whole parameters in the state dict, in order; and for each, since tied ones have several, the first of them."""
+        """The keys of the whole parameters in the state dict, in order; and for each, since tied
+        ones have several, the first of them."""
 
     @abc.abstractmethod
     def _commit_buffers(self) -> None:
@@ -142,7 +160,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _take_pass(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor | None:
-        """Takes a batch through both passes. Returns its loss; None where only a peer knows it, and the closing will tell."""
+        """Takes a batch through both passes. Returns its loss; None where only a peer knows it, and
+        the closing will tell."""
 
     @property
     @abc.abstractmethod
@@ -165,10 +184,11 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def _as_closing(self, told: Mapping[str, Any]) -> Closed:
         """What `closing` gave on a peer."""
 
-    # ---------------------------------------------------------------------------------------------------------------- start
+    # ---------------------------------------------------------------------------------------- start
 
     def __init__(self, setup: Setup) -> None:
-        """Takes note of the model. It is cut when the first step begins: until then all ranks hold it whole.
+        """Takes note of the model. It is cut when the first step begins: until then all ranks hold
+        it whole.
 
         Raises:
             ConfigurationError: nothing is to be trained.
@@ -178,9 +198,11 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._parts: State | None = None
         """None while the module is on the meta device: it is built when values come."""
         self._applied = 0
-        """Steps applied since the state was a fresh one or a checkpoint's; the same on all ranks."""
+        """Steps applied since the state was a fresh one or a checkpoint's; the same on all
+        ranks."""
         self._closing: Closed | None = None
-        """The closing of the step in progress once that is closed, and of the last step until then."""
+        """The closing of the step in progress once that is closed, and of the last step until
+        then."""
         self._clipped = 1.0
         """By what clipping has scaled the gradients of the step in progress."""
         self._shown = False
@@ -190,12 +212,14 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._skipped = False
         """A GradScaler found infinities in them: the step counts, but nothing is updated."""
         self._carried = False
-        """A backward pass of the step in progress found gradients of the last one, and nobody has cleared them since."""
+        """A backward pass of the step in progress found gradients of the last one, and nobody has
+        cleared them since."""
         self._whereabouts = Whereabouts(self.strategy)
 
     def _build(self) -> None:
-        """Takes the module's state over, if it has values. Each engine calls it at the end of its constructor; a module on the meta device
-        gets its values later, and then it is called again."""
+        """Takes the module's state over, if it has values. Each engine calls it at the end of its
+        constructor; a module on the meta device gets its values later, and then it is called
+        again."""
         if not has_values(self.module):
             return
         self._parts = self._make_state()
@@ -203,7 +227,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             self._parts.use_optimizer(self.optimizer)
 
     def _give_values(self, state: Mapping[str, Any]) -> None:
-        """To a module on the meta device, before it takes over a state that was captured or assembled."""
+        """To a module on the meta device, before it takes over a state that was captured or
+        assembled."""
         if self._parts is None:
             unsaved = state.get("buffers", {}) if "model" in state else state["unsaved"]
             materialize(self.module, self.optimizer, self._session.device, buffers=unsaved)
@@ -212,7 +237,10 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     @property
     def _held(self) -> State:
         if self._parts is None:
-            raise PreconditionError("the model is on the meta device: it gets its values from its peers at the first live batch")
+            raise PreconditionError(
+                "the model is on the meta device: it gets its values from its peers at the first "
+                "live batch"
+            )
         return self._parts
 
     @property
@@ -221,7 +249,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return bool(self._options.get("elementwise_optimizer", False))
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """See `Engine`. The optimizer gets what this rank holds in the place of the parameters, at the latest in the first step."""
+        """See `Engine`. The optimizer gets what this rank holds in the place of the parameters, at
+        the latest in the first step."""
         self.optimizer = optimizer
         if optimizer is not None:
             check_optimizer_covers(self.module, optimizer)
@@ -238,12 +267,14 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """See `TrainingEngine`."""
         return self._parts is not None
 
-    # ------------------------------------------------------------------------------------------------------------- training
+    # ------------------------------------------------------------------------------------- training
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """See `ShardedModel`. All ranks of a replica pass the same batch. The loss travels in the closing.
+        """See `ShardedModel`. All ranks of a replica pass the same batch. The loss travels in the
+        closing.
 
-        In `loader.steps()` the batch is the micro-batch: its own loss is returned, on every rank of the replica.
+        In `loader.steps()` the batch is the micro-batch: its own loss is returned, on every rank of
+        the replica.
         """
         session = self._session
         told = self._take_pass(inputs, targets, loss_fn)
@@ -251,14 +282,21 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         step.loss = None if told is None else read_later(told)
         session.finish_reduction_if_whole()
         mean = step.mean_loss if step.control is not None else None
-        loss = torch.zeros((), dtype=torch.float64, device=session.device) if told is None else told.detach()
+        loss = (
+            torch.zeros((), dtype=torch.float64, device=session.device)
+            if told is None
+            else told.detach()
+        )
         return loss if mean is None else loss.new_full((), mean)
 
     @property
     def _trains(self) -> bool:
-        """A forward pass that begins now is one of training; so it is in eval mode, too, in a step whose gradients are not reduced yet."""
+        """A forward pass that begins now is one of training; so it is in eval mode, too, in a step
+        whose gradients are not reduced yet."""
         step = self._session.step
-        return torch.is_grad_enabled() and (self.module.training or (step is not None and step.control is None))
+        return torch.is_grad_enabled() and (
+            self.module.training or (step is not None and step.control is None)
+        )
 
     def synchronize_gradients(self) -> None:
         """Ends the step's reduction."""
@@ -267,7 +305,12 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def finish_reduction(self) -> None:
         """See `TrainingEngine`."""
         step = self._session.step
-        if step is not None and step.share is not None and step.lost is None and step.phase is StepPhase.OPEN:
+        if (
+            step is not None
+            and step.share is not None
+            and step.lost is None
+            and step.phase is StepPhase.OPEN
+        ):
             self._reduce(step, step.share)
         self._session.settle_step()
 
@@ -278,17 +321,21 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def _refuse_reduced(self, step: Step) -> None:
         if step.control is not None:
             raise PreconditionError(
-                "the gradients of this step are reduced already, by train_step, clip_grad_norm_, synchronize_gradients or a GradScaler: do "
-                "all backward passes of a step before; to accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
+                "the gradients of this step are reduced already, by train_step, clip_grad_norm_, "
+                "synchronize_gradients or a GradScaler: do all backward passes of a step before; "
+                "to accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
             )
 
     def _refuse_carried(self) -> None:
-        """Raises PreconditionError: torch would have added this step's gradients to the last one's, which are gone with their update."""
+        """Raises PreconditionError: torch would have added this step's gradients to the last one's,
+        which are gone with their update."""
         if self._carried:
             raise PreconditionError(
-                "the gradients of the last step were not cleared before this step's backward pass, which would add to them: with "
-                f"strategy={self.strategy!r} nothing can be added to gradients of a step that has ended. Call optimizer.zero_grad() in "
-                "every step; to accumulate over several batches, give micro_batch_size= to the loader and loop over loader.steps()"
+                "the gradients of the last step were not cleared before this step's backward "
+                f"pass, which would add to them: with strategy={self.strategy!r} nothing can be "
+                "added to gradients of a step that has ended. Call optimizer.zero_grad() in every "
+                "step; to accumulate over several batches, give micro_batch_size= to the loader "
+                "and loop over loader.steps()"
             )
 
     def _begin_step(self) -> None:
@@ -322,10 +369,14 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             ConfigurationError: another norm than the Euclidean one.
         """
         if norm_type != 2.0:
-            raise ConfigurationError(f"clip_grad_norm_: norm_type={norm_type}; with strategy {self.strategy!r} expected 2.0")
+            raise ConfigurationError(
+                f"clip_grad_norm_: norm_type={norm_type}; with strategy {self.strategy!r} expected "
+                "2.0"
+            )
         self.finish_reduction()
         step, closing, norm = self._session.step, self._closing, 0.0
-        if step is not None and step.control is not None and closing is not None:  # else the step is lost
+        if step is not None and step.control is not None and closing is not None:
+            # else the step is lost
             norm = closing.norm * self._scaled_by
             scale = max_norm / (norm + 1e-6)
             if not scale >= 1.0:  # with a norm that is not a number, all become that
@@ -339,22 +390,27 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             self._gradients.scale(scale)
 
     def groups_are_read(self) -> None:
-        """See `Engine`. It may be a GradScaler, which looks for infinities in what this rank is to update: what one rank found, all are to
-        find. So that ends the reduction of a plain step."""
+        """See `Engine`. It may be a GradScaler, which looks for infinities in what this rank is to
+        update: what one rank found, all are to find. So that ends the reduction of a plain step."""
         step = self._session.step
         if step is None or step.share is None:
             return
         if not step.in_micro_batches and self._has_gradients:
             self._shown = True
             self.finish_reduction()
-            if self._closing is not None and step.control is not None and not math.isfinite(self._closing.norm):
+            if (
+                self._closing is not None
+                and step.control is not None
+                and not math.isfinite(self._closing.norm)
+            ):
                 self.scale_gradients(math.nan)
         if self._parts is not None:
             self._whereabouts.look_at(self._parts.optimized)
 
     @property
     def _scaled_by(self) -> float:
-        """By what the gradients were scaled since they were handed out: by clipping, and by a GradScaler's `unscale_`, all alike."""
+        """By what the gradients were scaled since they were handed out: by clipping, and by a
+        GradScaler's `unscale_`, all alike."""
         if self._shown:
             with inside():
                 before, now = self._handed_out, self._gradients.norm_here()
@@ -391,23 +447,33 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     def _check_training(self) -> None:
         with inside():
-            changed = next(((name, trained) for name, p, trained in self._trained() if p.requires_grad != trained), None)
+            changed = next(
+                (
+                    (name, trained)
+                    for name, p, trained in self._trained()
+                    if p.requires_grad != trained
+                ),
+                None,
+            )
             whole = self._setup.several and not any(p.requires_grad for _, p, _ in self._trained())
         if changed is not None and not whole:
             name, trained = changed
             raise ConfigurationError(
-                f"parameter {name!r} has requires_grad={not trained}, and had {trained} at as_distributed: "
-                f"with strategy {self.strategy!r} what is trained is fixed then; start the next phase in a new run, from a checkpoint"
+                f"parameter {name!r} has requires_grad={not trained}, and had {trained} at "
+                f"as_distributed: with strategy {self.strategy!r} what is trained is fixed then; "
+                "start the next phase in a new run, from a checkpoint"
             )
 
-    # ----------------------------------------------------------------------------------------------------------- torch's own calls
+    # ---------------------------------------------------------------------------- torch's own calls
 
     @torch.no_grad()
     def zero_grad(self, clear: Callable[[], None]) -> None:
-        """See `Engine`: the gradients of the backward passes before it are void. What micro-batches have added up stays, as under ddp: a
-        step's gradients are its own in any case."""
+        """See `Engine`: the gradients of the backward passes before it are void. What micro-batches
+        have added up stays, as under ddp: a step's gradients are its own in any case."""
         step = self._session.step
-        if not self.has_values() or (step is not None and step.in_micro_batches and step.control is None):
+        if not self.has_values() or (
+            step is not None and step.in_micro_batches and step.control is None
+        ):
             return
         if self._whereabouts.pending and step is not None and step.control is not None:
             self.skip()
@@ -418,22 +484,27 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """See `Engine`."""
         if any(is_hidden(p) for p in self.module.parameters()):
             raise PreconditionError(
-                f"model.{call} with strategy={self.strategy!r}: ranks hold parts of the parameters between passes. Called on every rank, "
-                f"{instead}"
+                f"model.{call} with strategy={self.strategy!r}: ranks hold parts of the parameters "
+                f"between passes. Called on every rank, {instead}"
             )
 
     def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
         """See `Engine`. A device and dtype that all tensors have already is no change."""
-        for kind in {(t.dtype, t.device) for t in (*self.module.parameters(), *self.module.buffers()) if not t.is_meta}:
+        for kind in {
+            (t.dtype, t.device)
+            for t in (*self.module.parameters(), *self.module.buffers())
+            if not t.is_meta
+        }:
             became = fn(torch.empty(0, dtype=kind[0], device=kind[1]))
             if (became.dtype, became.device) != kind:
                 raise PreconditionError(
-                    f"model.to({became.dtype}, {became.device}) of a model in {kind[0]} on {kind[1]}: with strategy={self.strategy!r} the "
-                    "layout over the ranks is fixed; convert the module before as_distributed, or give param_dtype="
+                    f"model.to({became.dtype}, {became.device}) of a model in {kind[0]} on "
+                    f"{kind[1]}: with strategy={self.strategy!r} the layout over the ranks is "
+                    "fixed; convert the module before as_distributed, or give param_dtype="
                 )
         return False
 
-    # ---------------------------------------------------------------------------------------------------------------- state
+    # ---------------------------------------------------------------------------------------- state
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
         """See `ShardedModel`. Every rank calls it."""
@@ -498,14 +569,15 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return {name: piece.grad for name, piece in self._own_pieces() if piece.grad is not None}
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Refused: ranks that mirror this rank's pieces, or apply the step after it, would apply other gradients.
+        """Refused: ranks that mirror this rank's pieces, or apply the step after it, would apply
+        other gradients.
 
         Raises:
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            f"set_gradients: with strategy {self.strategy!r} ranks hold parts of gradients, and mirrors of others'; scale the loss, or "
-            "use ddp"
+            f"set_gradients: with strategy {self.strategy!r} ranks hold parts of gradients, and "
+            "mirrors of others'; scale the loss, or use ddp"
         )
 
     def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
@@ -514,4 +586,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         keys = self._named_state().keys
         own = {first: whole[keys[first]] for first in dict.fromkeys(names.values())}
         replaced = self.agreed("with_parameters", lambda: named_values(parameters, own))
-        self.load_full(whole | {keys[name]: replaced[first] for name, first in names.items() if first in replaced})
+        self.load_full(
+            whole
+            | {keys[name]: replaced[first] for name, first in names.items() if first in replaced}
+        )

@@ -1,9 +1,10 @@
-"""What a pass changes beside buffers and gradients: parameters that `forward()` writes, tensors and numbers that modules keep as
-attributes, and extra state.
+"""What a pass changes beside buffers and gradients: parameters that `forward()` writes, tensors and
+numbers that modules keep as attributes, and extra state.
 
-A step that is lost is done again, so all of it is put back. Parameters that are written (momentum encoders, initialization from the first
-batch, clipping of weights) have to be written alike on all ranks: a digest of them rides in the control word. Where ranks hold parts of
-parameters, or copies of such parts, what a pass writes would be lost, and is refused.
+A step that is lost is done again, so all of it is put back. Parameters that are written (momentum
+encoders, initialization from the first batch, clipping of weights) have to be written alike on all
+ranks: a digest of them rides in the control word. Where ranks hold parts of parameters, or copies
+of such parts, what a pass writes would be lost, and is refused.
 
 Writes are found by torch's count of changes in place and by where a parameter's memory is. Writes
 by way of `.data` are not counted: digests find them in the first step that a process takes, and
@@ -49,8 +50,9 @@ class WrittenParameters:
         compared: bool = True,
         whole: bool = False,
     ) -> None:
-        """`stay`: nobody but the script gives a parameter other memory. `compared`: values are there
-        between passes, to be compared. `whole`: every rank has all of them, between steps, too."""
+        """`stay`: nobody but the script gives a parameter other memory. `compared`: values are
+        there between passes, to be compared. `whole`: every rank has all of them, between steps,
+        too."""
         self._stay = stay
         self._named = [(name, parameter) for name, parameter in parameters if not parameter.is_meta]
         self._strategy = strategy
@@ -59,7 +61,8 @@ class WrittenParameters:
         self._digests: list[int] = []
         """Digests of all parameters as the process's first step began; empty in other steps."""
         self._seen: list[tuple[int, int]] = []
-        """Version and memory address of each parameter. Empty: no step has begun that could be lost."""
+        """Version and memory address of each parameter. Empty: no step has begun that could be
+        lost."""
         self._watched: set[int] = set()
         """Those that are known to be written."""
         self._written: list[int] = []
@@ -69,14 +72,17 @@ class WrittenParameters:
         self._first = compared
         self._within: int | None = None
         """Digest of what the first micro-batch of the step wrote."""
-        self._elements = SampledElements([parameter for _, parameter in self._named]) if whole else None
+        self._elements = (
+            SampledElements([parameter for _, parameter in self._named]) if whole else None
+        )
         self._sampled: torch.Tensor | None = None
         """Some elements of each parameter, as the step began."""
         self._committed: tuple[list[tuple[int, int]], torch.Tensor | None] | None = None
-        """What was seen of parameters as the last step was committed; None: none was, of this state."""
+        """What was seen of parameters as the last step was committed; None: none was, of this
+        state."""
         self.between = 0
-        """Digest of what was written since the last step was committed; 0: nothing. A lost step does
-        not change it."""
+        """Digest of what was written since the last step was committed; 0: nothing. A lost step
+        does not change it."""
 
     @property
     def known(self) -> list[str]:
@@ -118,13 +124,20 @@ class WrittenParameters:
         if now == seen and _equal(elements, sampled):
             self.between = 0
             return
-        changed = {index for index, (before, after) in enumerate(zip(seen, now, strict=True)) if before != after}
+        changed = {
+            index
+            for index, (before, after) in enumerate(zip(seen, now, strict=True))
+            if before != after
+        }
         changed |= self._sampled_otherwise(sampled, elements)
         self.between = 0
         if not changed:
             return
         with inside():
-            digests = {self._named[index][0]: digest_of([self._named[index][1].detach()]) for index in sorted(changed)}
+            digests = {
+                self._named[index][0]: digest_of([self._named[index][1].detach()])
+                for index in sorted(changed)
+            }
         self.between = xxhash.xxh3_64_intdigest(repr(digests).encode()) or 1
 
     def _sight(self) -> list[tuple[int, int]]:
@@ -153,9 +166,18 @@ class WrittenParameters:
         if not self._seen:
             return []
         now, elements = self._sight(), self._sample()
-        if not self._copies and not self._digests and now == self._seen and _equal(elements, self._sampled):
+        if (
+            not self._copies
+            and not self._digests
+            and now == self._seen
+            and _equal(elements, self._sampled)
+        ):
             return []
-        changed = {index for index, (before, after) in enumerate(zip(self._seen, now, strict=True)) if before != after}
+        changed = {
+            index
+            for index, (before, after) in enumerate(zip(self._seen, now, strict=True))
+            if before != after
+        }
         changed |= self._sampled_otherwise(self._sampled, elements)
         for index, (_, parameter) in enumerate(self._named):
             if index in self._copies:
@@ -193,12 +215,18 @@ class WrittenParameters:
         self._within = found
 
     def apart(self, names: list[str]) -> ConfigurationError:
-        """The error for parameters that were not written alike. `names`: of those that this rank wrote."""
-        what = f"parameters {names[:3]} were written" if names else "another rank wrote a parameter or a buffer"
+        """The error for parameters that were not written alike. `names`: of those that this rank
+        wrote."""
+        what = (
+            f"parameters {names[:3]} were written"
+            if names
+            else "another rank wrote a parameter or a buffer"
+        )
         return ConfigurationError(
-            f"{what} in the passes of a step (by forward(), say), and not to the same values for all ranks and micro-batches, but by each "
-            "one's own samples: the replicas would drift apart. Compute it from the whole batch (shoal.whole_batch(x)), do it once "
-            "before as_distributed, or keep it in a buffer, whose changes are averaged",
+            f"{what} in the passes of a step (by forward(), say), and not to the same values for "
+            "all ranks and micro-batches, but by each one's own samples: the replicas would drift "
+            "apart. Compute it from the whole batch (shoal.whole_batch(x)), do it once before "
+            "as_distributed, or keep it in a buffer, whose changes are averaged",
             reason="PARAMETERS_WRITTEN",
         )
 
@@ -213,7 +241,8 @@ class WrittenParameters:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Makes them again what they were when the step began. Raises PreconditionError: that is not known."""
+        """Makes them again what they were when the step began. Raises PreconditionError: that is
+        not known."""
         changed, self._first = self._changed(), False
         self._write_back(changed)
         self._seen, self._updating, self._committed = [], False, None
@@ -222,8 +251,9 @@ class WrittenParameters:
         lacking = [self._named[index][0] for index in changed if index not in self._copies]
         if lacking:
             raise PreconditionError(
-                f"parameter {lacking[0]!r} was written in the passes of a step (by forward(), say) that was lost, for the first time, so "
-                "that its value before it was not kept: end this run, and go on from a checkpoint with shoal.resume",
+                f"parameter {lacking[0]!r} was written in the passes of a step (by forward(), say) "
+                "that was lost, for the first time, so that its value before it was not kept: end "
+                "this run, and go on from a checkpoint with shoal.resume",
                 reason="PARAMETERS_WRITTEN",
             )
         for index in changed:
@@ -231,7 +261,8 @@ class WrittenParameters:
         self._seen, self._sampled = self._sight(), self._sample()
 
     def commit(self) -> None:
-        """The step counts, and with it what was written when its digest was asked for: of that copies are kept from here on."""
+        """The step counts, and with it what was written when its digest was asked for: of that
+        copies are kept from here on."""
         self._watched |= set(self._written)
         self.forget()
         self._committed, self.between = (self._sight(), self._sample()), 0
@@ -294,21 +325,26 @@ def some_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _equal(tensor: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return tensor is other or (tensor is not None and other is not None and torch.equal(tensor, other))
+    return tensor is other or (
+        tensor is not None and other is not None and torch.equal(tensor, other)
+    )
 
 
 def written_in_vain(name: str, strategy: str) -> ConfigurationError:
     """The error for a parameter that was written where ranks hold parts of it."""
     return ConfigurationError(
-        f"parameter {name!r} was written in the passes of a step (by forward(), say): with strategy={strategy!r} these compute with a copy "
-        "of what the ranks hold, or with a part, and the written values would be lost. Take strategy='ddp', 'zero1' or 'zero2'; or keep "
-        "what forward() writes in a buffer, or write it between steps with model.with_parameters(values)",
+        f"parameter {name!r} was written in the passes of a step (by forward(), say): with "
+        f"strategy={strategy!r} these compute with a copy of what the ranks hold, or with a part, "
+        "and the written values would be lost. Take strategy='ddp', 'zero1' or 'zero2'; or keep "
+        "what forward() writes in a buffer, or write it between steps with "
+        "model.with_parameters(values)",
         reason="PARAMETERS_WRITTEN",
     )
 
 
 def joined(writes: int, buffers: int) -> int:
-    """Returns one digest of what passes wrote to parameters and to buffers that must change alike; 0: nothing."""
+    """Returns one digest of what passes wrote to parameters and to buffers that must change alike;
+    0: nothing."""
     return xxhash.xxh3_64_intdigest(f"{writes} {buffers}".encode()) or 1 if writes or buffers else 0
 
 
@@ -320,16 +356,22 @@ def same(value: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class ModuleAttributes:
-    """Tensors and numbers that modules keep as plain attributes, and their extra state, as they were when the step began."""
+    """Tensors and numbers that modules keep as plain attributes, and their extra state, as they
+    were when the step began."""
 
     def __init__(self, module: nn.Module, *, numbers: bool = True) -> None:
         """`numbers`: those of the modules are the script's alone."""
         # torch's own layers keep nothing that a pass changes.
-        self._parts = [part for part in module.modules() if not type(part).__module__.startswith("torch.nn.modules.")]
+        self._parts = [
+            part
+            for part in module.modules()
+            if not type(part).__module__.startswith("torch.nn.modules.")
+        ]
         self._numbers = _NUMBERS if numbers else frozenset()
         self._before: list[tuple[nn.Module, dict[str, Any]]] = []
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        """Tensors at the step's beginning, by identity: the tensor, its version, and a copy of its values."""
+        """Tensors at the step's beginning, by identity: the tensor, its version, and a copy of its
+        values."""
         self._extra: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
@@ -347,7 +389,9 @@ class ModuleAttributes:
                         self._keep(kept, name, value, known)
             self._before.append((part, kept))
 
-    def _keep(self, kept: dict[str, Any], name: str, value: torch.Tensor, known: Mapping[int, Any]) -> None:
+    def _keep(
+        self, kept: dict[str, Any], name: str, value: torch.Tensor, known: Mapping[int, Any]
+    ) -> None:
         if value.grad_fn is not None or value.is_inference():
             del kept[name]  # it would hold a pass's memory
             return
@@ -362,12 +406,20 @@ class ModuleAttributes:
         """The step is lost."""
         for part, kept in self._before:
             attributes = part.__dict__
-            for name in [name for name, value in attributes.items() if type(value) is torch.Tensor and name not in kept]:
+            for name in [
+                name
+                for name, value in attributes.items()
+                if type(value) is torch.Tensor and name not in kept
+            ]:
                 if attributes[name].grad_fn is None:
                     del attributes[name]
             for name, value in kept.items():
                 now = attributes.get(name)
-                if now is not value and (type(value) in self._numbers or type(now) is torch.Tensor or type(value) is torch.Tensor):
+                if now is not value and (
+                    type(value) in self._numbers
+                    or type(now) is torch.Tensor
+                    or type(value) is torch.Tensor
+                ):
                     attributes[name] = value
         for value, version, copied in self._copies.values():
             if value._version != version:

@@ -1,4 +1,5 @@
-"""What every engine does with a batch: call the module, find its loss, and follow the gradients back."""
+"""What every engine does with a batch: call the module, find its loss, and follow the gradients
+back."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 def call_module(module: Callable[..., Any], inputs: Any) -> Any:
-    """Calls `module` with `inputs`: a mapping as keyword arguments, a tuple as positional ones, all else as one argument."""
+    """Calls `module` with `inputs`: a mapping as keyword arguments, a tuple as positional ones, all
+    else as one argument."""
     if isinstance(inputs, Mapping):
         return module(**inputs)
     if isinstance(inputs, tuple):
@@ -42,32 +44,43 @@ def loss_of(output: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):
         raise ConfigurationError(
-            f"train_step without loss_fn needs an output with a .loss tensor; the model returned {type(output).__name__}"
+            "train_step without loss_fn needs an output with a .loss tensor; the model returned "
+            f"{type(output).__name__}"
         )
     return _one_number(loss)
 
 
 def _one_number(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
-        raise ConfigurationError(f"the loss is {found}: expected a tensor of one element, such as the mean over the batch")
+        found = (
+            f"a tensor of shape {tuple(loss.shape)}"
+            if isinstance(loss, torch.Tensor)
+            else repr(loss)
+        )
+        raise ConfigurationError(
+            f"the loss is {found}: expected a tensor of one element, such as the mean over the "
+            "batch"
+        )
     return loss
 
 
 def check_reproducible(config: ShardingConfiguration, step: Step) -> None:
-    """Raises ConfigurationError for a step whose result would depend on the number of ranks although `deterministic=True` was asked for."""
+    """Raises ConfigurationError for a step whose result would depend on the number of ranks
+    although `deterministic=True` was asked for."""
     if config.deterministic and not step.in_micro_batches:
         raise ConfigurationError(
-            "deterministic=True needs micro-batches, whose results do not depend on the number of ranks: give micro_batch_size= to "
-            "the ElasticDataLoader and iterate over loader.steps()"
+            "deterministic=True needs micro-batches, whose results do not depend on the number of "
+            "ranks: give micro_batch_size= to the ElasticDataLoader and iterate over "
+            "loader.steps()"
         )
 
 
 def half_a_pass() -> PreconditionError:
     """A backward pass was caught in the middle, by a script that goes on."""
     return PreconditionError(
-        "a backward pass of this step raised an error half way: some of its gradients were sent to the other ranks, others are missing, so "
-        "this rank can neither finish the step nor take it back; let the error end the process",
+        "a backward pass of this step raised an error half way: some of its gradients were sent "
+        "to the other ranks, others are missing, so this rank can neither finish the step nor "
+        "take it back; let the error end the process",
         reason="BACKWARD_INCOMPLETE",
     )
 
@@ -117,25 +130,39 @@ def _attributes_of(one: Any) -> Iterable[Any]:
         if (names := kind.__dict__.get("__slots__")) is not None
         for name in ([names] if isinstance(names, str) else names)
     ]
-    attributes = (name for name in slots if name not in ("__dict__", "__weakref__") and hasattr(one, name))
+    attributes = (
+        name for name in slots if name not in ("__dict__", "__weakref__") and hasattr(one, name)
+    )
     return [*getattr(one, "__dict__", {}).values(), *(getattr(one, name) for name in attributes)]
 
 
 def _mangled(name: str, kind: type) -> str:
-    """Returns the name under which instances have a slot: Python adds the class to private names."""
+    """Returns the name under which instances have a slot: Python adds the class to private
+    names."""
     private = name.startswith("__") and not name.endswith("__")
     return f"_{kind.__name__.lstrip('_')}{name}" if private and kind.__name__.strip("_") else name
 
 
 _WITHOUT_TENSORS: Final = (
     *(type(None), bool, int, float, complex, str, bytes, type, enum.Enum, np.ndarray, np.generic),
-    *(torch.dtype, torch.device, torch.Generator, nn.Module, ModuleType, FunctionType, MethodType, BuiltinFunctionType),
+    *(
+        torch.dtype,
+        torch.device,
+        torch.Generator,
+        nn.Module,
+        ModuleType,
+        FunctionType,
+        MethodType,
+        BuiltinFunctionType,
+    ),
 )
 _MOST_OF_OBJECTS: Final = 10_000
 """Values in objects that are looked at, at most: an attribute may lead to a dataset."""
 
 
-def when_gradients_come(tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]) -> bool:
+def when_gradients_come(
+    tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]
+) -> bool:
     """Calls `call` once in a backward pass: when any, or all, of the tensors in `tree` that want a
     gradient get theirs. False: there are none, as far as `tensors_in` finds them."""
     found = [tensor for tensor in tensors_in(tree) if tensor.requires_grad]

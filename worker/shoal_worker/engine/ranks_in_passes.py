@@ -1,10 +1,13 @@
-"""The other ranks, for what asks them in the middle of a pass: synchronized norms, and losses over the whole batch.
+"""The other ranks, for what asks them in the middle of a pass: synchronized norms, and losses over
+the whole batch.
 
-They are asked over a connection apart, which lasts as long as the generation. Gradients are sent while a backward pass goes on, in an order
-that need not be the same on all ranks where some parameters are used on some ranks alone; on one connection a gather could meet a sum.
+They are asked over a connection apart, which lasts as long as the generation. Gradients are sent
+while a backward pass goes on, in an order that need not be the same on all ranks where some
+parameters are used on some ranks alone; on one connection a gather could meet a sum.
 
-A gather that fails makes the step lost, and nothing is raised into the pass (`failed_collectives.py`). All of it runs where passes run: on
-the training thread, or on torch's thread for a backward pass, while the training thread waits.
+A gather that fails makes the step lost, and nothing is raised into the pass
+(`failed_collectives.py`). All of it runs where passes run: on the training thread, or on torch's
+thread for a backward pass, while the training thread waits.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ class RanksInPasses:
 
     @property
     def weight(self) -> float | None:
-        """This rank's part of the weight of the step's samples, 0 to 1; None: this pass is in no step with other ranks."""
+        """This rank's part of the weight of the step's samples, 0 to 1; None: this pass is in no
+        step with other ranks."""
         session = self._session
         step = session.step
         if step is None or step.share is None or session.is_joining:
@@ -48,9 +52,12 @@ class RanksInPasses:
         return step is not None and step.in_micro_batches and not self._session.is_joining
 
     @torch.no_grad()
-    def gather(self, own: torch.Tensor, *, before: Callable[[], None] = lambda: None) -> torch.Tensor | None:
-        """Everybody's flat `own`, of the same length, a row for each rank; None: the step is lost. `before`: called when the ranks are
-        connected; may raise MembershipChanged, which loses the step."""
+    def gather(
+        self, own: torch.Tensor, *, before: Callable[[], None] = lambda: None
+    ) -> torch.Tensor | None:
+        """Everybody's flat `own`, of the same length, a row for each rank; None: the step is lost.
+        `before`: called when the ranks are connected; may raise MembershipChanged, which loses the
+        step."""
         step = self._session.step
         if step is None or step.lost is not None:
             return None

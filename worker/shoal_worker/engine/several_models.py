@@ -1,22 +1,27 @@
-"""Several models in one loop, each with an optimizer of its own: a generator and a discriminator, an actor and a critic.
+"""Several models in one loop, each with an optimizer of its own: a generator and a discriminator,
+an actor and a critic.
 
-A batch is one step of the run, as with one model. Each optimizer may step once in it, in any order, and the step counts as a whole or not
-at all:
+A batch is one step of the run, as with one model. Each optimizer may step once in it, in any order,
+and the step counts as a whole or not at all:
 
-- Each model has a step of its own within the run's, which its engine seals and closes as it would the run's. So when an optimizer is told
-  to step, all ranks have the same gradients for it, and it updates its model at once, since the other models' passes are to see that. What
-  was there before is kept (`tentative_update.py`).
-- When the last optimizer has stepped, or the loop asks for the next batch, the run's step is sealed and closed by one small all-reduce of
-  the control word. Who sees that closing knows that every rank has made every update.
-- If a rank dies before, every survivor puts the updates back, and the batch is dealt anew. A rank that sealed the run's step and lost its
-  closing is in doubt: while it asks its peers, to whom it may have to give the committed state, the updates are withdrawn, and they are
-  reinstated if a peer has seen the closing.
+- Each model has a step of its own within the run's, which its engine seals and closes as it would
+  the run's. So when an optimizer is told to step, all ranks have the same gradients for it, and it
+  updates its model at once, since the other models' passes are to see that. What was there before
+  is kept (`tentative_update.py`).
+- When the last optimizer has stepped, or the loop asks for the next batch, the run's step is sealed
+  and closed by one small all-reduce of the control word. Who sees that closing knows that every
+  rank has made every update.
+- If a rank dies before, every survivor puts the updates back, and the batch is dealt anew. A rank
+  that sealed the run's step and lost its closing is in doubt: while it asks its peers, to whom it
+  may have to give the committed state, the updates are withdrawn, and they are reinstated if a peer
+  has seen the closing.
 
-Behind its update a model is still called, so that gradients go through it to others (through the discriminator to the generator). Its own
-parameters get none then, and its buffers stay.
+Behind its update a model is still called, so that gradients go through it to others (through the
+discriminator to the generator). Its own parameters get none then, and its buffers stay.
 
-`ModelSession` (`model_session.py`) is the session as one model's engine sees it, and `SeveralEngines` the engine as the session sees it.
-The training thread owns both; a collective's callback may mark a step lost, as elsewhere.
+`ModelSession` (`model_session.py`) is the session as one model's engine sees it, and
+`SeveralEngines` the engine as the session sees it. The training thread owns both; a collective's
+callback may mark a step lost, as elsewhere.
 """
 
 from __future__ import annotations
@@ -47,7 +52,8 @@ _log = logging.getLogger(__name__)
 
 
 class SeveralEngines:
-    """The engines of several models as one: a `TrainingEngine`. All have one strategy, and what is cut over ranks is cut alike."""
+    """The engines of several models as one: a `TrainingEngine`. All have one strategy, and what is
+    cut over ranks is cut alike."""
 
     asynchronous: ClassVar[bool] = False
 
@@ -61,7 +67,8 @@ class SeveralEngines:
             engine.divide_alike(self._engines)
         self.backend_name = self._first.backend_name
         self._settings: list[list[dict[str, Any]]] = []
-        """Settings of the optimizers' parameter groups when the step began; while updates are withdrawn, those before that."""
+        """Settings of the optimizers' parameter groups when the step began; while updates are
+        withdrawn, those before that."""
         self._withdrawn = False
         self._warned = False
 
@@ -70,7 +77,7 @@ class SeveralEngines:
         """See `TrainingEngine`, as for all that follows."""
         return len(self._engines)
 
-    # ------------------------------------------------------------------------------------------------------------ one for all
+    # ---------------------------------------------------------------------------------- one for all
 
     @property
     def strategy(self) -> str:
@@ -145,17 +152,33 @@ class SeveralEngines:
         return None
 
     def lease_batches(
-        self, *, loader: str, epoch: int, batches_in_epoch: int, finished: Sequence[int], want: int, at_hand: int | None = None
+        self,
+        *,
+        loader: str,
+        epoch: int,
+        batches_in_epoch: int,
+        finished: Sequence[int],
+        want: int,
+        at_hand: int | None = None,
     ) -> Leases:
         return self._first.lease_batches(
-            loader=loader, epoch=epoch, batches_in_epoch=batches_in_epoch, finished=finished, want=want, at_hand=at_hand
+            loader=loader,
+            epoch=epoch,
+            batches_in_epoch=batches_in_epoch,
+            finished=finished,
+            want=want,
+            at_hand=at_hand,
         )
 
-    # --------------------------------------------------------------------------------------------------------- each for itself
+    # ------------------------------------------------------------------------------ each for itself
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         told = enumerate(engine.in_common() for engine in self._engines)
-        return {f"{label}, of model {number}": tensors for number, each in told for label, tensors in each.items()}
+        return {
+            f"{label}, of model {number}": tensors
+            for number, each in told
+            for label, tensors in each.items()
+        }
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         return {}  # each model's own step compares what is its
@@ -177,8 +200,14 @@ class SeveralEngines:
         parts = [part for engine in self._engines if (part := engine.part(channel)) is not None]
         if len(parts) < len(self._engines):
             return None
-        shards = {number: [run for part in parts for run in part.shards.get(number, ())] for part in parts for number in part.shards}
-        return StatePart(state={"models": [part.state for part in parts]}, count=parts[0].count, shards=shards)
+        shards = {
+            number: [run for part in parts for run in part.shards.get(number, ())]
+            for part in parts
+            for number in part.shards
+        }
+        return StatePart(
+            state={"models": [part.state for part in parts]}, count=parts[0].count, shards=shards
+        )
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
@@ -209,10 +238,11 @@ class SeveralEngines:
         for engine in self._engines:
             engine.keep_two_copies(channel, leaving)
 
-    # ------------------------------------------------------------------------------------------------------------------ steps
+    # ---------------------------------------------------------------------------------------- steps
 
     def writes_apart(self) -> ShoalError:
-        """The reduction of each model compares what its own passes wrote; the step of all has nothing to add."""
+        """The reduction of each model compares what its own passes wrote; the step of all has
+        nothing to add."""
         return self._first.writes_apart()
 
     def step_begins(self) -> None:
@@ -238,11 +268,20 @@ class SeveralEngines:
         session = self._session
         step, group = session.step, session.group
         for model, engine in zip(self._models, self._engines, strict=True):
-            if step is not None and step.lost is None and step.phase is StepPhase.OPEN and not model.stepped:
+            if (
+                step is not None
+                and step.lost is None
+                and step.phase is StepPhase.OPEN
+                and not model.stepped
+            ):
                 self._end_without_update(model, engine)
         if step is not None and step.phase is StepPhase.OPEN:
-            step.of = "models " + ", ".join(str(model.number) for model in self._models if model.stepped)
-            step.loss = next((loss for model in self._models if (loss := model.told_loss) is not None), step.loss)
+            step.of = "models " + ", ".join(
+                str(model.number) for model in self._models if model.stepped
+            )
+            step.loss = next(
+                (loss for model in self._models if (loss := model.told_loss) is not None), step.loss
+            )
         if step is not None and step.lost is None and step.phase is StepPhase.OPEN:
             session.seal_step()
             control = session.control_word()
@@ -259,14 +298,15 @@ class SeveralEngines:
         session.settle_step()
 
     def _end_without_update(self, model: ModelSession, engine: Engine) -> None:
-        """The model is not updated for this batch, but buffers may have changed in its passes: they are summed over the ranks all the same,
-        and its gradients dropped."""
+        """The model is not updated for this batch, but buffers may have changed in its passes: they
+        are summed over the ranks all the same, and its gradients dropped."""
         if not self._warned and engine.has_gradients():
             self._warned = True
             _log.warning(
-                "model %d has gradients, and its optimizer does not step for this batch: they are dropped. Gradients do not outlive a "
-                "batch: take larger batches instead of adding up over several; where they are a by-product of another model's loss, "
-                "detach() what that is computed from",
+                "model %d has gradients, and its optimizer does not step for this batch: they are "
+                "dropped. Gradients do not outlive a batch: take larger batches instead of adding "
+                "up over several; where they are a by-product of another model's loss, detach() "
+                "what that is computed from",
                 model.number,
             )
         if model.passed and engine.changing_buffers:
@@ -281,7 +321,9 @@ class SeveralEngines:
 
     @property
     def partly_updated(self) -> bool:
-        return any(model.stepped for model in self._models) and not all(model.stepped for model in self._models)
+        return any(model.stepped for model in self._models) and not all(
+            model.stepped for model in self._models
+        )
 
     def withdraw_updates(self) -> None:
         if not self._withdrawn:
@@ -293,7 +335,10 @@ class SeveralEngines:
 
     def _exchange_updates(self) -> None:
         self._withdrawn = not self._withdrawn
-        settings, self._settings = self._settings, [_settings_of(engine) for engine in self._engines]
+        settings, self._settings = (
+            self._settings,
+            [_settings_of(engine) for engine in self._engines],
+        )
         for model, engine, own in zip(self._models, self._engines, settings, strict=True):
             if model.update is not None:
                 engine.exchange_update(model.update)
@@ -305,7 +350,11 @@ class SeveralEngines:
             model.forget()
 
     def discard_step(self) -> None:
-        updated = [engine for model, engine in zip(self._models, self._engines, strict=True) if model.update is not None]
+        updated = [
+            engine
+            for model, engine in zip(self._models, self._engines, strict=True)
+            if model.update is not None
+        ]
         self.withdraw_updates()
         self._forget_updates()  # first: what is frozen thaws
         for engine in self._engines:
@@ -330,7 +379,11 @@ def _settings_of(engine: Engine) -> list[dict[str, Any]]:
     """Returns what an engine's optimizer has in its parameter groups, but for the parameters."""
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     return [
-        {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in group.items() if name != "params"}
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
         for group in groups
     ]
 

@@ -1,9 +1,11 @@
 """SyncBatchNorm in an elastic job: each layer normalizes by the samples of all ranks.
 
-torch's own layer asks the default process group, which an elastic job does not have, and CUDA. So the layers of a model that is trained are
-made `SynchronizedNorm`, and ask the other ranks in the pass (`ranks_in_passes.py`).
+torch's own layer asks the default process group, which an elastic job does not have, and CUDA. So
+the layers of a model that is trained are made `SynchronizedNorm`, and ask the other ranks in the
+pass (`ranks_in_passes.py`).
 
-Statistics weigh the values as the step weighs its samples: a rank with fewer of them counts less, one with a stand-in batch nothing.
+Statistics weigh the values as the step weighs its samples: a rank with fewer of them counts less,
+one with a stand-in batch nothing.
 
 Ioffe and Szegedy, "Batch Normalization", 2015, section 3, over all ranks' samples.
 """
@@ -24,7 +26,8 @@ from shoal_worker.torch_internals import _BatchNorm, uncompiled
 
 
 def synchronize_norms(module: nn.Module, session: StrategySession, *, sums: bool) -> None:
-    """Makes the SyncBatchNorm layers of `module` normalize over the ranks of `session`. `sums`: losses are sums, not means."""
+    """Makes the SyncBatchNorm layers of `module` normalize over the ranks of `session`. `sums`:
+    losses are sums, not means."""
     layers = [layer for layer in module.modules() if isinstance(layer, nn.SyncBatchNorm)]
     ranks = NormsOfRanks(session, sums=sums) if layers else None
     for layer in layers:
@@ -33,7 +36,8 @@ def synchronize_norms(module: nn.Module, session: StrategySession, *, sums: bool
 
 
 class SynchronizedNorm(nn.SyncBatchNorm):
-    """A SyncBatchNorm layer of a model that is trained. In evaluation, in a copy, and outside of steps it is a BatchNorm."""
+    """A SyncBatchNorm layer of a model that is trained. In evaluation, in a copy, and outside of
+    steps it is a BatchNorm."""
 
     ranks: NormsOfRanks | None
 
@@ -74,30 +78,49 @@ class NormsOfRanks:
         return _nobody, ()
 
     def factor(self) -> float | None:
-        """What this rank's gradients are multiplied by in the sum over the ranks; None: this pass is in no step with others.
+        """What this rank's gradients are multiplied by in the sum over the ranks; None: this pass
+        is in no step with others.
 
         Raises:
             ConfigurationError: the step is cut into micro-batches.
         """
         if self._ranks.in_micro_batches:
             raise ConfigurationError(
-                "the model has a SyncBatchNorm, and the loader has micro_batch_size=: ranks have different numbers of micro-batches, so a "
-                "layer cannot normalize over all ranks. Leave out micro_batch_size=, or use BatchNorm or GroupNorm"
+                "the model has a SyncBatchNorm, and the loader has micro_batch_size=: ranks have "
+                "different numbers of micro-batches, so a layer cannot normalize over all ranks. "
+                "Leave out micro_batch_size=, or use BatchNorm or GroupNorm"
             )
         weight = self._ranks.weight
         return float(weight > 0) if weight is not None and self._sums else weight
 
-    def normalize(self, layer: nn.SyncBatchNorm, values: torch.Tensor, factor: float) -> torch.Tensor:
-        """Normalizes `values` of shape (samples, channels, ...) over all ranks, and tells the layer's running statistics."""
+    def normalize(
+        self, layer: nn.SyncBatchNorm, values: torch.Tensor, factor: float
+    ) -> torch.Tensor:
+        """Normalizes `values` of shape (samples, channels, ...) over all ranks, and tells the
+        layer's running statistics."""
         found = self._statistics(values.detach(), counts=factor > 0)
         if found is None:  # the step is lost: any values do
             zeros = values.new_zeros(values.shape[1])
-            return nn.functional.batch_norm(values, zeros, zeros + 1, layer.weight, layer.bias, training=False)
+            return nn.functional.batch_norm(
+                values, zeros, zeros + 1, layer.weight, layer.bias, training=False
+            )
         if found.values <= 1:
-            raise ValueError(f"expected more than 1 value per channel over all ranks when training, got input size {tuple(values.shape)}")
+            raise ValueError(
+                "expected more than 1 value per channel over all ranks when training, got input "
+                f"size {tuple(values.shape)}"
+            )
         _tell(layer, found)
         inverse = torch.rsqrt(found.variance + layer.eps)
-        arguments = (values, layer.weight, layer.bias, found.mean, inverse, found.values, factor, self)
+        arguments = (
+            values,
+            layer.weight,
+            layer.bias,
+            found.mean,
+            inverse,
+            found.values,
+            factor,
+            self,
+        )
         output: torch.Tensor = _Normalized.apply(*arguments)  # type: ignore[no-untyped-call]
         return output
 
@@ -130,7 +153,8 @@ class NormsOfRanks:
 
 
 class _Normalized(torch.autograd.Function):
-    """(values - mean) / deviation * weight + bias; its backward pass sums over the ranks what the statistics depend on."""
+    """(values - mean) / deviation * weight + bias; its backward pass sums over the ranks what the
+    statistics depend on."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
@@ -150,7 +174,8 @@ class _Normalized(torch.autograd.Function):
         of_bias, of_weight = gradient.sum(dimensions), (gradient * normalized).sum(dimensions)
         of_values = None
         if ctx.needs_input_grad[0]:
-            # The loss is the sum over the ranks of factor * that rank's loss, and what this returns will be multiplied by the factor.
+            # The loss is the sum over the ranks of factor * that rank's loss, and what this returns
+            # will be multiplied by the factor.
             own = torch.cat([of_bias, of_weight]).double() * ctx.factor
             summed = ctx.ranks.sum(own)
             if summed is None or ctx.factor == 0:
@@ -164,7 +189,9 @@ class _Normalized(torch.autograd.Function):
         return (
             of_values,
             of_weight.to(weight.dtype) if wants_weight else None,
-            of_bias.to(gradients[0].dtype if weight is None else weight.dtype) if wants_bias else None,
+            of_bias.to(gradients[0].dtype if weight is None else weight.dtype)
+            if wants_bias
+            else None,
             *(None,) * 5,
         )
 
@@ -178,7 +205,9 @@ def _tell(layer: nn.SyncBatchNorm, found: _Statistics) -> None:
         layer.num_batches_tracked.add_(1)
         share = 1.0 / float(layer.num_batches_tracked) if layer.momentum is None else layer.momentum
         layer.running_mean.lerp_(found.mean.to(layer.running_mean), share)
-        layer.running_var.lerp_((found.variance * (found.values / (found.values - 1))).to(layer.running_var), share)
+        layer.running_var.lerp_(
+            (found.variance * (found.values / (found.values - 1))).to(layer.running_var), share
+        )
 
 
 def _dimensions(values: torch.Tensor) -> list[int]:

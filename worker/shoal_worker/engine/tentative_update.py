@@ -1,4 +1,5 @@
-"""An update that may have to be put back: of one of several models, in a step that is not known to count."""
+"""An update that may have to be put back: of one of several models, in a step that is not known to
+count."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from shoal_worker.engine.hidden_parameters import inside
 
 
 class TentativeUpdate:
-    """What an optimizer updates on this rank, values and state, as it was before one update: as much memory again. The settings of its
-    parameter groups are not in it. Owned by the training thread.
+    """What an optimizer updates on this rank, values and state, as it was before one update: as
+    much memory again. The settings of its parameter groups are not in it. Owned by the training
+    thread.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -26,7 +28,8 @@ class TentativeUpdate:
         self.withdrawn = False
 
     def exchange(self) -> None:
-        """Puts back what there was before the update; or, if that was done, what there was after it."""
+        """Puts back what there was before the update; or, if that was done, what there was after
+        it."""
         optimizer = self._optimizer
         with inside(), torch.no_grad():
             now = [piece.detach().clone() for piece in self._updated]
@@ -39,4 +42,7 @@ class TentativeUpdate:
 
 
 def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value) for name, value in state.items()}
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        for name, value in state.items()
+    }

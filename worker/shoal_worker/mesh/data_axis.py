@@ -1,7 +1,9 @@
-"""What a rank holds of the parameters of its part, and of the optimizer's state of them: all that the replicas hold alike, or its shard.
+"""What a rank holds of the parameters of its part, and of the optimizer's state of them: all that
+the replicas hold alike, or its shard.
 
-In shards it is what zero1, zero2 and fsdp do, among the ranks that hold the same part: each updates its shard and the one that it mirrors,
-and they gather the parameters: after the update, or for the passes. (Rajbhandari et al., "ZeRO", SC 2020, section 5; decision 0142.)
+In shards it is what zero1, zero2 and fsdp do, among the ranks that hold the same part: each updates
+its shard and the one that it mirrors, and they gather the parameters: after the update, or for the
+passes. (Rajbhandari et al., "ZeRO", SC 2020, section 5; decision 0142.)
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.hidden_parameters import Whereabouts
 from shoal_worker.engine.optimizer_state import is_element, strided_like
 from shoal_worker.engine.parameter_groups import in_buckets
-from shoal_worker.mesh.gradients import GradientsOfPasses, MeshGradients, ReplicatedGradients, ScatteredGradients
+from shoal_worker.mesh.gradients import (
+    GradientsOfPasses,
+    MeshGradients,
+    ReplicatedGradients,
+    ScatteredGradients,
+)
 from shoal_worker.mesh.resharding import PieceState
 from shoal_worker.sharding.collectives import Collectives
 from shoal_worker.sharding.execution import ShardedExecution
@@ -35,18 +42,20 @@ State = Mapping[str, Mapping[str, Any]]
 
 
 class DataAxis(abc.ABC):
-    """One way of holding `pieces`: the parameters of a rank's part, as the module computes with them."""
+    """One way of holding `pieces`: the parameters of a rank's part, as the module computes with
+    them."""
 
     execution: ShardedExecution | None = None
-    """Gathers and frees the pieces block by block, where they are whole only while a block computes."""
+    """Gathers and frees the pieces block by block, where they are whole only while a block
+    computes."""
 
     def __init__(self, pieces: Mapping[str, nn.Parameter]) -> None:
         self.pieces = pieces
 
     @abc.abstractmethod
     def gather(self) -> None:
-        """Before passes of a pipeline: the pieces are whole until `free`. A collective of the replicas. A failure marks the step lost, or
-        raises MembershipChanged if there is none."""
+        """Before passes of a pipeline: the pieces are whole until `free`. A collective of the
+        replicas. A failure marks the step lost, or raises MembershipChanged if there is none."""
 
     @abc.abstractmethod
     def free(self) -> None:
@@ -62,8 +71,11 @@ class DataAxis(abc.ABC):
         """What this rank updates as its own."""
 
     @abc.abstractmethod
-    def use(self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State) -> None:
-        """The optimizer updates what is here, from this state on. `groups`: names of its parameters, perhaps of some that are not here."""
+    def use(
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State
+    ) -> None:
+        """The optimizer updates what is here, from this state on. `groups`: names of its
+        parameters, perhaps of some that are not here."""
 
     @abc.abstractmethod
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -75,24 +87,32 @@ class DataAxis(abc.ABC):
 
     @abc.abstractmethod
     def changed(self) -> None:
-        """What this rank updates has other values now: the pieces are theirs when they are gathered next. Communicates nothing."""
+        """What this rank updates has other values now: the pieces are theirs when they are gathered
+        next. Communicates nothing."""
 
     @abc.abstractmethod
     def fetch(self) -> None:
-        """Where pieces are whole at rest they become what their owners have. A collective of the replicas, whose failure marks the step
-        lost."""
+        """Where pieces are whole at rest they become what their owners have. A collective of the
+        replicas, whose failure marks the step lost."""
 
     def updated(self) -> None:
-        """The optimizer has stepped: the pieces become what it has made, now or when they are gathered. A failure marks the step lost."""
+        """The optimizer has stepped: the pieces become what it has made, now or when they are
+        gathered. A failure marks the step lost."""
         self.changed()
         self.fetch()
 
     @abc.abstractmethod
     def gradients(
-        self, *, counts: Callable[[str], bool], first: bool, buffers: CommittedBuffers, averages: bool, device: torch.device
+        self,
+        *,
+        counts: Callable[[str], bool],
+        first: bool,
+        buffers: CommittedBuffers,
+        averages: bool,
+        device: torch.device,
     ) -> MeshGradients:
-        """`counts(name)`: of the ranks of a replica this one counts the parameter in the norm. `first`: it is of the first replica. The
-        others: see `MeshGradients`."""
+        """`counts(name)`: of the ranks of a replica this one counts the parameter in the norm.
+        `first`: it is of the first replica. The others: see `MeshGradients`."""
 
 
 class Replicated(DataAxis):
@@ -112,13 +132,19 @@ class Replicated(DataAxis):
         """See `DataAxis`."""
         return self.pieces
 
-    def use(self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State) -> None:
+    def use(
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State
+    ) -> None:
         """See `DataAxis`."""
         for group, names in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = GroupMembers(self.pieces[name] for name in names if name in self.pieces)
+            group["params"] = GroupMembers(
+                self.pieces[name] for name in names if name in self.pieces
+            )
         optimizer.state.clear()
         for name, own in state.items():
-            optimizer.state[self.pieces[name]] = {key: _beside(self.pieces[name], key, value) for key, value in own.items()}
+            optimizer.state[self.pieces[name]] = {
+                key: _beside(self.pieces[name], key, value) for key, value in own.items()
+            }
 
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
         """See `DataAxis`."""
@@ -128,7 +154,12 @@ class Replicated(DataAxis):
     def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, PieceState]]:
         """See `DataAxis`."""
         states = optimizer.state if optimizer is not None else {}
-        return {0: {name: PieceState(value=piece.detach(), state=states.get(piece, {})) for name, piece in self.pieces.items()}}
+        return {
+            0: {
+                name: PieceState(value=piece.detach(), state=states.get(piece, {}))
+                for name, piece in self.pieces.items()
+            }
+        }
 
     def changed(self) -> None:
         """See `DataAxis`: the pieces are what is updated."""
@@ -137,16 +168,27 @@ class Replicated(DataAxis):
         """See `DataAxis`: every replica has made the same."""
 
     def gradients(
-        self, *, counts: Callable[[str], bool], first: bool, buffers: CommittedBuffers, averages: bool, device: torch.device
+        self,
+        *,
+        counts: Callable[[str], bool],
+        first: bool,
+        buffers: CommittedBuffers,
+        averages: bool,
+        device: torch.device,
     ) -> MeshGradients:
         """See `DataAxis`."""
         return ReplicatedGradients(
-            self.pieces, counts=lambda name: first and counts(name), buffers=buffers, averages=averages, device=device
+            self.pieces,
+            counts=lambda name: first and counts(name),
+            buffers=buffers,
+            averages=averages,
+            device=device,
         )
 
 
 class InShards(DataAxis):
-    """All of them to compute with, in units whose shards the replicas own; each rank mirrors another's shard."""
+    """All of them to compute with, in units whose shards the replicas own; each rank mirrors
+    another's shard."""
 
     def __init__(
         self,
@@ -169,8 +211,8 @@ class InShards(DataAxis):
             kind: pieces of one kind lie on the same ranks of a replica.
             division: of the replicas.
             bucket_bytes: what is gathered and reduced at once, where it is not by blocks.
-            blocks: with `Stage.PARAMETERS`, modules that are gathered in their passes, the outermost first, with the names of their
-                pieces; None: all are, by `gather`.
+            blocks: with `Stage.PARAMETERS`, modules that are gathered in their passes, the
+                outermost first, with the names of their pieces; None: all are, by `gather`.
             prefetch: how many blocks are gathered ahead.
             whereabouts: of the model's hidden parameters.
         """
@@ -196,10 +238,16 @@ class InShards(DataAxis):
             self.units = units(pieces, bucket_bytes)
         else:
             made = [(module, units(names, _NO_CAP)) for module, names in blocks]
-            self.execution = ShardedExecution(made, collectives, stage, whereabouts, prefetch=prefetch)
+            self.execution = ShardedExecution(
+                made, collectives, stage, whereabouts, prefetch=prefetch
+            )
             self.units = self.execution.units
         for unit in self.units:
-            unit.cut(division.shards, division.position(collectives.rank), division.mirrored(collectives.rank))
+            unit.cut(
+                division.shards,
+                division.position(collectives.rank),
+                division.mirrored(collectives.rank),
+            )
         self._trained = [unit for unit in self.units if unit.trained]
 
     def gather(self) -> None:
@@ -222,14 +270,26 @@ class InShards(DataAxis):
     @property
     def own(self) -> Mapping[str, torch.Tensor]:
         """See `DataAxis`."""
-        return {name: piece for unit in self.units for name, piece in zip(unit.parameter_names, unit.own.pieces, strict=True)}
+        return {
+            name: piece
+            for unit in self.units
+            for name, piece in zip(unit.parameter_names, unit.own.pieces, strict=True)
+        }
 
-    def use(self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State) -> None:
+    def use(
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State
+    ) -> None:
         """See `DataAxis`."""
-        where = {name: (u, i) for u, unit in enumerate(self.units) for i, name in enumerate(unit.parameter_names)}
+        where = {
+            name: (u, i)
+            for u, unit in enumerate(self.units)
+            for i, name in enumerate(unit.parameter_names)
+        }
         for group, names in zip(optimizer.param_groups, groups, strict=True):
             here = [where[name] for name in names if name in where]
-            group["params"] = GroupMembers(holding.pieces[i] for u, i in here for holding in self.units[u].holdings)
+            group["params"] = GroupMembers(
+                holding.pieces[i] for u, i in here for holding in self.units[u].holdings
+            )
         optimizer.state.clear()
         saved = {"state": dict(enumerate(state.get(name, {}) for name in where))}
         spread([list(where.values())], saved, self.units, ShardedOptimizerState(optimizer))
@@ -261,10 +321,20 @@ class InShards(DataAxis):
             self.gather()
 
     def gradients(
-        self, *, counts: Callable[[str], bool], first: bool, buffers: CommittedBuffers, averages: bool, device: torch.device
+        self,
+        *,
+        counts: Callable[[str], bool],
+        first: bool,
+        buffers: CommittedBuffers,
+        averages: bool,
+        device: torch.device,
     ) -> MeshGradients:
         """See `DataAxis`."""
-        made = ScatteredGradients if self.execution is None else functools.partial(GradientsOfPasses, execution=self.execution)
+        made = (
+            ScatteredGradients
+            if self.execution is None
+            else functools.partial(GradientsOfPasses, execution=self.execution)
+        )
         return made(
             self.pieces,
             self._trained,
@@ -286,8 +356,11 @@ def _beside(piece: torch.Tensor, key: str, value: Any) -> Any:
     return strided_like(here, piece) if is_element(here, key, piece.shape) else here
 
 
-def alike_pieces(pieces: Mapping[str, nn.Parameter], kind: Callable[[str], Hashable], cap: float) -> Iterator[list[str]]:
-    """What makes a unit: pieces of one kind, of at most `cap` bytes (one that is larger is a unit by itself)."""
+def alike_pieces(
+    pieces: Mapping[str, nn.Parameter], kind: Callable[[str], Hashable], cap: float
+) -> Iterator[list[str]]:
+    """What makes a unit: pieces of one kind, of at most `cap` bytes (one that is larger is a unit
+    by itself)."""
     kinds: dict[tuple[torch.dtype, bool, Hashable], list[str]] = {}
     for name, piece in pieces.items():
         kinds.setdefault((piece.dtype, piece.requires_grad, kind(name)), []).append(name)

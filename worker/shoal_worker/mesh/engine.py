@@ -1,12 +1,16 @@
-"""The engine of tensor, pipeline and hybrid: the model's layers and stages lie on different ranks, which hold one replica together.
+"""The engine of tensor, pipeline and hybrid: the model's layers and stages lie on different ranks,
+which hold one replica together.
 
-One engine over three axes (`layouts.py`): `tensor` and `pipeline` are those where the others have one rank, `hybrid` has all. The model's
-layers communicate in its passes, along the tensor axis and between the stages. A step ends as `engine/partitioned.py` says. Its gradients
-are sealed when those of this rank's part, added up over the micro-batches, are summed over the replicas, and, where these hold shards of
-the sums (`data_axis.py`), with the ranks that mirror them. After a failure the state is cut for the ranks that are left (`regroup`), from
-the parts that any of them holds. A part that nobody holds is lost: see docs/strategies/hybrid.md.
+One engine over three axes (`layouts.py`): `tensor` and `pipeline` are those where the others have
+one rank, `hybrid` has all. The model's layers communicate in its passes, along the tensor axis and
+between the stages. A step ends as `engine/partitioned.py` says. Its gradients are sealed when those
+of this rank's part, added up over the micro-batches, are summed over the replicas, and, where these
+hold shards of the sums (`data_axis.py`), with the ranks that mirror them. After a failure the state
+is cut for the ranks that are left (`regroup`), from the parts that any of them holds. A part that
+nobody holds is lost: see docs/strategies/hybrid.md.
 
-How the ranks are divided now is in `rank_mesh.py`, what this rank holds of the model in `parts.py`. All of it runs on the training thread.
+How the ranks are divided now is in `rank_mesh.py`, what this rank holds of the model in `parts.py`.
+All of it runs on the training thread.
 """
 
 from __future__ import annotations
@@ -52,12 +56,14 @@ class MeshEngine(MeshPasses):
         return not self._plan.cuts_parameters or super()._any_optimizer
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """See `PartitionedEngine`. Raises ConfigurationError: the model cannot be cut for the ranks that the job begins with."""
+        """See `PartitionedEngine`. Raises ConfigurationError: the model cannot be cut for the ranks
+        that the job begins with."""
         super().attach(optimizer)
         session = self._session
         if self._setup.several and not self._knows_others:
             return  # with the last of the models all are looked at
-        if session.begins and not session.is_joining:  # those whom a death has left wait for its replacement
+        if session.begins and not session.is_joining:
+            # those whom a death has left wait for its replacement
             self.layouts.check_start(session.world_size, ranks_may_come=session.ranks_may_come)
 
     def _make_state(self) -> ModelParts:
@@ -100,37 +106,51 @@ class MeshEngine(MeshPasses):
 
     def _parameter_names(self) -> dict[str, str]:
         template = self._template
-        return {name: first for name, first in template.first_names.items() if first in template.parameter_names}
+        return {
+            name: first
+            for name, first in template.first_names.items()
+            if first in template.parameter_names
+        }
 
     def _commit_buffers(self) -> None:
         if self._mesh is not None:
             self._mesh.buffers.commit()
 
-    # ------------------------------------------------------------------------------------------------------ for ShardedOptimizer
+    # ------------------------------------------------------------------------- for ShardedOptimizer
 
-    def finish_step(self, update: Callable[[], None], *, scaled: bool, inspected: bool) -> StepStatus:
+    def finish_step(
+        self, update: Callable[[], None], *, scaled: bool, inspected: bool
+    ) -> StepStatus:
         """See `Engine`. Raises ConfigurationError: a GradScaler with a pipeline."""
         if (scaled or inspected) and self._plan.pipelined:
             raise ConfigurationError(
-                "a GradScaler with a pipeline: train_step takes losses through their backward passes itself, so nothing can scale them; "
-                "use bfloat16, which needs none: torch.autocast(..., dtype=torch.bfloat16) around train_step"
+                "a GradScaler with a pipeline: train_step takes losses through their backward "
+                "passes itself, so nothing can scale them; use bfloat16, which needs none: "
+                "torch.autocast(..., dtype=torch.bfloat16) around train_step"
             )
         return super().finish_step(update, scaled=scaled, inspected=inspected)
 
-    # --------------------------------------------------------------------------------------------- TrainingEngine: for the session
+    # -------------------------------------------------------------- TrainingEngine: for the session
 
     def capture(self) -> dict[str, Any]:
-        """See `TrainingEngine`. Before the first step all of the state; from then on what every rank has of it."""
+        """See `TrainingEngine`. Before the first step all of the state; from then on what every
+        rank has of it."""
         if not self.in_parts:
             own = {
                 "model": ModuleState(self.module).captured(),
                 "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
             }
             unsaved = self._held.unsaved() if self._parts is not None else {}
-            return own | {"applied": self._applied, "extremes": dict(self.extremes)} | ({"buffers": unsaved} if unsaved else {})
-        return {"unsaved": self._held.unsaved(), "settings": self._held.settings, "applied": self._applied} | {
-            "extremes": dict(self.extremes)
-        }
+            return (
+                own
+                | {"applied": self._applied, "extremes": dict(self.extremes)}
+                | ({"buffers": unsaved} if unsaved else {})
+            )
+        return {
+            "unsaved": self._held.unsaved(),
+            "settings": self._held.settings,
+            "applied": self._applied,
+        } | {"extremes": dict(self.extremes)}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -142,7 +162,9 @@ class MeshEngine(MeshPasses):
             held.check(state)
             if self.in_parts and (self._mesh is None or self._mesh.group.broken is not None):
                 self._mesh = None
-                held.make_whole()  # parts of it are lost, and this is to take their place: it is cut anew when the next step begins
+                # parts of it are lost, and this is to take their place: it is cut anew when the
+                # next step begins
+                held.make_whole()
             held.load_values(state["model"])
             if state["optimizer"] is not None:
                 held.load_optimizer(state["optimizer"])
@@ -151,7 +173,8 @@ class MeshEngine(MeshPasses):
         else:
             if self._mesh is None or state["applied"] != self._applied:
                 self._release()
-                held.drop()  # nothing, or too old: what its peers hold comes when the ranks are divided
+                # nothing, or too old: what its peers hold comes when the ranks are divided
+                held.drop()
                 self._closing = None
             held.settings = state["settings"]
             self._applied = state["applied"]
@@ -171,7 +194,8 @@ class MeshEngine(MeshPasses):
         self._held.data_axis.updated()
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """See `Engine`. The replicas fetch the values from their owners when the next step begins, at the latest."""
+        """See `Engine`. The replicas fetch the values from their owners when the next step begins,
+        at the latest."""
         super().exchange_update(update)
         self._held.data_axis.changed()
 
@@ -184,7 +208,9 @@ class MeshEngine(MeshPasses):
     def divide_alike(self, several: Sequence[Engine]) -> None:
         """See `Engine`."""
         self._knows_others = True
-        self.layouts.divide_alike([each.layouts for each in several if isinstance(each, MeshEngine)])
+        self.layouts.divide_alike(
+            [each.layouts for each in several if isinstance(each, MeshEngine)]
+        )
 
     def _as_closing(self, told: Mapping[str, Any]) -> Closing:
         return Closing(**told)
@@ -194,7 +220,10 @@ class MeshEngine(MeshPasses):
         """See `TrainingEngine`."""
         execution = self._mesh.execution if self._mesh is not None else None
         issued = execution.issued.encode().decode() if execution is not None else ""
-        told = [json.loads(each) for each in group.exchange(json.dumps([self.in_parts, issued]).encode())]
+        told = [
+            json.loads(each)
+            for each in group.exchange(json.dumps([self.in_parts, issued]).encode())
+        ]
         IssuedCollectives.compare([each.encode() for _, each in told], self.strategy)
         if not any(in_parts for in_parts, _ in told):
             return
@@ -207,14 +236,16 @@ class MeshEngine(MeshPasses):
 
     @torch.no_grad()
     def bring_together(self, channel: Channel) -> None:
-        """See `TrainingEngine`: some ranks may have begun the first step, and laid the model out for ranks that are gone, others not."""
+        """See `TrainingEngine`: some ranks may have begun the first step, and laid the model out
+        for ranks that are gone, others not."""
         if self._parts is not None and self._parts.make_whole_again(channel):
             self._mesh = None
 
     def _lay_out(self, group: Group, *, gathered: bool) -> None:
         """Divides the ranks anew. `gathered`: by the parts that they hold; else each has all.
 
-        A failure at any place leaves every rank with the parts that it had, so that they can be divided again.
+        A failure at any place leaves every rank with the parts that it had, so that they can be
+        divided again.
         """
         held, axes = self._held, self.layouts.axes(group.world_size)
         at = axes.at(group.rank)
@@ -223,7 +254,9 @@ class MeshEngine(MeshPasses):
         mesh = RankMesh(group, axes, self._session, self._plan.sharding) if at is not None else None
         if mesh is not None:
             self._release()
-            mesh.lay_out(held, taken, averages=self.config.loss_reduction == "mean", extremes=self.extremes)
+            mesh.lay_out(
+                held, taken, averages=self.config.loss_reduction == "mean", extremes=self.extremes
+            )
             self._mesh = mesh
         if gathered:
             group.exchange(b"")  # all have theirs: what a spare holds is needed until then
@@ -275,14 +308,17 @@ class MeshEngine(MeshPasses):
         assert step is not None
         self._came = False
         if self._applied == self._begun or step.in_micro_batches or self._plan.pipelined:
-            self._held.hidden.drop_gradients()  # those of a lost step are void; micro-batches and pipelines leave none to add to
+            # those of a lost step are void; micro-batches and pipelines leave none to add to
+            self._held.hidden.drop_gradients()
         self._begun = self._applied
         self._held.data_axis.fetch()  # what an update that was put back has left
         mesh.begin_step(self._applied + 1)
         if step.source is None:
             mesh.seed_step()
         self._writes = [
-            WrittenParameters(self._held.parameters.items(), self.strategy, stay=False, compared=False),
+            WrittenParameters(
+                self._held.parameters.items(), self.strategy, stay=False, compared=False
+            ),
             self._writes_to_pieces(mesh),
         ]
         for writes in self._writes:
@@ -342,25 +378,38 @@ class MeshEngine(MeshPasses):
         word, norm, issued = told[:CONTROL_LENGTH], told[CONTROL_LENGTH], told[CONTROL_LENGTH + 1 :]
         if issued:
             IssuedCollectives.check(issued, self.strategy)
-        self._close(Closing(number=self._applied + 1, squared_norm=norm, divisor=mesh.gradients.divisor), word)
+        self._close(
+            Closing(number=self._applied + 1, squared_norm=norm, divisor=mesh.gradients.divisor),
+            word,
+        )
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """See `TrainingEngine`: parameters that are not split, and buffers; no stages have the same."""
+        """See `TrainingEngine`: parameters that are not split, and buffers; no stages have the
+        same."""
         mesh, held = self._mesh, self._held
         if mesh is None or mesh.cut.axes.pipeline > 1:
             return {}
         unsplit = {}
         if isinstance(held.data_axis, Replicated):
-            unsplit = {repr(name): piece.detach() for name, piece in held.pieces.items() if held.parameters[name] is piece}
+            unsplit = {
+                repr(name): piece.detach()
+                for name, piece in held.pieces.items()
+                if held.parameters[name] is piece
+            }
         return {"the parameters": unsplit, "the buffers": mesh.buffers.begun_from()}
 
     def _writes_to_pieces(self, mesh: RankMesh) -> WrittenParameters:
         """Those of the ranks as they are divided now."""
         if self._writes_of is not mesh:
             replicated = isinstance(self._held.data_axis, Replicated)
-            compared, whole = replicated and not self._looked, replicated and mesh.cut.axes.pipeline == 1
+            compared, whole = (
+                replicated and not self._looked,
+                replicated and mesh.cut.axes.pipeline == 1,
+            )
             pieces = self._held.pieces.items()
-            self._piece_writes = WrittenParameters(pieces, self.strategy, stay=False, compared=compared, whole=whole)
+            self._piece_writes = WrittenParameters(
+                pieces, self.strategy, stay=False, compared=compared, whole=whole
+            )
             self._writes_of = mesh
         return self._piece_writes
 
@@ -370,11 +419,16 @@ class MeshEngine(MeshPasses):
         if extremes:
             extremes.refuse_other_shapes(self.strategy)
             step.issues(EXTREMES)
-            extremes.agree(mesh.replicas.exchange(extremes.made(counted=not step.in_micro_batches and share.weight > 0)))
+            extremes.agree(
+                mesh.replicas.exchange(
+                    extremes.made(counted=not step.in_micro_batches and share.weight > 0)
+                )
+            )
 
     def _digest_of_buffers(self, mesh: RankMesh) -> int:
         digest = mesh.buffers.exact_digest()
-        if digest and mesh.cut.axes.pipeline > 1 and mesh.cut.axes.data > 1:  # ranks of other stages have others
+        if digest and mesh.cut.axes.pipeline > 1 and mesh.cut.axes.data > 1:
+            # ranks of other stages have others
             raise mesh.buffers.apart()
         return digest if mesh.cut.axes.pipeline == 1 else 0
 
@@ -386,14 +440,19 @@ class MeshEngine(MeshPasses):
     def _has_gradients(self) -> bool:
         step = self._session.step
         left = self._mesh is not None and self._mesh.gradients.any_left
-        return left or (step is not None and step.control is not None) or any(gradient_of(p) is not None for p in self.module.parameters())
+        return (
+            left
+            or (step is not None and step.control is not None)
+            or any(gradient_of(p) is not None for p in self.module.parameters())
+        )
 
     def _drop_gradients(self) -> None:
         self._held.hidden.drop_gradients()
         if self._mesh is None:
             return
         step = self._session.step
-        if step is not None and step.control is not None:  # they are in the ranks' sum, and with them how the buffers changed
+        if step is not None and step.control is not None:
+            # they are in the ranks' sum, and with them how the buffers changed
             self._mesh.forget()
         else:
             self._mesh.drop_gradients()
@@ -438,9 +497,13 @@ class MeshEngine(MeshPasses):
     @property
     def lacks_ranks(self) -> bool:
         """See `TrainingEngine`."""
-        return self._parts is not None and self._parts.is_whole and self.layouts.too_few(self._session.world_size)
+        return (
+            self._parts is not None
+            and self._parts.is_whole
+            and self.layouts.too_few(self._session.world_size)
+        )
 
-    # ---------------------------------------------------------------------------------------------------------------- ranks
+    # ---------------------------------------------------------------------------------------- ranks
 
     @property
     def data_parallel_rank(self) -> int:
@@ -469,7 +532,7 @@ class MeshEngine(MeshPasses):
         """Number of replicas."""
         return max(1, self.layouts.axes(self._session.world_size).data)
 
-    # ---------------------------------------------------------------------------------------------------------------- state
+    # ---------------------------------------------------------------------------------------- state
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
@@ -482,7 +545,8 @@ class MeshEngine(MeshPasses):
         return whole | {"buffers": unsaved} if unsaved else whole
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """See `TrainingEngine`: this rank's part, with the other replicas' ranks that hold the same."""
+        """See `TrainingEngine`: this rank's part, with the other replicas' ranks that hold the
+        same."""
         return self._held.in_common() if self._mesh is not None else {}
 
     @contextlib.contextmanager
@@ -492,7 +556,9 @@ class MeshEngine(MeshPasses):
             yield
             return
         whole, own = self._whole_module(self._held.values(channel)), self.module
-        set_modes([(part, mode) for part, (_, mode) in zip(whole.modules(), modes_of(own), strict=True)])
+        set_modes(
+            [(part, mode) for part, (_, mode) in zip(whole.modules(), modes_of(own), strict=True)]
+        )
         self._show(whole)
         try:
             yield
@@ -500,7 +566,8 @@ class MeshEngine(MeshPasses):
             self._show(own)
 
     def _show(self, module: nn.Module) -> None:
-        """Makes `module` the one that passes compute with, and the one that `ShardedModel.module` is."""
+        """Makes `module` the one that passes compute with, and the one that `ShardedModel.module`
+        is."""
         self.module = module
         self._setup.show(module)
 
@@ -511,4 +578,8 @@ class MeshEngine(MeshPasses):
     def whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
         """See `Engine`."""
         tensors = self._template.tensors()
-        return [(tensors[name], tensors[name].shape) for name in self._template.names if name in self._template.parameter_names]
+        return [
+            (tensors[name], tensors[name].shape)
+            for name in self._template.names
+            if name in self._template.parameter_names
+        ]

@@ -1,7 +1,8 @@
-"""The gradients of a step as far as this rank holds them: added up over micro-batches by weight, then over the replicas.
+"""The gradients of a step as far as this rank holds them: added up over micro-batches by weight,
+then over the replicas.
 
-Beside them lie how the buffers changed and which parameters were used, which the replicas sum as well. It knows nothing of how a step ends.
-The training thread owns it.
+Beside them lie how the buffers changed and which parameters were used, which the replicas sum as
+well. It knows nothing of how a step ends. The training thread owns it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from shoal_worker.sharding.gradients import CutGradients, squared_norms
 from shoal_worker.sharding.layout import Division
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
 
-# ----------------------------------------------------------------------------------------------------------- whole on each rank of a part
+# --------------------------------------------------------------------- whole on each rank of a part
 
 _SMALLEST: Final = 1e-12
 """A norm in float32 below it may miss squares that float32 has rounded to zero."""
@@ -35,8 +36,16 @@ _SMALLEST: Final = 1e-12
 class MeshGradients(abc.ABC):
     """The gradients of this rank's part of the model, for one division of the ranks."""
 
-    def __init__(self, pieces: Mapping[str, nn.Parameter], *, buffers: CommittedBuffers, averages: bool, device: torch.device) -> None:
-        """`buffers`: the part's. `averages`: losses are means, so gradients weigh what their samples do."""
+    def __init__(
+        self,
+        pieces: Mapping[str, nn.Parameter],
+        *,
+        buffers: CommittedBuffers,
+        averages: bool,
+        device: torch.device,
+    ) -> None:
+        """`buffers`: the part's. `averages`: losses are means, so gradients weigh what their
+        samples do."""
         self._pieces = {name: piece for name, piece in pieces.items() if piece.requires_grad}
         self._averages = averages
         wide = any(piece.dtype == torch.float64 for piece in self._pieces.values())
@@ -46,14 +55,17 @@ class MeshGradients(abc.ABC):
         self._flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
         parts: Sequence[torch.Tensor] = self._flat.split(sizes)
         self._changes, self._presence, self._weight = parts
-        self._apart = None if alike else torch.zeros(buffers.size, dtype=buffers.dtype, device=device)
+        self._apart = (
+            None if alike else torch.zeros(buffers.size, dtype=buffers.dtype, device=device)
+        )
         """The changes of buffers, where they need a wider dtype."""
         if self._apart is not None:
             self._changes = self._apart
 
     @abc.abstractmethod
     def added(self, name: str) -> torch.Tensor:
-        """What was added of one parameter's gradient and is not summed over the replicas yet, in its shape; not divided by anything."""
+        """What was added of one parameter's gradient and is not summed over the replicas yet, in
+        its shape; not divided by anything."""
 
     @abc.abstractmethod
     def squared_norm(self) -> float:
@@ -61,7 +73,8 @@ class MeshGradients(abc.ABC):
 
     @abc.abstractmethod
     def hand_out(self, divisor: float) -> None:
-        """Gives the optimizer its gradients, the sums over `divisor`: none for parameters that no replica used."""
+        """Gives the optimizer its gradients, the sums over `divisor`: none for parameters that no
+        replica used."""
 
     @abc.abstractmethod
     def scale(self, factor: float) -> None:
@@ -80,18 +93,26 @@ class MeshGradients(abc.ABC):
         self._flat.zero_()
         self._changes.zero_()
 
-    def add(self, weight: float, found: Mapping[str, torch.Tensor | None], changes: torch.Tensor) -> None:
-        """What some passes have left: gradients by name, and changes of buffers. Passes that weigh nothing may have left anything, and are
-        left out."""
+    def add(
+        self, weight: float, found: Mapping[str, torch.Tensor | None], changes: torch.Tensor
+    ) -> None:
+        """What some passes have left: gradients by name, and changes of buffers. Passes that weigh
+        nothing may have left anything, and are left out."""
         if not weight > 0:
             return
-        self.add_all({name: gradient for name in self._pieces if (gradient := found.get(name)) is not None}, self.factor(weight))
-        self._presence += torch.tensor([found.get(name) is not None for name in self._pieces]).to(self._presence)
+        self.add_all(
+            {name: gradient for name in self._pieces if (gradient := found.get(name)) is not None},
+            self.factor(weight),
+        )
+        self._presence += torch.tensor([found.get(name) is not None for name in self._pieces]).to(
+            self._presence
+        )
         self._changes.add_(changes.to(self._changes))
         self._weight += weight
 
     def add_all(self, gradients: Mapping[str, torch.Tensor], factor: float) -> None:
-        """Adds gradients by the names of their parameters, times `factor`. Nobody changes them any more."""
+        """Adds gradients by the names of their parameters, times `factor`. Nobody changes them any
+        more."""
         together: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, gradient in gradients.items():
             added = self.added(name)
@@ -100,7 +121,11 @@ class MeshGradients(abc.ABC):
             else:  # one by one: what is made of it on the way is as large as it
                 added.add_(gradient.to(added.dtype), alpha=factor)
         if together:
-            torch._foreach_add_([added for added, _ in together], [gradient for _, gradient in together], alpha=factor)
+            torch._foreach_add_(
+                [added for added, _ in together],
+                [gradient for _, gradient in together],
+                alpha=factor,
+            )
 
     def factor(self, weight: float) -> float:
         """Returns what the gradients of a pass that weighs so much are multiplied with."""
@@ -116,8 +141,8 @@ class MeshGradients(abc.ABC):
 
     @abc.abstractmethod
     def sum_pass(self) -> None:
-        """What was added since the last time is whole: also of what this rank shares with others of its replica. A failure marks the step
-        lost."""
+        """What was added since the last time is whole: also of what this rank shares with others of
+        its replica. A failure marks the step lost."""
 
     def take_part(self) -> None:
         """In a pass of other replicas, for which this one has no samples."""
@@ -143,7 +168,10 @@ class MeshGradients(abc.ABC):
     @property
     def present(self) -> Mapping[str, bool]:
         """Which parameters were used."""
-        return {name: count > 0 for name, count in zip(self._pieces, self._presence.tolist(), strict=True)}
+        return {
+            name: count > 0
+            for name, count in zip(self._pieces, self._presence.tolist(), strict=True)
+        }
 
     def use(self, names: Sequence[str]) -> None:
         """Parameters that another rank, which holds them too, has used."""
@@ -168,10 +196,12 @@ class MeshGradients(abc.ABC):
 
 
 class ReplicatedGradients(MeshGradients):
-    """Each replica has them whole. Where there are several they lie in one flat vector with the rest, so that their sum is one all-reduce.
+    """Each replica has them whole. Where there are several they lie in one flat vector with the
+    rest, so that their sum is one all-reduce.
 
-    What a step's first pass leaves is kept as it is, with its factor: most steps have one pass, and then what adding it to zeros would
-    cost is saved. It is never written to, since autograd may have given its memory to two parameters.
+    What a step's first pass leaves is kept as it is, with its factor: most steps have one pass, and
+    then what adding it to zeros would cost is saved. It is never written to, since autograd may
+    have given its memory to two parameters.
     """
 
     def __init__(
@@ -212,9 +242,13 @@ class ReplicatedGradients(MeshGradients):
         first = {
             name
             for name, gradient in gradients.items()
-            if name not in self._first and name not in self._sums and gradient.layout is torch.strided
+            if name not in self._first
+            and name not in self._sums
+            and gradient.layout is torch.strided
         }
-        super().add_all({name: gradient for name, gradient in gradients.items() if name not in first}, factor)
+        super().add_all(
+            {name: gradient for name, gradient in gradients.items() if name not in first}, factor
+        )
         for name in first:
             self._first[name] = gradients[name].to(self._flat.dtype), factor
 
@@ -225,8 +259,13 @@ class ReplicatedGradients(MeshGradients):
         """See `MeshGradients`."""
         if replicas.world_size == 1:
             return
-        *parts, rest = self._together.split([*(piece.numel() for piece in self._pieces.values()), self._flat.numel()])
-        together = {name: part.view(piece.shape) for (name, piece), part in zip(self._pieces.items(), parts, strict=True)}
+        *parts, rest = self._together.split(
+            [*(piece.numel() for piece in self._pieces.values()), self._flat.numel()]
+        )
+        together = {
+            name: part.view(piece.shape)
+            for (name, piece), part in zip(self._pieces.items(), parts, strict=True)
+        }
         for name, part in together.items():
             if name in self._first:
                 gradient, factor = self._first.pop(name)
@@ -242,7 +281,9 @@ class ReplicatedGradients(MeshGradients):
 
     @functools.cached_property
     def _together(self) -> torch.Tensor:
-        return self._flat.new_empty(sum(piece.numel() for piece in self._pieces.values()) + self._flat.numel())
+        return self._flat.new_empty(
+            sum(piece.numel() for piece in self._pieces.values()) + self._flat.numel()
+        )
 
     def _added_times(self, name: str) -> tuple[torch.Tensor, float]:
         """What was added is the tensor times the number."""
@@ -267,7 +308,9 @@ class ReplicatedGradients(MeshGradients):
             else:  # one by one: its mean in the wider dtype is needed for a moment
                 piece.grad = strided_like(gradient.div(divisor / factor).to(piece.dtype), piece)
         if together:
-            means = torch._foreach_div([gradient for _, gradient, _ in together], [by for *_, by in together])
+            means = torch._foreach_div(
+                [gradient for _, gradient, _ in together], [by for *_, by in together]
+            )
             for (piece, *_), mean in zip(together, means, strict=True):
                 piece.grad = strided_like(mean, piece)
 
@@ -278,7 +321,9 @@ class ReplicatedGradients(MeshGradients):
 
     def norm_here(self) -> float:
         """See `MeshGradients`."""
-        return math.sqrt(_squared_norm((p.grad, 1.0) for p in self._pieces.values() if p.grad is not None))
+        return math.sqrt(
+            _squared_norm((p.grad, 1.0) for p in self._pieces.values() if p.grad is not None)
+        )
 
     def forget(self) -> None:
         """See `MeshGradients`."""
@@ -287,40 +332,56 @@ class ReplicatedGradients(MeshGradients):
 
 
 def _squared_norm(terms: Iterable[tuple[torch.Tensor, float]]) -> float:
-    """Returns the squared norm of tensors times numbers. By rows in float32, and over the rows in float64: longer sums of float32 lose
-    digits, and all of it in float64 takes several times as long. Where squares are beyond float32, in float64 after all."""
+    """Returns the squared norm of tensors times numbers. By rows in float32, and over the rows in
+    float64: longer sums of float32 lose digits, and all of it in float64 takes several times as
+    long. Where squares are beyond float32, in float64 after all."""
     terms = list(terms)
     if any(not tensor.is_cpu for tensor, _ in terms):  # a device widens as it reads
         norms_there = squared_norms([tensor for tensor, _ in terms])
-        return float((norms_there * torch.tensor([factor * factor for _, factor in terms]).to(norms_there)).sum())
-    rows = [_norms(tensor.flatten(1) if tensor.dim() > 1 else tensor).mul_(factor).reshape(-1) for tensor, factor in terms]
+        return float(
+            (
+                norms_there * torch.tensor([factor * factor for _, factor in terms]).to(norms_there)
+            ).sum()
+        )
+    rows = [
+        _norms(tensor.flatten(1) if tensor.dim() > 1 else tensor).mul_(factor).reshape(-1)
+        for tensor, factor in terms
+    ]
     if not rows:
         return 0.0
     norm = float(torch.linalg.vector_norm(torch.cat(rows), dtype=torch.float64))
     if not _SMALLEST < norm < math.inf:
-        norms = (float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) * factor for tensor, factor in terms)
+        norms = (
+            float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) * factor
+            for tensor, factor in terms
+        )
         return sum(one * one for one in norms)
     return norm * norm
 
 
 def _norms(rows: torch.Tensor) -> torch.Tensor:
-    norms: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.promote_types(rows.dtype, torch.float32))
+    norms: torch.Tensor = torch.linalg.vector_norm(
+        rows, dim=-1, dtype=torch.promote_types(rows.dtype, torch.float32)
+    )
     return norms
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ in shards
+# ---------------------------------------------------------------------------------------- in shards
 #
-# Gradients of a step that the replicas sum and cut: each keeps the sums of its shard, and of the shard that it mirrors.
+# Gradients of a step that the replicas sum and cut: each keeps the sums of its shard, and of the
+# shard that it mirrors.
 #
-# Of a pipeline they are scattered after the passes, never from hooks in them: its schedule adds up its own micro-batches, and may split
-# backward passes in two, which hooks do not see. So what the stages share is summed first.
+# Of a pipeline they are scattered after the passes, never from hooks in them: its schedule adds up
+# its own micro-batches, and may split backward passes in two, which hooks do not see. So what the
+# stages share is summed first.
 
 _IN_FLIGHT: Final = 2
 """Reductions on their way at once."""
 
 
 class ScatteredGradients(MeshGradients):
-    """Gradients that are scattered over the replicas: those of the trained units of one rank's part."""
+    """Gradients that are scattered over the replicas: those of the trained units of one rank's
+    part."""
 
     def __init__(
         self,
@@ -335,13 +396,16 @@ class ScatteredGradients(MeshGradients):
         averages: bool,
         device: torch.device,
     ) -> None:
-        """`units`: trained ones, of `pieces`. `counted`: those of which this rank counts its shard in the norm."""
+        """`units`: trained ones, of `pieces`. `counted`: those of which this rank counts its shard
+        in the norm."""
         super().__init__(pieces, buffers=buffers, averages=averages, device=device)
         self.sums_passes = stage > Stage.OPTIMIZER
         self._units, self._counted = units, counted
         self._cut = CutGradients(units, exact=False)
         self._division, self._collectives = division, collectives
-        self._places = {name: (unit, index) for unit in units for index, name in enumerate(unit.parameter_names)}
+        self._places = {
+            name: (unit, index) for unit in units for index, name in enumerate(unit.parameter_names)
+        }
 
     def begin(self) -> None:
         """See `MeshGradients`."""
@@ -378,7 +442,9 @@ class ScatteredGradients(MeshGradients):
     def hand_out(self, divisor: float) -> None:
         """See `MeshGradients`."""
         present = self.present
-        self._cut.hand_out(divisor, [present[name] for unit in self._units for name in unit.parameter_names])
+        self._cut.hand_out(
+            divisor, [present[name] for unit in self._units for name in unit.parameter_names]
+        )
 
     def scale(self, factor: float) -> None:
         """See `MeshGradients`."""
@@ -390,12 +456,15 @@ class ScatteredGradients(MeshGradients):
 
     def forget(self) -> None:
         """See `MeshGradients`."""
-        for piece in (piece for unit in self._units for holding in unit.holdings for piece in holding.pieces):
+        for piece in (
+            piece for unit in self._units for holding in unit.holdings for piece in holding.pieces
+        ):
             drop_gradient(piece)
 
 
 class GradientsOfPasses(ScatteredGradients):
-    """Gradients of units that are gathered block by block: they are reduced in the backward passes themselves, and freed there."""
+    """Gradients of units that are gathered block by block: they are reduced in the backward passes
+    themselves, and freed there."""
 
     def __init__(self, *args: Any, execution: ShardedExecution, **kwargs: Any) -> None:
         """`execution` runs the units; the other arguments are those of `ScatteredGradients`."""

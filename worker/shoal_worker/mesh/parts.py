@@ -1,8 +1,10 @@
-"""One model and its optimizer as this rank holds them: whole at first, then the part of it that is this rank's.
+"""One model and its optimizer as this rank holds them: whole at first, then the part of it that is
+this rank's.
 
-The user's module stays the same object; its layers are changed in place, and get other parameters, each time that the ranks are divided
-anew. The optimizer updates `pieces`: plain tensors, which share the memory of what the layers compute with; or, where the data axis cuts
-these, its shard of them (`data_axis.py`). The training thread owns it.
+The user's module stays the same object; its layers are changed in place, and get other parameters,
+each time that the ranks are divided anew. The optimizer updates `pieces`: plain tensors, which
+share the memory of what the layers compute with; or, where the data axis cuts these, its shard of
+them (`data_axis.py`). The training thread owns it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,14 @@ from shoal_worker.engine.parameters import unsaved_buffers
 from shoal_worker.engine.state_in_parts import StateInParts
 from shoal_worker.mesh.data_axis import DataAxis, Replicated, State
 from shoal_worker.mesh.layouts import Axes, Blueprint, Coordinate, Template
-from shoal_worker.mesh.resharding import MeshCut, PieceState, RankParts, WholeTensor, copy_singles, gather
+from shoal_worker.mesh.resharding import (
+    MeshCut,
+    PieceState,
+    RankParts,
+    WholeTensor,
+    copy_singles,
+    gather,
+)
 from shoal_worker.mesh.step_group import GroupMesh
 from shoal_worker.pipelining.partial import empty_on
 from shoal_worker.pipelining.split import named_tensors
@@ -44,23 +53,31 @@ from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 from shoal_worker.tensor_parallel.layers import parallelize, unparallelize
 
-# ---------------------------------------------------------------------------------------------------------- what is hidden between passes
+# -------------------------------------------------------------------- what is hidden between passes
 #
-# What is hidden of a module's parameters between passes, where this rank has its part of them alone.
+# What is hidden of a module's parameters between passes, where this rank has its part of them
+# alone.
 #
-# Of a parameter that is split or on another stage the values (no call of torch's on this part alone means the whole), of the others the
-# gradients, which are not the replicas' sum yet. In passes all of it is there. See `engine/hidden_parameters.py`.
+# Of a parameter that is split or on another stage the values (no call of torch's on this part alone
+# means the whole), of the others the gradients, which are not the replicas' sum yet. In passes all
+# of it is there. See `engine/hidden_parameters.py`.
 
 
 class HiddenParameters:
     """Those of one module, as it is laid out now."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], whereabouts: Whereabouts) -> None:
-        """`parameters`: all of the module's, those on the meta device among them, which are another rank's."""
+        """`parameters`: all of the module's, those on the meta device among them, which are another
+        rank's."""
         self._whereabouts = whereabouts
-        self._all = [(parameter, HiddenParameter(name, whereabouts)) for name, parameter in parameters.items()]
+        self._all = [
+            (parameter, HiddenParameter(name, whereabouts))
+            for name, parameter in parameters.items()
+        ]
         self._absent = [each for each in self._all if each[0].is_meta]
-        self._split = [each for each in self._all if isinstance(each[0], DTensor) and not each[0].is_meta]
+        self._split = [
+            each for each in self._all if isinstance(each[0], DTensor) and not each[0].is_meta
+        ]
         self._trained = [each for each in self._all if each[0].requires_grad]
         self._handed_out = False
         """The gradients that parameters have are those to update with."""
@@ -79,14 +96,18 @@ class HiddenParameters:
                 hide_gradient(parameter, place)
 
     def handed_out(self, updated: Iterable[torch.Tensor]) -> None:
-        """The step's gradients are summed, and those that parameters have are what this rank updates with: nobody is to set others.
+        """The step's gradients are summed, and those that parameters have are what this rank
+        updates with: nobody is to set others.
 
-        `updated`: what the optimizer updates. A parameter among it that no rank has used has no gradient, here or elsewhere.
+        `updated`: what the optimizer updates. A parameter among it that no rank has used has no
+        gradient, here or elsewhere.
         """
         self._handed_out = True
         own = {id(piece) for piece in updated}
         for parameter, place in self._trained:
-            place.gradient = place.gradient and gradient_of(parameter) is None and id(parameter) not in own
+            place.gradient = (
+                place.gradient and gradient_of(parameter) is None and id(parameter) not in own
+            )
             hide_gradient(parameter, place)
 
     @property
@@ -96,8 +117,13 @@ class HiddenParameters:
 
     @contextlib.contextmanager
     def carrying(self) -> Iterator[None]:
-        """The step counts. What is done within ends its gradients, and it is known which parameters had one, until somebody clears them."""
-        carried = [(parameter, place) for parameter, place in self._trained if place.gradient or gradient_of(parameter) is not None]
+        """The step counts. What is done within ends its gradients, and it is known which parameters
+        had one, until somebody clears them."""
+        carried = [
+            (parameter, place)
+            for parameter, place in self._trained
+            if place.gradient or gradient_of(parameter) is not None
+        ]
         yield
         self.drop_gradients()
         for parameter, place in carried:
@@ -106,7 +132,8 @@ class HiddenParameters:
 
     @property
     def carries(self) -> bool:
-        """Some parameter has a gradient elsewhere, or had one in the last step, which nobody has cleared."""
+        """Some parameter has a gradient elsewhere, or had one in the last step, which nobody has
+        cleared."""
         return any(place.gradient for _, place in self._trained)
 
     def show(self) -> None:
@@ -132,7 +159,7 @@ class HiddenParameters:
             show(parameter, place)
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ the state
+# ---------------------------------------------------------------------------------------- the state
 
 _ALONE = Axes(pipeline=1, tensor=1, data=1)
 
@@ -153,7 +180,8 @@ class ModelParts(StateInParts):
         checkpointed: Sequence[str],
         whereabouts: Whereabouts,
     ) -> None:
-        """`checkpointed`: modules whose activations are computed again in the backward pass. `whereabouts`: of what is hidden."""
+        """`checkpointed`: modules whose activations are computed again in the backward pass.
+        `whereabouts`: of what is hidden."""
         self.module = module
         self.template = template
         self.cut: MeshCut | None = None
@@ -162,7 +190,8 @@ class ModelParts(StateInParts):
         self.pieces: dict[str, nn.Parameter] = {}
         """What is here of each parameter."""
         self.parameters: dict[str, Any] = {}
-        """What the module computes with, of those that are here: a piece itself, or the DTensor around it."""
+        """What the module computes with, of those that are here: a piece itself, or the DTensor
+        around it."""
         self.data_axis: DataAxis = Replicated({})
         """What is here of each piece."""
         self._group_names: list[list[str]] = []
@@ -173,8 +202,8 @@ class ModelParts(StateInParts):
         self._dropout = dropout
         self._checkpointed = [module.get_submodule(name) for name in checkpointed]
         self._before: list[RankParts] = []
-        """Parts of the cuts before, the newest first, until the next commit (of several cuts, if one after another failed half way), and
-        copies of what one other rank holds alone."""
+        """Parts of the cuts before, the newest first, until the next commit (of several cuts, if
+        one after another failed half way), and copies of what one other rank holds alone."""
         self._blueprints: dict[Axes, Blueprint] = {}
         self._beside = frozenset(other_entries(module))
         """Keys of the module's extra state."""
@@ -183,11 +212,14 @@ class ModelParts(StateInParts):
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See `StateInParts`: it updates the pieces."""
         names = {id(parameter): name for name, parameter in self.pieces.items()}
-        self._group_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+        self._group_names = [
+            [names[id(p)] for p in group["params"]] for group in optimizer.param_groups
+        ]
         self.optimizer = optimizer
 
     def blueprint_for(self, axes: Axes) -> Blueprint:
-        """Returns where each tensor lies for a division of the ranks. Raises ConfigurationError: the model cannot be cut so."""
+        """Returns where each tensor lies for a division of the ranks. Raises ConfigurationError:
+        the model cannot be cut so."""
         if axes not in self._blueprints:
             self._blueprints[axes] = Blueprint(self.template, axes)
         return self._blueprints[axes]
@@ -206,20 +238,31 @@ class ModelParts(StateInParts):
         """Whether a parameter is; of the whole model."""
         return self.template.tensors()[name].requires_grad
 
-    # --------------------------------------------------------------------------------------------------------------- cutting
+    # -------------------------------------------------------------------------------------- cutting
 
     def take(self, channel: Channel, axes: Axes, at: Coordinate | None) -> list[WholeTensor]:
-        """This rank's part of the state for other axes, for `lay_out`. Every rank of `channel` calls it; None: it is to have none.
+        """This rank's part of the state for other axes, for `lay_out`. Every rank of `channel`
+        calls it; None: it is to have none.
 
-        Nothing changes yet: to the end the collection may fail. And no rank ever has more of the whole than a few tensors.
+        Nothing changes yet: to the end the collection may fail. And no rank ever has more of the
+        whole than a few tensors.
         """
         blueprint = self.blueprint_for(axes)
-        parts = (self._taken(one, blueprint, at) if at is not None else None for one in gather(channel, self.held(), self.blueprint_for))
+        parts = (
+            self._taken(one, blueprint, at) if at is not None else None
+            for one in gather(channel, self.held(), self.blueprint_for)
+        )
         return [one for one in parts if one is not None]
 
-    def lay_out(self, cut: MeshCut, mesh: GroupMesh | None, taken: Sequence[WholeTensor], shard: Shard | None) -> None:
-        """Cuts the state for other axes. `mesh`: of this rank's tensor-parallel group, if it has peers there. `taken`: see `take`. `shard`:
-        cuts the pieces along the data axis."""
+    def lay_out(
+        self,
+        cut: MeshCut,
+        mesh: GroupMesh | None,
+        taken: Sequence[WholeTensor],
+        shard: Shard | None,
+    ) -> None:
+        """Cuts the state for other axes. `mesh`: of this rank's tensor-parallel group, if it has
+        peers there. `taken`: see `take`. `shard`: cuts the pieces along the data axis."""
         blueprint = self.blueprint_for(cut.axes)
         # What fails from here on leaves the parts of the cuts before, and none of this one.
         self._before, self.pieces, self.cut = self.held(), {}, None
@@ -230,7 +273,13 @@ class ModelParts(StateInParts):
         self._put_values({name: one.value for name, one in here.items()})
         if shard is not None:
             self.data_axis = shard(self)
-        self._point_optimizer({name: {**one.elements, **one.rest} for name, one in here.items() if name in self.pieces})
+        self._point_optimizer(
+            {
+                name: {**one.elements, **one.rest}
+                for name, one in here.items()
+                if name in self.pieces
+            }
+        )
 
     def forget_before(self) -> None:
         """The state was committed in its new cut."""
@@ -240,7 +289,9 @@ class ModelParts(StateInParts):
         """This rank holds everything, with any values in it, until it is cut again."""
         self._strip()
         named = named_tensors(self.module)
-        self._replace({id(named[name]): empty_on(named[name], self._device) for name in self.template.names})
+        self._replace(
+            {id(named[name]): empty_on(named[name], self._device) for name in self.template.names}
+        )
         self._before, self.cut, self.blueprint = [], None, None
         self._own_pieces()
         self._point_optimizer({})
@@ -255,9 +306,14 @@ class ModelParts(StateInParts):
         self.hide()
 
     def hide(self) -> None:
-        """The module is laid out: between passes torch's own calls find what is said in `HiddenParameters`."""
+        """The module is laid out: between passes torch's own calls find what is said in
+        `HiddenParameters`."""
         named = named_tensors(self.module)
-        parameters = {name: named[name] for name in self.template.names if name in self.template.parameter_names}
+        parameters = {
+            name: named[name]
+            for name in self.template.names
+            if name in self.template.parameter_names
+        }
         refuse_hooks(parameters.items(), self.whereabouts.strategy)
         self.hidden = HiddenParameters(parameters, self.whereabouts)
         self.hidden.hide()
@@ -269,7 +325,9 @@ class ModelParts(StateInParts):
         for position, runs in self.data_axis.runs(self.optimizer).items():
             ordered = dict(sorted(runs.items()))
             values = {repr(name): run.value for name, run in ordered.items()}
-            moments = state_tensors({name: run.state for name, run in ordered.items()}, {name: name for name in ordered})
+            moments = state_tensors(
+                {name: run.state for name, run in ordered.items()}, {name: name for name in ordered}
+            )
             common[f"part {at.pipeline}.{at.tensor}, shard {position}"] = values | moments
         return common
 
@@ -282,7 +340,8 @@ class ModelParts(StateInParts):
         """See `TrainingEngine.keep_two_copies`."""
         copied = copy_singles(channel, self.held(), self.blueprint_for, leaving)
         if copied is not None:
-            self._before = [*self._before, *copied]  # first: who leaves does so when it has heard of all the others below
+            # first: who leaves does so when it has heard of all the others below
+            self._before = [*self._before, *copied]
             channel.exchange(b"")
 
     def hold(self) -> RankParts | None:
@@ -291,16 +350,23 @@ class ModelParts(StateInParts):
             return None
         cut = self.cut or MeshCut(number=-1, axes=_ALONE, at=Coordinate(0, 0, 0))
         named = named_tensors(self.module)
-        others = {name: named[name] for name in self.template.names if name not in self.pieces and not named[name].is_meta}
+        others = {
+            name: named[name]
+            for name in self.template.names
+            if name not in self.pieces and not named[name].is_meta
+        }
         nothing: dict[int, dict[str, PieceState]] = {position: {} for position in cut.positions}
         runs = nothing | self.data_axis.runs(self.optimizer)
         if 0 in runs:
-            runs[0] |= {name: PieceState(value=tensor.detach(), state={}) for name, tensor in others.items()}
+            runs[0] |= {
+                name: PieceState(value=tensor.detach(), state={}) for name, tensor in others.items()
+            }
         return RankParts(cut=cut, runs=runs)
 
     def make_whole_again(self, channel: Channel) -> bool:
-        """Where some rank has not cut its state yet and others have, for ranks of which some may be gone: all have it whole afterwards. It
-        is the same, since no step was taken on a cut that not all have. True: it was cut here. Part of an operation. Raises as `gather`."""
+        """Where some rank has not cut its state yet and others have, for ranks of which some may be
+        gone: all have it whole afterwards. It is the same, since no step was taken on a cut that
+        not all have. True: it was cut here. Part of an operation. Raises as `gather`."""
         told = channel.exchange(b"whole" if self.is_whole else b"")
         if all(told) or not any(told):
             return False
@@ -311,7 +377,8 @@ class ModelParts(StateInParts):
         return True
 
     def gather_whole(self, channel: Channel) -> dict[str, Any]:
-        """Returns the whole state, put together from the parts that the ranks hold; for `take_whole`. A collective. Raises as `gather`."""
+        """Returns the whole state, put together from the parts that the ranks hold; for
+        `take_whole`. A collective. Raises as `gather`."""
         state = self._as_one_process(channel)
         channel.exchange(b"")  # all have it: what this rank holds is needed until then
         return state
@@ -327,16 +394,29 @@ class ModelParts(StateInParts):
         """This rank's part of one tensor."""
         if not blueprint.is_here(one.name, at):
             return None
-        elements = {key: blueprint.cut(one.name, whole, at.tensor) for key, whole in one.elements.items()}
-        return WholeTensor(name=one.name, value=blueprint.cut(one.name, one.value, at.tensor), elements=elements, rest=one.rest)
+        elements = {
+            key: blueprint.cut(one.name, whole, at.tensor) for key, whole in one.elements.items()
+        }
+        return WholeTensor(
+            name=one.name,
+            value=blueprint.cut(one.name, one.value, at.tensor),
+            elements=elements,
+            rest=one.rest,
+        )
 
     def _lay_out_module(self, blueprint: Blueprint, at: Coordinate, mesh: GroupMesh | None) -> None:
         self._strip()
         if mesh is not None:
             assert blueprint.plan is not None
-            parallelize(self.module, mesh, blueprint.plan, share=blueprint.share(at), dropout=self._dropout)
+            parallelize(
+                self.module, mesh, blueprint.plan, share=blueprint.share(at), dropout=self._dropout
+            )
         named = named_tensors(self.module)
-        missing = [named[name] for name in self.template.names if blueprint.is_here(name, at) and named[name].is_meta]
+        missing = [
+            named[name]
+            for name in self.template.names
+            if blueprint.is_here(name, at) and named[name].is_meta
+        ]
         self._replace({id(tensor): empty_on(tensor, self._device) for tensor in missing})
         if self._checkpointed:
             checkpoint_activations(self.module, lambda part: part in self._checkpointed)
@@ -353,9 +433,14 @@ class ModelParts(StateInParts):
 
     def _put_meta(self) -> None:
         """Every tensor of the state becomes one without values, tied ones one."""
-        fresh = {name: empty_on(tensor, torch.device("meta")) for name, tensor in self.template.tensors().items()}
+        fresh = {
+            name: empty_on(tensor, torch.device("meta"))
+            for name, tensor in self.template.tensors().items()
+        }
         named = named_tensors(self.module)
-        self._replace({id(named[key]): fresh[first] for key, first in self.template.first_names.items()})
+        self._replace(
+            {id(named[key]): fresh[first] for key, first in self.template.first_names.items()}
+        )
 
     def _replace(self, by_id: Mapping[int, torch.Tensor]) -> None:
         for part in self.module.modules():
@@ -375,19 +460,22 @@ class ModelParts(StateInParts):
                 continue
             self.parameters[name] = parameter
             if isinstance(parameter, DTensor):
-                self.pieces[name] = nn.Parameter(parameter.to_local(), requires_grad=parameter.requires_grad)
+                self.pieces[name] = nn.Parameter(
+                    parameter.to_local(), requires_grad=parameter.requires_grad
+                )
             else:
                 assert isinstance(parameter, nn.Parameter)
                 self.pieces[name] = parameter
         self.data_axis = Replicated(self.pieces)
 
     def counts(self, name: str) -> bool:
-        """Whether this rank is the one, of the ranks of its replica that hold the same elements of a parameter, that counts them."""
+        """Whether this rank is the one, of the ranks of its replica that hold the same elements of
+        a parameter, that counts them."""
         assert self.blueprint is not None
         assert self.cut is not None
         return self.blueprint.counts(name, self.cut.at)
 
-    # ---------------------------------------------------------------------------------------------------------------- values
+    # --------------------------------------------------------------------------------------- values
 
     @torch.no_grad()
     def _put_values(self, parts: Mapping[str, torch.Tensor]) -> None:
@@ -399,7 +487,9 @@ class ModelParts(StateInParts):
     @torch.no_grad()
     def _point_optimizer(self, state: State) -> None:
         if self.optimizer is not None:
-            self.data_axis.use(self.optimizer, self._group_names, {name: own for name, own in state.items() if own})
+            self.data_axis.use(
+                self.optimizer, self._group_names, {name: own for name, own in state.items() if own}
+            )
 
     def _shapes(self) -> dict[str, torch.Size | None]:
         tensors = self.template.tensors()
@@ -416,8 +506,16 @@ class ModelParts(StateInParts):
         self._check_values(tensors)
         self._before = []  # which is of the values before
         key_of = {first: key for key, first in self.template.keys.items()}
-        self._put_values({name: self._own_part(name, tensors[key_of[name]]) for name in self.template.names if self._is_here(name)})
-        self.load_beside({key: value for key, value in tensors.items() if key not in self.template.keys})
+        self._put_values(
+            {
+                name: self._own_part(name, tensors[key_of[name]])
+                for name in self.template.names
+                if self._is_here(name)
+            }
+        )
+        self.load_beside(
+            {key: value for key, value in tensors.items() if key not in self.template.keys}
+        )
 
     @torch.no_grad()
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
@@ -432,25 +530,37 @@ class ModelParts(StateInParts):
             for number, name in zip(group["params"], names, strict=True):
                 own = saved["state"].get(number)
                 if own and name in self.pieces:
-                    state[name] = {key: self._own_state(name, key, value, tensors[name]) for key, value in own.items()}
-        self.settings = [{key: value for key, value in group.items() if key != "params"} for group in saved["param_groups"]]
+                    state[name] = {
+                        key: self._own_state(name, key, value, tensors[name])
+                        for key, value in own.items()
+                    }
+        self.settings = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in saved["param_groups"]
+        ]
         self._point_optimizer(state)
 
     def _own_state(self, name: str, key: str, value: Any, whole: torch.Tensor) -> Any:
         value = as_made_by(self.optimizer, value, key, whole.dtype)
         if not isinstance(value, torch.Tensor):
             return value
-        return self._own_part(name, value).to(self._device) if is_element(value, key, whole.shape) else value.clone()
+        return (
+            self._own_part(name, value).to(self._device)
+            if is_element(value, key, whole.shape)
+            else value.clone()
+        )
 
     def _is_here(self, name: str) -> bool:
-        return self.blueprint is None or (self.cut is not None and self.blueprint.is_here(name, self.cut.at))
+        return self.blueprint is None or (
+            self.cut is not None and self.blueprint.is_here(name, self.cut.at)
+        )
 
     def _own_part(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         if self.blueprint is None or self.cut is None:
             return whole.clone()
         return self.blueprint.cut(name, whole, self.cut.at.tensor)
 
-    # ------------------------------------------------------------------------------------------------------------- the whole
+    # ------------------------------------------------------------------------------------ the whole
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """See `StateInParts`."""
@@ -461,7 +571,9 @@ class ModelParts(StateInParts):
 
     def _as_one_process(self, channel: Channel) -> dict[str, Any]:
         wholes = {one.name: one for one in gather(channel, self.held(), self.blueprint_for)}
-        model: dict[str, Any] = {key: wholes[first].value for key, first in self.template.keys.items()}
+        model: dict[str, Any] = {
+            key: wholes[first].value for key, first in self.template.keys.items()
+        }
         model |= self.gather_beside(channel)
         if self.optimizer is None:
             return {"model": model, "optimizer": None}
@@ -478,15 +590,16 @@ class ModelParts(StateInParts):
         return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
 
     def help_assemble(self, channel: Channel) -> None:
-        """What the other ranks do while the first one calls `assemble`: they need room for a few tensors of the whole at a time."""
+        """What the other ranks do while the first one calls `assemble`: they need room for a few
+        tensors of the whole at a time."""
         if not self.is_whole and not self.is_empty:
             for _ in gather(channel, self.held(), self.blueprint_for):
                 pass
             self.gather_beside(channel)
 
     def gather_beside(self, channel: Channel) -> dict[str, Any]:
-        """Returns the module's extra state, each module's as the first rank has it that runs that module. A collective, for which every
-        rank of `channel` calls it."""
+        """Returns the module's extra state, each module's as the first rank has it that runs that
+        module. A collective, for which every rank of `channel` calls it."""
         if not self._beside:
             return {}
         here = {key: value for key, value in other_entries(self.module).items() if self._runs(key)}
@@ -514,9 +627,17 @@ class ModelParts(StateInParts):
             return ModuleState(self.module).captured()
         if self.is_empty:  # a spare, whose answer nobody uses
             shapes = self.template.tensors()
-            return {key: torch.zeros_like(shapes[first], device=self._device) for key, first in self.template.keys.items()}
-        wholes = {one.name: one.value for one in gather(channel, self.held(), self.blueprint_for, state=False)}
-        return {key: wholes[first] for key, first in self.template.keys.items()} | self.gather_beside(channel)
+            return {
+                key: torch.zeros_like(shapes[first], device=self._device)
+                for key, first in self.template.keys.items()
+            }
+        wholes = {
+            one.name: one.value
+            for one in gather(channel, self.held(), self.blueprint_for, state=False)
+        }
+        return {
+            key: wholes[first] for key, first in self.template.keys.items()
+        } | self.gather_beside(channel)
 
     def unsaved(self) -> dict[str, torch.Tensor]:
         """Buffers that no state dict has: every rank keeps them."""

@@ -1,6 +1,8 @@
-"""What a model that is laid out over ranks does with a batch: one pass after another, or all of a pipeline's at once.
+"""What a model that is laid out over ranks does with a batch: one pass after another, or all of a
+pipeline's at once.
 
-The state that it computes with, and what becomes of the gradients, are `MeshEngine`'s (`engine.py`).
+The state that it computes with, and what becomes of the gradients, are `MeshEngine`'s
+(`engine.py`).
 """
 
 from __future__ import annotations
@@ -42,20 +44,27 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         refuse_hooks(self.module.named_parameters(), self.strategy)
         if self.config.deterministic:
             raise ConfigurationError(
-                f"deterministic=True with strategy={self.strategy!r}: how a model is split changes the order of its own sums, so results "
-                "cannot be bitwise those of another number of ranks; leave it out, or take ddp, zero1, zero2, zero3 or fsdp"
+                f"deterministic=True with strategy={self.strategy!r}: how a model is split changes "
+                "the order of its own sums, so results cannot be bitwise those of another number "
+                "of ranks; leave it out, or take ddp, zero1, zero2, zero3 or fsdp"
             )
         own = self._options
         dropout = own.get("dropout", DropoutRandomness.PER_SHARD)
         if dropout not in list(DropoutRandomness):
-            raise ConfigurationError(f"dropout={dropout!r}: expected one of {', '.join(DropoutRandomness)}")
+            raise ConfigurationError(
+                f"dropout={dropout!r}: expected one of {', '.join(DropoutRandomness)}"
+            )
         self._dropout = DropoutRandomness(dropout)
         self._plan = plan
-        self._checkpointed = tuple(name for name, part in self.module.named_modules() if "forward" in part.__dict__)
-        """Names of modules whose activations are computed again: their forward passes stand in them, not in their classes."""
+        self._checkpointed = tuple(
+            name for name, part in self.module.named_modules() if "forward" in part.__dict__
+        )
+        """Names of modules whose activations are computed again: their forward passes stand in
+        them, not in their classes."""
         self._template = template_of(self.module, self.config, own, pipelined=plan.pipelined)
         if plan.sharding is not None and plan.sharding.blocks is not None:
-            plan.sharding.blocks(self._template.module)  # raises for names that the model does not have
+            # raises for names that the model does not have
+            plan.sharding.blocks(self._template.module)
         self.layouts = Layouts(plan, self._template)
         self._knows_others = False
         """It is one of several models, and `layouts` know what the others allow."""
@@ -73,7 +82,9 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
     @property
     def _laid_out(self) -> RankMesh:
         if self._mesh is None:
-            raise PreconditionError("the model is not laid out over the ranks: that happens when the first step begins")
+            raise PreconditionError(
+                "the model is not laid out over the ranks: that happens when the first step begins"
+            )
         return self._mesh
 
     @property
@@ -92,13 +103,15 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         """The module's forward pass, on all ranks of a replica together.
 
         Raises:
-            ConfigurationError: in training, of a pipeline: only train_step can take a batch through it.
+            ConfigurationError: in training, of a pipeline: only train_step can take a batch through
+                it.
         """
         training = self._trains
         if training and self.module.training and self._plan.pipelined:
             raise ConfigurationError(
-                f"model(x) with strategy={self.strategy!r}: in training a pipeline takes a batch through both passes at once; "
-                "call loss = model.train_step(x, y, loss_fn) in the place of the forward pass, the loss and backward()"
+                f"model(x) with strategy={self.strategy!r}: in training a pipeline takes a batch "
+                "through both passes at once; call loss = model.train_step(x, y, loss_fn) in the "
+                "place of the forward pass, the loss and backward()"
             )
         # In a loop without a loader of Shoal's a spare waits here, where its next step begins.
         begun = training and self.idle and self._session.step is None and self._begin_pass()
@@ -116,8 +129,9 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
     def check_forward_method(self, name: str) -> None:
         """See `Engine`."""
         raise ConfigurationError(
-            f"register_forward_method({name!r}) with strategy={self.strategy!r}: layers and stages are split along the module's forward "
-            "pass, which alone can go through them. Have forward() call the method, as told by an argument; or take zero3 or fsdp"
+            f"register_forward_method({name!r}) with strategy={self.strategy!r}: layers and stages "
+            "are split along the module's forward pass, which alone can go through them. Have "
+            "forward() call the method, as told by an argument; or take zero3 or fsdp"
         )
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
@@ -129,12 +143,17 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         self._note_pass()
         with self._passing():
             output = self.module(*args, **kwargs)
-        if any(tensor.requires_grad for tensor in pytree.tree_leaves(output) if isinstance(tensor, torch.Tensor)):
+        if any(
+            tensor.requires_grad
+            for tensor in pytree.tree_leaves(output)
+            if isinstance(tensor, torch.Tensor)
+        ):
             self._await_gradients(output)
         return output
 
     def _await_gradients(self, output: Any) -> None:
-        """What the module computes with is shown until a backward pass has gone through it, or the step is over."""
+        """What the module computes with is shown until a backward pass has gone through it, or the
+        step is over."""
         if self._parts is not None:
             self._parts.hidden.show()
             self._in_passes = True
@@ -144,8 +163,9 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         step = self._session.step
         if torch.is_grad_enabled() and self._held.hidden.are_split:
             raise PreconditionError(
-                f"a backward pass with create_graph=True, with strategy={self.strategy!r}: gradients of gradients do not come out right "
-                "through layers that are split over ranks; take zero2 or fsdp, or leave a penalty on gradients out"
+                f"a backward pass with create_graph=True, with strategy={self.strategy!r}: "
+                "gradients of gradients do not come out right through layers that are split over "
+                "ranks; take zero2 or fsdp, or leave a penalty on gradients out"
             )
         if step is not None and not self._came:
             self._carried = self._held.hidden.carries and not step.in_micro_batches
@@ -179,8 +199,11 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         loss.backward()
         return loss
 
-    def _train_in_pipeline(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor | None:
-        if not self._begin_pass() or self._mesh is None:  # ahead of the loop, or the step was lost before the model was laid out
+    def _train_in_pipeline(
+        self, inputs: Any, targets: Any, loss_fn: Loss | None
+    ) -> torch.Tensor | None:
+        if not self._begin_pass() or self._mesh is None:
+            # ahead of the loop, or the step was lost before the model was laid out
             loss = loss_of(call_module(self._stand_in(), inputs), targets, loss_fn)
             loss.backward()
             return loss
@@ -190,18 +213,30 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         step = self._session.step
         if step is not None and step.weigh is not None:
             weights = step.weigh([one.samples for one in batches])
-            batches = [dataclasses.replace(one, weight=weight) for one, weight in zip(batches, weights, strict=True)]
-        several = step is not None and step.in_micro_batches  # of which the closing tells but the mean
+            batches = [
+                dataclasses.replace(one, weight=weight)
+                for one, weight in zip(batches, weights, strict=True)
+            ]
+        # of which the closing tells but the mean
+        several = step is not None and step.in_micro_batches
         self._note_pass()
         with LosingStep(self._session), self._passing():
-            return self._mesh.train_on(batches, None if loss_fn is None else self._within_region(loss_fn), everywhere=several)
+            return self._mesh.train_on(
+                batches,
+                None if loss_fn is None else self._within_region(loss_fn),
+                everywhere=several,
+            )
         return torch.zeros((), dtype=torch.float64)
 
     @contextlib.contextmanager
     def loss_parallel(self) -> Iterator[None]:
         """See `ShardedModel`."""
         tensor_mesh = self._mesh.tensor_mesh if self._mesh is not None else None
-        with loss_parallel(tensor_mesh) if tensor_mesh is not None and self._options.get("loss_parallel") else contextlib.nullcontext():
+        with (
+            loss_parallel(tensor_mesh)
+            if tensor_mesh is not None and self._options.get("loss_parallel")
+            else contextlib.nullcontext()
+        ):
             yield
 
     def _within_region(self, loss_fn: Loss) -> Callable[[Any, Any], torch.Tensor]:
@@ -213,7 +248,8 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
-        """See `ShardedModel`. All ranks of a replica call it, with the same inputs, and get the same outputs."""
+        """See `ShardedModel`. All ranks of a replica call it, with the same inputs, and get the
+        same outputs."""
         if self._ahead:
             return call_module(self._stand_in().eval(), inputs)
         self._note_pass()
@@ -223,18 +259,23 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
             return pytree.tree_map_only(DTensor, DTensor.full_tensor, super().predict(inputs))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """See `ShardedModel`. Each rank computes with its part of each layer, unless parameters are elsewhere between passes."""
+        """See `ShardedModel`. Each rank computes with its part of each layer, unless parameters are
+        elsewhere between passes."""
         if self._plan.pipelined or self._plan.sharding is not None:
             return super().generate(*args, **kwargs)
         if self._options.get("loss_parallel"):
             raise ConfigurationError(
-                "generate() of a model with loss_parallel=True: its logits are split over the vocabulary, and tokens are chosen from whole "
-                "ones; call model.clone().generate(...) on every rank, or leave loss_parallel out"
+                "generate() of a model with loss_parallel=True: its logits are split over the "
+                "vocabulary, and tokens are chosen from whole ones; call "
+                "model.clone().generate(...) on every rank, or leave loss_parallel out"
             )
         if self._ahead:
             stand_in: Any = self._stand_in()
             return stand_in.generate(*args, **kwargs)
-        with self._passing(), contextlib.nullcontext() if self._mesh is None else self._mesh.drawing_alike():
+        with (
+            self._passing(),
+            contextlib.nullcontext() if self._mesh is None else self._mesh.drawing_alike(),
+        ):
             module: Any = self.module
             return module.generate(*args, **kwargs)
 
@@ -258,12 +299,14 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
 
     @property
     def _ahead(self) -> bool:
-        """This process's script is not where its peers' are, and the model is laid out over them: they would not answer. Or a failure has
-        left it laid out over nobody, and the step is lost."""
+        """This process's script is not where its peers' are, and the model is laid out over them:
+        they would not answer. Or a failure has left it laid out over nobody, and the step is
+        lost."""
         return self.in_parts and (self._session.is_joining or self._mesh is None)
 
     def _stand_in(self) -> nn.Module:
-        """What such a script computes with: nobody uses the answer. The module itself where it is whole."""
+        """What such a script computes with: nobody uses the answer. The module itself where it is
+        whole."""
         if not self.in_parts:
             return self.module
         if self._standing_in is None:
@@ -272,11 +315,16 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
 
     @property
     def _pipeline_here(self) -> bool:
-        return self._mesh is not None and self._mesh.pipeline is not None and self.module is self._held.module
+        return (
+            self._mesh is not None
+            and self._mesh.pipeline is not None
+            and self.module is self._held.module
+        )
 
     def _through_pipeline(self, inputs: Any) -> Any:
-        """In a step a failure is that of the step: nothing is raised into the user's loop, and the outputs are none that count. In an
-        operation between steps it is raised, and the operation done again."""
+        """In a step a failure is that of the step: nothing is raised into the user's loop, and the
+        outputs are none that count. In an operation between steps it is raised, and the operation
+        done again."""
         with LosingStep(self._session, raises_outside=True):
             return self._laid_out.predict(inputs)
         return call_module(self._stand_in(), inputs)

@@ -1,5 +1,5 @@
-"""The ranks of one generation as a model is divided over them now: this rank's groups along the axes, and what computes and
-adds up on them.
+"""The ranks of one generation as a model is divided over them now: this rank's groups along the
+axes, and what computes and adds up on them.
 
 Made anew for each generation, and dropped with it. The training thread owns it.
 """
@@ -42,14 +42,20 @@ from shoal_worker.tensor_parallel.layers import run_inside, unparallelize
 def alone() -> Group:
     """A world of one, as a group."""
     me = Peer(rank=0, member_id="", host="", donor_address="", joining=False)
-    return Group(Generation(number=0, nonce="", peers=(me,), rank=0, interrupts_below=0), None, None)
+    return Group(
+        Generation(number=0, nonce="", peers=(me,), rank=0, interrupts_below=0), None, None
+    )
 
 
 class RankMesh:
-    """What one rank has of its generation's mesh: its groups along the axes, and what computes and adds up on them. Spares have none."""
+    """What one rank has of its generation's mesh: its groups along the axes, and what computes and
+    adds up on them. Spares have none."""
 
-    def __init__(self, group: Group, axes: Axes, session: StrategySession, sharding: Sharding | None) -> None:
-        """Connects the groups along the axes; a collective of all ranks of `group`, but of spares. `sharding`: along the data axis.
+    def __init__(
+        self, group: Group, axes: Axes, session: StrategySession, sharding: Sharding | None
+    ) -> None:
+        """Connects the groups along the axes; a collective of all ranks of `group`, but of spares.
+        `sharding`: along the data axis.
 
         Raises:
             MembershipChanged: the group is over.
@@ -62,20 +68,28 @@ class RankMesh:
         failpoint("mesh.dividing")
         lines = list(axes.lines())
         for axis, name, ranks in lines:
-            part = group.subgroup(ranks, name, [each for along, _, each in lines if along == axis]) if group.rank in ranks else None
+            part = (
+                group.subgroup(ranks, name, [each for along, _, each in lines if along == axis])
+                if group.rank in ranks
+                else None
+            )
             if part is not None:
                 self._groups[axis] = part
         seeds = self.all.all_gather_integers([torch.initial_seed() >> 1])
         self._seed = seeds[axes.rank(0, 0, at.data)][0]
         self.tensor_mesh: GroupMesh | None = None
         if axes.tensor > 1:
-            self.tensor_mesh = GroupMesh(StepGroup(self._groups["tensor"], session), session.device.type)
+            self.tensor_mesh = GroupMesh(
+                StepGroup(self._groups["tensor"], session), session.device.type
+            )
         self.cut = MeshCut(number=group.generation.number, axes=axes, at=at)
         self._shard: Shard | None = None
         if sharding is not None:
             line = among_all(self.replicas.generation.topology)
             self.cut = replace(self.cut, shards=line.shards, mirrored=line.mirrored(at.data))
-            self._shard = functools.partial(_in_shards, sharding, line, PartCollectives(session, self.replicas))
+            self._shard = functools.partial(
+                _in_shards, sharding, line, PartCollectives(session, self.replicas)
+            )
         self._weighed_changes: torch.Tensor | None = None
 
     @property
@@ -90,7 +104,8 @@ class RankMesh:
 
     @contextlib.contextmanager
     def drawing_alike(self) -> Iterator[None]:
-        """Within, the ranks that compute one replica draw the same random numbers; outside, each its own, as if nothing had been drawn.
+        """Within, the ranks that compute one replica draw the same random numbers; outside, each
+        its own, as if nothing had been drawn.
 
         Raises:
             MembershipChanged: the group is over.
@@ -101,8 +116,16 @@ class RankMesh:
             torch.manual_seed(drawn if line is None else line.all_gather_integers([drawn])[0][0])
             yield
 
-    def lay_out(self, parts: ModelParts, taken: Sequence[WholeTensor], *, averages: bool, extremes: Mapping[str, Kind]) -> None:
-        """Cuts the model for it; see `ModelParts.lay_out`. `averages`: see `MeshGradients`. `extremes`: see `CommittedBuffers`."""
+    def lay_out(
+        self,
+        parts: ModelParts,
+        taken: Sequence[WholeTensor],
+        *,
+        averages: bool,
+        extremes: Mapping[str, Kind],
+    ) -> None:
+        """Cuts the model for it; see `ModelParts.lay_out`. `averages`: see `MeshGradients`.
+        `extremes`: see `CommittedBuffers`."""
         before = parts.data_axis.execution
         parts.lay_out(self.cut, self.tensor_mesh, taken, self._shard)
         blueprint = parts.blueprint
@@ -124,7 +147,8 @@ class RankMesh:
             self.pipeline = Pipeline(
                 parts.module,
                 parts.template.pipeline,
-                group=line.process_group if line.world_size > 1 else _OneRank(),  # type: ignore[arg-type]  # asked for no more than that
+                # asked for no more than that
+                group=line.process_group if line.world_size > 1 else _OneRank(),  # type: ignore[arg-type]
                 device=self._session.device,
                 end=line.abort,
                 come_after=functools.partial(come_after, self._session, line),
@@ -146,11 +170,11 @@ class RankMesh:
         if self.tensor_mesh is not None:
             self.tensor_mesh.release()
 
-    # ------------------------------------------------------------------------------------------------------------- passes
+    # --------------------------------------------------------------------------------------- passes
 
     def seed_step(self) -> None:
-        """The ranks of a replica draw alike in the step that begins, where no loader of Shoal's sees to it: by the first one's seed, the
-        step and the replica."""
+        """The ranks of a replica draw alike in the step that begins, where no loader of Shoal's
+        sees to it: by the first one's seed, the step and the replica."""
         if self.cut.axes.replica_size > 1:
             seed_generators((self._seed, self._session.steps, self.cut.at.data))
 
@@ -170,21 +194,29 @@ class RankMesh:
         """
         if self.execution is None:
             return
-        weight = step.micro_batch if step.in_micro_batches or step.share is None else step.share.weight
+        weight = (
+            step.micro_batch if step.in_micro_batches or step.share is None else step.share.weight
+        )
         self.execution.reduces_in_backward = True
         self.execution.factor = self.gradients.factor(weight or 0.0)
         if step.in_micro_batches and self.replicas.world_size > 1:
-            self.execution.learn_passes(self.all)  # or some lines of replicas might know, and others not
+            # or some lines of replicas might know, and others not
+            self.execution.learn_passes(self.all)
 
-    def train_on(self, micro_batches: Sequence[MicroBatch], loss: Loss | None, *, everywhere: bool) -> torch.Tensor | None:
-        """Takes a batch through the pipeline, and its gradients and changes of buffers into the module. Returns its loss; unless
-        `everywhere` only where the last stage is, elsewhere None.
+    def train_on(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss | None, *, everywhere: bool
+    ) -> torch.Tensor | None:
+        """Takes a batch through the pipeline, and its gradients and changes of buffers into the
+        module. Returns its loss; unless `everywhere` only where the last stage is, elsewhere None.
 
         Raises:
             MembershipChanged: a rank failed or is gone.
         """
         assert self.pipeline is not None
-        self._micro_batches, self._weighed_changes = micro_batches, torch.zeros(self.buffers.size, dtype=torch.float64)
+        self._micro_batches, self._weighed_changes = (
+            micro_batches,
+            torch.zeros(self.buffers.size, dtype=torch.float64),
+        )
         self._parts.data_axis.gather()
         take = self.pipeline.train_on if everywhere else self.pipeline.take_through
         return take(micro_batches, loss)
@@ -253,7 +285,9 @@ class RankMesh:
         shared, present = pipeline.split.shared, gradients.present
         names = [one.names[0] for one in shared if one.names[0] in present]
         for name in names:
-            pieces[name].grad = gradients.added(name).to(pieces[name].dtype) if present[name] else None
+            pieces[name].grad = (
+                gradients.added(name).to(pieces[name].dtype) if present[name] else None
+            )
         trained = [one for one in shared if self._parts.is_trained(one.names[0])]
         exist = shared_exist(trained, pieces, pipeline.links)
         sum_shared(trained, pipeline.rank_of, pieces, pipeline.links, exist)
@@ -264,7 +298,8 @@ class RankMesh:
                 gradients.use([name])
 
     def forget(self) -> None:
-        """The step's gradients: those handed out, and what lies in the module. Communicates nothing: the group may be over by now."""
+        """The step's gradients: those handed out, and what lies in the module. Communicates
+        nothing: the group may be over by now."""
         for parameter in self._parts.parameters.values():
             drop_gradient(parameter)
         self.gradients.forget()
@@ -279,14 +314,22 @@ class RankMesh:
 
     def _collected(self) -> Mapping[str, torch.Tensor | None]:
         """This rank's part of the gradients that lie in the module, which keeps none."""
-        return {name: taken_gradient(parameter) for name, parameter in self._parts.parameters.items()}
+        return {
+            name: taken_gradient(parameter) for name, parameter in self._parts.parameters.items()
+        }
 
 
-def _in_shards(sharding: Sharding, line: Division, collectives: PartCollectives, parts: ModelParts) -> InShards:
+def _in_shards(
+    sharding: Sharding, line: Division, collectives: PartCollectives, parts: ModelParts
+) -> InShards:
     assert parts.blueprint is not None
     blocks = None
-    if sharding.blocks is not None:  # of the model as it was written: split layers have a class each
-        blocks = [(parts.module.get_submodule(one.name), one.names) for one in sharding.blocks(parts.template.module)]
+    if sharding.blocks is not None:
+        # of the model as it was written: split layers have a class each
+        blocks = [
+            (parts.module.get_submodule(one.name), one.names)
+            for one in sharding.blocks(parts.template.module)
+        ]
     return InShards(
         parts.pieces,
         parts.parameters,

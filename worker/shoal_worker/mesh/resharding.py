@@ -1,7 +1,8 @@
 """Puts a state together that is cut over ranks, one tensor at a time, on all of them.
 
-By messages to all instead of collectives along the axes: it serves when ranks have come or gone, where the parts still lie as they were cut
-for the ranks before, and in operations between steps, where the newest group may have ranks that hold nothing yet. Not for every step.
+By messages to all instead of collectives along the axes: it serves when ranks have come or gone,
+where the parts still lie as they were cut for the ranks before, and in operations between steps,
+where the newest group may have ranks that hold nothing yet. Not for every step.
 """
 
 from __future__ import annotations
@@ -15,14 +16,22 @@ import torch
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker.elastic.channel import Channel
-from shoal_worker.engine.holders import Claim, SendingTurns, ShardHolders, ShardsLostError, newest_complete, plan_copies
+from shoal_worker.engine.holders import (
+    Claim,
+    SendingTurns,
+    ShardHolders,
+    ShardsLostError,
+    newest_complete,
+    plan_copies,
+)
 from shoal_worker.engine.optimizer_state import is_element
 from shoal_worker.engine.parameter_groups import in_buckets
 from shoal_worker.mesh.layouts import Axes, Blueprint, Coordinate
 from shoal_worker.state.serial import dump_tensors, load_tensors
 
 _CHUNK_BYTES: Final = 32 << 20
-"""Bytes of values that are sent at once; a message has their optimizer state as well, and for a moment there are some copies of it."""
+"""Bytes of values that are sent at once; a message has their optimizer state as well, and for a
+moment there are some copies of it."""
 _VALUE: Final = ""
 """Key of a tensor's values, beside those of its optimizer state."""
 
@@ -51,20 +60,38 @@ class MeshCut:
     def row(self) -> list[int]:
         """Returns it as integers, for the other ranks."""
         axes = self.axes
-        return [self.number, axes.pipeline, axes.tensor, axes.data, self.shards, self.at.pipeline, self.at.tensor, *self.positions]
+        return [
+            self.number,
+            axes.pipeline,
+            axes.tensor,
+            axes.data,
+            self.shards,
+            self.at.pipeline,
+            self.at.tensor,
+            *self.positions,
+        ]
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> MeshCut:
         """The cut of which a rank told `row`."""
         number, pipeline, tensor, data, shards, at_pipeline, at_tensor, position, *mirrored = row
-        axes, at = Axes(pipeline=pipeline, tensor=tensor, data=data), Coordinate(at_pipeline, at_tensor, position)
-        return cls(number=number, axes=axes, at=at, shards=shards, mirrored=mirrored[0] if mirrored else None)
+        axes, at = (
+            Axes(pipeline=pipeline, tensor=tensor, data=data),
+            Coordinate(at_pipeline, at_tensor, position),
+        )
+        return cls(
+            number=number,
+            axes=axes,
+            at=at,
+            shards=shards,
+            mirrored=mirrored[0] if mirrored else None,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PieceState:
-    """A shard's elements of a tensor, or of the part of it that is here, and their optimizer state. Flat, if there are several shards, of
-    which each continues where the one before ends."""
+    """A shard's elements of a tensor, or of the part of it that is here, and their optimizer state.
+    Flat, if there are several shards, of which each continues where the one before ends."""
 
     value: torch.Tensor
     state: Mapping[str, Any]
@@ -76,7 +103,8 @@ class RankParts:
 
     cut: MeshCut
     runs: Mapping[int, Mapping[str, PieceState]]
-    """By shard and name. What is no parameter is not cut along the data axis: it is with shard 0."""
+    """By shard and name. What is no parameter is not cut along the data axis: it is with shard
+    0."""
     copied: bool = False
     """It is a copy of what another rank holds: taken where nobody holds that itself any more."""
 
@@ -94,9 +122,14 @@ class WholeTensor:
 
 
 def gather(
-    channel: Channel, held: Sequence[RankParts], blueprint_for: Callable[[Axes], Blueprint], *, state: bool = True
+    channel: Channel,
+    held: Sequence[RankParts],
+    blueprint_for: Callable[[Axes], Blueprint],
+    *,
+    state: bool = True,
 ) -> Iterator[WholeTensor]:
-    """The tensors of the newest cut that is still complete, in the template's order. Every rank of `channel` exhausts it.
+    """The tensors of the newest cut that is still complete, in the template's order. Every rank of
+    `channel` exhausts it.
 
     `held`: the cuts of which this rank holds parts. `state`: the optimizer's too.
 
@@ -110,7 +143,11 @@ def gather(
     mine = sorted((one for one in held if one.cut.number == told.cut), key=lambda one: one.copied)
     tensors = blueprint.template.tensors()
     for names in in_buckets(tensors, lambda name: tensors[name].nbytes, _CHUNK_BYTES):
-        sends = {(name, *place): rank for name in names for place, rank in senders.of(name, tensors[name].numel()).items()}
+        sends = {
+            (name, *place): rank
+            for name in names
+            for place, rank in senders.of(name, tensors[name].numel()).items()
+        }
         own = [key for key, rank in sends.items() if rank == channel.rank]
         answers = channel.exchange(_packed(mine, own, state) if mine and own else b"")
         arrived: dict[str, list[_Arrived]] = {name: [] for name in names}
@@ -127,13 +164,17 @@ def gather(
 
 
 def copy_singles(
-    channel: Channel, held: Sequence[RankParts], blueprint_for: Callable[[Axes], Blueprint], leaving: Collection[int]
+    channel: Channel,
+    held: Sequence[RankParts],
+    blueprint_for: Callable[[Axes], Blueprint],
+    leaving: Collection[int],
 ) -> list[RankParts] | None:
-    """Copies what lies at each place that one rank alone has to another rank, of the newest cut that is complete. Returns what this rank is
-    to keep; None, on all ranks alike: nothing has to be copied. Of a cut without replicas nothing is: such a state is held once.
+    """Copies what lies at each place that one rank alone has to another rank, of the newest cut
+    that is complete. Returns what this rank is to keep; None, on all ranks alike: nothing has to be
+    copied. Of a cut without replicas nothing is: such a state is held once.
 
-    `held`: the cuts of which this rank has parts. `leaving`: ranks that are about to leave: what they hold does not count, and they keep
-    nothing.
+    `held`: the cuts of which this rank has parts. `leaving`: ranks that are about to leave: what
+    they hold does not count, and they keep nothing.
 
     Raises:
         MembershipChanged: the group is over.
@@ -146,15 +187,24 @@ def copy_singles(
     if not copies:
         return None
     mine = sorted((one for one in held if one.cut.number == told.cut), key=lambda one: one.copied)
-    arrived: dict[MeshPlace, dict[str, PieceState]] = {copy.place: {} for copy in copies if copy.keeper == channel.rank}
+    arrived: dict[MeshPlace, dict[str, PieceState]] = {
+        copy.place: {} for copy in copies if copy.keeper == channel.rank
+    }
     tensors = blueprint_for(cut.axes).template.tensors()
     for names in in_buckets(tensors, lambda name: tensors[name].nbytes, _CHUNK_BYTES):
         sent = [copy.place for copy in copies if copy.sender == channel.rank]
-        for answer in filter(None, channel.exchange(_packed_places(mine, sent, names) if sent else b"")):
+        for answer in filter(
+            None, channel.exchange(_packed_places(mine, sent, names) if sent else b"")
+        ):
             _take_copies(answer, arrived)
     return [
         RankParts(
-            cut=MeshCut(number=cut.number, axes=cut.axes, at=Coordinate(stage, part, shard), shards=cut.shards),
+            cut=MeshCut(
+                number=cut.number,
+                axes=cut.axes,
+                at=Coordinate(stage, part, shard),
+                shards=cut.shards,
+            ),
             runs={shard: runs},
             copied=True,
         )
@@ -162,7 +212,9 @@ def copy_singles(
     ]
 
 
-def _packed_places(held: Sequence[RankParts], places: Sequence[MeshPlace], names: Sequence[str]) -> bytes:
+def _packed_places(
+    held: Sequence[RankParts], places: Sequence[MeshPlace], names: Sequence[str]
+) -> bytes:
     tensors: dict[str, torch.Tensor] = {}
     scalars: list[list[Any]] = []
     for place in places:
@@ -197,7 +249,8 @@ def _take_copies(answer: bytes, arrived: Mapping[MeshPlace, dict[str, PieceState
 
 
 def _newest(channel: Channel, held: Sequence[RankParts]) -> tuple[ShardHolders[MeshPlace], MeshCut]:
-    """Who holds what of the newest cut that is complete, and that cut on some rank. Raises ShardsLostError: none is complete."""
+    """Who holds what of the newest cut that is complete, and that cut on some rank. Raises
+    ShardsLostError: none is complete."""
     rows = [[int(one.copied), *one.cut.row()] for one in held]
     claims: list[Claim[MeshPlace]] = []
     cuts: dict[int, MeshCut] = {}
@@ -207,7 +260,9 @@ def _newest(channel: Channel, held: Sequence[RankParts]) -> tuple[ShardHolders[M
             cuts.setdefault(cut.number, cut)
             places = [(cut.at.pipeline, cut.at.tensor, position) for position in cut.positions]
             shards = cut.axes.replica_size * cut.shards
-            claims.append(Claim(rank=rank, cut=cut.number, shards=shards, places=places, copied=bool(copied)))
+            claims.append(
+                Claim(rank=rank, cut=cut.number, shards=shards, places=places, copied=bool(copied))
+            )
     newest = newest_complete(claims)
     return newest, cuts[newest.cut]
 
@@ -232,17 +287,26 @@ class _Senders:
     turns: SendingTurns = field(default_factory=SendingTurns)
 
     def of(self, name: str, elements: int) -> dict[tuple[int, int], int]:
-        """The rank that sends each part and shard of one tensor, which has so many elements. All of one part's shards are of one stage:
-        what stages share, each cuts in its own way."""
+        """The rank that sends each part and shard of one tensor, which has so many elements. All of
+        one part's shards are of one stage: what stages share, each cuts in its own way."""
         stage = self.stages.choose(self.blueprint.holders(name), elements)
         parts = self.blueprint.parts(name)
-        own = {(part, shard): at for (pipeline, part, shard), at in sorted(self.ranks.items()) if pipeline == stage and part < parts}
+        own = {
+            (part, shard): at
+            for (pipeline, part, shard), at in sorted(self.ranks.items())
+            if pipeline == stage and part < parts
+        }
         return {place: self.turns.choose(candidates, elements) for place, candidates in own.items()}
 
 
-def _run_at(held: Sequence[RankParts], stage: int | None, part: int, shard: int, name: str) -> PieceState | None:
-    """What is held of a tensor at a place; `stage` None: at any stage, since what several have is the same."""
-    at_hand = (one for one in held if one.cut.at.tensor == part and stage in (None, one.cut.at.pipeline))
+def _run_at(
+    held: Sequence[RankParts], stage: int | None, part: int, shard: int, name: str
+) -> PieceState | None:
+    """What is held of a tensor at a place; `stage` None: at any stage, since what several have is
+    the same."""
+    at_hand = (
+        one for one in held if one.cut.at.tensor == part and stage in (None, one.cut.at.pipeline)
+    )
     return next((one.runs[shard][name] for one in at_hand if name in one.runs.get(shard, {})), None)
 
 
@@ -281,13 +345,22 @@ def _key(name: str, part: int, shard: int, key: str, *, element: bool = True) ->
     return json.dumps([name, part, shard, key, element])
 
 
-def _whole(blueprint: Blueprint, name: str, arrived: Sequence[_Arrived], scalars: Mapping[str, Any]) -> WholeTensor:
+def _whole(
+    blueprint: Blueprint, name: str, arrived: Sequence[_Arrived], scalars: Mapping[str, Any]
+) -> WholeTensor:
     rest = {one.key: one.tensor for one in arrived if not one.element}
     joined: dict[str, torch.Tensor] = {}
     for key in dict.fromkeys(one.key for one in arrived if one.element):
-        runs = sorted((one for one in arrived if one.element and one.key == key), key=lambda one: one.shard)
-        parts = [[run.tensor for run in runs if run.part == part] for part in range(blueprint.parts(name))]
-        joined[key] = blueprint.join(name, [_join_runs(blueprint.shape(name, part), own) for part, own in enumerate(parts)])
+        runs = sorted(
+            (one for one in arrived if one.element and one.key == key), key=lambda one: one.shard
+        )
+        parts = [
+            [run.tensor for run in runs if run.part == part]
+            for part in range(blueprint.parts(name))
+        ]
+        joined[key] = blueprint.join(
+            name, [_join_runs(blueprint.shape(name, part), own) for part, own in enumerate(parts)]
+        )
     value = joined.pop(_VALUE)
     return WholeTensor(name=name, value=value, elements=joined, rest={**scalars, **rest})
 

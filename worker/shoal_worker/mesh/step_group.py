@@ -1,8 +1,11 @@
-"""What torch's tensor-parallel code gets of a part of a generation's group: a DeviceMesh and a process group under a name of its own.
+"""What torch's tensor-parallel code gets of a part of a generation's group: a DeviceMesh and a
+process group under a name of its own.
 
-torch finds groups by their names in a world that a process has one of; a generation's groups come and go, and are in no such world. Layers
-cut over ranks communicate in the middle of a forward or backward pass, which may be the user's. So a collective that fails in a step does
-not raise there: its result is zeros, the step is marked lost, and `optimizer.step()` says so. Between steps it raises.
+torch finds groups by their names in a world that a process has one of; a generation's groups come
+and go, and are in no such world. Layers cut over ranks communicate in the middle of a forward or
+backward pass, which may be the user's. So a collective that fails in a step does not raise there:
+its result is zeros, the step is marked lost, and `optimizer.step()` says so. Between steps it
+raises.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ _NUMBERS: Final = itertools.count(1)
 
 
 class StepGroup(ForwardingGroup):
-    """Forwards to the process group of `group`, for a session's steps. A failure is told to the step; where there is none it is raised."""
+    """Forwards to the process group of `group`, for a session's steps. A failure is told to the
+    step; where there is none it is raised."""
 
     backend_name: ClassVar[str] = "shoal_step"
 
@@ -57,7 +61,9 @@ class StepGroup(ForwardingGroup):
 
     def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Work:
         try:
-            return StepWork(getattr(self._group.process_group, name)(*arguments, **options), self, arguments[0])
+            return StepWork(
+                getattr(self._group.process_group, name)(*arguments, **options), self, arguments[0]
+            )
         except MembershipChanged as error:
             self.failed(error)
             _blank(arguments[0])
@@ -73,11 +79,13 @@ class StepWork(Work):
         self._work, self._group, self._outputs = work, group, outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when there is a result, of whatever kind. Raises MembershipChanged outside of a step."""
+        """Returns when there is a result, of whatever kind. Raises MembershipChanged outside of a
+        step."""
         work, self._work = self._work, None
         if work is not None:
             try:
-                # torch gives 0 for no timeout. By whole numbers the host may go, or they are indices.
+                # torch gives 0 for no timeout. By whole numbers the host may go, or they are
+                # indices.
                 if not timeout and all(one.is_floating_point() for one in self.result()):
                     self._group.come_after(work)
                 else:
@@ -119,14 +127,17 @@ def _blank(outputs: Any) -> None:
 
 
 class GroupMesh(DeviceMesh):
-    """A mesh of one dimension over a process group that is in nobody's world. Its ranks are the group's.
+    """A mesh of one dimension over a process group that is in nobody's world. Its ranks are the
+    group's.
 
-    No two are equal, whatever ranks they have: DTensor caches by mesh. Its caches keep meshes for ever; neither these nor their groups hold
-    anything of a model.
+    No two are equal, whatever ranks they have: DTensor caches by mesh. Its caches keep meshes for
+    ever; neither these nor their groups hold anything of a model.
     """
 
     def __init__(self, group: StepGroup, device_type: str) -> None:
-        super().__init__(device_type, torch.arange(group.size()), _init_backend=False, _rank=group.rank())
+        super().__init__(
+            device_type, torch.arange(group.size()), _init_backend=False, _rank=group.rank()
+        )
         name = group.group_name
         self._step_group = group
         self._dim_group_names = [name]

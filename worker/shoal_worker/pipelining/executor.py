@@ -1,13 +1,14 @@
 """Carries out a schedule: one rank's stages, micro-batch by micro-batch.
 
-torch gives the order (schedule.py) and the split of a backward pass in two (`_backward`); the stages themselves are run here and not by
-torch's
-PipelineStage, for the reasons in docs/decisions/0105. Gradients are added to the parameters, weighted as told; nothing is averaged or
+torch gives the order (schedule.py) and the split of a backward pass in two (`_backward`); the
+stages themselves are run here and not by torch's PipelineStage, for the reasons in
+docs/decisions/0105. Gradients are added to the parameters, weighted as told; nothing is averaged or
 reduced.
 
-Shapes of what goes between stages are learned from the first micro-batch of each kind of input, which sends them ahead of its activation;
-for later ones buffers are posted at once. Every step begins with one small all-reduce that checks that all ranks were given the same batch;
-the first stage computes meanwhile.
+Shapes of what goes between stages are learned from the first micro-batch of each kind of input,
+which sends them ahead of its activation; for later ones buffers are posted at once. Every step
+begins with one small all-reduce that checks that all ranks were given the same batch; the first
+stage computes meanwhile.
 
 Threads: one, the caller's.
 """
@@ -49,7 +50,9 @@ class _Shape:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> _Shape:
-        return cls(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad)
+        return cls(
+            tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad
+        )
 
     def empty(self, device: torch.device) -> torch.Tensor:
         return torch.empty(self.size, dtype=getattr(torch, self.dtype), device=device)
@@ -68,15 +71,22 @@ class _BorderShape:
         return cls(tuple(map(_Shape.of, border.tensors)), border.wrapped, border.given)
 
     def encoded(self) -> bytes:
-        text = json.dumps([[[s.size, s.dtype, s.requires_grad] for s in self.shapes], self.wrapped, self.given]).encode()
+        text = json.dumps(
+            [[[s.size, s.dtype, s.requires_grad] for s in self.shapes], self.wrapped, self.given]
+        ).encode()
         if len(text) > _HEADER_BYTES:
-            raise ConfigurationError(f"{len(self.shapes)} tensors between two stages: expected at most about 20; give other cut_points")
+            raise ConfigurationError(
+                f"{len(self.shapes)} tensors between two stages: expected at most about 20; give "
+                "other cut_points"
+            )
         return text.ljust(_HEADER_BYTES)
 
     @classmethod
     def decoded(cls, data: bytes) -> _BorderShape:
         shapes, wrapped, given = json.loads(data)
-        return cls(tuple(_Shape(tuple(size), dtype, grad) for size, dtype, grad in shapes), wrapped, given)
+        return cls(
+            tuple(_Shape(tuple(size), dtype, grad) for size, dtype, grad in shapes), wrapped, given
+        )
 
 
 @dataclass
@@ -104,7 +114,8 @@ class _Held:
     gradients: tuple[torch.Tensor | None, ...] | None = None
     """Gradients of the outputs; None: the outputs are losses, whose gradients are ones."""
     weights_later: list[dict[str, Any]] | None = None
-    """torch's notes for the second half of a split backward pass; None: that half is the whole of it."""
+    """torch's notes for the second half of a split backward pass; None: that half is the whole of
+    it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +129,8 @@ class Ran:
 
 
 class _IntoStage(torch.autograd.Function):
-    """The value received is a leaf; a stage may begin with an operation in place, which a leaf does not take. Costs nothing."""
+    """The value received is a leaf; a stage may begin with an operation in place, which a leaf does
+    not take. Costs nothing."""
 
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
@@ -138,8 +150,8 @@ class ScheduleExecutor:
         self._last = stage_count - 1
         self._links = links
         self._shapes: dict[tuple[int, int, bool, bool], _BorderShape] = {}
-        """Shapes of what a stage (the first key) hands on, for a micro-batch's signature, with or without gradients, in training mode or
-        not."""
+        """Shapes of what a stage (the first key) hands on, for a micro-batch's signature, with or
+        without gradients, in training mode or not."""
         self._trainable: tuple[bool, ...] = ()
 
     def run(
@@ -151,7 +163,8 @@ class ScheduleExecutor:
         scales: Sequence[float] = (),
         observe: Callable[[str, int, int], None] | None = None,
     ) -> Ran:
-        """Takes the micro-batches through the pipeline. All ranks call it, with the same schedule and micro-batches.
+        """Takes the micro-batches through the pipeline. All ranks call it, with the same schedule
+        and micro-batches.
 
         Args:
             schedule: For as many micro-batches.
@@ -162,7 +175,8 @@ class ScheduleExecutor:
 
         Raises:
             MembershipChanged: another rank failed or is gone.
-            ConfigurationError: ranks were given different batches; the model or the loss does something that a pipeline cannot.
+            ConfigurationError: ranks were given different batches; the model or the loss does
+                something that a pipeline cannot.
         """
         with (
             self._links.ending_on_failure("a pipeline step"),
@@ -175,20 +189,30 @@ class ScheduleExecutor:
         return ran
 
     def _agree(self, micro_batches: Sequence[MicroBatch]) -> Callable[[], None]:
-        """Asks whether all ranks were given the same kind of batch, and whether any has learned shapes that no longer hold. The function
-        returned waits for the answer and goes by it; until then nothing is to be sent to another stage."""
-        trainable = tuple(p.requires_grad for stage in self._stages.values() for p in stage.held_parameters)
+        """Asks whether all ranks were given the same kind of batch, and whether any has learned
+        shapes that no longer hold. The function returned waits for the answer and goes by it; until
+        then nothing is to be sent to another stage."""
+        trainable = tuple(
+            p.requires_grad for stage in self._stages.values() for p in stage.held_parameters
+        )
         kinds = hash((len(micro_batches), *(one.signature for one in micro_batches))) >> 2
-        said = torch.tensor([kinds, -kinds, int(trainable != self._trainable)], dtype=torch.int64, device=self._links.device)
-        compared = self._links.start_all_reduce(said, "comparing the ranks' batches", dist.ReduceOp.MAX)
+        said = torch.tensor(
+            [kinds, -kinds, int(trainable != self._trainable)],
+            dtype=torch.int64,
+            device=self._links.device,
+        )
+        compared = self._links.start_all_reduce(
+            said, "comparing the ranks' batches", dist.ReduceOp.MAX
+        )
 
         def agree() -> None:
             compared()
             highest, lowest, changed = said.tolist()
             if highest != -lowest:
                 raise ConfigurationError(
-                    "the ranks of one pipeline were given batches of different shapes: ranks of one replica must pass the same batch "
-                    "(model.data_parallel_rank says which replica this rank belongs to)"
+                    "the ranks of one pipeline were given batches of different shapes: ranks of "
+                    "one replica must pass the same batch (model.data_parallel_rank says which "
+                    "replica this rank belongs to)"
                 )
             if changed:
                 self._shapes.clear()
@@ -209,19 +233,34 @@ class _Pass:
         scales: Sequence[float],
         observe: Callable[[str, int, int], None] | None,
     ) -> None:
-        self._stages, self._last, self._links, self._shapes = engine._stages, engine._last, engine._links, engine._shapes
-        self._schedule, self._micro_batches, self._loss, self._scales = schedule, micro_batches, loss, scales
+        self._stages, self._last, self._links, self._shapes = (
+            engine._stages,
+            engine._last,
+            engine._links,
+            engine._shapes,
+        )
+        self._schedule, self._micro_batches, self._loss, self._scales = (
+            schedule,
+            micro_batches,
+            loss,
+            scales,
+        )
         self._observe = observe or (lambda *_: None)
-        self._splits = any(action.kind is Kind.BACKWARD_WEIGHT for action in schedule.actions[self._links.rank])
+        self._splits = any(
+            action.kind is Kind.BACKWARD_WEIGHT for action in schedule.actions[self._links.rank]
+        )
         self._arriving: dict[tuple[int, int], _Arriving] = {}
-        self._returning: dict[tuple[int, int], tuple[tuple[torch.Tensor | None, ...], list[Incoming]]] = {}
+        self._returning: dict[
+            tuple[int, int], tuple[tuple[torch.Tensor | None, ...], list[Incoming]]
+        ] = {}
         self._leaving: dict[tuple[int, int], Border] = {}
         self._gradients_leaving: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
         self._held: dict[tuple[int, int], _Held] = {}
         self._results: list[Any] = []
 
     def run(self, agree: Callable[[], None]) -> Ran:
-        """`agree` is called before anything is sent to or received from another stage; the first stage computes meanwhile."""
+        """`agree` is called before anything is sent to or received from another stage; the first
+        stage computes meanwhile."""
         does = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -240,24 +279,34 @@ class _Pass:
             try:
                 does[action.kind](action.stage, action.micro_batch)
             except Exception as error:  # whatever the stage raised, with where
-                error.add_note(f"in pipeline stage {action.stage}, micro-batch {action.micro_batch}, {action.kind.name.lower()}")
+                error.add_note(
+                    f"in pipeline stage {action.stage}, micro-batch {action.micro_batch}, "
+                    f"{action.kind.name.lower()}"
+                )
                 raise
         if not agreed:  # a pipeline of one rank, that computes no gradients
             agree()
         results = self._results
         return Ran(losses=results if self._loss else [], outputs=[] if self._loss else results)
 
-    # ------------------------------------------------------------------------------------------------------------------ forward
+    # -------------------------------------------------------------------------------------- forward
 
     def _forward(self, stage: int, index: int) -> None:
         batch = self._micro_batches[index]
         arriving = self._arriving.pop((stage, index), None)
         received = None if arriving is None else arriving.wait()
         self._observe("before", stage, index)
-        if batch.seed is not None:  # what is drawn depends neither on the schedule, nor on which rank has the stage
+        if batch.seed is not None:
+            # what is drawn depends neither on the schedule, nor on which rank has the stage
             seed_generators((batch.seed, stage))
-        output = self._stages[stage](None if received is None else _into_stage(received), batch.call)
-        outputs = self._finish(output, index) if stage == self._last else self._hand_on(output, stage, index)
+        output = self._stages[stage](
+            None if received is None else _into_stage(received), batch.call
+        )
+        outputs = (
+            self._finish(output, index)
+            if stage == self._last
+            else self._hand_on(output, stage, index)
+        )
         self._observe("after", stage, index)
         if self._loss is not None:
             self._held[stage, index] = _Held(() if received is None else received.tensors, outputs)
@@ -270,9 +319,12 @@ class _Pass:
         loss = self._loss(output, self._micro_batches[index].targets)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise ConfigurationError(f"the loss of a micro-batch is {got}: expected a tensor of one element")
+            raise ConfigurationError(
+                f"the loss of a micro-batch is {got}: expected a tensor of one element"
+            )
         weighs = self._scales[index] != 0
-        if not weighs:  # it may hold anything: the mean over no token, say, has gradients that are no numbers
+        if not weighs:
+            # it may hold anything: the mean over no token, say, has gradients that are no numbers
             keep_gradients_from(output)
         self._results.append(loss.detach().clone() if weighs else torch.zeros_like(loss.detach()))
         return (loss * self._scales[index],)
@@ -281,7 +333,11 @@ class _Pass:
         """What the next stage gets; kept until it is sent, unless that stage is here."""
         if self._splits and any(one._is_view() for one in border.tensors):
             # torch's split backward pass detaches outputs in place, which views do not allow.
-            border = Border(tensors=tuple(t.clone() for t in border.tensors), wrapped=border.wrapped, given=border.given)
+            border = Border(
+                tensors=tuple(t.clone() for t in border.tensors),
+                wrapped=border.wrapped,
+                given=border.given,
+            )
         if stage + 1 in self._stages:
             handed = tuple(t.detach().requires_grad_(t.requires_grad) for t in border.tensors)
             self._arriving[stage + 1, index] = _Arriving(_BorderShape.of(border), handed)
@@ -293,18 +349,22 @@ class _Pass:
         border, peer = self._leaving.pop((stage, index)), self._schedule.rank_of[stage + 1]
         shape, known = _BorderShape.of(border), self._shapes.get(self._key(stage, index))
         if known is None:
-            header = torch.frombuffer(bytearray(shape.encoded()), dtype=torch.uint8).to(self._links.device)
+            header = torch.frombuffer(bytearray(shape.encoded()), dtype=torch.uint8).to(
+                self._links.device
+            )
             self._links.send(header, peer, f"telling stage {stage + 1} the shape of its input")
             self._links.traffic.headers += header.numel()
             self._shapes[self._key(stage, index)] = shape
         elif known != shape:
             raise ConfigurationError(
-                f"stage {stage} gave {shape.shapes} and before, for inputs of the same shapes, {known.shapes}: the shapes of what goes "
-                f"between "
-                "pipeline stages must follow from those of the inputs"
+                f"stage {stage} gave {shape.shapes} and before, for inputs of the same shapes, "
+                f"{known.shapes}: the shapes of what goes between pipeline stages must follow from "
+                "those of the inputs"
             )
         for tensor in border.tensors:
-            self._links.send(tensor, peer, f"sending the activation of micro-batch {index} to stage {stage + 1}")
+            self._links.send(
+                tensor, peer, f"sending the activation of micro-batch {index} to stage {stage + 1}"
+            )
             self._links.traffic.activations += tensor.numel() * tensor.element_size()
 
     def _receive_forward(self, stage: int, index: int) -> None:
@@ -323,7 +383,7 @@ class _Pass:
         training = next(iter(self._stages.values())).training
         return stage, self._micro_batches[index].signature, self._loss is not None, training
 
-    # ----------------------------------------------------------------------------------------------------------------- backward
+    # ------------------------------------------------------------------------------------- backward
 
     def _backward(self, stage: int, index: int) -> None:
         held = self._with_gradients(stage, index)
@@ -334,22 +394,28 @@ class _Pass:
     def _backward_input(self, stage: int, index: int) -> None:
         held = self._with_gradients(stage, index)
         if len(held.outputs) > 1:
-            # torch's split finds the parameters that an input leads to; of several outputs one might have parameters of its own.
+            # torch's split finds the parameters that an input leads to; of several outputs one
+            # might have parameters of its own.
             self._whole_backward(held)
             held.weights_later = []
         elif any(one.requires_grad for one in held.inputs) and held.outputs[0].requires_grad:
             of_outputs: Any = held.gradients
             try:
                 found, held.weights_later = stage_backward_input(
-                    list(held.outputs), of_outputs, list(held.inputs), iter(self._stages[stage].held_parameters)
+                    list(held.outputs),
+                    of_outputs,
+                    list(held.inputs),
+                    iter(self._stages[stage].held_parameters),
                 )
             except RuntimeError as error:  # torch's, around the error itself
                 raise error.__cause__ or error from None
             if all(one is None for one in found):
                 raise ConfigurationError(
-                    f"the output of stage {stage} does not depend on its input, so its backward pass cannot be split: use another schedule"
+                    f"the output of stage {stage} does not depend on its input, so its backward "
+                    "pass cannot be split: use another schedule"
                 )
-        # Without an input that wants a gradient torch's split finds no parameters at all: the second half is the whole then.
+        # Without an input that wants a gradient torch's split finds no parameters at all: the
+        # second half is the whole then.
         self._hand_back(held, stage, index)
 
     def _backward_weight(self, stage: int, index: int) -> None:
@@ -369,35 +435,52 @@ class _Pass:
 
     def _whole_backward(self, held: _Held) -> None:
         pairs = [
-            (output, None if held.gradients is None else held.gradients[i]) for i, output in enumerate(held.outputs) if output.requires_grad
+            (output, None if held.gradients is None else held.gradients[i])
+            for i, output in enumerate(held.outputs)
+            if output.requires_grad
         ]
         if pairs:
-            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+            torch.autograd.backward(
+                [output for output, _ in pairs], [gradient for _, gradient in pairs]
+            )
 
     def _hand_back(self, held: _Held, stage: int, index: int) -> None:
-        """The gradients that the stage before gets, one for each tensor that it gave and that wants one."""
+        """The gradients that the stage before gets, one for each tensor that it gave and that wants
+        one."""
         if stage == 0:
             return
-        gradients = tuple((torch.zeros_like(one) if one.grad is None else one.grad) if one.requires_grad else None for one in held.inputs)
+        gradients = tuple(
+            (torch.zeros_like(one) if one.grad is None else one.grad) if one.requires_grad else None
+            for one in held.inputs
+        )
         for one in held.inputs:
             one.grad = None
         if stage - 1 in self._stages:
             self._returning[stage - 1, index] = (gradients, [])
         else:
-            self._gradients_leaving[stage, index] = tuple(one for one in gradients if one is not None)
+            self._gradients_leaving[stage, index] = tuple(
+                one for one in gradients if one is not None
+            )
 
     def _send_backward(self, stage: int, index: int) -> None:
         peer = self._schedule.rank_of[stage - 1]
         for gradient in self._gradients_leaving.pop((stage, index)):
-            self._links.send(gradient, peer, f"sending the gradient of micro-batch {index} to stage {stage - 1}")
+            self._links.send(
+                gradient, peer, f"sending the gradient of micro-batch {index} to stage {stage - 1}"
+            )
             self._links.traffic.gradients += gradient.numel() * gradient.element_size()
 
     def _receive_backward(self, stage: int, index: int) -> None:
         peer = self._schedule.rank_of[stage + 1]
         what = f"waiting for the gradient of micro-batch {index} from stage {stage + 1}"
         shapes = self._shapes[self._key(stage, index)].shapes
-        gradients = tuple(shape.empty(self._links.device) if shape.requires_grad else None for shape in shapes)
-        self._returning[stage, index] = (gradients, [self._links.receive(one, peer, what) for one in gradients if one is not None])
+        gradients = tuple(
+            shape.empty(self._links.device) if shape.requires_grad else None for shape in shapes
+        )
+        self._returning[stage, index] = (
+            gradients,
+            [self._links.receive(one, peer, what) for one in gradients if one is not None],
+        )
 
 
 def _into_stage(received: Border) -> Border:
@@ -408,7 +491,9 @@ def _into_stage(received: Border) -> Border:
     return Border(tensors=tensors, wrapped=received.wrapped, given=received.given)
 
 
-def _generators_kept(micro_batches: Sequence[MicroBatch], device: torch.device) -> contextlib.AbstractContextManager[None]:
+def _generators_kept(
+    micro_batches: Sequence[MicroBatch], device: torch.device
+) -> contextlib.AbstractContextManager[None]:
     """torch's go on afterwards as if no micro-batch had seeded them."""
     seeded = any(one.seed is not None for one in micro_batches)
     devices = [device] if device.type == "cuda" else []

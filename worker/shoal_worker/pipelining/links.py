@@ -1,9 +1,10 @@
-"""What the ranks of one pipeline say to each other: transfers between stages, and small collectives, over one process group.
+"""What the ranks of one pipeline say to each other: transfers between stages, and small
+collectives, over one process group.
 
-Any `torch.distributed.ProcessGroup` will do, known to torch's world or not. Transfers between two ranks arrive in the order in which they
-were sent (schedule.py sees to it that both sides agree), so they carry no tags, which NCCL lacks. Every wait ends with the group's
-timeout, or
-when the group ends. A failure ends the group, so that no other rank waits for this one.
+Any `torch.distributed.ProcessGroup` will do, known to torch's world or not. Transfers between two
+ranks arrive in the order in which they were sent (schedule.py sees to it that both sides agree), so
+they carry no tags, which NCCL lacks. Every wait ends with the group's timeout, or when the group
+ends. A failure ends the group, so that no other rank waits for this one.
 
 Threads: one thread issues everything.
 """
@@ -26,7 +27,8 @@ from shoal_worker.backends.base import GroupEndedError
 from shoal_worker.torch_internals import AllreduceOptions, BroadcastOptions
 
 _SENDS_AHEAD: Final = 2
-"""Sends to one peer that may be under way; a further one waits for the first. They keep their tensors alive."""
+"""Sends to one peer that may be under way; a further one waits for the first. They keep their
+tensors alive."""
 
 
 @dataclass
@@ -54,8 +56,9 @@ class Links:
         end: Callable[[str], None] | None = None,
         come_after: Callable[[dist.Work], None] | None = None,
     ) -> None:
-        """`end(reason)` ends the group for all ranks; None: the group's own `abort`. `come_after(work)` has what is computed next come
-        after a transfer of floating-point numbers, which the host does not go by; None: the host waits for it."""
+        """`end(reason)` ends the group for all ranks; None: the group's own `abort`.
+        `come_after(work)` has what is computed next come after a transfer of floating-point
+        numbers, which the host does not go by; None: the host waits for it."""
         self._group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
@@ -63,7 +66,9 @@ class Links:
         self.traffic = Traffic()
         self._end = end
         self._come_after = come_after
-        self._sends: dict[int, collections.deque[tuple[dist.Work, torch.Tensor, str]]] = collections.defaultdict(collections.deque)
+        self._sends: dict[int, collections.deque[tuple[dist.Work, torch.Tensor, str]]] = (
+            collections.defaultdict(collections.deque)
+        )
 
     def end(self, reason: str) -> None:
         """Ends the group, here and soon at all other ranks. Idempotent; any thread."""
@@ -83,14 +88,16 @@ class Links:
             self.end(
                 cause
                 if isinstance(error, MembershipChanged)
-                else f"{what} on rank {self.rank} of the pipeline failed: {type(error).__name__}: {cause}"
+                else f"{what} on rank {self.rank} of the pipeline failed: {type(error).__name__}: "
+                f"{cause}"
             )
             raise
 
-    # --------------------------------------------------------------------------------------------------------------- transfers
+    # ------------------------------------------------------------------------------------ transfers
 
     def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:
-        """Starts to send `tensor`, which must stay as it is until `finish_sends`; `what` is for errors."""
+        """Starts to send `tensor`, which must stay as it is until `finish_sends`; `what` is for
+        errors."""
         pending = self._sends[peer]
         while len(pending) >= _SENDS_AHEAD:
             self._finish_send(peer)
@@ -114,14 +121,19 @@ class Links:
         with self._translated(what, peer):
             self._await(work, tensor)
 
-    # -------------------------------------------------------------------------------------------------------------- collectives
+    # ---------------------------------------------------------------------------------- collectives
 
-    def all_reduce(self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    def all_reduce(
+        self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> None:
         """Reduces `tensor` over the pipeline's ranks, in place."""
         self.start_all_reduce(tensor, what, op)()
 
-    def start_all_reduce(self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Callable[[], None]:
-        """Starts an all-reduce; the result is in place once the returned function has been called."""
+    def start_all_reduce(
+        self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Callable[[], None]:
+        """Starts an all-reduce; the result is in place once the returned function has been
+        called."""
         return start_all_reduce(self._group, tensor, what, op) if self.size > 1 else lambda: None
 
     def broadcast(self, tensor: torch.Tensor, source: int, what: str) -> None:
@@ -141,29 +153,44 @@ class Links:
 
     @contextmanager
     def _translated(self, what: str, peer: int | None) -> Iterator[None]:
-        with _group_errors(f"{what} (rank {self.rank} of the pipeline{'' if peer is None else f', with rank {peer}'})"):
+        with _group_errors(
+            f"{what} (rank {self.rank} of the "
+            f"pipeline{'' if peer is None else f', with rank {peer}'})"
+        ):
             yield
 
 
 class Incoming:
     """Something that is on its way."""
 
-    def __init__(self, links: Links, work: dist.Work, into: torch.Tensor, peer: int, what: str) -> None:
+    def __init__(
+        self, links: Links, work: dist.Work, into: torch.Tensor, peer: int, what: str
+    ) -> None:
         self._links, self._work, self._into, self._peer, self._what = links, work, into, peer, what
 
     def wait(self) -> None:
-        """Returns when what is computed next finds it there. Raises MembershipChanged when it will not come."""
+        """Returns when what is computed next finds it there. Raises MembershipChanged when it will
+        not come."""
         with self._links._translated(self._what, self._peer):
             self._links._await(self._work, self._into)
 
 
-def all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
-    """Reduces `tensor` over the group's ranks, in place. Raises MembershipChanged when the group is over."""
+def all_reduce(
+    group: dist.ProcessGroup,
+    tensor: torch.Tensor,
+    what: str,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> None:
+    """Reduces `tensor` over the group's ranks, in place. Raises MembershipChanged when the group is
+    over."""
     start_all_reduce(group, tensor, what, op)()
 
 
 def start_all_reduce(
-    group: dist.ProcessGroup, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    group: dist.ProcessGroup,
+    tensor: torch.Tensor,
+    what: str,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Callable[[], None]:
     """Starts an all-reduce; the result is in place once the returned function has been called."""
     options = AllreduceOptions()
@@ -188,35 +215,46 @@ def end_group(group: Any, reason: str) -> None:
 
 @contextmanager
 def _group_errors(what: str) -> Iterator[None]:
-    """A transfer or collective that fails means that the group is over: no later one can be trusted to pair up."""
+    """A transfer or collective that fails means that the group is over: no later one can be trusted
+    to pair up."""
     try:
         yield
     except MembershipChanged as error:
         raise GroupEndedError(f"{error} [{what}]") from error
     except RuntimeError as error:
-        raise GroupEndedError(f"{what} failed: {str(error).strip().partition(chr(10))[0]}") from error
+        raise GroupEndedError(
+            f"{what} failed: {str(error).strip().partition(chr(10))[0]}"
+        ) from error
 
 
-# -------------------------------------------------------------------------------------------------- a model's output, for the other ranks
+# ------------------------------------------------------------ a model's output, for the other ranks
 #
-# The output of a model whose last stage is on one rank, for the other ranks: any nesting of mappings, sequences, tensors and numbers.
+# The output of a model whose last stage is on one rank, for the other ranks: any nesting of
+# mappings, sequences, tensors and numbers.
 #
-# Mappings come as plain dicts, tuples as tuples. It knows nothing of stages. Threads: one, which is the links'.
+# Mappings come as plain dicts, tuples as tuples. It knows nothing of stages. Threads: one, which is
+# the links'.
 
 
 def plain(value: Any) -> Any:
-    """Mappings of any class as dicts, and tensors whole: of layers that are split over ranks, logits may not be."""
+    """Mappings of any class as dicts, and tensors whole: of layers that are split over ranks,
+    logits may not be."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, Mapping):
         return {key: plain(one) for key, one in value.items()}
     if isinstance(value, tuple | list):
-        return [plain(one) for one in value] if isinstance(value, list) else tuple(plain(one) for one in value)
+        return (
+            [plain(one) for one in value]
+            if isinstance(value, list)
+            else tuple(plain(one) for one in value)
+        )
     return value
 
 
 def broadcast_output(value: Any, source: int, links: Links) -> Any:
-    """`value` of rank `source`, which is `plain`, on all: first what it looks like, then its tensors. All ranks call it.
+    """`value` of rank `source`, which is `plain`, on all: first what it looks like, then its
+    tensors. All ranks call it.
 
     Raises:
         ConfigurationError: on `source`: it holds something that cannot be sent.
@@ -238,7 +276,11 @@ def _received(described: Any, tensors: Iterator[torch.Tensor], source: int, link
     if kind == "tensor":
         size, dtype = content
         own = links.rank == source
-        tensor = next(tensors).contiguous() if own else torch.empty(size, dtype=getattr(torch, dtype), device=links.device)
+        tensor = (
+            next(tensors).contiguous()
+            if own
+            else torch.empty(size, dtype=getattr(torch, dtype), device=links.device)
+        )
         if tensor.numel():
             links.broadcast(tensor.view(-1).view(torch.uint8), source, "sending outputs")
         if own:
@@ -259,9 +301,13 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
     if isinstance(value, dict):
         return ["dict", [[key, _described(one, tensors)] for key, one in value.items()]]
     if isinstance(value, tuple | list):
-        return ["list" if isinstance(value, list) else "tuple", [_described(one, tensors) for one in value]]
+        return [
+            "list" if isinstance(value, list) else "tuple",
+            [_described(one, tensors) for one in value],
+        ]
     if value is None or isinstance(value, bool | int | float | str):
         return ["plain", value]
     raise ConfigurationError(
-        f"the model's output holds a {type(value).__name__}, which cannot be sent to the other ranks: use everywhere=False"
+        f"the model's output holds a {type(value).__name__}, which cannot be sent to the other "
+        "ranks: use everywhere=False"
     )

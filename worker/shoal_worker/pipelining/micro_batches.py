@@ -1,7 +1,8 @@
 """A batch, cut into the micro-batches that go through the pipeline one after the other.
 
-Every rank of a pipeline cuts the same batch in the same way. Micro-batches may be of unequal size: sizes differ by one sample at most, and
-a batch of fewer samples than micro-batches gives one per sample.
+Every rank of a pipeline cuts the same batch in the same way. Micro-batches may be of unequal size:
+sizes differ by one sample at most, and a batch of fewer samples than micro-batches gives one per
+sample.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from shoal_common.errors import ConfigurationError
 
 from shoal_worker.torch_internals import pytree
 
-# --------------------------------------------------------------------------------------------- what goes into a stage and comes out of it
+# ------------------------------------------------------- what goes into a stage and comes out of it
 #
 # What goes into a stage and what comes out of it.
 #
-# A `Call` is what the model is called with; every stage has it, since ranks of one replica are given the same batch. A `Border` is what
-# goes from one stage to the next: tensors, and how the model wraps them.
+# A `Call` is what the model is called with; every stage has it, since ranks of one replica are
+# given the same batch. A `Border` is what goes from one stage to the next: tensors, and how the
+# model wraps them.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +50,8 @@ class Border:
     wrapped: int = 0
     """Length of the tuple that the model wraps them in; 0: it is a bare tensor."""
     given: int = 0
-    """Layered models hand on the first element of that tuple alone. Bits of the other elements that are there too, and not None."""
+    """Layered models hand on the first element of that tuple alone. Bits of the other elements that
+    are there too, and not None."""
 
     @classmethod
     def of(cls, value: Any, what: str) -> Border:
@@ -59,9 +62,16 @@ class Border:
         """
         if isinstance(value, torch.Tensor):
             return cls(tensors=(value,))
-        if isinstance(value, tuple | list) and value and all(isinstance(one, torch.Tensor) for one in value):
+        if (
+            isinstance(value, tuple | list)
+            and value
+            and all(isinstance(one, torch.Tensor) for one in value)
+        ):
             return cls(tensors=tuple(value), wrapped=len(value))
-        raise TypeError(f"{what} returned {type(value).__name__}; between stages go a tensor or a tuple of tensors: give other cut_points")
+        raise TypeError(
+            f"{what} returned {type(value).__name__}; between stages go a tensor or a tuple of "
+            "tensors: give other cut_points"
+        )
 
     def value(self) -> Any:
         """The value as the next block of a chain takes it."""
@@ -69,7 +79,8 @@ class Border:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested mappings, tuples, lists and the attributes of plain objects' mappings."""
+    """The tensors in nested mappings, tuples, lists and the attributes of plain objects'
+    mappings."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -92,14 +103,17 @@ class MicroBatch:
     """What goes through the pipeline at once."""
 
     inputs: Any
-    """A mapping is keyword arguments of the model, a tuple positional ones, all else one argument."""
+    """A mapping is keyword arguments of the model, a tuple positional ones, all else one
+    argument."""
     targets: Any = None
     weight: float
-    """Its share of the batch: samples, or tokens. The batch's loss is the mean of the micro-batches' losses by weight."""
+    """Its share of the batch: samples, or tokens. The batch's loss is the mean of the
+    micro-batches' losses by weight."""
     samples: int
     """Rows."""
     seed: int | None = None
-    """Random numbers of each stage are drawn from it and the stage's index; None: from the generator as it stands."""
+    """Random numbers of each stage are drawn from it and the stage's index; None: from the
+    generator as it stands."""
 
     @property
     def call(self) -> Call:
@@ -110,7 +124,12 @@ class MicroBatch:
     def signature(self) -> int:
         """Equal for inputs of the same structure, shapes and dtypes; 62 bits."""
         leaves, structure = pytree.tree_flatten(self.inputs)
-        shapes = [f"{tuple(one.shape)}{one.dtype}" if isinstance(one, torch.Tensor) else type(one).__name__ for one in leaves]
+        shapes = [
+            f"{tuple(one.shape)}{one.dtype}"
+            if isinstance(one, torch.Tensor)
+            else type(one).__name__
+            for one in leaves
+        ]
         return xxhash.xxh3_64_intdigest(f"{structure}{shapes}".encode()) >> 2
 
 
@@ -122,10 +141,12 @@ def cut_batch(
     weight_fn: Callable[[Any, Any], float] | None = None,
     seeds: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
-    """Cuts a batch into `count` micro-batches along the first dimension, or one for each sample if those are fewer.
+    """Cuts a batch into `count` micro-batches along the first dimension, or one for each sample if
+    those are fewer.
 
-    Tensors of one dimension or more are cut and must have the same number of rows; all else is the same for all micro-batches. A tensor
-    that is no batch and has as many rows by chance, such as a mask of T x T with T samples, cannot be told from one, and is cut as well.
+    Tensors of one dimension or more are cut and must have the same number of rows; all else is the
+    same for all micro-batches. A tensor that is no batch and has as many rows by chance, such as a
+    mask of T x T with T samples, cannot be told from one, and is cut as well.
 
     Args:
         inputs: See `MicroBatch`.
@@ -135,7 +156,8 @@ def cut_batch(
         seeds: One for each micro-batch.
 
     Raises:
-        ConfigurationError: no samples, different numbers of rows, or a weight that is negative or not a number.
+        ConfigurationError: no samples, different numbers of rows, or a weight that is negative or
+            not a number.
     """
     if count < 1:
         raise ConfigurationError(f"micro_batches={count}: expected at least 1")
@@ -143,38 +165,55 @@ def cut_batch(
     sizes = {one.shape[0] for one in leaves if isinstance(one, torch.Tensor) and one.dim() > 0}
     if len(sizes) != 1:
         raise ConfigurationError(
-            f"a batch of {sorted(sizes) or 'no'} rows: expected tensors that all have the same number of samples in their first "
-            f"dimension; cut it "
-            "yourself and pass the MicroBatches otherwise"
+            f"a batch of {sorted(sizes) or 'no'} rows: expected tensors that all have the same "
+            "number of samples in their first dimension; cut it yourself and pass the "
+            "MicroBatches otherwise"
         )
     rows = sizes.pop()
     if rows == 0:
-        raise ConfigurationError("a batch of 0 rows: expected at least one sample; a replica that has none makes no train_step")
+        raise ConfigurationError(
+            "a batch of 0 rows: expected at least one sample; a replica that has none makes no "
+            "train_step"
+        )
     count = min(count, rows)
     sections = [rows // count + (index < rows % count) for index in range(count)]
-    parts = [one.split(sections) if isinstance(one, torch.Tensor) and one.dim() > 0 else [one] * count for one in leaves]
+    parts = [
+        one.split(sections) if isinstance(one, torch.Tensor) and one.dim() > 0 else [one] * count
+        for one in leaves
+    ]
     batches = []
     for index, samples in enumerate(sections):
         own_inputs, own_targets = pytree.tree_unflatten([part[index] for part in parts], structure)
         weight = float(samples if weight_fn is None else weight_fn(own_inputs, own_targets))
         if not 0 <= weight < float("inf"):
-            raise ConfigurationError(f"weight_fn gave {weight} for micro-batch {index}: expected a finite number of at least 0")
+            raise ConfigurationError(
+                f"weight_fn gave {weight} for micro-batch {index}: expected a finite number of at "
+                "least 0"
+            )
         seed = None if seeds is None else seeds[index]
-        batches.append(MicroBatch(inputs=own_inputs, targets=own_targets, weight=weight, samples=samples, seed=seed))
+        batches.append(
+            MicroBatch(
+                inputs=own_inputs, targets=own_targets, weight=weight, samples=samples, seed=seed
+            )
+        )
     return batches
 
 
 def merge_outputs(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
-    """The outputs of the micro-batches as one: tensors joined along the first dimension, numbers and scalar tensors as the mean by
-    samples."""
+    """The outputs of the micro-batches as one: tensors joined along the first dimension, numbers
+    and scalar tensors as the mean by samples."""
     flattened = [pytree.tree_flatten(one) for one in outputs]
     merged: list[Any] = []
     for leaves in zip(*(leaves for leaves, _ in flattened), strict=True):
         first = leaves[0]
         if isinstance(first, torch.Tensor) and first.dim() > 0:
             merged.append(torch.cat(list(leaves)))
-        elif isinstance(first, torch.Tensor | float) and (not isinstance(first, torch.Tensor) or first.is_floating_point()):
-            merged.append(sum(one * count for one, count in zip(leaves, samples, strict=True)) / sum(samples))
+        elif isinstance(first, torch.Tensor | float) and (
+            not isinstance(first, torch.Tensor) or first.is_floating_point()
+        ):
+            merged.append(
+                sum(one * count for one, count in zip(leaves, samples, strict=True)) / sum(samples)
+            )
         else:
             merged.append(first)
     return pytree.tree_unflatten(merged, flattened[0][1])

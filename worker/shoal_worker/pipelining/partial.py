@@ -1,15 +1,17 @@
 """The part of a model that one stage runs.
 
-Of a chain it is some of the blocks. A layered model (split.py) keeps its own forward code, which each stage runs whole, on a copy of the
-model
-in which what other stages hold has no values:
+Of a chain it is some of the blocks. A layered model (split.py) keeps its own forward code, which
+each stage runs whole, on a copy of the model in which what other stages hold has no values:
 
-- modules before the layers give placeholders (`Placeholder`) of the right shape, found by running them on `meta`;
-- the layers of earlier stages hand their placeholder on; the stage's first layer takes the value received instead of it;
+- modules before the layers give placeholders (`Placeholder`) of the right shape, found by running
+  them on `meta`;
+- the layers of earlier stages hand their placeholder on; the stage's first layer takes the value
+  received instead of it;
 - where the next stage's part begins, the forward ends.
 
-So masks, position tables and whatever else a model makes from its inputs alone are made again on each stage instead of sent. What needs
-another stage's values by any other way than the one tensor from layer to layer is refused when it happens, and never computed wrongly.
+So masks, position tables and whatever else a model makes from its inputs alone are made again on
+each stage instead of sent. What needs another stage's values by any other way than the one tensor
+from layer to layer is refused when it happens, and never computed wrongly.
 
 Threads: a stage runs one forward at a time.
 """
@@ -30,16 +32,18 @@ from shoal_worker.pipelining.micro_batches import Border, Call, tensors_in
 from shoal_worker.pipelining.split import Form, Split, named_tensors
 from shoal_worker.torch_internals import DisableTorchFunctionSubclass
 
-# --------------------------------------------------------------------------------------------------------------------------- placeholders
+# ------------------------------------------------------------------------------------- placeholders
 #
 # Tensors that stand for what only another stage has.
 #
-# A `Placeholder` stands for a value: right shape, dtype and device, no meaning. What is computed from one is one again, so that a result
-# which secretly needs what only another stage has can be told from one that does not, and refused. A fresh tensor that merely
-# looks like a placeholder (zeros_like, new_full) is none.
+# A `Placeholder` stands for a value: right shape, dtype and device, no meaning. What is computed
+# from one is one again, so that a result which secretly needs what only another stage has can be
+# told from one that does not, and refused. A fresh tensor that merely looks like a placeholder
+# (zeros_like, new_full) is none.
 #
-# An `Absent` stands for a parameter, takes no memory, and cannot be computed with. Being on `meta` would not do for that: a matrix product
-# of a CPU tensor and one on `meta` is a CPU tensor of arbitrary values (torch 2.13), without any error.
+# An `Absent` stands for a parameter, takes no memory, and cannot be computed with. Being on `meta`
+# would not do for that: a matrix product of a CPU tensor and one on `meta` is a CPU tensor of
+# arbitrary values (torch 2.13), without any error.
 
 _FRESH: Final = frozenset(
     {
@@ -73,7 +77,19 @@ _READS: Final = frozenset(
 )
 
 _LOOKS: Final = frozenset(
-    {"__get__", "__set__", "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "is_floating_point", "is_complex"}
+    {
+        "__get__",
+        "__set__",
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "element_size",
+        "stride",
+        "is_floating_point",
+        "is_complex",
+    }
     | {"detach", "requires_grad_", "t", "__repr__", "__len__", "__hash__", "data_ptr", "get_device"}
 )
 """What can be done with an Absent."""
@@ -83,46 +99,63 @@ class Placeholder(torch.Tensor):
     """Stands for a value that only another stage has: see above."""
 
     received: torch.Tensor | None = None
-    """The value that took its place, once it did: what runs again (activation checkpointing) finds it here."""
+    """The value that took its place, once it did: what runs again (activation checkpointing) finds
+    it here."""
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func in _READS:
             raise ConfigurationError(
-                f"the model's forward decides by values that only another pipeline stage has ({getattr(func, '__name__', func)}): let "
-                f"it decide by "
-                "its inputs alone, or give the model a method pipeline_blocks()"
+                "the model's forward decides by values that only another pipeline stage has "
+                f"({getattr(func, '__name__', func)}): let it decide by its inputs alone, or give "
+                "the model a method pipeline_blocks()"
             )
         if func in _FRESH:
             with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch's is untyped
+        # torch's is untyped
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 class Absent(torch.Tensor):
-    """Stands for a parameter that another stage has: see above. Attributes can be looked at; a transposed or detached one is Absent
-    again."""
+    """Stands for a parameter that another stage has: see above. Attributes can be looked at; a
+    transposed or detached one is Absent again."""
 
     @classmethod
     def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         name = getattr(func, "__name__", str(func))
         if name not in _LOOKS:
             raise ConfigurationError(
-                f"the model's forward uses ({name}) parameters of a module that is on another pipeline stage, other than by calling that "
-                "module: use a module for it (a tied nn.Linear head, say), or give the model a method pipeline_blocks()"
+                f"the model's forward uses ({name}) parameters of a module that is on another "
+                "pipeline stage, other than by calling that module: use a module for it (a tied "
+                "nn.Linear head, say), or give the model a method pipeline_blocks()"
             )
-        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]  # torch's is untyped
+        # torch's is untyped
+        return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
 
 def absent_like(tensor: torch.Tensor) -> torch.Tensor:
     """An Absent in the place of a parameter or buffer."""
     with DisableTorchFunctionSubclass():
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(Absent)  # not like a DTensor
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        # not like a DTensor
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(Absent)
+    return (
+        nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else empty
+    )
 
 
 def placeholder_like(value: torch.Tensor, device: torch.device) -> Placeholder:
@@ -131,7 +164,7 @@ def placeholder_like(value: torch.Tensor, device: torch.device) -> Placeholder:
         return torch.zeros(value.shape, dtype=value.dtype, device=device).as_subclass(Placeholder)
 
 
-# ------------------------------------------------------------------------------------------------------------------------- a stage's part
+# ----------------------------------------------------------------------------------- a stage's part
 
 Inside = Callable[[Callable[[], Any], bool], Any]
 """What a part of the model's forward pass, and whether it is its end, becomes: its result."""
@@ -148,7 +181,8 @@ class PartialModel(nn.Module):
     """Each module of its own, and the one of the whole model that it is in training mode with."""
 
     def forward(self, received: Border | None, call: Call) -> Any:
-        """What the next stage gets, as a Border; the model's output on the last stage. `received`: None on the first stage."""
+        """What the next stage gets, as a Border; the model's output on the last stage. `received`:
+        None on the first stage."""
         raise NotImplementedError
 
     @functools.cached_property
@@ -159,17 +193,24 @@ class PartialModel(nn.Module):
     def follow_modes(self) -> None:
         """Takes over which parts of the whole model are in training mode."""
         for mine, original in self._modes:
-            if mine.training != original.training:  # setting a module's attribute takes longer than all else here
+            if mine.training != original.training:
+                # setting a module's attribute takes longer than all else here
                 mine.training = original.training
 
 
 def partial_model(
-    module: nn.Module, split: Split, stage: int, plain: Callable[[nn.Module], None] | None = None, inside: Inside | None = None
+    module: nn.Module,
+    split: Split,
+    stage: int,
+    plain: Callable[[nn.Module], None] | None = None,
+    inside: Inside | None = None,
 ) -> PartialModel:
-    """The part of `module` that a stage runs, sharing its tensors. What the stage does not hold may be on `meta`.
+    """The part of `module` that a stage runs, sharing its tensors. What the stage does not hold may
+    be on `meta`.
 
-    `plain`: makes a module, which another stage runs, one that can be run for the shape of its output alone; None: it is.
-    `inside`: runs blocks as within the model's own forward pass, which a chain's stages do not have; None: they need nothing of it.
+    `plain`: makes a module, which another stage runs, one that can be run for the shape of its
+    output alone; None: it is. `inside`: runs blocks as within the model's own forward pass, which a
+    chain's stages do not have; None: they need nothing of it.
 
     Raises:
         ConfigurationError: a layered model that cannot be copied.
@@ -177,17 +218,27 @@ def partial_model(
     plan = split.stages[stage]
     if split.blocks.form is Form.CHAIN:
         blocks = [(name, module.get_submodule(name)) for name in plan.modules]
-        return _ChainPart(module, blocks, last=stage == len(split.stages) - 1, inside=inside or _as_it_is)
+        return _ChainPart(
+            module, blocks, last=stage == len(split.stages) - 1, inside=inside or _as_it_is
+        )
     try:
         return _LayeredPart(module, split, stage, plain or (lambda _: None), inside or _as_it_is)
     except (TypeError, RuntimeError) as error:
         raise ConfigurationError(
-            f"{type(module).__name__} cannot be copied, which a stage needs ({error}): give it __deepcopy__, or pipeline_blocks()"
+            f"{type(module).__name__} cannot be copied, which a stage needs ({error}): give it "
+            "__deepcopy__, or pipeline_blocks()"
         ) from error
 
 
 class _ChainPart(PartialModel):
-    def __init__(self, module: nn.Module, blocks: Sequence[tuple[str, nn.Module]], *, last: bool, inside: Inside) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        blocks: Sequence[tuple[str, nn.Module]],
+        *,
+        last: bool,
+        inside: Inside,
+    ) -> None:
         super().__init__()
         self._modes = [(self, module)]  # the blocks are the model's own
         self._inside = inside
@@ -212,8 +263,8 @@ class _ChainPart(PartialModel):
 
 
 class _StageEnds(BaseException):
-    """Raised where the next stage's part begins, through the model's forward. Not an Exception, so that no handler of the model takes
-    it."""
+    """Raised where the next stage's part begins, through the model's forward. Not an Exception, so
+    that no handler of the model takes it."""
 
     def __init__(self, border: Border) -> None:
         self.border = border
@@ -229,7 +280,8 @@ class _Run:
 
 @dataclass
 class _State:
-    """What a stage's forwards change. Not in the module itself: setting an attribute of one takes long."""
+    """What a stage's forwards change. Not in the module itself: setting an attribute of one takes
+    long."""
 
     run: _Run | None = None
     wrapped: int = 0
@@ -238,7 +290,14 @@ class _State:
 
 
 class _LayeredPart(PartialModel):
-    def __init__(self, module: nn.Module, split: Split, stage: int, plain: Callable[[nn.Module], None], inside: Inside) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        split: Split,
+        stage: int,
+        plain: Callable[[nn.Module], None],
+        inside: Inside,
+    ) -> None:
         super().__init__()
         self._inside = inside
         blocks, plan = split.blocks, split.stages[stage]
@@ -249,11 +308,21 @@ class _LayeredPart(PartialModel):
         others = [name for block in blocks.blocks for name in block.names if name not in own]
         self.shell = _copy(module, split, stage, others, plain)
         self._modes = [(self, module), *zip(self.shell.modules(), module.modules(), strict=True)]
-        self._device = next((t.device for t in self.shell.parameters() if not t.is_meta), torch.device("cpu"))
+        self._device = next(
+            (t.device for t in self.shell.parameters() if not t.is_meta), torch.device("cpu")
+        )
         first, end = plan.first - blocks.has_embedding, plan.last - blocks.has_embedding
         for index, layer in enumerate(layers):
-            self._arrange_layer(layer.name, index, first if stage > 0 else -1, end if not self._is_last else len(layers) + 1, len(layers))
-        outside = {name for block in blocks.blocks for name in block.names} - {layer.name for layer in layers}
+            self._arrange_layer(
+                layer.name,
+                index,
+                first if stage > 0 else -1,
+                end if not self._is_last else len(layers) + 1,
+                len(layers),
+            )
+        outside = {name for block in blocks.blocks for name in block.names} - {
+            layer.name for layer in layers
+        }
         for name in outside - own:
             self._stand_in(name)
 
@@ -268,10 +337,15 @@ class _LayeredPart(PartialModel):
         finally:
             run, self._state.run = self._state.run, None
         if not self._is_last:
-            raise ConfigurationError("the model's forward returned without running all of its layers: they cannot be put on several stages")
+            raise ConfigurationError(
+                "the model's forward returned without running all of its layers: they cannot be "
+                "put on several stages"
+            )
         self._check_values(tensors_in(output))
         if run.received is not None:
-            raise ConfigurationError("the model's forward did not run the layers of this pipeline stage")
+            raise ConfigurationError(
+                "the model's forward did not run the layers of this pipeline stage"
+            )
         return output
 
     def _check_values(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -279,20 +353,24 @@ class _LayeredPart(PartialModel):
         for one in tensors:
             if isinstance(one, Placeholder):
                 raise ConfigurationError(
-                    "the model's output needs values of earlier pipeline stages besides what the layers hand on (all hidden states, or a "
-                    "connection around the layers): switch such outputs off, or give the model a method pipeline_blocks()"
+                    "the model's output needs values of earlier pipeline stages besides what the "
+                    "layers hand on (all hidden states, or a connection around the layers): "
+                    "switch such outputs off, or give the model a method pipeline_blocks()"
                 )
 
-    # ------------------------------------------------------------------------------------------------------------------ layers
+    # --------------------------------------------------------------------------------------- layers
 
     def _arrange_layer(self, name: str, index: int, first: int, end: int, layers: int) -> None:
-        """`first`: the layer at which the received value comes in (-1: nothing is received); `end`: the one that is the next stage's."""
+        """`first`: the layer at which the received value comes in (-1: nothing is received); `end`:
+        the one that is the next stage's."""
         layer = self.shell.get_submodule(name)
         original = layer.forward
         if max(first, 0) <= index < end:
             layer.register_forward_hook(self._record)
         if index < first:
-            layer.forward = self._entering_after() if index == first - 1 == layers - 1 else self._skipped
+            layer.forward = (
+                self._entering_after() if index == first - 1 == layers - 1 else self._skipped
+            )
         elif index == first:
             layer.forward = self._entering(name, original)
         elif index == end:
@@ -308,7 +386,10 @@ class _LayeredPart(PartialModel):
         assert received is not None
         if not received.wrapped:
             return hidden
-        others = (placeholder_like(hidden, self._device) if received.given >> i & 1 else None for i in range(1, received.wrapped))
+        others = (
+            placeholder_like(hidden, self._device) if received.given >> i & 1 else None
+            for i in range(1, received.wrapped)
+        )
         return (hidden, *others)
 
     def _entering(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -317,15 +398,23 @@ class _LayeredPart(PartialModel):
         def forward(*args: Any, **kwargs: Any) -> Any:
             slot = _hidden_slot(args, kwargs)
             stand_in = args[0] if slot is None else kwargs[slot]
-            others = [*args[1:], *kwargs.values()] if slot is None else [*args, *(v for k, v in kwargs.items() if k != slot)]
+            others = (
+                [*args[1:], *kwargs.values()]
+                if slot is None
+                else [*args, *(v for k, v in kwargs.items() if k != slot)]
+            )
             if any(isinstance(one, Placeholder) for one in tensors_in(others)):
                 raise ConfigurationError(
-                    f"layer {name!r} takes more than its first argument from what runs before it, so no pipeline stage can begin there: "
-                    f"have the "
-                    "layers take one tensor from each other, or give the model a method pipeline_blocks()"
+                    f"layer {name!r} takes more than its first argument from what runs before it, "
+                    "so no pipeline stage can begin there: have the layers take one tensor from "
+                    "each other, or give the model a method pipeline_blocks()"
                 )
             value = self._take(name, stand_in)
-            return original(value, *args[1:], **kwargs) if slot is None else original(*args, **{**kwargs, slot: value})
+            return (
+                original(value, *args[1:], **kwargs)
+                if slot is None
+                else original(*args, **{**kwargs, slot: value})
+            )
 
         return forward
 
@@ -342,17 +431,18 @@ class _LayeredPart(PartialModel):
         return forward
 
     def _take(self, name: str, stand_in: Any) -> torch.Tensor:
-        """The received value. Where the layer runs again in the backward pass, the one it had then."""
+        """The received value. Where the layer runs again in the backward pass, the one it had
+        then."""
         known = getattr(stand_in, "received", None)
         if known is not None:
             return known  # type: ignore[no-any-return]  # torch's attributes are untyped
         run = self._state.run
         if run is None or run.received is None or not isinstance(stand_in, Placeholder):
             raise ConfigurationError(
-                f"layer {name!r} is called in a way that a pipeline stage cannot begin with (twice, with something that no module "
-                f"before the "
-                "layers has made, or again in the backward pass by reentrant checkpointing): use non-reentrant checkpointing, or "
-                "pipeline_blocks()"
+                f"layer {name!r} is called in a way that a pipeline stage cannot begin with "
+                "(twice, with something that no module before the layers has made, or again in "
+                "the backward pass by reentrant checkpointing): use non-reentrant checkpointing, "
+                "or pipeline_blocks()"
             )
         stand_in.received = run.received.tensors[0]
         run.received = None
@@ -362,7 +452,9 @@ class _LayeredPart(PartialModel):
         """The next stage's first layer."""
         slot = _hidden_slot(args, kwargs)
         value = args[0] if slot is None else kwargs[slot]
-        raise _StageEnds(Border(tensors=(value,), wrapped=self._state.wrapped, given=self._state.given))
+        raise _StageEnds(
+            Border(tensors=(value,), wrapped=self._state.wrapped, given=self._state.given)
+        )
 
     def _ending_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """The last layer, for a stage in front of one that has only what comes after the layers."""
@@ -373,11 +465,11 @@ class _LayeredPart(PartialModel):
 
         return forward
 
-    # ----------------------------------------------------------------------------------------------- modules before the layers
+    # -------------------------------------------------------------------- modules before the layers
 
     def _stand_in(self, name: str) -> None:
-        """Makes a module that is on another stage give placeholders. What they look like follows from what it is given, and is kept for
-        the next time: micro-batches are alike."""
+        """Makes a module that is on another stage give placeholders. What they look like follows
+        from what it is given, and is kept for the next time: micro-batches are alike."""
         module = self.shell.get_submodule(name)
         original = module.forward
         module.eval()
@@ -387,19 +479,22 @@ class _LayeredPart(PartialModel):
             nonlocal known
             if self._running.received is None:
                 raise ConfigurationError(
-                    f"{name!r} is on another pipeline stage, by its place among the model's submodules, but runs on this one: register "
-                    f"what runs "
-                    "before the layers before them, and what runs after them after them"
+                    f"{name!r} is on another pipeline stage, by its place among the model's "
+                    "submodules, but runs on this one: register what runs before the layers "
+                    "before them, and what runs after them after them"
                 )
             try:
                 with torch.no_grad(), DisableTorchFunctionSubclass():
                     kind = (module.training, _kind(args), _kind(kwargs))
                     if kind != known[0]:
-                        known = (kind, original(*_mapped(args, _shape_of), **_mapped(kwargs, _shape_of)))
+                        known = (
+                            kind,
+                            original(*_mapped(args, _shape_of), **_mapped(kwargs, _shape_of)),
+                        )
             except (RuntimeError, NotImplementedError) as error:
                 raise ConfigurationError(
-                    f"{name!r} is on another pipeline stage and cannot be run for the shape of its output alone ({error}): "
-                    "give the model a method pipeline_blocks()"
+                    f"{name!r} is on another pipeline stage and cannot be run for the shape of its "
+                    f"output alone ({error}): give the model a method pipeline_blocks()"
                 ) from error
             return _mapped(known[1], lambda one: placeholder_like(one, self._device))
 
@@ -409,7 +504,9 @@ class _LayeredPart(PartialModel):
     def _running(self) -> _Run:
         run = self._state.run
         if run is None:
-            raise ConfigurationError("a layer of another pipeline stage ran outside of the stage's forward")
+            raise ConfigurationError(
+                "a layer of another pipeline stage ran outside of the stage's forward"
+            )
         return run
 
     def _record(self, layer: nn.Module, args: Any, output: Any) -> None:
@@ -418,8 +515,15 @@ class _LayeredPart(PartialModel):
         self._state.wrapped, self._state.given = border.wrapped, border.given
 
 
-def _copy(module: nn.Module, split: Split, stage: int, others: Sequence[str], plain: Callable[[nn.Module], None]) -> nn.Module:
-    """The model's structure again, with the same tensors where the stage holds them, and without values what is in `others`."""
+def _copy(
+    module: nn.Module,
+    split: Split,
+    stage: int,
+    others: Sequence[str],
+    plain: Callable[[nn.Module], None],
+) -> nn.Module:
+    """The model's structure again, with the same tensors where the stage holds them, and without
+    values what is in `others`."""
     named = named_tensors(module)
     valueless = {id(tensor): absent_like(tensor) for tensor in named.values()}
     elsewhere: dict[int, Any] = {}
@@ -434,17 +538,25 @@ def _copy(module: nn.Module, split: Split, stage: int, others: Sequence[str], pl
 def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """A parameter or buffer of the same shape and kind, without its values."""
     empty = torch.empty_like(tensor, device=device)
-    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return (
+        nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else empty
+    )
 
 
 def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Where a layer takes what the one before it handed on: None: its first argument; else the name of the first that is a tensor."""
+    """Where a layer takes what the one before it handed on: None: its first argument; else the name
+    of the first that is a tensor."""
     if args:
         return None
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor):
             return name
-    raise ConfigurationError("a layer of the model is called without any tensor: it cannot be put on several pipeline stages")
+    raise ConfigurationError(
+        "a layer of the model is called without any tensor: it cannot be put on several pipeline "
+        "stages"
+    )
 
 
 def _output_border(output: Any) -> Border:
@@ -454,8 +566,8 @@ def _output_border(output: Any) -> Border:
         given = sum(1 << i for i, one in enumerate(output) if i > 0 and one is not None)
         return Border(tensors=(output[0],), wrapped=len(output), given=given)
     raise ConfigurationError(
-        f"a layer of the model returned {type(output).__name__}: pipeline stages take a tensor from each other, or a tuple that begins "
-        f"with one"
+        f"a layer of the model returned {type(output).__name__}: pipeline stages take a tensor "
+        "from each other, or a tuple that begins with one"
     )
 
 
@@ -464,14 +576,19 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _kind(value: Any) -> Any:
-    """Equal for what a module gives the same shapes for. What is not known to be alike is like nothing else."""
+    """Equal for what a module gives the same shapes for. What is not known to be alike is like
+    nothing else."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     if isinstance(value, dict):
         return [(key, _kind(one)) for key, one in value.items()]
     if isinstance(value, tuple | list):
         return type(value), [_kind(one) for one in value]
-    return (type(value), value) if value is None or isinstance(value, bool | int | float | str) else object()
+    return (
+        (type(value), value)
+        if value is None or isinstance(value, bool | int | float | str)
+        else object()
+    )
 
 
 def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -3,8 +3,8 @@
     pipeline = Pipeline(module, PipelineSettings(schedule="1f1b", micro_batches=8), group=group)
     loss = pipeline.train_on(cut_batch(inputs, targets, count=8), loss_fn)
 
-It knows nothing of sessions, generations or optimizers, and leaves the gradients where autograd does. When ranks come or go, a new one is
-made on a new group. Threads: one.
+It knows nothing of sessions, generations or optimizers, and leaves the gradients where autograd
+does. When ranks come or go, a new one is made on a new group. Threads: one.
 """
 
 from __future__ import annotations
@@ -23,21 +23,34 @@ from shoal_worker.pipelining.executor import Loss, ScheduleExecutor
 from shoal_worker.pipelining.links import Links, broadcast_output, plain
 from shoal_worker.pipelining.micro_batches import MicroBatch, cut_batch, merge_outputs
 from shoal_worker.pipelining.partial import Inside, PartialModel, partial_model
-from shoal_worker.pipelining.schedule import checked_stages_per_rank, forward_schedule, schedule_kind, stage_ranks, training_schedule
+from shoal_worker.pipelining.schedule import (
+    checked_stages_per_rank,
+    forward_schedule,
+    schedule_kind,
+    stage_ranks,
+    training_schedule,
+)
 from shoal_worker.pipelining.split import SharedParameter, Split, split_model
 
-# --------------------------------------------------------------------------------------------------------- gradients of shared parameters
+# ------------------------------------------------------------------- gradients of shared parameters
 #
-# After the schedule: the gradients of parameters that several stages hold are summed over their copies.
+# After the schedule: the gradients of parameters that several stages hold are summed over their
+# copies.
 #
-# It comes after the schedule, and not from hooks in the backward pass: the reducer of torch's DDP does not see the second half of a split
-# backward pass and leaves its gradients unreduced, without a word. Gradients that no copy has stay None, as in one process.
+# It comes after the schedule, and not from hooks in the backward pass: the reducer of torch's DDP
+# does not see the second half of a split backward pass and leaves its gradients unreduced, without
+# a word. Gradients that no copy has stay None, as in one process.
 
 
 def sum_shared(
-    shared: Sequence[SharedParameter], rank_of: Sequence[int], parameters: Mapping[str, nn.Parameter], links: Links, here: Sequence[bool]
+    shared: Sequence[SharedParameter],
+    rank_of: Sequence[int],
+    parameters: Mapping[str, nn.Parameter],
+    links: Links,
+    here: Sequence[bool],
 ) -> None:
-    """Each copy of a shared parameter gets the sum of all copies' gradients, added in the order of their stages.
+    """Each copy of a shared parameter gets the sum of all copies' gradients, added in the order of
+    their stages.
 
     Args:
         shared: Of the whole model, the same on every rank.
@@ -51,7 +64,9 @@ def sum_shared(
         if not exists or links.rank not in ranks or len(ranks) == 1:
             continue
         parameter = parameters[one.names[0]]
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        gradient = (
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.contiguous()
+        )
         owner, what = ranks[0], f"summing the gradients of {one.names[0]}"
         if links.rank == owner:
             for peer in ranks[1:]:
@@ -71,17 +86,21 @@ def sum_shared(
         parameter.grad = gradient
 
 
-def shared_exist(shared: Sequence[SharedParameter], parameters: Mapping[str, nn.Parameter], links: Links) -> list[bool]:
+def shared_exist(
+    shared: Sequence[SharedParameter], parameters: Mapping[str, nn.Parameter], links: Links
+) -> list[bool]:
     """Whether any copy of each shared parameter has a gradient."""
     if not shared:
         return []
     own = [parameters.get(one.names[0]) for one in shared]
-    found = torch.tensor([float(p is not None and p.grad is not None) for p in own], device=links.device)
+    found = torch.tensor(
+        [float(p is not None and p.grad is not None) for p in own], device=links.device
+    )
     links.all_reduce(found, "comparing which shared parameters have gradients", dist.ReduceOp.MAX)
     return [bool(one) for one in found.tolist()]
 
 
-# ------------------------------------------------------------------------------------------------------------------------ one rank's part
+# ---------------------------------------------------------------------------------- one rank's part
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +120,9 @@ class PipelineSettings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
-            raise ConfigurationError(f"micro_batches={self.micro_batches!r}: expected a whole number, at least 1")
+            raise ConfigurationError(
+                f"micro_batches={self.micro_batches!r}: expected a whole number, at least 1"
+            )
 
 
 class Pipeline:
@@ -124,8 +145,8 @@ class Pipeline:
         """Splits `module` over the ranks of `group`; sends nothing.
 
         Args:
-            module: The model, the same on every rank; what this rank does not hold may be on `meta`. It is kept, and shares the tensors of
-                this rank's stages.
+            module: The model, the same on every rank; what this rank does not hold may be on
+                `meta`. It is kept, and shares the tensors of this rank's stages.
             settings: The same on every rank.
             group: The ranks of one replica, in the order of the stages.
             device: Of this rank's tensors; None: the CPU.
@@ -145,45 +166,67 @@ class Pipeline:
         self._per_rank = checked_stages_per_rank(kind, settings.stages_per_rank)
         self.rank_of = stage_ranks(kind, group.size(), self._per_rank)
         """The rank of each stage."""
-        self.split: Split = split or split_model(module, len(self.rank_of), cut_points=settings.cut_points)
+        self.split: Split = split or split_model(
+            module, len(self.rank_of), cut_points=settings.cut_points
+        )
         self.links = Links(group, device or torch.device("cpu"), end=end, come_after=come_after)
         stages = [stage for stage, rank in enumerate(self.rank_of) if rank == self.links.rank]
         self._is_last = len(self.rank_of) - 1 in stages
-        self._parts: dict[int, PartialModel] = {stage: partial_model(module, self.split, stage, plain, inside) for stage in stages}
+        self._parts: dict[int, PartialModel] = {
+            stage: partial_model(module, self.split, stage, plain, inside) for stage in stages
+        }
         self._engine = ScheduleExecutor(self._parts, len(self.rank_of), self.links)
 
-    # --------------------------------------------------------------------------------------------------------------- training
+    # ------------------------------------------------------------------------------------- training
 
-    def train_on(self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None) -> torch.Tensor:
-        """Forward and backward passes of micro-batches, as `take_through` makes them. Returns the loss of this replica's batch, on every
-        rank of the pipeline."""
+    def train_on(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None
+    ) -> torch.Tensor:
+        """Forward and backward passes of micro-batches, as `take_through` makes them. Returns the
+        loss of this replica's batch, on every rank of the pipeline."""
         told = self.take_through(micro_batches, loss)
         total = self._zero() if told is None else told
         with self.links.ending_on_failure("a pipeline step"):
             self.links.broadcast(total, self.rank_of[-1], "telling all ranks the loss")
         return total
 
-    def take_through(self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None) -> torch.Tensor | None:
-        """Forward and backward passes of micro-batches; adds the gradients of the batch's loss to the parameters'. Returns that loss, of
-        this replica's batch, where the last stage is, and None elsewhere. Without `loss`, it is the output's `.loss`.
+    def take_through(
+        self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None
+    ) -> torch.Tensor | None:
+        """Forward and backward passes of micro-batches; adds the gradients of the batch's loss to
+        the parameters'. Returns that loss, of this replica's batch, where the last stage is, and
+        None elsewhere. Without `loss`, it is the output's `.loss`.
 
-        All ranks of the replica call it with the same micro-batches. Of a parameter that is on several stages, each has its stage's part of
-        the gradient.
+        All ranks of the replica call it with the same micro-batches. Of a parameter that is on
+        several stages, each has its stage's part of the gradient.
 
         Raises:
             MembershipChanged: a rank failed or is gone. The gradients are worthless then.
         """
-        weights = [one.weight if self.settings.loss_reduction == "mean" else 1.0 for one in micro_batches]
+        weights = [
+            one.weight if self.settings.loss_reduction == "mean" else 1.0 for one in micro_batches
+        ]
         total_weight = (sum(weights) or 1.0) if self.settings.loss_reduction == "mean" else 1.0
         scales = [weight / total_weight for weight in weights]
         schedule = training_schedule(
-            self.settings.schedule, ranks=self.links.size, stages_per_rank=self._per_rank, micro_batches=len(micro_batches)
+            self.settings.schedule,
+            ranks=self.links.size,
+            stages_per_rank=self._per_rank,
+            micro_batches=len(micro_batches),
         )
         self._follow_modes()
-        ran = self._engine.run(schedule, micro_batches, loss=loss or own_loss, scales=scales, observe=self._observe)
+        ran = self._engine.run(
+            schedule, micro_batches, loss=loss or own_loss, scales=scales, observe=self._observe
+        )
         if not self._is_last:
             return None
-        total = sum((one.double().reshape(()) * weight for one, weight in zip(ran.losses, weights, strict=True)), self._zero())
+        total = sum(
+            (
+                one.double().reshape(()) * weight
+                for one, weight in zip(ran.losses, weights, strict=True)
+            ),
+            self._zero(),
+        )
         return total / total_weight
 
     def _zero(self) -> torch.Tensor:
@@ -193,16 +236,22 @@ class Pipeline:
         for part in self._parts.values():
             part.follow_modes()
 
-    # ------------------------------------------------------------------------------------------------------------- evaluation
+    # ----------------------------------------------------------------------------------- evaluation
 
     def predict(self, inputs: Any) -> Any:
-        """The model's output in evaluation mode, without gradients, on all ranks; mappings come as plain dicts. All ranks of the replica
-        call it with the same batch."""
+        """The model's output in evaluation mode, without gradients, on all ranks; mappings come as
+        plain dicts. All ranks of the replica call it with the same batch."""
         batches = cut_batch(inputs, count=self.settings.micro_batches)
         with evaluating(self.module):
             self._follow_modes()
             ran = self._engine.run(forward_schedule(self.rank_of, len(batches)), batches)
-        output = plain(merge_outputs([plain(one) for one in ran.outputs], [one.samples for one in batches])) if self._is_last else None
+        output = (
+            plain(
+                merge_outputs([plain(one) for one in ran.outputs], [one.samples for one in batches])
+            )
+            if self._is_last
+            else None
+        )
         with self.links.ending_on_failure("sending outputs"):
             return broadcast_output(output, self.rank_of[-1], self.links)
 
@@ -215,5 +264,8 @@ def own_loss(output: Any, targets: Any) -> torch.Tensor:
     """
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(found, torch.Tensor):
-        raise ConfigurationError(f"a train step without a loss function needs an output with a .loss tensor; got {type(output).__name__}")
+        raise ConfigurationError(
+            "a train step without a loss function needs an output with a .loss tensor; got "
+            f"{type(output).__name__}"
+        )
     return found

@@ -1,9 +1,9 @@
 """In which order each rank computes and communicates: torch's pipeline schedules as plain values.
 
-torch.distributed.pipelining computes the orders, and places the sends and receives so that they cannot deadlock; executor.py carries them
-out.
-Schedules that want more micro-batches than there are get them, and what concerns the missing ones is left out: an order stays valid
-without them. The names are torch's, or the short ones below.
+torch.distributed.pipelining computes the orders, and places the sends and receives so that they
+cannot deadlock; executor.py carries them out. Schedules that want more micro-batches than there are
+get them, and what concerns the missing ones is left out: an order stays valid without them. The
+names are torch's, or the short ones below.
 """
 
 from __future__ import annotations
@@ -134,12 +134,16 @@ def checked_stages_per_rank(kind: ScheduleKind, stages_per_rank: int | None) -> 
     count = kind.default_stages_per_rank if stages_per_rank is None else stages_per_rank
     if count < 1 or (kind.stages_per_rank is not None and count != kind.stages_per_rank):
         expected = "at least 1" if kind.stages_per_rank is None else str(kind.stages_per_rank)
-        raise ConfigurationError(f"stages_per_rank={count} with schedule={kind.name!r}: expected {expected}")
+        raise ConfigurationError(
+            f"stages_per_rank={count} with schedule={kind.name!r}: expected {expected}"
+        )
     return count
 
 
 @functools.lru_cache(maxsize=64)
-def training_schedule(name: str, *, ranks: int, stages_per_rank: int, micro_batches: int) -> Schedule:
+def training_schedule(
+    name: str, *, ranks: int, stages_per_rank: int, micro_batches: int
+) -> Schedule:
     """The order of a training step: forward and backward passes of `micro_batches` micro-batches.
 
     Raises:
@@ -157,7 +161,8 @@ def training_schedule(name: str, *, ranks: int, stages_per_rank: int, micro_batc
 
 @functools.lru_cache(maxsize=64)
 def forward_schedule(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:
-    """The order of forward passes alone, breadth first: each rank takes all micro-batches through one of its stages and then the next."""
+    """The order of forward passes alone, breadth first: each rank takes all micro-batches through
+    one of its stages and then the next."""
     order = {
         rank: [
             torch_schedules._Action(stage, torch_schedules.FORWARD, index)
@@ -174,44 +179,75 @@ class _StandIn:
     """Has as much of a stage as torch's schedules look at when they compute their order."""
 
     def __init__(self, index: int, stages: int, rank: int, ranks: int) -> None:
-        self.stage_index, self.num_stages, self.group_rank, self.group_size = index, stages, rank, ranks
+        self.stage_index, self.num_stages, self.group_rank, self.group_size = (
+            index,
+            stages,
+            rank,
+            ranks,
+        )
         self.stage_index_to_group_rank: dict[int, int] = {}
         self.submod = nn.Module()
         self.is_first, self.is_last = index == 0, index == stages - 1
 
 
 def _one_forward_one_backward(ranks: int, micro_batches: int) -> dict[int, list[Any]]:
-    """Returns the order in which torch's Schedule1F1B runs; the order that it gives as a value lacks the last stage's first forward pass
-    (torch 2.13)."""
+    """Returns the order in which torch's Schedule1F1B runs; the order that it gives as a value
+    lacks the last stage's first forward pass (torch 2.13)."""
     order: dict[int, list[Any]] = {}
     for rank in range(ranks):
         ahead = min(ranks - 1 - rank, micro_batches)
-        forward = [torch_schedules._Action(rank, torch_schedules.FORWARD, index) for index in range(micro_batches)]
-        backward = [torch_schedules._Action(rank, torch_schedules.FULL_BACKWARD, index) for index in range(micro_batches)]
+        forward = [
+            torch_schedules._Action(rank, torch_schedules.FORWARD, index)
+            for index in range(micro_batches)
+        ]
+        backward = [
+            torch_schedules._Action(rank, torch_schedules.FULL_BACKWARD, index)
+            for index in range(micro_batches)
+        ]
         alternating = [one for pair in zip(forward[ahead:], backward, strict=False) for one in pair]
         order[rank] = [*forward[:ahead], *alternating, *backward[micro_batches - ahead :]]
     return order
 
 
-def _check_complete(name: str, rank_of: Sequence[int], micro_batches: int, order: Mapping[int, Sequence[Any]]) -> None:
+def _check_complete(
+    name: str, rank_of: Sequence[int], micro_batches: int, order: Mapping[int, Sequence[Any]]
+) -> None:
     """Each micro-batch passes each stage once forward and once backward, on the stage's rank."""
     expected = {(stage, index) for stage in range(len(rank_of)) for index in range(micro_batches)}
     done: dict[Kind, list[tuple[int, int]]] = {kind: [] for kind in _COMPUTES}
     for rank, actions in order.items():
         for action in actions:
             if rank_of[action.stage_index] != rank:
-                raise InternalError(f"schedule {name!r}: stage {action.stage_index} runs on rank {rank}, not {rank_of[action.stage_index]}")
-            done[Kind(action.computation_type.value)].append((action.stage_index, action.microbatch_index))
+                raise InternalError(
+                    f"schedule {name!r}: stage {action.stage_index} runs on rank {rank}, not "
+                    f"{rank_of[action.stage_index]}"
+                )
+            done[Kind(action.computation_type.value)].append(
+                (action.stage_index, action.microbatch_index)
+            )
     backward = done[Kind.BACKWARD] + done[Kind.BACKWARD_INPUT]
     split_right = sorted(done[Kind.BACKWARD_INPUT]) == sorted(done[Kind.BACKWARD_WEIGHT])
-    if sorted(done[Kind.FORWARD]) != sorted(expected) or sorted(backward) != sorted(expected) or not split_right:
-        raise InternalError(f"schedule {name!r} for {len(rank_of)} stages and {micro_batches} micro-batches is not complete")
+    if (
+        sorted(done[Kind.FORWARD]) != sorted(expected)
+        or sorted(backward) != sorted(expected)
+        or not split_right
+    ):
+        raise InternalError(
+            f"schedule {name!r} for {len(rank_of)} stages and {micro_batches} micro-batches is not "
+            "complete"
+        )
 
 
-def _torch_order(kind: ScheduleKind, ranks: int, stages_per_rank: int, micro_batches: int) -> dict[int, list[Any]]:
-    """torch's order of computations, by rank, for as many micro-batches as it needs; those that are not there left out."""
+def _torch_order(
+    kind: ScheduleKind, ranks: int, stages_per_rank: int, micro_batches: int
+) -> dict[int, list[Any]]:
+    """torch's order of computations, by rank, for as many micro-batches as it needs; those that are
+    not there left out."""
     make: Callable[..., Any] = torch_schedules.get_schedule_class(kind.torch_class)
-    stages = [_StandIn(rank * stages_per_rank, ranks * stages_per_rank, 0, ranks) for rank in range(stages_per_rank)]
+    stages = [
+        _StandIn(rank * stages_per_rank, ranks * stages_per_rank, 0, ranks)
+        for rank in range(stages_per_rank)
+    ]
     single = isinstance(make, type) and issubclass(make, torch_schedules.PipelineScheduleSingle)
     given: Any = stages[0] if single else stages
     refusal: ValueError | None = None
@@ -223,18 +259,27 @@ def _torch_order(kind: ScheduleKind, ranks: int, stages_per_rank: int, micro_bat
             continue
         return {rank: list(_computations(order[rank], micro_batches)) for rank in range(ranks)}
     raise ConfigurationError(
-        f"schedule={kind.name!r} with {ranks} ranks, stages_per_rank={stages_per_rank} and {micro_batches} micro-batches: {refusal}"
+        f"schedule={kind.name!r} with {ranks} ranks, stages_per_rank={stages_per_rank} and "
+        f"{micro_batches} micro-batches: {refusal}"
     )
 
 
 def _computations(order: Iterable[Any], micro_batches: int) -> Iterable[Any]:
     for action in order:
-        for part in (action,) if action is None or action.sub_actions is None else action.sub_actions:
-            if part is not None and part.computation_type.value in _COMPUTES and part.microbatch_index < micro_batches:
+        for part in (
+            (action,) if action is None or action.sub_actions is None else action.sub_actions
+        ):
+            if (
+                part is not None
+                and part.computation_type.value in _COMPUTES
+                and part.microbatch_index < micro_batches
+            ):
                 yield part
 
 
-def _with_communication(name: str, micro_batches: int, rank_of: tuple[int, ...], order: Mapping[int, Sequence[Any]]) -> Schedule:
+def _with_communication(
+    name: str, micro_batches: int, rank_of: tuple[int, ...], order: Mapping[int, Sequence[Any]]
+) -> Schedule:
     complete = torch_schedules._add_send_recv(
         {rank: list(actions) for rank, actions in order.items() if actions},
         stage_to_rank=lambda stage: rank_of[stage],
@@ -246,7 +291,12 @@ def _with_communication(name: str, micro_batches: int, rank_of: tuple[int, ...],
         rank_of=rank_of,
         actions=tuple(
             tuple(
-                Action(Kind(one.computation_type.value), one.stage_index, int(one.microbatch_index or 0)) for one in complete.get(rank, [])
+                Action(
+                    Kind(one.computation_type.value),
+                    one.stage_index,
+                    int(one.microbatch_index or 0),
+                )
+                for one in complete.get(rank, [])
             )
             for rank in range(max(rank_of) + 1)
         ),

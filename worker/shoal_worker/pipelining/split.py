@@ -1,14 +1,17 @@
-"""Where a model can be cut, and which stage holds which part of it: a plain value, the same on every rank, that can be printed.
+"""Where a model can be cut, and which stage holds which part of it: a plain value, the same on
+every rank, that can be printed.
 
-Stages are contiguous runs of blocks. By default their parameter bytes are balanced: the largest stage is as small as it can be (dynamic
-programming, not greedy), and among those splits the one with the least sum of squares. Nothing here looks at values or devices: a model on
-`meta` is split as well as any other.
+Stages are contiguous runs of blocks. By default their parameter bytes are balanced: the largest
+stage is as small as it can be (dynamic programming, not greedy), and among those splits the one
+with the least sum of squares. Nothing here looks at values or devices: a model on `meta` is split
+as well as any other.
 
-The sequence of blocks is found by structure and not by tracing. Three forms are known. A model that **offers** its blocks
-(`pipeline_blocks()`) and an `nn.Sequential` are **chains**: each block takes what the one before it returned. A model with a `ModuleList`
-of equal layers (GPT, BERT, Llama and their kin, wherever the list is nested) is **layered**: what is registered before the list
-(embeddings) runs before it, what is registered after it (norm, head) after it. A layered model keeps its own `forward`; partial.py says how
-a part of it runs.
+The sequence of blocks is found by structure and not by tracing. Three forms are known. A model that
+**offers** its blocks (`pipeline_blocks()`) and an `nn.Sequential` are **chains**: each block takes
+what the one before it returned. A model with a `ModuleList` of equal layers (GPT, BERT, Llama and
+their kin, wherever the list is nested) is **layered**: what is registered before the list
+(embeddings) runs before it, what is registered after it (norm, head) after it. A layered model
+keeps its own `forward`; partial.py says how a part of it runs.
 """
 
 from __future__ import annotations
@@ -26,9 +29,9 @@ from torch import nn
 from shoal_worker.torch_internals import _NormBase
 
 _REMEDY: Final = (
-    "make it an nn.Sequential, keep its repeated layers in one nn.ModuleList, or give it a method pipeline_blocks() that returns the "
-    "list of "
-    "its submodules in the order in which they run, each taking what the one before it returned"
+    "make it an nn.Sequential, keep its repeated layers in one nn.ModuleList, or give it a method "
+    "pipeline_blocks() that returns the list of its submodules in the order in which they run, "
+    "each taking what the one before it returned"
 )
 
 
@@ -37,8 +40,9 @@ class OffersBlocks(Protocol):
     """A model that says how it is cut."""
 
     def pipeline_blocks(self) -> list[nn.Module]:
-        """Returns the model's submodules in the order in which they run. The first takes the model's inputs, each other one what the one
-        before it returned (a tensor, or a tuple of tensors, as one argument), and the last one's output is the model's. Cuts fall between
+        """Returns the model's submodules in the order in which they run. The first takes the
+        model's inputs, each other one what the one before it returned (a tensor, or a tuple of
+        tensors, as one argument), and the last one's output is the model's. Cuts fall between
         them."""
         ...
 
@@ -55,7 +59,8 @@ class Block:
     """A piece that is not cut: one or more submodules that run one after the other."""
 
     names: tuple[str, ...]
-    """Names of its submodules in the model. In a layered model those before and after the layers make one block each."""
+    """Names of its submodules in the model. In a layered model those before and after the layers
+    make one block each."""
 
     @property
     def name(self) -> str:
@@ -76,34 +81,41 @@ class Blocks:
     has_head: bool = False
     """Layered: whether the last block comes after the layers."""
     everywhere: tuple[str, ...] = ()
-    """Layered: modules around the layers that own parameters or buffers directly, "" being the model itself. Their forward code runs on
-    every
-    stage and may use these there."""
+    """Layered: modules around the layers that own parameters or buffers directly, "" being the
+    model itself. Their forward code runs on every stage and may use these there."""
 
 
 def find_blocks(module: nn.Module) -> Blocks:
     """The blocks of a model.
 
     Raises:
-        ConfigurationError: the model has none of the three forms, or what it offers does not add up.
+        ConfigurationError: the model has none of the three forms, or what it offers does not add
+            up.
     """
     if isinstance(module, OffersBlocks):
         return _offered(module)
     if _is_plain_sequential(module):
-        return Blocks(form=Form.CHAIN, blocks=tuple(Block(names=(name,)) for name, _ in _flattened(module, "")))
+        return Blocks(
+            form=Form.CHAIN,
+            blocks=tuple(Block(names=(name,)) for name, _ in _flattened(module, "")),
+        )
     found = _longest_list(module)
     if found is None:
-        raise ConfigurationError(f"{type(module).__name__} cannot be cut into pipeline stages by its structure: {_REMEDY}")
+        raise ConfigurationError(
+            f"{type(module).__name__} cannot be cut into pipeline stages by its structure: "
+            f"{_REMEDY}"
+        )
     return _layered(module, found)
 
 
 def stateful(module: nn.Module) -> bool:
-    """Whether a module belongs to one stage: it has parameters, or statistics that training changes. Others (dropout, activations, tables
-    of
-    constants) may be on several."""
+    """Whether a module belongs to one stage: it has parameters, or statistics that training
+    changes. Others (dropout, activations, tables of constants) may be on several."""
     if next(module.parameters(), None) is not None:
         return True
-    return any(isinstance(part, _NormBase) and part.track_running_stats for part in module.modules())
+    return any(
+        isinstance(part, _NormBase) and part.track_running_stats for part in module.modules()
+    )
 
 
 def _offered(module: OffersBlocks) -> Blocks:
@@ -113,26 +125,39 @@ def _offered(module: OffersBlocks) -> Blocks:
     foreign = [type(part).__name__ for part in offered if id(part) not in names]
     if foreign or not offered:
         raise ConfigurationError(
-            f"pipeline_blocks() of {type(module).__name__} gave {foreign or 'nothing'}: expected submodules of the model, so that their "
-            "parameters have names"
+            f"pipeline_blocks() of {type(module).__name__} gave {foreign or 'nothing'}: expected "
+            "submodules of the model, so that their parameters have names"
         )
     inside = {id(p) for part in offered for p in part.parameters()}
     left_out = [name for name, p in module.named_parameters() if id(p) not in inside]
     if left_out:
         raise ConfigurationError(
-            f"pipeline_blocks() of {type(module).__name__} leaves out the parameters {left_out[:5]}: each parameter must be in a block"
+            f"pipeline_blocks() of {type(module).__name__} leaves out the parameters "
+            f"{left_out[:5]}: each parameter must be in a block"
         )
-    return Blocks(form=Form.CHAIN, blocks=tuple(Block(names=(names[id(part)],)) for part in offered))
+    return Blocks(
+        form=Form.CHAIN, blocks=tuple(Block(names=(names[id(part)],)) for part in offered)
+    )
 
 
 def _is_plain_sequential(module: nn.Module) -> bool:
-    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward and not hooked
+    hooked = (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+    return (
+        isinstance(module, nn.Sequential)
+        and type(module).forward is nn.Sequential.forward
+        and not hooked
+    )
 
 
 def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """The parts of a Sequential, and of those in it."""
-    for name, part in module._modules.items():  # not named_children(), which gives a module that is used twice once
+    for name, part in module._modules.items():
+        # not named_children(), which gives a module that is used twice once
         if part is not None and _is_plain_sequential(part) and part._modules:
             yield from _flattened(part, f"{prefix}{name}.")
         elif part is not None:
@@ -140,25 +165,34 @@ def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
 
 
 def _longest_list(module: nn.Module) -> str | None:
-    """The outermost ModuleList of most parameters whose entries are all of one class, two at least."""
+    """The outermost ModuleList of most parameters whose entries are all of one class, two at
+    least."""
     candidates = [
         (sum(p.numel() for p in part.parameters()), -name.count("."), name)
         for name, part in module.named_modules()
-        if isinstance(part, nn.ModuleList) and len(part) > 1 and len({type(entry) for entry in part}) == 1 and stateful(part)
+        if isinstance(part, nn.ModuleList)
+        and len(part) > 1
+        and len({type(entry) for entry in part}) == 1
+        and stateful(part)
     ]
     return max(candidates)[2] if candidates else None
 
 
 def _layered(module: nn.Module, layers: str) -> Blocks:
-    """What is registered before the list, in any of the modules around it, comes before it; what is registered after it, after it."""
+    """What is registered before the list, in any of the modules around it, comes before it; what is
+    registered after it, after it."""
     entries = list(module.get_submodule(layers)._modules.items())
     if len({id(layer) for _, layer in entries}) < len(entries):
-        raise ConfigurationError(f"{layers!r} holds the same module more than once, which cannot be on several stages: {_REMEDY}")
+        raise ConfigurationError(
+            f"{layers!r} holds the same module more than once, which cannot be on several stages: "
+            f"{_REMEDY}"
+        )
     path = layers.split(".")
     around = [".".join(path[:depth]) for depth in range(len(path))]
     before: list[str] = []
     after: list[str] = []
-    for depth, owner in reversed(list(enumerate(around))):  # from the inside out, as it runs after the layers
+    for depth, owner in reversed(list(enumerate(around))):
+        # from the inside out, as it runs after the layers
         names = [name for name, _ in module.get_submodule(owner).named_children()]
         position = names.index(path[depth])
         own = [f"{owner}.{name}" if owner else name for name in names]
@@ -174,7 +208,11 @@ def _layered(module: nn.Module, layers: str) -> Blocks:
         layers=layers,
         has_embedding=bool(before),
         has_head=bool(after),
-        everywhere=tuple(name for name in around if module.get_submodule(name)._parameters or module.get_submodule(name)._buffers),
+        everywhere=tuple(
+            name
+            for name in around
+            if module.get_submodule(name)._parameters or module.get_submodule(name)._buffers
+        ),
     )
 
 
@@ -199,9 +237,8 @@ class StagePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedParameter:
-    """One parameter that several stages hold a copy of: tied weights, or a parameter of a module around the layers. Its gradients are
-    summed
-    over these stages."""
+    """One parameter that several stages hold a copy of: tied weights, or a parameter of a module
+    around the layers. Its gradients are summed over these stages."""
 
     names: tuple[str, ...]
     """All its names, in the model's order; the first is the one that the optimizer knows."""
@@ -216,8 +253,8 @@ class Split:
     blocks: Blocks
     stages: tuple[StagePlan, ...]
     placement: Mapping[str, tuple[int, ...]]
-    """The stages of each parameter and buffer, by name, tied ones under each of their names; in the model's order. The first stage is the
-    owner."""
+    """The stages of each parameter and buffer, by name, tied ones under each of their names; in the
+    model's order. The first stage is the owner."""
     shared: tuple[SharedParameter, ...]
 
     def __str__(self) -> str:
@@ -225,48 +262,63 @@ class Split:
         width = max(len("modules"), *(len(name) for name in names))
         lines = [f"stage  {'modules':<{width}}  parameters       bytes"]
         lines += [
-            f"{stage.index:>5}  {name:<{width}}  {stage.parameters:>10,}  {_readable(stage.parameter_bytes):>10}"
+            f"{stage.index:>5}  {name:<{width}}  {stage.parameters:>10,}  "
+            f"{_readable(stage.parameter_bytes):>10}"
             for stage, name in zip(self.stages, names, strict=True)
         ]
-        lines += [f"shared by stages {', '.join(map(str, one.stages))}: {' = '.join(one.names)}" for one in self.shared]
+        lines += [
+            f"shared by stages {', '.join(map(str, one.stages))}: {' = '.join(one.names)}"
+            for one in self.shared
+        ]
         return "\n".join(lines)
 
 
-def split_model(module: nn.Module, stages: int, *, cut_points: Sequence[str] | None = None) -> Split:
+def split_model(
+    module: nn.Module, stages: int, *, cut_points: Sequence[str] | None = None
+) -> Split:
     """Splits a model into `stages` stages.
 
     Args:
         module: The whole model; parameters may be on `meta`.
         stages: How many, at least 1 and at most the number of blocks.
-        cut_points: Names of the submodules that begin a new stage, in order, one fewer than stages; None: balanced by parameter bytes.
+        cut_points: Names of the submodules that begin a new stage, in order, one fewer than stages;
+            None: balanced by parameter bytes.
 
     Raises:
-        ConfigurationError: the model cannot be cut, has too few blocks, or a cut point is not one of them.
+        ConfigurationError: the model cannot be cut, has too few blocks, or a cut point is not one
+            of them.
     """
     blocks = find_blocks(module)
     if not 1 <= stages <= len(blocks.blocks):
         raise ConfigurationError(
             f"stages={stages}: {type(module).__name__} has {len(blocks.blocks)} blocks "
-            f"({_abbreviated([b.name for b in blocks.blocks])}); expected from 1 stage to one for each block"
+            f"({_abbreviated([b.name for b in blocks.blocks])}); expected from 1 stage to one for "
+            "each block"
         )
     named = named_tensors(module)
     if cut_points is None:
-        borders = balanced_borders([sum(_bytes(t) for t in _unique(_of(block.names, named))) for block in blocks.blocks], stages)
+        borders = balanced_borders(
+            [sum(_bytes(t) for t in _unique(_of(block.names, named))) for block in blocks.blocks],
+            stages,
+        )
     else:
         borders = _named_borders(blocks, stages, cut_points)
     placement = _placement(blocks, borders, named)
     return Split(
         blocks=blocks,
-        stages=tuple(_stage_plan(blocks, index, first, last, placement, named) for index, (first, last) in enumerate(borders)),
+        stages=tuple(
+            _stage_plan(blocks, index, first, last, placement, named)
+            for index, (first, last) in enumerate(borders)
+        ),
         placement=placement,
         shared=_shared(placement, named, module),
     )
 
 
 def balanced_borders(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """Cuts `sizes` into `parts` non-empty runs, (first, one after the last) each: the largest sum is as small as possible, and the sum of
-    the
-    squares the least among those. O(len(sizes)^2 * parts)."""
+    """Cuts `sizes` into `parts` non-empty runs, (first, one after the last) each: the largest sum
+    is as small as possible, and the sum of the squares the least among those. O(len(sizes)^2 *
+    parts)."""
     totals = [0]
     for size in sizes:
         totals.append(totals[-1] + size)
@@ -297,26 +349,41 @@ def balanced_borders(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
 def _named_borders(blocks: Blocks, stages: int, cut_points: Sequence[str]) -> list[tuple[int, int]]:
     names = [block.name for block in blocks.blocks]
     if isinstance(cut_points, str):
-        raise ConfigurationError(f"cut_points={cut_points!r}: expected a list of names of submodules")
+        raise ConfigurationError(
+            f"cut_points={cut_points!r}: expected a list of names of submodules"
+        )
     if len(cut_points) != stages - 1:
-        raise ConfigurationError(f"cut_points={list(cut_points)}: {stages} stages need {stages - 1} of them")
+        raise ConfigurationError(
+            f"cut_points={list(cut_points)}: {stages} stages need {stages - 1} of them"
+        )
     unknown = [name for name in cut_points if name not in names[1:]]
     if unknown:
-        raise ConfigurationError(f"cut_points: {unknown} begin no block; expected among {_abbreviated(names[1:])}")
+        raise ConfigurationError(
+            f"cut_points: {unknown} begin no block; expected among {_abbreviated(names[1:])}"
+        )
     starts = [0, *(names.index(name) for name in cut_points), len(names)]
     if any(b <= a for a, b in itertools.pairwise(starts)):
-        raise ConfigurationError(f"cut_points={list(cut_points)}: expected in the order in which the blocks run, each once")
+        raise ConfigurationError(
+            f"cut_points={list(cut_points)}: expected in the order in which the blocks run, each "
+            "once"
+        )
     return list(itertools.pairwise(starts))
 
 
-def _placement(blocks: Blocks, borders: Sequence[tuple[int, int]], named: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+def _placement(
+    blocks: Blocks, borders: Sequence[tuple[int, int]], named: Mapping[str, torch.Tensor]
+) -> dict[str, tuple[int, ...]]:
     """Tied parameters are wherever one of their names is."""
-    prefixes = [tuple(f"{name}." for block in blocks.blocks[first:last] for name in block.names) for first, last in borders]
+    prefixes = [
+        tuple(f"{name}." for block in blocks.blocks[first:last] for name in block.names)
+        for first, last in borders
+    ]
     stages = tuple(range(len(borders)))
     own: dict[str, tuple[int, ...]] = {}
     for name in named:
         inside = tuple(stage for stage in stages if name.startswith(prefixes[stage]))
-        # Tensors of the modules around the layers, and constants (of modules without parameters), are on every stage.
+        # Tensors of the modules around the layers, and constants (of modules without parameters),
+        # are on every stage.
         own[name] = inside or stages
     everywhere_of: dict[int, set[int]] = {}
     for name, tensor in named.items():
@@ -324,7 +391,9 @@ def _placement(blocks: Blocks, borders: Sequence[tuple[int, int]], named: Mappin
     return {name: tuple(sorted(everywhere_of[id(tensor)])) for name, tensor in named.items()}
 
 
-def _shared(placement: Mapping[str, tuple[int, ...]], named: Mapping[str, torch.Tensor], module: nn.Module) -> tuple[SharedParameter, ...]:
+def _shared(
+    placement: Mapping[str, tuple[int, ...]], named: Mapping[str, torch.Tensor], module: nn.Module
+) -> tuple[SharedParameter, ...]:
     names: dict[int, list[str]] = {}
     for name, tensor in named.items():
         names.setdefault(id(tensor), []).append(name)
@@ -343,17 +412,23 @@ def _shared(placement: Mapping[str, tuple[int, ...]], named: Mapping[str, torch.
             shared.append(SharedParameter(names=tuple(aliases), stages=stages))
         elif statistics & set(aliases):
             raise ConfigurationError(
-                f"the running statistics {aliases} would be on stages {list(stages)}: a batch norm that is used in several places must "
-                f"be within one "
-                "stage; give cut_points"
+                f"the running statistics {aliases} would be on stages {list(stages)}: a batch norm "
+                "that is used in several places must be within one stage; give cut_points"
             )
     return tuple(shared)
 
 
 def _stage_plan(
-    blocks: Blocks, index: int, first: int, last: int, placement: Mapping[str, tuple[int, ...]], named: Mapping[str, torch.Tensor]
+    blocks: Blocks,
+    index: int,
+    first: int,
+    last: int,
+    placement: Mapping[str, tuple[int, ...]],
+    named: Mapping[str, torch.Tensor],
 ) -> StagePlan:
-    held = _unique(t for name, t in named.items() if isinstance(t, nn.Parameter) and index in placement[name])
+    held = _unique(
+        t for name, t in named.items() if isinstance(t, nn.Parameter) and index in placement[name]
+    )
     return StagePlan(
         index=index,
         first=first,
@@ -365,7 +440,8 @@ def _stage_plan(
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, in the order of a state dict as far as it has them; tied ones under each name."""
+    """Parameters and buffers by name, in the order of a state dict as far as it has them; tied ones
+    under each name."""
     found: dict[str, torch.Tensor] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         for name, tensor in [*part._parameters.items(), *part._buffers.items()]:
@@ -376,7 +452,11 @@ def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _of(names: Sequence[str], named: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     prefixes = tuple(f"{name}." for name in names)
-    return [tensor for name, tensor in named.items() if isinstance(tensor, nn.Parameter) and name.startswith(prefixes)]
+    return [
+        tensor
+        for name, tensor in named.items()
+        if isinstance(tensor, nn.Parameter) and name.startswith(prefixes)
+    ]
 
 
 def _unique(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:

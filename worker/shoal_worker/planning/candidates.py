@@ -33,7 +33,8 @@ class Choice:
     along_data: str = "ddp"
     """What the data axis of a hybrid does."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `as_distributed`, beside `strategy`, and beside `micro_batches` of a pipeline."""
+    """Keyword arguments of `as_distributed`, beside `strategy`, and beside `micro_batches` of a
+    pipeline."""
 
     @property
     def label(self) -> str:
@@ -41,7 +42,11 @@ class Choice:
         axes = self.axes
         if self.strategy == "hsdp":
             return f"hsdp {self.options['shard_size']} x {axes.data // self.options['shard_size']}"
-        sizes = [f"{letter}{size}" for letter, size in (("t", axes.tensor), ("p", axes.pipeline)) if size > 1]
+        sizes = [
+            f"{letter}{size}"
+            for letter, size in (("t", axes.tensor), ("p", axes.pipeline))
+            if size > 1
+        ]
         cut = [self.along_data] if self.strategy == "hybrid" and self.along_data != "ddp" else []
         return " ".join([self.strategy, *([*sizes, f"d{axes.data}"] if sizes else []), *cut])
 
@@ -55,14 +60,18 @@ def choices(world_size: int, ranks_per_host: int) -> Iterator[Choice]:
     for size in _replica_sizes(world_size, ranks_per_host):
         yield Choice(strategy="hsdp", axes=alone, options={"shard_size": size})
     if world_size > 1:
-        yield Choice(strategy="local_sgd", axes=alone, options={"sync_every": RoundOptions().sync_every})
+        yield Choice(
+            strategy="local_sgd", axes=alone, options={"sync_every": RoundOptions().sync_every}
+        )
     host = min(ranks_per_host, world_size)
     tensors = [size for size in _divisors(world_size) if host % size == 0]
     pipelines = [size for size in _divisors(world_size) if size <= _MOST_STAGES]
     for tensor in tensors:
         for pipeline in pipelines:
             if tensor * pipeline > 1 and world_size % (tensor * pipeline) == 0:
-                yield from _on_mesh(Axes(pipeline=pipeline, tensor=tensor, data=world_size // (tensor * pipeline)))
+                yield from _on_mesh(
+                    Axes(pipeline=pipeline, tensor=tensor, data=world_size // (tensor * pipeline))
+                )
 
 
 def _on_mesh(axes: Axes) -> Iterator[Choice]:
@@ -77,7 +86,8 @@ def _on_mesh(axes: Axes) -> Iterator[Choice]:
 
 
 def _replica_sizes(world_size: int, ranks_per_host: int) -> Iterator[int]:
-    """Replicas of a host, and of two, four and more hosts; where there is one host, of its halves."""
+    """Replicas of a host, and of two, four and more hosts; where there is one host, of its
+    halves."""
     size = ranks_per_host if ranks_per_host < world_size else world_size // 2
     while 1 < size < world_size:
         if world_size % size == 0:

@@ -18,9 +18,11 @@ class Memory:
     optimizer: float
     """The optimizer's state."""
     mirrors: float = 0.0
-    """Parameters, gradients and state that the rank holds for another one, so that a death loses nothing."""
+    """Parameters, gradients and state that the rank holds for another one, so that a death loses
+    nothing."""
     staging: float = 0.0
-    """What is needed for a while: blocks that are gathered, sums on their way, the start of a round; and the model's buffers."""
+    """What is needed for a while: blocks that are gathered, sums on their way, the start of a
+    round; and the model's buffers."""
     activations: float | None = None
     """What autograd keeps for the backward pass; None: there was no example."""
 
@@ -35,7 +37,8 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All roles together. They need not all be at their largest at once, so a step's peak is seldom higher."""
+        """All roles together. They need not all be at their largest at once, so a step's peak is
+        seldom higher."""
         return sum(self.roles().values())
 
 
@@ -60,7 +63,8 @@ class Traffic:
     """Bytes that a rank sends in a step, in the mean over the ranks."""
     when: When
     group: int
-    """How many neighbouring ranks the message's path spans: up to a host's size it stays on the host."""
+    """How many neighbouring ranks the message's path spans: up to a host's size it stays on the
+    host."""
     messages: float = 1.0
     """In how many collectives."""
 
@@ -71,7 +75,8 @@ def all_reduce(size: float, ranks: int) -> float:
 
 
 def gather(size: float, ranks: int) -> float:
-    """Bytes that a rank sends so that all have `size` bytes of which each had a part; and to scatter a sum of them."""
+    """Bytes that a rank sends so that all have `size` bytes of which each had a part; and to
+    scatter a sum of them."""
     return size * (ranks - 1) / ranks
 
 

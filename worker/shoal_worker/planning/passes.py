@@ -1,8 +1,10 @@
-"""A forward and a backward pass on tensors without values: what autograd keeps, what modules are given and give back, and what is computed.
+"""A forward and a backward pass on tensors without values: what autograd keeps, what modules are
+given and give back, and what is computed.
 
-The passes run under torch's FakeTensorMode, as if on the CPU: shapes and storages are those of a real run, and nothing is computed. What a
-GPU's kernels keep beside that (workspaces, other attention kernels) is not seen. Modules whose activations are computed again keep their
-inputs alone, and count as computed twice.
+The passes run under torch's FakeTensorMode, as if on the CPU: shapes and storages are those of a
+real run, and nothing is computed. What a GPU's kernels keep beside that (workspaces, other
+attention kernels) is not seen. Modules whose activations are computed again keep their inputs
+alone, and count as computed twice.
 """
 
 from __future__ import annotations
@@ -27,18 +29,24 @@ from shoal_worker.torch_internals import FakeTensorMode, pytree
 
 
 def _as(known: Any) -> Callable[..., Any]:
-    """The operations of one of torch's functions, counted as those of another one with the same first arguments."""
+    """The operations of one of torch's functions, counted as those of another one with the same
+    first arguments."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         return flop_registry[known](*args, **kwargs)
 
-    counted._get_raw = True  # type: ignore[attr-defined]  # the counter's own mark: it is not to be given shapes for tensors once more
+    # the counter's own mark: it is not to be given shapes for tensors once more
+    counted._get_raw = True  # type: ignore[attr-defined]
     return counted
 
 
 _CPU_ATTENTION: Final = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _as(torch.ops.aten._scaled_dot_product_flash_attention),
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _as(torch.ops.aten._scaled_dot_product_flash_attention_backward),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _as(
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _as(
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ),
 }
 """What torch's counter does not know."""
 _ENTERING: Final = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, Style.ATTENTION)
@@ -68,7 +76,8 @@ class Saved:
     size: int
     """Bytes."""
     module: str
-    """Path of the innermost module that computed with it first; "" is the model itself, or the loss."""
+    """Path of the innermost module that computed with it first; "" is the model itself, or the
+    loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +90,13 @@ class Passes:
     """Forward and backward."""
     saved: tuple[Saved, ...]
     recomputed: tuple[Saved, ...]
-    """What is kept for a moment when the largest of the modules that compute their activations again does so; empty: none does."""
+    """What is kept for a moment when the largest of the modules that compute their activations
+    again does so; empty: none does."""
     modules: Mapping[str, ModulePass]
 
     def io_of(self, *paths: str) -> ModulePass:
-        """What went through the first of these modules that was called at all. Some modules are used without being called."""
+        """What went through the first of these modules that was called at all. Some modules are
+        used without being called."""
         return next((self.modules[path] for path in paths if path in self.modules), ModulePass())
 
     def flops_of(self, names: Sequence[str]) -> int:
@@ -96,21 +107,30 @@ class Passes:
         """Bytes that autograd keeps on a rank; see `kept`."""
         return sum(self.kept(plan).values()) + sum(self.kept(plan, self.recomputed).values())
 
-    def kept(self, plan: TensorParallelPlan | None = None, saved: Sequence[Saved] | None = None) -> dict[str, float]:
-        """Bytes of `saved`, by default of all that autograd keeps from the forward to the backward pass, by the module that they are of.
+    def kept(
+        self, plan: TensorParallelPlan | None = None, saved: Sequence[Saved] | None = None
+    ) -> dict[str, float]:
+        """Bytes of `saved`, by default of all that autograd keeps from the forward to the backward
+        pass, by the module that they are of.
 
-        With a `plan`, tensors inside of a block that is split count as one part of it, but for those that every rank has whole: what enters
-        the block, and its sum.
+        With a `plan`, tensors inside of a block that is split count as one part of it, but for
+        those that every rank has whole: what enters the block, and its sum.
         """
         split, whole = (set[str](), set[int]()) if plan is None else self._split_in(plan)
         kept: dict[str, float] = {}
         for each in self.saved if saved is None else saved:
-            parts = plan.size if plan is not None and each.storage not in whole and _within(each.module, split) else 1
+            parts = (
+                plan.size
+                if plan is not None and each.storage not in whole and _within(each.module, split)
+                else 1
+            )
             kept[each.module] = kept.get(each.module, 0.0) + each.size / parts
         return kept
 
     def _split_in(self, plan: TensorParallelPlan) -> tuple[set[str], set[int]]:
-        blocks = {entry.block for entry in plan.entries if entry.style in (Style.ROW, Style.ATTENTION)}
+        blocks = {
+            entry.block for entry in plan.entries if entry.style in (Style.ROW, Style.ATTENTION)
+        }
         whole: set[int] = set()
         for entry in plan.entries:
             if entry.style in _ENTERING:
@@ -129,36 +149,54 @@ def measure(module: nn.Module, inputs: Any, targets: Any, loss_fn: Loss | None) 
 
     Args:
         module: the whole model.
-        inputs, targets, loss_fn: as `train_step` takes them; values do not matter. Without `loss_fn` the output's `.loss` is used, or the
-            mean of the output.
+        inputs, targets, loss_fn: as `train_step` takes them; values do not matter. Without
+            `loss_fn` the output's `.loss` is used, or the mean of the output.
 
     Raises:
         ConfigurationError: the model cannot be run so.
     """
-    samples = next((len(t) for t in tensors_in([*Call.of(inputs).args, *Call.of(inputs).kwargs.values()]) if t.dim()), None)
+    samples = next(
+        (
+            len(t)
+            for t in tensors_in([*Call.of(inputs).args, *Call.of(inputs).kwargs.values()])
+            if t.dim()
+        ),
+        None,
+    )
     if not samples:
-        raise ConfigurationError(f"example={type(inputs).__name__}: expected the model's inputs, with a tensor whose rows are the samples")
+        raise ConfigurationError(
+            f"example={type(inputs).__name__}: expected the model's inputs, with a tensor whose "
+            "rows are the samples"
+        )
     try:
         return _run(module, inputs, targets, loss_fn, samples)
     except ConfigurationError:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"the example could not be passed through {type(module).__name__} without values: {type(error).__name__}: {error}; a "
-            "model whose code looks at values, or that holds tensors in plain attributes, can be planned without an example: then "
-            "activations, and times, are not in the plan"
+            f"the example could not be passed through {type(module).__name__} without values: "
+            f"{type(error).__name__}: {error}; a model whose code looks at values, or that holds "
+            "tensors in plain attributes, can be planned without an example: then activations, "
+            "and times, are not in the plan"
         ) from error
 
 
-def _run(module: nn.Module, inputs: Any, targets: Any, loss_fn: Loss | None, samples: int) -> Passes:
+def _run(
+    module: nn.Module, inputs: Any, targets: Any, loss_fn: Loss | None, samples: int
+) -> Passes:
     with FakeTensorMode(allow_non_fake_inputs=True):
         step = _Step(module)
-        state = {name: _blank(tensor) for name, tensor in [*step.named_parameters(), *step.named_buffers()]}
+        state = {
+            name: _blank(tensor)
+            for name, tensor in [*step.named_parameters(), *step.named_buffers()]
+        }
         given, wanted = pytree.tree_map_only(torch.Tensor, _blank, (inputs, targets))
         counter = FlopCounterMode(display=False, custom_mapping=_CPU_ATTENTION)
         recorder = _Recorder(counter, state.values())
         with torch.enable_grad(), counter:
-            forward, recomputed = torch.func.functional_call(step, state, (given, wanted, loss_fn, recorder))
+            forward, recomputed = torch.func.functional_call(
+                step, state, (given, wanted, loss_fn, recorder)
+            )
         return Passes(
             samples=samples,
             forward_flops=forward,
@@ -170,15 +208,22 @@ def _run(module: nn.Module, inputs: Any, targets: Any, loss_fn: Loss | None, sam
 
 
 class _Step(nn.Module):
-    """Both passes as one call, in which the model has the stand-ins of its parameters: also while it computes activations again."""
+    """Both passes as one call, in which the model has the stand-ins of its parameters: also while
+    it computes activations again."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, inputs: Any, targets: Any, loss_fn: Loss | None, recorder: _Recorder) -> tuple[int, tuple[Saved, ...]]:
-        """Returns the operations of the forward pass, and what is kept where the largest checkpointed module computes again."""
-        with recorder.hooked(self.model), torch.autograd.graph.saved_tensors_hooks(recorder.keep, _same):
+    def forward(
+        self, inputs: Any, targets: Any, loss_fn: Loss | None, recorder: _Recorder
+    ) -> tuple[int, tuple[Saved, ...]]:
+        """Returns the operations of the forward pass, and what is kept where the largest
+        checkpointed module computes again."""
+        with (
+            recorder.hooked(self.model),
+            torch.autograd.graph.saved_tensors_hooks(recorder.keep, _same),
+        ):
             loss = _loss(call_module(self.model, inputs), targets, loss_fn)
             forward = recorder.counted
             recomputed = recorder.largest_recomputed()
@@ -191,14 +236,21 @@ def _loss(output: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
     has_loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss_fn is not None or isinstance(has_loss, torch.Tensor):
         return loss_of(output, targets, loss_fn)
-    found = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
+    found = [
+        t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad
+    ]
     if not found:
-        raise ConfigurationError(f"the model returned {type(output).__name__} without a tensor that has a gradient: nothing to train")
+        raise ConfigurationError(
+            f"the model returned {type(output).__name__} without a tensor that has a gradient: "
+            "nothing to train"
+        )
     return torch.stack([t.float().mean() for t in found]).sum()
 
 
 def _blank(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad)
+    return torch.empty(
+        tensor.shape, dtype=tensor.dtype, device="cpu", requires_grad=tensor.requires_grad
+    )
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -216,7 +268,8 @@ class _Recorder:
         """Operations counted that are of neither pass."""
         self._counter = counter
         self._checkpointed: dict[tuple[type, int], tuple[str, Callable[..., Any], Any, Any]] = {}
-        """Modules that compute their activations again, one of each kind and size: path, own forward, and what it was given."""
+        """Modules that compute their activations again, one of each kind and size: path, own
+        forward, and what it was given."""
         self._own = {_storage(tensor) for tensor in own}
         self._alive: list[torch.Tensor] = []
         """All that was seen: so that no other storage gets the identity of one that is gone."""
@@ -247,11 +300,14 @@ class _Recorder:
         if storage not in self._own and storage not in self.saved:
             self._alive.append(tensor)
             path = self._open[-1][0] if self._open else ""
-            self.saved[storage] = Saved(storage=storage, size=tensor.untyped_storage().nbytes(), module=path)
+            self.saved[storage] = Saved(
+                storage=storage, size=tensor.untyped_storage().nbytes(), module=path
+            )
         return tensor
 
     def largest_recomputed(self) -> tuple[Saved, ...]:
-        """What autograd keeps when the module that keeps most, of those that compute again, does so. Called within `hooked`."""
+        """What autograd keeps when the module that keeps most, of those that compute again, does
+        so. Called within `hooked`."""
         kept, modules = self.saved, self.modules
         largest: dict[int, Saved] = {}
         for path, forward, args, kwargs in self._checkpointed.values():
@@ -259,11 +315,14 @@ class _Recorder:
             self._open.append((path, self.counted))
             forward(*args, **kwargs)
             self._open.pop()
-            for inner, own in self.modules.items():  # in a checkpoint they were seen already, with other storages
+            for inner, own in self.modules.items():
+                # in a checkpoint they were seen already, with other storages
                 if inner in modules:
                     modules[inner].inputs |= own.inputs
                     modules[inner].outputs |= own.outputs
-            largest = max(largest, self.saved, key=lambda saved: sum(each.size for each in saved.values()))
+            largest = max(
+                largest, self.saved, key=lambda saved: sum(each.size for each in saved.values())
+            )
         self.saved, self.modules = kept, modules
         return tuple(largest.values())
 

@@ -1,4 +1,5 @@
-"""A pipeline's schedule played through: how long a step takes, how much of it ranks wait, and what they keep meanwhile."""
+"""A pipeline's schedule played through: how long a step takes, how much of it ranks wait, and what
+they keep meanwhile."""
 
 from __future__ import annotations
 
@@ -44,12 +45,19 @@ def most_in_flight(schedule: Schedule, costs: StageCosts) -> list[float]:
 
 
 def play(
-    schedule: Schedule, costs: StageCosts, *, flops_per_second: float, bytes_per_second: float, latency: float = 0.0
+    schedule: Schedule,
+    costs: StageCosts,
+    *,
+    flops_per_second: float,
+    bytes_per_second: float,
+    latency: float = 0.0,
 ) -> tuple[float, float]:
-    """Seconds from the first forward to the last backward pass, and the share of that in which ranks wait, in the mean. `latency`: seconds
-    that each action takes beside its operations."""
+    """Seconds from the first forward to the last backward pass, and the share of that in which
+    ranks wait, in the mean. `latency`: seconds that each action takes beside its operations."""
     ends: dict[tuple[bool, int, int], float] = {}
-    queues = [[action for action in actions if action.kind in _COMPUTES] for actions in schedule.actions]
+    queues = [
+        [action for action in actions if action.kind in _COMPUTES] for actions in schedule.actions
+    ]
     clocks, places, busy = [0.0] * len(queues), [0] * len(queues), 0.0
     left = sum(map(len, queues))
     while left:
@@ -74,7 +82,11 @@ def play(
 
 
 def _ready(
-    action: Action, schedule: Schedule, costs: StageCosts, ends: dict[tuple[bool, int, int], float], bytes_per_second: float
+    action: Action,
+    schedule: Schedule,
+    costs: StageCosts,
+    ends: dict[tuple[bool, int, int], float],
+    bytes_per_second: float,
 ) -> float | None:
     """When what an action takes is there; None: not known yet."""
     if action.kind is Kind.BACKWARD_WEIGHT:

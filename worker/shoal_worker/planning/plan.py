@@ -45,7 +45,8 @@ class PlannedStrategy:
 
     @property
     def sent(self) -> float:
-        """Bytes that a rank sends in a step, in the mean over the ranks; without an example those of activations are missing."""
+        """Bytes that a rank sends in a step, in the mean over the ranks; without an example those
+        of activations are missing."""
         return sent(self.traffic)
 
 
@@ -65,12 +66,13 @@ class Plan:
     """Bytes of each rank; None: not bounded."""
     assumptions: Assumptions
     strategies: tuple[PlannedStrategy, ...]
-    """All that were planned: first those that fit, the quickest first; then those that fit and change the result (local_sgd); then those
-    that do not fit; then those that cannot be."""
+    """All that were planned: first those that fit, the quickest first; then those that fit and
+    change the result (local_sgd); then those that do not fit; then those that cannot be."""
 
     @property
     def recommended(self) -> PlannedStrategy | None:
-        """The quickest that fits and gives the result of one process; without an example the simplest. None: nothing fits."""
+        """The quickest that fits and gives the result of one process; without an example the
+        simplest. None: nothing fits."""
         return next((each for each in self.strategies if each.fits and each.exact), None)
 
     def __str__(self) -> str:
@@ -87,7 +89,7 @@ class Plan:
         return content
 
 
-# ---------------------------------------------------------------------------------------------------------------------------------- as text
+# ------------------------------------------------------------------------------------------ as text
 
 WIDTH: Final = 100
 _NOTHING: Final = "-"
@@ -103,7 +105,9 @@ def render(plan: Plan, *, everything: bool = False) -> str:
     lines = [*_head(plan), "", *_recommendation(plan), ""]
     most = len(plan.strategies) if everything else _MOST
     rows = [*_shown(fitting, most), *_shown(too_large, most)]
-    unit, scale = scale_for(max((each.memory.total for each in rows if each.memory is not None), default=1.0) / 10)
+    unit, scale = scale_for(
+        max((each.memory.total for each in rows if each.memory is not None), default=1.0) / 10
+    )
     kept = len(_shown(fitting, most))
     table = _columns(unit, [_row(each, plan, scale) for each in rows])
     if kept:
@@ -111,13 +115,23 @@ def render(plan: Plan, *, everything: bool = False) -> str:
         lines += _left_out(len(fitting) - kept, "fit as well")
     if too_large:
         assert plan.device_memory is not None
-        lines += ["", f"Too large for {readable_bytes(plan.device_memory)} a rank, of which a tenth is left free:", ""]
+        lines += [
+            "",
+            f"Too large for {readable_bytes(plan.device_memory)} a rank, of which a tenth is left "
+            "free:",
+            "",
+        ]
         lines += [table[0], *table[kept + 1 :]]
         lines += _left_out(len(too_large) - (len(rows) - kept), "are too large as well")
     if impossible:
         lines += ["", "Not possible:"]
         for reason, labels in _by_reason(impossible).items():
-            lines += textwrap.wrap(f"{_abbreviated(labels)}: {reason}", WIDTH, initial_indent="  ", subsequent_indent="    ")
+            lines += textwrap.wrap(
+                f"{_abbreviated(labels)}: {reason}",
+                WIDTH,
+                initial_indent="  ",
+                subsequent_indent="    ",
+            )
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -138,19 +152,26 @@ def _left_out(number: int, what: str) -> list[str]:
 
 def _head(plan: Plan) -> list[str]:
     told = plan.assumptions
-    memory = f", {readable_bytes(plan.device_memory)} each" if plan.device_memory is not None else ""
+    memory = (
+        f", {readable_bytes(plan.device_memory)} each" if plan.device_memory is not None else ""
+    )
     lines = [
-        f"{plan.model}: {_count(plan.parameters)} parameters, {readable_bytes(plan.parameter_bytes)}, {plan.optimizer}",
-        f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}, {told.ranks_per_host} a host{memory}",
+        f"{plan.model}: {_count(plan.parameters)} parameters, "
+        f"{readable_bytes(plan.parameter_bytes)}, {plan.optimizer}",
+        f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}, {told.ranks_per_host} a "
+        f"host{memory}",
     ]
     if plan.global_batch_size is not None:
         lines.append(
-            f"steps of {plan.global_batch_size} samples, estimated with {_rate(told.device_flops)}FLOP/s x {told.efficiency:g}, "
-            f"{_rate(told.bandwidth)}B/s to other hosts, {_rate(told.local_bandwidth)}B/s within"
+            f"steps of {plan.global_batch_size} samples, estimated with "
+            f"{_rate(told.device_flops)}FLOP/s x {told.efficiency:g}, {_rate(told.bandwidth)}B/s "
+            f"to other hosts, {_rate(told.local_bandwidth)}B/s within"
         )
     else:
         lines += textwrap.wrap(
-            "no example of the model's inputs: activations, times, and what tensor and pipeline send are not in it", WIDTH
+            "no example of the model's inputs: activations, times, and what tensor and pipeline "
+            "send are not in it",
+            WIDTH,
         )
     return lines
 
@@ -158,8 +179,16 @@ def _head(plan: Plan) -> list[str]:
 def _recommendation(plan: Plan) -> list[str]:
     best = plan.recommended
     if best is None:
-        return ["recommended: none of them fits; more ranks, smaller batches or activation_checkpointing= would help"]
-    words = ", ".join([f'strategy="{best.strategy}"', *(f"{name}={json.dumps(value)}" for name, value in best.options.items())])
+        return [
+            "recommended: none of them fits; more ranks, smaller batches or "
+            "activation_checkpointing= would help"
+        ]
+    words = ", ".join(
+        [
+            f'strategy="{best.strategy}"',
+            *(f"{name}={json.dumps(value)}" for name, value in best.options.items()),
+        ]
+    )
     call = f"shoal.as_distributed(model, optimizer, {words})"
     return textwrap.wrap(f"recommended: {call}", WIDTH, subsequent_indent="    ")
 
@@ -167,13 +196,23 @@ def _recommendation(plan: Plan) -> list[str]:
 def _row(each: PlannedStrategy, plan: Plan, scale: int) -> tuple[str, ...]:
     memory = each.memory
     assert memory is not None
-    roles = (memory.parameters, memory.gradients, memory.optimizer, memory.mirrors, memory.staging, memory.activations, memory.total)
+    roles = (
+        memory.parameters,
+        memory.gradients,
+        memory.optimizer,
+        memory.mirrors,
+        memory.staging,
+        memory.activations,
+        memory.total,
+    )
     known = each.estimate is not None or each.tensor * each.pipeline == 1
     return (
         f"{'*' if each is plan.recommended else ' '} {each.label}",
         *(_NOTHING if size is None else _figure(size / scale) for size in roles),
         _figure(each.sent / scale) if known else _NOTHING,
-        f"{each.estimate.bubble:.0%}" if each.estimate is not None and each.pipeline > 1 else _NOTHING,
+        f"{each.estimate.bubble:.0%}"
+        if each.estimate is not None and each.pipeline > 1
+        else _NOTHING,
         readable_seconds(each.estimate.seconds) if each.estimate is not None else _NOTHING,
     )
 
@@ -183,10 +222,27 @@ def _figure(value: float) -> str:
 
 
 def _columns(unit: str, rows: Sequence[tuple[str, ...]]) -> list[str]:
-    head = (f"  {unit} a rank", "params", "grads", "state", "mirrors", "staging", "activ.", "total", "sent", "bubble", "step")
+    head = (
+        f"  {unit} a rank",
+        "params",
+        "grads",
+        "state",
+        "mirrors",
+        "staging",
+        "activ.",
+        "total",
+        "sent",
+        "bubble",
+        "step",
+    )
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     return [
-        " ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
+        " ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
         for row in (head, *rows)
     ]
 
@@ -199,13 +255,27 @@ def _by_reason(strategies: Iterable[PlannedStrategy]) -> dict[str, list[str]]:
 
 
 def _abbreviated(labels: Sequence[str]) -> str:
-    return ", ".join(labels) if len(labels) <= 4 else f"{labels[0]}, {labels[1]} and {len(labels) - 2} more"
+    return (
+        ", ".join(labels)
+        if len(labels) <= 4
+        else f"{labels[0]}, {labels[1]} and {len(labels) - 2} more"
+    )
 
 
 def _count(number: float) -> str:
     words = ((1e9, "billion"), (1e6, "million"))
-    return next((f"{number / scale:.1f} {word}" for scale, word in words if number >= scale), f"{number:,.0f}")
+    return next(
+        (f"{number / scale:.1f} {word}" for scale, word in words if number >= scale),
+        f"{number:,.0f}",
+    )
 
 
 def _rate(rate: float) -> str:
-    return next((f"{rate / scale:g} {prefix}" for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if rate >= scale), f"{rate:g} ")
+    return next(
+        (
+            f"{rate / scale:g} {prefix}"
+            for scale, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"))
+            if rate >= scale
+        ),
+        f"{rate:g} ",
+    )

@@ -15,7 +15,15 @@ from shoal_worker.mesh.layouts import template_of
 from shoal_worker.planning.candidates import MICRO_BATCHES_PER_STAGE, STAGES, Choice, choices
 from shoal_worker.planning.costs import Memory
 from shoal_worker.planning.plan import Plan, PlannedStrategy
-from shoal_worker.planning.shares import Blueprints, Costs, blueprints, ddp, local_sgd, on_mesh, sharded
+from shoal_worker.planning.shares import (
+    Blueprints,
+    Costs,
+    blueprints,
+    ddp,
+    local_sgd,
+    on_mesh,
+    sharded,
+)
 from shoal_worker.planning.step_time import Assumptions, estimate
 from shoal_worker.planning.subject import Subject, subject_of
 from shoal_worker.planning.units import parse_bytes, parse_flops, readable_bytes
@@ -24,7 +32,8 @@ from shoal_worker.strategies import registry
 from shoal_worker.tensor_parallel.plan import Style
 
 RESERVE: Final = 0.1
-"""The share of a device's memory that a plan leaves to the allocator, the runtime and kernels' workspaces."""
+"""The share of a device's memory that a plan leaves to the allocator, the runtime and kernels'
+workspaces."""
 
 
 def plan(
@@ -44,37 +53,51 @@ def plan(
     bandwidth: float | str = Assumptions.bandwidth,
     local_bandwidth: float | str = Assumptions.local_bandwidth,
 ) -> Plan:
-    """What every strategy would cost the model on so many ranks: memory by role, bytes sent, a pipeline's bubble, a step's estimated time.
+    """What every strategy would cost the model on so many ranks: memory by role, bytes sent, a
+    pipeline's bubble, a step's estimated time.
 
-    Nothing is trained or sent, and the model and the optimizer stay as they are; the model may be on the meta device.
+    Nothing is trained or sent, and the model and the optimizer stay as they are; the model may be
+    on the meta device.
 
     Args:
         model: as it would be given to `as_distributed`.
         optimizer: over the model's parameters.
         world_size: number of ranks, at least 1.
         device_memory: of each rank: bytes, "80GB" or "80GiB"; None: everything fits.
-        example: inputs of the model as `train_step` takes them, for one rank: a tensor, a tuple of positional or a mapping of keyword
-            arguments, whose values do not matter. Without it activations, times and the messages of tensor and pipeline are not known.
-        targets, loss_fn: as `train_step` takes them. Without `loss_fn` the output's `.loss`, or the output's mean, is the loss.
-        global_batch_size: samples of a step, dealt over the replicas; None: the example's for each rank.
+        example: inputs of the model as `train_step` takes them, for one rank: a tensor, a tuple of
+            positional or a mapping of keyword arguments, whose values do not matter. Without it
+            activations, times and the messages of tensor and pipeline are not known.
+        targets, loss_fn: as `train_step` takes them. Without `loss_fn` the output's `.loss`, or the
+            output's mean, is the loss.
+        global_batch_size: samples of a step, dealt over the replicas; None: the example's for each
+            rank.
         config: settings that are common to all strategies; None: the defaults.
         ranks_per_host: how many ranks share a host's links. Tensor parallelism stays within a host.
-        device_flops, efficiency: operations a second of a device at its best, and the share of them that training reaches.
-        bandwidth, local_bandwidth: bytes a second that a rank sends to other hosts, and within its own.
+        device_flops, efficiency: operations a second of a device at its best, and the share of them
+            that training reaches.
+        bandwidth, local_bandwidth: bytes a second that a rank sends to other hosts, and within its
+            own.
 
     Raises:
-        ConfigurationError: values that cannot work, nothing to train, or an example that cannot be passed through the model without values.
+        ConfigurationError: values that cannot work, nothing to train, or an example that cannot be
+            passed through the model without values.
     """
     if type(world_size) is not int or world_size < 1:
-        raise ConfigurationError(f"world_size={world_size!r}: expected a number of ranks, at least 1")
+        raise ConfigurationError(
+            f"world_size={world_size!r}: expected a number of ranks, at least 1"
+        )
     if type(ranks_per_host) is not int or ranks_per_host < 1:
-        raise ConfigurationError(f"ranks_per_host={ranks_per_host!r}: expected a number of ranks, at least 1")
+        raise ConfigurationError(
+            f"ranks_per_host={ranks_per_host!r}: expected a number of ranks, at least 1"
+        )
     if not 0.0 < efficiency <= 1.0:
         raise ConfigurationError(f"efficiency={efficiency!r}: expected a share above 0, at most 1")
     config = config or ShardingConfiguration()
     for field in ("gradient_compression", "offload", "mirrors"):
         if getattr(config, field) not in (None, "device"):
-            raise ConfigurationError(f"{field}={getattr(config, field)!r}: plans do not know it; plan without it")
+            raise ConfigurationError(
+                f"{field}={getattr(config, field)!r}: plans do not know it; plan without it"
+            )
     assumptions = Assumptions(
         device_flops=parse_flops("device_flops", device_flops),
         efficiency=efficiency,
@@ -102,10 +125,14 @@ def plan(
 
 def _batch(given: int | None, subject: Subject, world_size: int) -> int | None:
     if given is not None and (type(given) is not int or given < 1):
-        raise ConfigurationError(f"global_batch_size={given!r}: expected a number of samples, at least 1")
+        raise ConfigurationError(
+            f"global_batch_size={given!r}: expected a number of samples, at least 1"
+        )
     if subject.passes is None:
         if given is not None:
-            raise ConfigurationError(f"global_batch_size={given}: what a sample costs is not known without an example")
+            raise ConfigurationError(
+                f"global_batch_size={given}: what a sample costs is not known without an example"
+            )
         return None
     return given or subject.passes.samples * world_size
 
@@ -117,13 +144,24 @@ def _order(each: PlannedStrategy) -> tuple[int, float, float]:
     if not each.fits:
         return 2, each.memory.total, 0.0
     seconds = each.estimate.seconds if each.estimate is not None else 0.0
-    return (0 if each.exact else 1), float(f"{seconds:.2g}"), each.memory.total if each.estimate is not None else 0.0
+    return (
+        (0 if each.exact else 1),
+        float(f"{seconds:.2g}"),
+        each.memory.total if each.estimate is not None else 0.0,
+    )
 
 
 class _Planner:
     """Plans one strategy after another."""
 
-    def __init__(self, subject: Subject, world_size: int, batch: int | None, device_memory: int | None, assumptions: Assumptions) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        world_size: int,
+        batch: int | None,
+        device_memory: int | None,
+        assumptions: Assumptions,
+    ) -> None:
         self._subject = subject
         self._world_size = world_size
         self._batch = batch
@@ -137,7 +175,9 @@ class _Planner:
         samples = 1 if self._batch is None else math.ceil(self._batch / axes.data)
         options, costs, reason = dict(choice.options), None, ""
         if axes.pipeline > 1:
-            options["micro_batches"] = min(samples, MICRO_BATCHES_PER_STAGE * axes.pipeline) if self._batch else 4
+            options["micro_batches"] = (
+                min(samples, MICRO_BATCHES_PER_STAGE * axes.pipeline) if self._batch else 4
+            )
         try:
             self._check(choice)
             costs = self._costs(choice, samples, options.get("micro_batches", 1))
@@ -148,7 +188,12 @@ class _Planner:
             reason = self._too_much(costs.memory)
             if self._subject.passes is not None:
                 estimated = estimate(
-                    costs, self._subject.passes, self._assumptions, samples=samples, tensor=axes.tensor, replica_size=axes.replica_size
+                    costs,
+                    self._subject.passes,
+                    self._assumptions,
+                    samples=samples,
+                    tensor=axes.tensor,
+                    replica_size=axes.replica_size,
                 )
         return PlannedStrategy(
             strategy=choice.strategy,
@@ -166,17 +211,26 @@ class _Planner:
         )
 
     def _check(self, choice: Choice) -> None:
-        """Raises ConfigurationError: `as_distributed` would refuse it, or there is not a sample for each replica."""
-        registry.check_model(registry.find(choice.strategy)[0].declaration, self._subject.module, self._subject.config)
+        """Raises ConfigurationError: `as_distributed` would refuse it, or there is not a sample for
+        each replica."""
+        registry.check_model(
+            registry.find(choice.strategy)[0].declaration,
+            self._subject.module,
+            self._subject.config,
+        )
         cuts = choice.strategy in STAGES or choice.axes.tensor > 1 or choice.along_data != "ddp"
         dealt = self._subject.whole_tensors and choice.strategy in STAGES
         if cuts and not dealt and self._subject.optimizer not in ELEMENTWISE:
             raise ConfigurationError(
-                f"{self._subject.optimizer} is not known to treat each element by itself, and parameters are cut into pieces; see "
-                "elementwise_optimizer= and, for zero1, zero2, zero3, fsdp and hsdp, whole_tensors="
+                f"{self._subject.optimizer} is not known to treat each element by itself, and "
+                "parameters are cut into pieces; see elementwise_optimizer= and, for zero1, "
+                "zero2, zero3, fsdp and hsdp, whole_tensors="
             )
         if self._batch is not None and self._batch < choice.axes.data:
-            raise ConfigurationError(f"a step's {self._batch} samples are fewer than the {choice.axes.data} replicas that share them")
+            raise ConfigurationError(
+                f"a step's {self._batch} samples are fewer than the {choice.axes.data} replicas "
+                "that share them"
+            )
 
     def _costs(self, choice: Choice, samples: int, micro_batches: int) -> Costs:
         subject, axes = self._subject, choice.axes
@@ -185,14 +239,25 @@ class _Planner:
         if choice.strategy == "local_sgd":
             return local_sgd(subject, self._world_size, samples, choice.options["sync_every"])
         if choice.strategy in STAGES:
-            return sharded(subject, self._world_size, samples, STAGES[choice.strategy], choice.options.get("shard_size"))
+            return sharded(
+                subject,
+                self._world_size,
+                samples,
+                STAGES[choice.strategy],
+                choice.options.get("shard_size"),
+            )
         pipelined = axes.pipeline > 1
         if pipelined not in self._cut:
-            self._cut[pipelined] = blueprints(template_of(subject.module, subject.config, {}, pipelined=pipelined))
+            self._cut[pipelined] = blueprints(
+                template_of(subject.module, subject.config, {}, pipelined=pipelined)
+            )
         blueprint = self._cut[pipelined](axes)
-        if blueprint.plan is not None and all(entry.style is Style.REPLICATE for entry in blueprint.plan.entries):
+        if blueprint.plan is not None and all(
+            entry.style is Style.REPLICATE for entry in blueprint.plan.entries
+        ):
             raise ConfigurationError(
-                f"no layer would be split: none has {subject.config.minimum_parameter_group_size} elements (minimum_parameter_group_size)"
+                f"no layer would be split: none has {subject.config.minimum_parameter_group_size} "
+                "elements (minimum_parameter_group_size)"
             )
         stage = STAGES.get(choice.along_data)
         return on_mesh(subject, axes, blueprint, samples, stage=stage, micro_batches=micro_batches)
@@ -205,4 +270,7 @@ class _Planner:
             return ""
         roles = memory.roles()
         largest = max(roles, key=lambda name: roles[name])
-        return f"needs {readable_bytes(memory.total)} of {readable_bytes(usable)}, {readable_bytes(roles[largest])} of it {largest}"
+        return (
+            f"needs {readable_bytes(memory.total)} of {readable_bytes(usable)}, "
+            f"{readable_bytes(roles[largest])} of it {largest}"
+        )

@@ -1,8 +1,10 @@
-"""What a rank holds and sends under each strategy, read off the layouts by which the engines cut a model.
+"""What a rank holds and sends under each strategy, read off the layouts by which the engines cut a
+model.
 
-The layouts are those of a run: buckets (`replicated/buckets.py`), units and shards with their padding (`sharding/layout.py`), parts of
-layers and pipeline stages (`mesh/layouts.py`). What is written here is which of these each engine keeps, and which it sends; tests and
-docs/planner.md hold it against runs.
+The layouts are those of a run: buckets (`replicated/buckets.py`), units and shards with their
+padding (`sharding/layout.py`), parts of layers and pipeline stages (`mesh/layouts.py`). What is
+written here is which of these each engine keeps, and which it sends; tests and docs/planner.md hold
+it against runs.
 """
 
 from __future__ import annotations
@@ -59,11 +61,12 @@ def _whole(subject: Subject) -> tuple[float, float]:
     )
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ replicated
+# --------------------------------------------------------------------------------------- replicated
 
 
 def ddp(subject: Subject, world_size: int, samples: float) -> Costs:
-    """What `ddp` costs: each rank holds all of the model, and its gradients lie in the buckets that are summed."""
+    """What `ddp` costs: each rank holds all of the model, and its gradients lie in the buckets that
+    are summed."""
     parameters, state = _whole(subject)
     trained = list(subject.trained.values())
     buckets = lay_out(
@@ -82,12 +85,19 @@ def ddp(subject: Subject, world_size: int, samples: float) -> Costs:
         staging=2 * subject.buffer_bytes + max(p.nbytes for p in trained),
         activations=_activations(subject, samples),
     )
-    summed = Traffic(what="gradients", sent=all_reduce(gradients, world_size), when=When.BACKWARD, group=world_size, messages=len(buckets))
+    summed = Traffic(
+        what="gradients",
+        sent=all_reduce(gradients, world_size),
+        when=When.BACKWARD,
+        group=world_size,
+        messages=len(buckets),
+    )
     return Costs(memory=memory, traffic=(summed,))
 
 
 def local_sgd(subject: Subject, world_size: int, samples: float, sync_every: int) -> Costs:
-    """All of the model on each rank, and its start of the round; parameters are averaged at the round's end."""
+    """All of the model on each rank, and its start of the round; parameters are averaged at the
+    round's end."""
     parameters, state = _whole(subject)
     memory = Memory(
         parameters=parameters,
@@ -97,10 +107,13 @@ def local_sgd(subject: Subject, world_size: int, samples: float, sync_every: int
         activations=_activations(subject, samples),
     )
     averaged = all_reduce(sum(p.nbytes for p in subject.trained.values()), world_size) / sync_every
-    return Costs(memory=memory, traffic=(Traffic(what="averages", sent=averaged, when=When.ALONE, group=world_size),))
+    return Costs(
+        memory=memory,
+        traffic=(Traffic(what="averages", sent=averaged, when=When.ALONE, group=world_size),),
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ in shards
+# ---------------------------------------------------------------------------------------- in shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,24 +157,43 @@ def _unit(
     mixed: bool = True,
     turn: int | None = None,
 ) -> _Unit:
-    """`mixed`: the configuration's dtypes hold. `turn`: tensors are dealt whole, beginning with this rank; None: they are cut."""
+    """`mixed`: the configuration's dtypes hold. `turn`: tensors are dealt whole, beginning with
+    this rank; None: they are cut."""
     config, dtype = subject.config, parameters[0].dtype
-    summed = torch.float64 if dtype == torch.float64 or (config.deterministic and mixed) else torch.float32
+    summed = (
+        torch.float64
+        if dtype == torch.float64 or (config.deterministic and mixed)
+        else torch.float32
+    )
     return _Unit(
         names=tuple(names),
-        layout=dataclasses.replace(layout_of(parameters, shards), whole_tensors=turn is not None, turn=turn or 0),
+        layout=dataclasses.replace(
+            layout_of(parameters, shards), whole_tensors=turn is not None, turn=turn or 0
+        ),
         dtype=dtype,
-        whole_dtype=config.param_dtype if mixed and config.param_dtype is not None and dtype.is_floating_point else dtype,
+        whole_dtype=config.param_dtype
+        if mixed and config.param_dtype is not None and dtype.is_floating_point
+        else dtype,
         wire_dtype=config.reduce_dtype if mixed and config.reduce_dtype is not None else summed,
         trained=parameters[0].requires_grad,
         stays=stays,
     )
 
 
-def _cut_memory(subject: Subject, units: Sequence[_Unit], stage: Stage, division: Division, *, gathered: bool = False) -> Memory:
-    """What the rank holds that holds most, as if it mirrored a shard that is as full. `gathered`: all is whole while the passes go on."""
+def _cut_memory(
+    subject: Subject,
+    units: Sequence[_Unit],
+    stage: Stage,
+    division: Division,
+    *,
+    gathered: bool = False,
+) -> Memory:
+    """What the rank holds that holds most, as if it mirrored a shard that is as full. `gathered`:
+    all is whole while the passes go on."""
     apart = [stage is Stage.PARAMETERS or unit.whole_dtype != unit.dtype for unit in units]
-    gradients, state = max((_updated(subject, units, position) for position in _fullest(units, division)), key=sum)
+    gradients, state = max(
+        (_updated(subject, units, position) for position in _fullest(units, division)), key=sum
+    )
     own = sum(unit.shard for unit, separate in zip(units, apart, strict=True) if separate)
     whole = sum(unit.whole for unit in units) if stage is not Stage.PARAMETERS else 0
     return Memory(
@@ -169,12 +201,14 @@ def _cut_memory(subject: Subject, units: Sequence[_Unit], stage: Stage, division
         gradients=gradients,
         optimizer=state,
         mirrors=own + gradients + state if division.mirrors else 0.0,
-        staging=2 * subject.buffer_bytes + _staged(units, stage, gathered=gathered, ahead=subject.config.blocks_ahead),
+        staging=2 * subject.buffer_bytes
+        + _staged(units, stage, gathered=gathered, ahead=subject.config.blocks_ahead),
     )
 
 
 def _fullest(units: Sequence[_Unit], division: Division) -> Iterable[int]:
-    """Shards of which one is the fullest: the first, where parameters are cut; any, where tensors are dealt whole."""
+    """Shards of which one is the fullest: the first, where parameters are cut; any, where tensors
+    are dealt whole."""
     return range(division.shards) if any(unit.layout.whole_tensors for unit in units) else (0,)
 
 
@@ -189,8 +223,8 @@ def _updated(subject: Subject, units: Sequence[_Unit], position: int) -> tuple[f
 
 
 def _staged(units: Sequence[_Unit], stage: Stage, *, gathered: bool, ahead: int) -> float:
-    """Gradients of units that are added up or on their way, each with what comes in for it; and what is gathered of cut parameters, so many
-    blocks of them ahead."""
+    """Gradients of units that are added up or on their way, each with what comes in for it; and
+    what is gathered of cut parameters, so many blocks of them ahead."""
     gradients = sorted((unit.gradient for unit in units), reverse=True)
     staged = 2.0 * sum(gradients[:_IN_FLIGHT])
     if gathered:
@@ -201,38 +235,78 @@ def _staged(units: Sequence[_Unit], stage: Stage, *, gathered: bool, ahead: int)
     return staged
 
 
-def _cut_traffic(units: Sequence[_Unit], stage: Stage, division: Division, world_size: int, *, gathers: int | None = None) -> list[Traffic]:
-    """`gathers`: how often cut parameters are gathered in a step; None: as blocks are, once for each pass."""
+def _cut_traffic(
+    units: Sequence[_Unit],
+    stage: Stage,
+    division: Division,
+    world_size: int,
+    *,
+    gathers: int | None = None,
+) -> list[Traffic]:
+    """`gathers`: how often cut parameters are gathered in a step; None: as blocks are, once for
+    each pass."""
     shards, replicas = division.shards, division.replicas
     trained = sum(unit.trained for unit in units)
 
-    def one(what: str, size: float, when: When, group: int = shards, messages: int = trained) -> Traffic:
+    def one(
+        what: str, size: float, when: When, group: int = shards, messages: int = trained
+    ) -> Traffic:
         return Traffic(what=what, sent=size, when=when, group=group, messages=messages)
 
     reduced = sum(unit.gradient for unit in units)
     traffic = [one("gradients", gather(reduced, shards), When.BACKWARD)]
     if replicas > 1:
-        traffic.append(one("gradients", all_reduce(reduced / shards, replicas), When.BACKWARD, world_size))
+        traffic.append(
+            one("gradients", all_reduce(reduced / shards, replicas), When.BACKWARD, world_size)
+        )
     if stage is not Stage.PARAMETERS:
-        traffic.append(one("parameters", gather(sum(unit.whole for unit in units if unit.trained), shards), When.ALONE))
+        traffic.append(
+            one(
+                "parameters",
+                gather(sum(unit.whole for unit in units if unit.trained), shards),
+                When.ALONE,
+            )
+        )
     else:
         again = [unit.whole for unit in units if not unit.stays]
         when = When.FORWARD if gathers is None else When.ALONE
-        traffic.append(one("parameters", gather(sum(unit.whole for unit in units), shards), when, messages=len(units)))
+        traffic.append(
+            one(
+                "parameters",
+                gather(sum(unit.whole for unit in units), shards),
+                when,
+                messages=len(units),
+            )
+        )
         if gathers is None:
-            traffic.append(one("parameters", gather(sum(again), shards), When.BACKWARD, messages=len(again)))
+            traffic.append(
+                one("parameters", gather(sum(again), shards), When.BACKWARD, messages=len(again))
+            )
     if division.mirrors:
         traffic.append(one("mirrors", reduced / shards, When.ALONE, world_size))
     return traffic
 
 
-def sharded(subject: Subject, world_size: int, samples: float, stage: Stage, shards: int | None = None) -> Costs:
+def sharded(
+    subject: Subject, world_size: int, samples: float, stage: Stage, shards: int | None = None
+) -> Costs:
     """zero1, zero2, zero3 and fsdp; with `shards`, hsdp with so many ranks in a replica."""
     division = Division(world_size=world_size, shards=shards or world_size)
     groups = subject.blocks if stage is Stage.PARAMETERS else subject.buckets
-    parts = [(part, number == 0 and stage is Stage.PARAMETERS) for number, group in enumerate(groups) for part in alike(group)]
+    parts = [
+        (part, number == 0 and stage is Stage.PARAMETERS)
+        for number, group in enumerate(groups)
+        for part in alike(group)
+    ]
     units = [
-        _unit(subject, part.names, part.parameters, division.shards, stays=stays, turn=turn if subject.whole_tensors else None)
+        _unit(
+            subject,
+            part.names,
+            part.parameters,
+            division.shards,
+            stays=stays,
+            turn=turn if subject.whole_tensors else None,
+        )
         for turn, (part, stays) in enumerate(parts)
     ]
     memory = _cut_memory(subject, units, stage, division)
@@ -246,7 +320,7 @@ def _with(memory: Memory, *, activations: float | None) -> Memory:
     return dataclasses.replace(memory, activations=activations)
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ on a mesh
+# ---------------------------------------------------------------------------------------- on a mesh
 
 Blueprints = Callable[[Axes], Blueprint]
 """Raises ConfigurationError: the model cannot be cut so."""
@@ -263,7 +337,13 @@ def blueprints(template: Template) -> Blueprints:
 
 
 def on_mesh(
-    subject: Subject, axes: Axes, blueprint: Blueprint, samples: float, *, stage: Stage | None = None, micro_batches: int = 1
+    subject: Subject,
+    axes: Axes,
+    blueprint: Blueprint,
+    samples: float,
+    *,
+    stage: Stage | None = None,
+    micro_batches: int = 1,
 ) -> Costs:
     """tensor, pipeline and hybrid.
 
@@ -280,10 +360,14 @@ def on_mesh(
     if pipelined:
         assert blueprint.split is not None
         name = blueprint.template.pipeline.schedule
-        schedule = training_schedule(name, ranks=axes.pipeline, stages_per_rank=1, micro_batches=micro_batches)
+        schedule = training_schedule(
+            name, ranks=axes.pipeline, stages_per_rank=1, micro_batches=micro_batches
+        )
         if subject.passes is not None:
             stages = _stage_costs(subject.passes, blueprint, samples / micro_batches)
-    places = [_place(subject, axes, blueprint, stage, pipeline) for pipeline in range(axes.pipeline)]
+    places = [
+        _place(subject, axes, blueprint, stage, pipeline) for pipeline in range(axes.pipeline)
+    ]
     activations: list[float | None]
     if stages is not None and schedule is not None:
         activations = list(most_in_flight(schedule, stages))
@@ -291,18 +375,32 @@ def on_mesh(
         activations = [scaled(subject.passes.kept_at_most(blueprint.plan), samples, subject.passes)]
     else:
         activations = [None] * axes.pipeline
-    memories = [_with(memory, activations=kept) for (memory, _), kept in zip(places, activations, strict=True)]
+    memories = [
+        _with(memory, activations=kept)
+        for (memory, _), kept in zip(places, activations, strict=True)
+    ]
     traffic = [_mean(each) for each in zip(*(sent for _, sent in places), strict=True)]
     if subject.passes is not None:
         traffic += _tensor_traffic(subject.passes, blueprint.plan, samples, axes)
         if stages is not None:
             borders = 2 * micro_batches * sum(stages.border_bytes) / axes.pipeline
-            traffic.append(Traffic(what="activations", sent=borders, when=When.IN_PIPELINE, group=axes.replica_size))
+            traffic.append(
+                Traffic(
+                    what="activations", sent=borders, when=When.IN_PIPELINE, group=axes.replica_size
+                )
+            )
     if blueprint.split is not None and pipelined:
         tied = _tied(subject, blueprint) / axes.pipeline
-        traffic.append(Traffic(what="gradients", sent=tied, when=When.ALONE, group=axes.replica_size))
+        traffic.append(
+            Traffic(what="gradients", sent=tied, when=When.ALONE, group=axes.replica_size)
+        )
     largest = max(memories, key=lambda memory: memory.total)
-    return Costs(memory=largest, traffic=tuple(each for each in traffic if each.sent), schedule=schedule, stages=stages)
+    return Costs(
+        memory=largest,
+        traffic=tuple(each for each in traffic if each.sent),
+        schedule=schedule,
+        stages=stages,
+    )
 
 
 def _mean(traffic: Sequence[Traffic]) -> Traffic:
@@ -310,13 +408,17 @@ def _mean(traffic: Sequence[Traffic]) -> Traffic:
     return dataclasses.replace(first, sent=sum(each.sent for each in traffic) / len(traffic))
 
 
-def _place(subject: Subject, axes: Axes, blueprint: Blueprint, stage: Stage | None, pipeline: int) -> tuple[Memory, list[Traffic]]:
-    """What the first tensor-parallel part of a pipeline's place holds, and sends to other replicas."""
+def _place(
+    subject: Subject, axes: Axes, blueprint: Blueprint, stage: Stage | None, pipeline: int
+) -> tuple[Memory, list[Traffic]]:
+    """What the first tensor-parallel part of a pipeline's place holds, and sends to other
+    replicas."""
     at = Coordinate(pipeline, 0, 0)
     parameters = subject.parameters
     pieces = {
         name: nn.Parameter(
-            torch.empty(blueprint.shape(name, 0), dtype=parameters[name].dtype, device=_META), requires_grad=parameters[name].requires_grad
+            torch.empty(blueprint.shape(name, 0), dtype=parameters[name].dtype, device=_META),
+            requires_grad=parameters[name].requires_grad,
         )
         for name in parameters
         if blueprint.is_here(name, at)
@@ -327,20 +429,32 @@ def _place(subject: Subject, axes: Axes, blueprint: Blueprint, stage: Stage | No
         memory = Memory(
             parameters=sum(piece.nbytes for piece in pieces.values()),
             gradients=sum(piece.nbytes for piece in trained.values()),
-            optimizer=sum(subject.state_of(name).of(piece.numel()) for name, piece in trained.items()),
+            optimizer=sum(
+                subject.state_of(name).of(piece.numel()) for name, piece in trained.items()
+            ),
             staging=sums + 2 * subject.buffer_bytes,
         )
         summed = all_reduce(sums + 4 * (len(trained) + 1), axes.data)
         return memory, [Traffic(what="gradients", sent=summed, when=When.ALONE, group=axes.working)]
     division = Division(world_size=axes.data, shards=axes.data)
     units = list(_mesh_units(subject, pieces, blueprint, stage, axes))
-    memory = _cut_memory(subject, units, stage, division, gathered=stage is Stage.PARAMETERS and axes.pipeline > 1)
-    traffic = _cut_traffic(units, stage, division, axes.working, gathers=1 if axes.pipeline > 1 else None)
+    memory = _cut_memory(
+        subject, units, stage, division, gathered=stage is Stage.PARAMETERS and axes.pipeline > 1
+    )
+    traffic = _cut_traffic(
+        units, stage, division, axes.working, gathers=1 if axes.pipeline > 1 else None
+    )
     spanning = [dataclasses.replace(each, group=axes.working) for each in traffic]
     return memory, spanning
 
 
-def _mesh_units(subject: Subject, pieces: Mapping[str, nn.Parameter], blueprint: Blueprint, stage: Stage, axes: Axes) -> Iterable[_Unit]:
+def _mesh_units(
+    subject: Subject,
+    pieces: Mapping[str, nn.Parameter],
+    blueprint: Blueprint,
+    stage: Stage,
+    axes: Axes,
+) -> Iterable[_Unit]:
     if stage is not Stage.PARAMETERS or axes.pipeline > 1:
         for names in alike_pieces(pieces, blueprint.kind, subject.config.bucket_cap_mb << 20):
             yield _unit(subject, names, [pieces[name] for name in names], axes.data, mixed=False)
@@ -348,11 +462,19 @@ def _mesh_units(subject: Subject, pieces: Mapping[str, nn.Parameter], blueprint:
     for number, group in enumerate(subject.blocks):
         own = {name: pieces[name] for name in group.names}
         for names in alike_pieces(own, blueprint.kind, math.inf):
-            yield _unit(subject, names, [pieces[name] for name in names], axes.data, stays=number == 0, mixed=False)
+            yield _unit(
+                subject,
+                names,
+                [pieces[name] for name in names],
+                axes.data,
+                stays=number == 0,
+                mixed=False,
+            )
 
 
 def _stage_costs(passes: Passes, blueprint: Blueprint, samples: float) -> StageCosts:
-    """Returns what one micro-batch of so many samples costs. What is of no stage's modules, the loss above all, is the last one's."""
+    """Returns what one micro-batch of so many samples costs. What is of no stage's modules, the
+    loss above all, is the last one's."""
     assert blueprint.split is not None
     tensor = blueprint.axes.tensor
     names = [stage.modules for stage in blueprint.split.stages]
@@ -366,8 +488,12 @@ def _stage_costs(passes: Passes, blueprint: Blueprint, samples: float) -> StageC
         forward_flops=tuple(_part(f, samples, passes) / tensor for f in forward),
         backward_share=backward,
         kept=tuple(_part(k, samples, passes) for k in kept),
-        recomputed=_part(sum(passes.kept(blueprint.plan, passes.recomputed).values()), samples, passes),
-        border_bytes=tuple(_part(passes.io_of(own[-1]).output_bytes, samples, passes) for own in names[:-1]),
+        recomputed=_part(
+            sum(passes.kept(blueprint.plan, passes.recomputed).values()), samples, passes
+        ),
+        border_bytes=tuple(
+            _part(passes.io_of(own[-1]).output_bytes, samples, passes) for own in names[:-1]
+        ),
     )
 
 
@@ -382,8 +508,11 @@ def _stage_of(module: str, stages: Sequence[Sequence[str]]) -> int:
     return len(stages) - 1
 
 
-def _tensor_traffic(passes: Passes, plan: TensorParallelPlan | None, samples: float, axes: Axes) -> list[Traffic]:
-    """Sums and gatherings of activations: of each block that is split, its outputs forward, and the gradient of what enters it backward."""
+def _tensor_traffic(
+    passes: Passes, plan: TensorParallelPlan | None, samples: float, axes: Axes
+) -> list[Traffic]:
+    """Sums and gatherings of activations: of each block that is split, its outputs forward, and the
+    gradient of what enters it backward."""
     if plan is None:
         return []
     ranks = plan.size
@@ -396,16 +525,30 @@ def _tensor_traffic(passes: Passes, plan: TensorParallelPlan | None, samples: fl
             forward, messages = forward + all_reduce(through.output_bytes, ranks), messages + 1
         elif entry.style in (Style.COLUMN_GATHERED, Style.EMBEDDING_DIMENSION):
             forward, messages = forward + gather(through.output_bytes, ranks), messages + 1
-        enters = entry.style in (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, Style.ATTENTION)
+        enters = entry.style in (
+            Style.COLUMN,
+            Style.PACKED_COLUMN,
+            Style.COLUMN_GATHERED,
+            Style.ATTENTION,
+        )
         if enters and entry.block not in entered and through.input_needs_gradient:
             entered.add(entry.block)
             backward, messages = backward + all_reduce(through.input_bytes, ranks), messages + 1
     sent = (forward + backward) * samples / passes.samples / axes.pipeline
-    return [Traffic(what="activations", sent=sent, when=When.ALONE, group=ranks, messages=messages / axes.pipeline)]
+    return [
+        Traffic(
+            what="activations",
+            sent=sent,
+            when=When.ALONE,
+            group=ranks,
+            messages=messages / axes.pipeline,
+        )
+    ]
 
 
 def _tied(subject: Subject, blueprint: Blueprint) -> float:
-    """Bytes that all ranks of a pipeline send for the gradients of parameters that several stages hold."""
+    """Bytes that all ranks of a pipeline send for the gradients of parameters that several stages
+    hold."""
     assert blueprint.split is not None
     sizes = {name: parameter.nbytes for name, parameter in subject.parameters.items()}
     sent = 0.0

@@ -1,11 +1,14 @@
-"""An estimate of a step's time: operations over a device's speed, bytes over a link's, and which of the two hide each other.
+"""An estimate of a step's time: operations over a device's speed, bytes over a link's, and which of
+the two hide each other.
 
-    computing      operations / (device_flops x efficiency); of a pipeline, its schedule played through
+    computing      operations / (device_flops x efficiency); of a pipeline, its schedule played
+                   through
     forward pass   what is gathered for it beside it hides behind it
     backward pass  gradients that are summed in it, and what is gathered for it, hide behind it
     alone          sums of activations between split layers, what is sent after the passes: is added
 
-Left out: the optimizer's own time, the loading of data, and that ranks share a switch. It ranks strategies; it is no forecast.
+Left out: the optimizer's own time, the loading of data, and that ranks share a switch. It ranks
+strategies; it is no forecast.
 """
 
 from __future__ import annotations
@@ -32,12 +35,15 @@ class Assumptions:
     local_bandwidth: float = 150e9
     """Bytes a second that a rank sends to others of its host."""
     latency: float = 20e-6
-    """Seconds that a collective takes, or a micro-batch in a stage, however small: for a collective times the logarithm of its ranks."""
+    """Seconds that a collective takes, or a micro-batch in a stage, however small: for a collective
+    times the logarithm of its ranks."""
     ranks_per_host: int = 8
 
     def seconds(self, traffic: Traffic) -> float:
         """How long it takes by itself."""
-        return traffic.sent / self._speed(traffic.group) + traffic.messages * self.latency * math.log2(max(2, traffic.group))
+        return traffic.sent / self._speed(
+            traffic.group
+        ) + traffic.messages * self.latency * math.log2(max(2, traffic.group))
 
     def _speed(self, group: int) -> float:
         return self.local_bandwidth if group <= self.ranks_per_host else self.bandwidth
@@ -63,19 +69,41 @@ class Estimate:
     """The share of the pipeline's time in which ranks wait, in the mean; 0 without a pipeline."""
 
 
-def estimate(costs: Costs, passes: Passes, assumptions: Assumptions, *, samples: float, tensor: int, replica_size: int) -> Estimate:
+def estimate(
+    costs: Costs,
+    passes: Passes,
+    assumptions: Assumptions,
+    *,
+    samples: float,
+    tensor: int,
+    replica_size: int,
+) -> Estimate:
     """A step of which a replica takes so many samples."""
     bubble = 0.0
     if costs.schedule is not None and costs.stages is not None:
         speed = assumptions.border_speed(replica_size)
         computing, bubble = play(
-            costs.schedule, costs.stages, flops_per_second=assumptions.flops, bytes_per_second=speed, latency=assumptions.latency
+            costs.schedule,
+            costs.stages,
+            flops_per_second=assumptions.flops,
+            bytes_per_second=speed,
+            latency=assumptions.latency,
         )
         forward = backward = 0.0
     else:
         each = samples / passes.samples / tensor / assumptions.flops
-        forward, backward = passes.forward_flops * each, (passes.flops - passes.forward_flops) * each
+        forward, backward = (
+            passes.forward_flops * each,
+            (passes.flops - passes.forward_flops) * each,
+        )
         computing = forward + backward
-    took = {when: sum(assumptions.seconds(one) for one in costs.traffic if one.when is when) for when in When}
-    shown = took[When.ALONE] + max(0.0, took[When.FORWARD] - forward) + max(0.0, took[When.BACKWARD] - backward)
+    took = {
+        when: sum(assumptions.seconds(one) for one in costs.traffic if one.when is when)
+        for when in When
+    }
+    shown = (
+        took[When.ALONE]
+        + max(0.0, took[When.FORWARD] - forward)
+        + max(0.0, took[When.BACKWARD] - backward)
+    )
     return Estimate(seconds=computing + shown, computing=computing, bubble=bubble)

@@ -78,7 +78,8 @@ class Subject:
 
     @property
     def whole_tensors(self) -> bool:
-        """The optimizer looks at whole tensors: where state is in shards, each tensor is dealt to one rank."""
+        """The optimizer looks at whole tensors: where state is in shards, each tensor is dealt to
+        one rank."""
         return self.optimizer in WHOLE_TENSORS
 
     def state_of(self, name: str) -> StateSize:
@@ -87,22 +88,32 @@ class Subject:
 
 
 def subject_of(
-    model: nn.Module, optimizer: torch.optim.Optimizer, config: ShardingConfiguration, *, inputs: Any, targets: Any, loss_fn: Loss | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    config: ShardingConfiguration,
+    *,
+    inputs: Any,
+    targets: Any,
+    loss_fn: Loss | None,
 ) -> Subject:
     """Takes the sizes of a model and its optimizer, which are left as they are.
 
     Raises:
-        ConfigurationError: there is nothing to train, the optimizer is of another model or cannot be stepped without values, or the
-            example cannot be passed through the model.
+        ConfigurationError: there is nothing to train, the optimizer is of another model or cannot
+            be stepped without values, or the example cannot be passed through the model.
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"plan: model={type(model).__name__}: expected a torch.nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
-            f"plan: optimizer={type(optimizer).__name__}: expected a torch.optim.Optimizer over the model's parameters"
+            f"plan: optimizer={type(optimizer).__name__}: expected a torch.optim.Optimizer over "
+            "the model's parameters"
         )
     if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigurationError(f"plan: {type(model).__name__} has no parameter with requires_grad=True: there is nothing to train")
+        raise ConfigurationError(
+            f"plan: {type(model).__name__} has no parameter with requires_grad=True: there is "
+            "nothing to train"
+        )
     module = meta_copy(model)
     checkpoint_activations(module, config.activation_checkpointing)
     persistent = {id(t) for t in module.state_dict(keep_vars=True).values()}
@@ -114,18 +125,24 @@ def subject_of(
         optimizer=type(optimizer).__name__,
         passes=None if inputs is None else measure(module, inputs, targets, loss_fn),
         buffer_bytes=sum(b.nbytes for b in buffers),
-        shared_buffer_elements=sum(b.numel() for b in buffers if (b.is_floating_point() and id(b) in persistent) or b.dtype == torch.int64),
+        shared_buffer_elements=sum(
+            b.numel()
+            for b in buffers
+            if (b.is_floating_point() and id(b) in persistent) or b.dtype == torch.int64
+        ),
     )
 
 
-def _state_sizes(model: nn.Module, module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, StateSize]:
+def _state_sizes(
+    model: nn.Module, module: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, StateSize]:
     """By parameter; see `_state_size`."""
     names = {id(p): name for name, p in model.named_parameters()}
     foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
         raise ConfigurationError(
-            f"plan: {foreign} parameter(s) of the {type(optimizer).__name__} are not the model's: make the optimizer over "
-            "model.parameters(), of the model that is planned"
+            f"plan: {foreign} parameter(s) of the {type(optimizer).__name__} are not the model's: "
+            "make the optimizer over model.parameters(), of the model that is planned"
         )
     shapes = dict(module.named_parameters())
     known: dict[tuple[torch.Size, torch.dtype, int], StateSize] = {}
@@ -140,8 +157,11 @@ def _state_sizes(model: nn.Module, module: nn.Module, optimizer: torch.optim.Opt
     return sizes
 
 
-def _state_size(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: nn.Parameter) -> StateSize:
-    """What a copy of the optimizer keeps of one parameter after a step: without values, or, where it asks for some, with zeros."""
+def _state_size(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: nn.Parameter
+) -> StateSize:
+    """What a copy of the optimizer keeps of one parameter after a step: without values, or, where
+    it asks for some, with zeros."""
     try:
         state = _stepped(optimizer, group, nn.Parameter(torch.empty_like(like, device="meta")))
     except Exception:  # whatever its code raises, over a tensor that has no values
@@ -149,15 +169,21 @@ def _state_size(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like
             state = _stepped(optimizer, group, nn.Parameter(torch.zeros_like(like, device="cpu")))
         except Exception as error:
             raise ConfigurationError(
-                f"plan: {type(optimizer).__name__} could not be stepped over zeros ({type(error).__name__}: {error}), so the size of its "
-                "state is not known; plan with an optimizer of torch.optim that keeps as much"
+                f"plan: {type(optimizer).__name__} could not be stepped over zeros "
+                f"({type(error).__name__}: {error}), so the size of its state is not known; plan "
+                "with an optimizer of torch.optim that keeps as much"
             ) from error
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     growing = sum(t.nbytes for t in tensors if t.dim())
-    return StateSize(per_element=growing / max(1, like.numel()), fixed=sum(t.nbytes for t in tensors if not t.dim()))
+    return StateSize(
+        per_element=growing / max(1, like.numel()),
+        fixed=sum(t.nbytes for t in tensors if not t.dim()),
+    )
 
 
-def _stepped(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter) -> Mapping[str, Any]:
+def _stepped(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: nn.Parameter
+) -> Mapping[str, Any]:
     own = copy.copy(optimizer)
     own.state = defaultdict(dict)
     own.param_groups = [{**group, "params": [parameter]}]

@@ -1,14 +1,16 @@
 """How gradients are laid out for reducing: in flat buckets, each sent in one all-reduce.
 
-The layout follows from the parameters alone (their order, size, dtype, device), so that it is the same on every rank, whenever it joined.
-Buckets are filled from the last parameter to the first, which is about the order in which a backward pass completes them. A bucket also
-carries how many ranks have a gradient of each parameter: one that no rank has stays None, as in one process. `.grad` is a view of the
-bucket, so gradients exist once.
+The layout follows from the parameters alone (their order, size, dtype, device), so that it is the
+same on every rank, whenever it joined. Buckets are filled from the last parameter to the first,
+which is about the order in which a backward pass completes them. A bucket also carries how many
+ranks have a gradient of each parameter: one that no rank has stays None, as in one process. `.grad`
+is a view of the bucket, so gradients exist once.
 
-Buckets are in flight together (`Flight`): all-reduces are started one after the other, and waited for together. Compressed ones take two
-turns on the wire: when all have had their first, each gets its second. Also when one of them fails all are waited for: the redo of a lost
-step uses the same memory, and no collective of the old group may write into it then. A failure does not raise; it marks the step lost,
-which `optimizer.step()` will say.
+Buckets are in flight together (`Flight`): all-reduces are started one after the other, and waited
+for together. Compressed ones take two turns on the wire: when all have had their first, each gets
+its second. Also when one of them fails all are waited for: the redo of a lost step uses the same
+memory, and no collective of the old group may write into it then. A failure does not raise; it
+marks the step lost, which `optimizer.step()` will say.
 """
 
 from __future__ import annotations
@@ -45,9 +47,11 @@ if TYPE_CHECKING:
 _FIRST_BYTES = 1 << 20
 """The first bucket is closed once it holds so much: sending starts early."""
 _ONE_BYTES = 2 << 20
-"""Gradients of no more than this go in one all-reduce: a second one costs more than an early start gains (docs/decisions/0007)."""
+"""Gradients of no more than this go in one all-reduce: a second one costs more than an early start
+gains (docs/decisions/0007)."""
 _LARGE_ELEMENTS = 1 << 14
-"""From here on a gradient is copied and weighted by itself, as soon as it is whole; smaller ones all at once, which costs less each."""
+"""From here on a gradient is copied and weighted by itself, as soon as it is whole; smaller ones
+all at once, which costs less each."""
 
 
 class Slot:
@@ -80,20 +84,29 @@ class Slot:
 class Bucket:
     """[large gradients | small gradients | by how many ranks each is present | what rides along]"""
 
-    def __init__(self, parameters: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device, riding: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+        riding: int,
+    ) -> None:
         parameters = sorted(parameters, key=lambda p: p.numel() < _LARGE_ELEMENTS)
         sizes = [p.numel() for p in parameters]
         self.flat = torch.zeros(sum(sizes) + len(sizes) + riding, dtype=dtype, device=device)
         *views, self.presence, self.riding = self.flat.split([*sizes, len(sizes), riding])
         self.gradients, self.tail = self.flat[: sum(sizes)], self.flat[sum(sizes) :]
-        self.slots = [Slot(p, _laid_out_as(p, view)) for p, view in zip(parameters, views, strict=True)]
+        self.slots = [
+            Slot(p, _laid_out_as(p, view)) for p, view in zip(parameters, views, strict=True)
+        ]
         self._larges = sum(slot.large for slot in self.slots)
         self._smalls = self.gradients[sum(sizes[: self._larges]) :]
         self.awaited = len(self.slots)
         """Slots that are not ready."""
 
     def fill(self, factor: float, *, sums: bool) -> None:
-        """Makes of the gradients what this rank adds to the sum. A rank that weighs nothing adds nothing, whatever its gradients hold."""
+        """Makes of the gradients what this rank adds to the sum. A rank that weighs nothing adds
+        nothing, whatever its gradients hold."""
         moved: list[Slot] = []
         scaled: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
@@ -110,11 +123,16 @@ class Bucket:
             if slot.summed or not sums:
                 scaled.append(slot.view)
         if moved:
-            torch._foreach_copy_([slot.view for slot in moved], [_dense(slot.parameter) for slot in moved])
+            torch._foreach_copy_(
+                [slot.view for slot in moved], [_dense(slot.parameter) for slot in moved]
+            )
             for slot in moved:
                 slot.parameter.grad = slot.view
         if scaled and factor != 1.0:
-            if len(scaled) == len(self.slots) - self._larges and scaled[0] is self.slots[self._larges].view:
+            if (
+                len(scaled) == len(self.slots) - self._larges
+                and scaled[0] is self.slots[self._larges].view
+            ):
                 self._smalls.mul_(factor)  # all of them, and no other: the usual case
             else:
                 torch._foreach_mul_(scaled, factor)
@@ -129,7 +147,8 @@ class Bucket:
             self.presence.fill_(1.0)
 
     def settle(self, factor: float, *, owed: bool = False) -> None:
-        """The sums are in place. `owed`: a sum may hold what earlier steps have left out, also where no rank has a gradient."""
+        """The sums are in place. `owed`: a sum may hold what earlier steps have left out, also
+        where no rank has a gradient."""
         certain = factor != 0.0
         for slot in self.slots:
             certain = certain and slot.present
@@ -155,9 +174,11 @@ def lay_out(
     riding: int,
     riding_dtype: torch.dtype,
 ) -> list[Bucket]:
-    """Buckets of at most `cap_bytes` (or one parameter) and at least `minimum_elements`, where the parameters of that kind are so many.
+    """Buckets of at most `cap_bytes` (or one parameter) and at least `minimum_elements`, where the
+    parameters of that kind are so many.
 
-    What rides along lies in the last bucket, whose dtype must hold it exactly; else in one of its own, on `device`.
+    What rides along lies in the last bucket, whose dtype must hold it exactly; else in one of its
+    own, on `device`.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     for parameter in reversed(parameters):
@@ -171,11 +192,16 @@ def lay_out(
         small = len(groups) == 2 and sum(map(_bytes, groups)) <= min(_ONE_BYTES, cap_bytes)
         if small or (len(groups) > 1 and _elements(groups[-1]) < minimum_elements):
             groups[-2].extend(groups.pop())
-    planned = [(group, dtype, where) for (dtype, where), groups in kinds.items() for group in groups]
+    planned = [
+        (group, dtype, where) for (dtype, where), groups in kinds.items() for group in groups
+    ]
     if not planned or planned[-1][1] not in (riding_dtype, torch.float64):
         planned.append(([], riding_dtype, device))
     last = len(planned) - 1
-    return [Bucket(group, dtype, where, riding if i == last else 0) for i, (group, dtype, where) in enumerate(planned)]
+    return [
+        Bucket(group, dtype, where, riding if i == last else 0)
+        for i, (group, dtype, where) in enumerate(planned)
+    ]
 
 
 def _dense(parameter: torch.Tensor) -> torch.Tensor:
@@ -196,38 +222,51 @@ def _bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _laid_out_as(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """`flat` in the shape of `parameter`, and with its strides if it is dense (channels_last): else autograd would copy, and torch's fused
-    optimizers would take one element for another (see `strided_like`)."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+    """`flat` in the shape of `parameter`, and with its strides if it is dense (channels_last): else
+    autograd would copy, and torch's fused optimizers would take one element for another (see
+    `strided_like`)."""
+    extent = 1 + sum(
+        (size - 1) * stride
+        for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+    )
     if extent == parameter.numel():
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset())
     return flat.view(parameter.shape)
 
 
 class Flight:
-    """Owned by the training thread, or by the thread that runs the backward pass while the training thread waits for that."""
+    """Owned by the training thread, or by the thread that runs the backward pass while the training
+    thread waits for that."""
 
-    def __init__(self, session: StrategySession, compression: GradientCompression | None = None) -> None:
+    def __init__(
+        self, session: StrategySession, compression: GradientCompression | None = None
+    ) -> None:
         self._session = session
         self._compression = compression
         self._works: list[tuple[Group, dist.Work]] = []
         self._reductions: list[tuple[Group, Reduction]] = []
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Starts to sum `tensor` over all ranks, in place. Nothing is sent in a step that is lost."""
+        """Starts to sum `tensor` over all ranks, in place. Nothing is sent in a step that is
+        lost."""
         step, group = self._session.step, self._session.group
         if step is None or step.lost is not None:
             return
         with LosingStep(self._session):
             if group is None:
                 raise MembershipChanged("there is no group")
-            work = group.all_reduce_async(torch.view_as_real(tensor) if tensor.is_complex() else tensor)
+            work = group.all_reduce_async(
+                torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            )
             if work is not None:
                 self._works.append((group, work))
             failpoint("reduction.under_way")
 
-    def send_compressed(self, bucket: torch.Tensor, kind: str, number: int, shapes: Sequence[Sequence[int]]) -> None:
-        """Starts to sum `bucket` over all ranks, in place and compressed; see `GradientCompression.start`."""
+    def send_compressed(
+        self, bucket: torch.Tensor, kind: str, number: int, shapes: Sequence[Sequence[int]]
+    ) -> None:
+        """Starts to sum `bucket` over all ranks, in place and compressed; see
+        `GradientCompression.start`."""
         step, group, compression = self._session.step, self._session.group, self._compression
         assert compression is not None
         if step is None or step.lost is not None:
@@ -270,14 +309,16 @@ class Flight:
                 reduction.abandon()
 
 
-# ----------------------------------------------------------------------------------------------------------------------------- accumulation
+# ------------------------------------------------------------------------------------- accumulation
 #
 # Sums the gradients of a step that is cut into micro-batches, weighted by their samples.
 #
-# Gradients, and by how much each micro-batch changed the buffers, are added up per micro-batch with its weight into one flat vector, which
-# is reduced when the inner loop ends. The result does not depend on which rank computed what; in float64 (deterministic) not even bitwise:
-# float32 gradients times whole-number weights sum exactly unless one element's gradients differ by more than 2^20 between micro-batches,
-# and the sum is rounded to float32 once. The mean over the global batch is left in `.grad`. All of it runs on the training thread.
+# Gradients, and by how much each micro-batch changed the buffers, are added up per micro-batch with
+# its weight into one flat vector, which is reduced when the inner loop ends. The result does not
+# depend on which rank computed what; in float64 (deterministic) not even bitwise: float32 gradients
+# times whole-number weights sum exactly unless one element's gradients differ by more than 2^20
+# between micro-batches, and the sum is rounded to float32 once. The mean over the global batch is
+# left in `.grad`. All of it runs on the training thread.
 
 
 _CHUNK_ELEMENTS = 8 << 20
@@ -286,8 +327,8 @@ _CONVERTED_BYTES = 4 << 20
 
 
 def add_times(added: Sequence[tuple[torch.Tensor, torch.Tensor]], factor: float) -> None:
-    """Adds to each first tensor the second, in the first's dtype, times `factor`; on a device in few kernels. Each element comes to what
-    one addition after the other makes of it."""
+    """Adds to each first tensor the second, in the first's dtype, times `factor`; on a device in
+    few kernels. Each element comes to what one addition after the other makes of it."""
     at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
     converted_bytes = 0
     for total, given in added:
@@ -304,7 +345,9 @@ def add_times(added: Sequence[tuple[torch.Tensor, torch.Tensor]], factor: float)
 
 def _add_at_once(added: Sequence[tuple[torch.Tensor, torch.Tensor]], factor: float) -> None:
     if added:
-        torch._foreach_add_([total for total, _ in added], [given for _, given in added], alpha=factor)
+        torch._foreach_add_(
+            [total for total, _ in added], [given for _, given in added], alpha=factor
+        )
 
 
 class AccumulatedReduction:
@@ -320,13 +363,18 @@ class AccumulatedReduction:
         *,
         alone: bool = False,
     ) -> None:
-        """`alone`: the sum is over this rank's micro-batches, and says nothing of the other ranks."""
+        """`alone`: the sum is over this rank's micro-batches, and says nothing of the other
+        ranks."""
         self._buffers = buffers
         self._session = session
         self._config = config
         self._sums = config.loss_reduction == "sum"
         self._everything = list(module.parameters())
-        self._sparse_ids = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
+        self._sparse_ids = {
+            id(m.weight)
+            for m in module.modules()
+            if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse
+        }
         self._parameters: list[nn.Parameter] = []
         self._groups: list[list[nn.Parameter]] = []
         self._compression = compression
@@ -362,7 +410,8 @@ class AccumulatedReduction:
         return self._mean_loss
 
     def micro_batch_ends(self, weight: float) -> None:
-        """Adds the micro-batch's gradient and buffers. One that weighs nothing may hold anything, NaN among it: it is left out."""
+        """Adds the micro-batch's gradient and buffers. One that weighs nothing may hold anything,
+        NaN among it: it is left out."""
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
         for i, (parameter, total) in enumerate(zip(self._parameters, self._grad_sums, strict=True)):
             grad, parameter.grad = parameter.grad, None
@@ -378,7 +427,8 @@ class AccumulatedReduction:
             self._buffers.leave_out(self._buffer_changes)
 
     def finish(self) -> None:
-        """Reduces over all ranks and leaves the mean gradient in `.grad`; or marks the step lost."""
+        """Reduces over all ranks and leaves the mean gradient in `.grad`; or marks the step
+        lost."""
         session = self._session
         step = session.step
         if step is None or step.lost is not None or step.phase is not StepPhase.OPEN:
@@ -391,24 +441,41 @@ class AccumulatedReduction:
             self._send(step.share.total_weight if step.share is not None else None)
             if not self._flight.land():
                 return
-        *presence, weight = torch.cat([self._presence, self._weight_sum]).tolist()  # at once: on a device to read is to wait
+        # at once: on a device to read is to wait
+        *presence, weight = torch.cat([self._presence, self._weight_sum]).tolist()
         divisor = 1.0 if self._sums else weight or 1.0
-        for parameter, summed, count in zip(self._parameters, self._grad_sums, presence, strict=True):
-            here = count > 0 or (self._compression is not None and bool(summed.any()))  # earlier steps have left something out
-            # Where the dtype is the same it is no copy, but another object: users may give `.grad` other memory.
+        for parameter, summed, count in zip(
+            self._parameters, self._grad_sums, presence, strict=True
+        ):
+            # earlier steps have left something out
+            here = count > 0 or (self._compression is not None and bool(summed.any()))
+            # Where the dtype is the same it is no copy, but another object: users may give `.grad`
+            # other memory.
             mean = summed.div_(divisor).to(parameter.dtype).detach() if here else None
-            parameter.grad = mean.to_sparse(1) if mean is not None and id(parameter) in self._sparse_ids else mean
+            parameter.grad = (
+                mean.to_sparse(1)
+                if mean is not None and id(parameter) in self._sparse_ids
+                else mean
+            )
         if not self._alone:
             session.seal_step()
 
     def _check_complete(self) -> None:
         """Raises ConfigurationError: a parameter has a gradient that was not added up."""
         known = {id(p) for p in self._parameters}
-        unfrozen = next((p for p in self._everything if p.requires_grad and p.grad is not None and id(p) not in known), None)
+        unfrozen = next(
+            (
+                p
+                for p in self._everything
+                if p.requires_grad and p.grad is not None and id(p) not in known
+            ),
+            None,
+        )
         if unfrozen is not None:
             raise ConfigurationError(
-                f"a parameter of shape {tuple(unfrozen.shape)} was given requires_grad=True between the micro-batches of a step, and has a "
-                "gradient that is not in the step's sum; set requires_grad ahead of the step's first micro-batch"
+                f"a parameter of shape {tuple(unfrozen.shape)} was given requires_grad=True "
+                "between the micro-batches of a step, and has a gradient that is not in the "
+                "step's sum; set requires_grad ahead of the step's first micro-batch"
             )
 
     def _send(self, total_weight: float | None) -> None:
@@ -430,7 +497,8 @@ class AccumulatedReduction:
             self._flight.send(self._apart)
 
     def write_buffers(self) -> None:
-        """Replaces the buffers by their weighted mean over all micro-batches; keeps them if all weighed nothing."""
+        """Replaces the buffers by their weighted mean over all micro-batches; keeps them if all
+        weighed nothing."""
         self._buffers.apply(self._buffer_changes)
         self._open = False
 
@@ -446,7 +514,10 @@ class AccumulatedReduction:
 
     def _lay_out(self, trained: list[nn.Parameter]) -> None:
         if any(p.is_complex() for p in trained):
-            raise ConfigurationError("complex parameters cannot be trained in micro-batches: use the loader without micro_batch_size=")
+            raise ConfigurationError(
+                "complex parameters cannot be trained in micro-batches: use the loader without "
+                "micro_batch_size="
+            )
         self._parameters = trained
         wide = self._config.deterministic or any(p.dtype == torch.float64 for p in trained)
         device, dtype = trained[0].device, torch.float64 if wide else torch.float32
@@ -454,14 +525,22 @@ class AccumulatedReduction:
         sizes = [*(p.numel() for p in trained), self._buffers.size if alike else 0, len(trained), 1]
         self._flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
         *sums, self._buffer_changes, self._presence, self._weight_sum = self._flat.split(sizes)
-        self._apart = None if alike else torch.zeros(self._buffers.size, dtype=self._buffers.dtype, device=device)
+        self._apart = (
+            None
+            if alike
+            else torch.zeros(self._buffers.size, dtype=self._buffers.dtype, device=device)
+        )
         if self._apart is not None:
             self._buffer_changes = self._apart
         self._grad_sums = [_laid_out_as(p, total) for total, p in zip(sums, trained, strict=True)]
         if self._compression is not None:
             check_floating(self._compression.compressor.name, trained)
             # What is compressed at once: whole parameters, in float32.
-            self._groups = in_buckets(trained, lambda parameter: 4 * parameter.numel(), self._config.bucket_cap_mb << 20)
+            self._groups = in_buckets(
+                trained, lambda parameter: 4 * parameter.numel(), self._config.bucket_cap_mb << 20
+            )
             places = {id(p): place for place, p in enumerate(self._everything)}
             layout = [[places[id(p)] for p in group] for group in self._groups]
-            self._compression.laid_out("micro-batches", layout, [sum(p.numel() for p in group) for group in self._groups])
+            self._compression.laid_out(
+                "micro-batches", layout, [sum(p.numel() for p in group) for group in self._groups]
+            )

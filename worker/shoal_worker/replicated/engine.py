@@ -1,7 +1,9 @@
-"""The engine of strategies whose ranks hold the whole model each, and sum its gradients in every step.
+"""The engine of strategies whose ranks hold the whole model each, and sum its gradients in every
+step.
 
-How the sums travel is in `reduction.py` (plain steps, overlapped with the backward pass) and `buckets.py` (micro-batches).
-`local_sgd.py` changes what is summed, and when. All of it runs on the training thread.
+How the sums travel is in `reduction.py` (plain steps, overlapped with the backward pass) and
+`buckets.py` (micro-batches). `local_sgd.py` changes what is summed, and when. All of it runs on the
+training thread.
 """
 
 from __future__ import annotations
@@ -54,7 +56,10 @@ from shoal_worker.torch_internals import uncompiled
 
 _log = logging.getLogger(__name__)
 
-_CLEAR = "Call optimizer.zero_grad() in every step; to accumulate over several batches, give micro_batch_size= to the loader"
+_CLEAR = (
+    "Call optimizer.zero_grad() in every step; to accumulate over several batches, give "
+    "micro_batch_size= to the loader"
+)
 
 
 class ReplicatedEngine(Engine):
@@ -70,7 +75,8 @@ class ReplicatedEngine(Engine):
         self._skipped = False
         """A GradScaler found the step's gradients unusable."""
         self._uncleared_in: tuple[int, int] | None = None
-        """Generation and number of ranks in which a step was committed whose gradients nobody has cleared since."""
+        """Generation and number of ranks in which a step was committed whose gradients nobody has
+        cleared since."""
         self._overlapped: OverlappedReduction | None = None
         self._accumulated: AccumulatedReduction | None = None
         self._attached = False
@@ -96,13 +102,16 @@ class ReplicatedEngine(Engine):
         if self._tables is not None:
             self._tables.connect()
 
-    # ------------------------------------------------------------------------------------------------------------- training
+    # ------------------------------------------------------------------------------------- training
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]  # what it calls, the module, may be compiled
+    # what it calls, the module, may be compiled
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass; in training its backward pass reduces the gradients over all ranks.
+        """The module's forward pass; in training its backward pass reduces the gradients over all
+        ranks.
 
-        Outputs may have any form. Parameters that take no part in the pass are no error, also where they differ by rank.
+        Outputs may have any form. Parameters that take no part in the pass are no error, also where
+        they differ by rank.
         """
         reduces = self.module.training and torch.is_grad_enabled() and self._begin_pass()
         output = self._compute(*args, **kwargs)
@@ -112,9 +121,13 @@ class ReplicatedEngine(Engine):
 
     @uncompiled
     def _begin_pass(self) -> bool:
-        """Before a forward pass of training. True if gradients are reduced during its backward pass."""
+        """Before a forward pass of training. True if gradients are reduced during its backward
+        pass."""
         if not self._attached:
-            raise PreconditionError("this model is a clone, for evaluation: a process trains the one model that as_distributed gave it")
+            raise PreconditionError(
+                "this model is a clone, for evaluation: a process trains the one model that "
+                "as_distributed gave it"
+            )
         step = self._session.ensure_step()
         if step.source is not None:  # else this may be a dry run before the loop, and no step
             check_reproducible(self.config, step)
@@ -122,10 +135,13 @@ class ReplicatedEngine(Engine):
             return False
         if step.phase is StepPhase.DECIDED:
             raise PreconditionError(
-                "the gradients of this step are reduced already, by train_step, clip_grad_norm_ or synchronize_gradients: do all backward "
-                "passes of a step before; to accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
+                "the gradients of this step are reduced already, by train_step, clip_grad_norm_ "
+                "or synchronize_gradients: do all backward passes of a step before; to "
+                "accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
             )
-        if self._uncleared_in is not None and all(parameter.grad is None for parameter in self.module.parameters()):
+        if self._uncleared_in is not None and all(
+            parameter.grad is None for parameter in self.module.parameters()
+        ):
             self._uncleared_in = None
         if self._session.elastic:
             self._reduction().prepare()
@@ -137,42 +153,51 @@ class ReplicatedEngine(Engine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only add to this rank's gradients, as with torch's DDP; the next one outside reduces what has been added
-        up. What no later pass has reduced, `optimizer.step()` does."""
+        """Backward passes inside only add to this rank's gradients, as with torch's DDP; the next
+        one outside reduces what has been added up. What no later pass has reduced,
+        `optimizer.step()` does."""
         reduces = self._session.elastic and not self._in_micro_batches
         with self._reduction().paused() if reduces else contextlib.nullcontext():
             yield
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """See `ShardedModel`. The loss travels in the step's control word, so that it costs no collective of its own.
+        """See `ShardedModel`. The loss travels in the step's control word, so that it costs no
+        collective of its own.
 
-        In `loader.steps()` the batch is the micro-batch, which one rank has whole: its own loss is returned, and the ranks' mean over the
-        step is what `shoal status` shows.
+        In `loader.steps()` the batch is the micro-batch, which one rank has whole: its own loss is
+        returned, and the ranks' mean over the step is what `shoal status` shows.
         """
         session = self._session
         step = session.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
         told = read_later(loss)
         step.loss = (
-            told if step.micro_batch is None or not self._in_micro_batches else self._accumulation().add_loss(told, step.micro_batch)
+            told
+            if step.micro_batch is None or not self._in_micro_batches
+            else self._accumulation().add_loss(told, step.micro_batch)
         )
         loss.backward()
         if not self.config.auto_sync_gradients and not self._in_micro_batches:
             self.synchronize_gradients()
         session.finish_reduction_if_whole()
-        return loss.detach() if step.loss_of_all is None else loss.detach().new_full((), step.loss_of_all)
+        return (
+            loss.detach()
+            if step.loss_of_all is None
+            else loss.detach().new_full((), step.loss_of_all)
+        )
 
     def synchronize_gradients(self) -> None:
-        """Sums the gradients over the ranks. Only needed with `auto_sync_gradients=False`, after the backward pass; what was reduced before
-        is not reduced again."""
+        """Sums the gradients over the ranks. Only needed with `auto_sync_gradients=False`, after
+        the backward pass; what was reduced before is not reduced again."""
         self._reduce_what_is_left()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """See `ShardedModel`. Closes the step, if that is not done; the gradients are whole on every rank."""
+        """See `ShardedModel`. Closes the step, if that is not done; the gradients are whole on
+        every rank."""
         self.finish_reduction()
         return super().clip_grad_norm_(max_norm, norm_type)
 
-    # --------------------------------------------------------------------------------------------- TrainingEngine: for the session
+    # -------------------------------------------------------------- TrainingEngine: for the session
 
     @property
     def _in_micro_batches(self) -> bool:
@@ -211,7 +236,9 @@ class ReplicatedEngine(Engine):
         """See `TrainingEngine`."""
         self.check_state(state)
         if not self.has_values():
-            materialize(self.module, self.optimizer, self._session.device, buffers=state.get("buffers"))
+            materialize(
+                self.module, self.optimizer, self._session.device, buffers=state.get("buffers")
+            )
             self._members = ModuleMembers(self.module)
             self.extremes |= state.get("extremes", {})
             self._step_buffers = CommittedBuffers(self.module, self.extremes)
@@ -220,7 +247,11 @@ class ReplicatedEngine(Engine):
         take_unsaved(self.module, state.get("buffers", {}))
         if self.optimizer is not None and state["optimizer"] is not None:
             own = ModuleState(self.module).tensors
-            alike = all(each.dtype == state["model"][key].dtype for key, each in own.items() if key in state["model"])
+            alike = all(
+                each.dtype == state["model"][key].dtype
+                for key, each in own.items()
+                if key in state["model"]
+            )
             load_optimizer(self.optimizer, state["optimizer"], exact=alike)
         if self._compression is not None:
             self._compression.restore(state.get("compression"))
@@ -240,14 +271,24 @@ class ReplicatedEngine(Engine):
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See `TrainingEngine`: all of it."""
         optimizer = self.optimizer
-        moments = state_tensors(optimizer.state, dict(self.module.named_parameters())) if optimizer is not None else {}
+        moments = (
+            state_tensors(optimizer.state, dict(self.module.named_parameters()))
+            if optimizer is not None
+            else {}
+        )
         model = {repr(name): tensor for name, tensor in ModuleState(self.module).tensors.items()}
-        buffers = {name: model.pop(name) for name, tensor in [*model.items()] if not isinstance(tensor, nn.Parameter)}
+        buffers = {
+            name: model.pop(name)
+            for name, tensor in [*model.items()]
+            if not isinstance(tensor, nn.Parameter)
+        }
         return {"the model": model, BUFFERS: buffers, "the optimizer's state": moments}
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See `TrainingEngine`: all of the model."""
-        parameters = {repr(name): parameter.detach() for name, parameter in self.module.named_parameters()}
+        parameters = {
+            repr(name): parameter.detach() for name, parameter in self.module.named_parameters()
+        }
         return {"the parameters": parameters, "the buffers": self._step_buffers.begun_from()}
 
     def has_values(self) -> bool:
@@ -256,7 +297,8 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def step_begins(self) -> None:
-        """See `TrainingEngine`. What the user did to buffers between two steps is a part of what a redo starts from."""
+        """See `TrainingEngine`. What the user did to buffers between two steps is a part of what a
+        redo starts from."""
         self._step_buffers.step_begins()
         self._skipped = False
         if self._setup.several:  # what another model's passes have left here is not of this step
@@ -287,11 +329,20 @@ class ReplicatedEngine(Engine):
     def writes_apart(self) -> ShoalError:
         """See `TrainingEngine`."""
         names = self._writes.names()
-        return self._step_buffers.apart() if self._step_buffers.exact_names() and not names else self._writes.apart(names)
+        return (
+            self._step_buffers.apart()
+            if self._step_buffers.exact_names() and not names
+            else self._writes.apart(names)
+        )
 
     def batch_begins(self) -> None:
-        """See `TrainingEngine`. Passes need not go through `forward`, and their gradients are to be noted from the first one on."""
-        if self._overlapped is None and self._session.elastic and any(p.requires_grad for p in self.module.parameters()):
+        """See `TrainingEngine`. Passes need not go through `forward`, and their gradients are to be
+        noted from the first one on."""
+        if (
+            self._overlapped is None
+            and self._session.elastic
+            and any(p.requires_grad for p in self.module.parameters())
+        ):
             self._reduction()
 
     def micro_batch_begins(self) -> None:
@@ -303,7 +354,8 @@ class ReplicatedEngine(Engine):
         """See `TrainingEngine`."""
         self._accumulation().micro_batch_ends(weight)
         step = self._session.step
-        if step is not None and step.lost is None:  # else what passes made of values that have failed does not count
+        if step is not None and step.lost is None:
+            # else what passes made of values that have failed does not count
             self._writes.micro_batch_ends()
             if weight != 0:
                 self._step_buffers.micro_batch_ends()
@@ -316,11 +368,16 @@ class ReplicatedEngine(Engine):
         by_hand = not self.config.auto_sync_gradients and not self._in_micro_batches
         if by_hand and step is not None and step.phase is StepPhase.OPEN and step.lost is None:
             raise PreconditionError(
-                "auto_sync_gradients=False: call model.synchronize_gradients() after the backward pass, before clipping and "
-                "optimizer.step()"
+                "auto_sync_gradients=False: call model.synchronize_gradients() after the backward "
+                "pass, before clipping and optimizer.step()"
             )
         self._reduce_what_is_left()
-        if self._tables is not None and step is not None and step.phase is StepPhase.SEALED and step.lost is None:
+        if (
+            self._tables is not None
+            and step is not None
+            and step.phase is StepPhase.SEALED
+            and step.lost is None
+        ):
             self._tables.reduce()
         self._close()
         self._session.settle_step()
@@ -369,8 +426,9 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def _sum_closing(self, group: Group, control: list[float]) -> list[float]:
-        """The control word of all ranks. Where a script has changed buffers behind the backward pass, on any rank, the word says so and
-        closes nothing: the buffers' changes are summed anew, and then it comes once more. Raises MembershipChanged."""
+        """The control word of all ranks. Where a script has changed buffers behind the backward
+        pass, on any rank, the word says so and closes nothing: the buffers' changes are summed
+        anew, and then it comes once more. Raises MembershipChanged."""
         if self._in_micro_batches or not self._step_buffers.size:
             return group.sum_numbers(control)
         while True:
@@ -385,11 +443,14 @@ class ReplicatedEngine(Engine):
         step = self._session.step
         if not self._session.elastic or step is None or step.lost is not None:
             return False
-        return step.phase is StepPhase.OPEN or (not self._in_micro_batches and self._reduction().pending)
+        return step.phase is StepPhase.OPEN or (
+            not self._in_micro_batches and self._reduction().pending
+        )
 
     @torch.no_grad()
     def _reduce_what_is_left(self) -> None:
-        """The end of the step's reduction: after micro-batches the whole of it; else what the hooks of backward passes have not done."""
+        """The end of the step's reduction: after micro-batches the whole of it; else what the hooks
+        of backward passes have not done."""
         step = self._session.step
         if step is None or step.share is None or step.lost is not None:
             return
@@ -398,8 +459,9 @@ class ReplicatedEngine(Engine):
         if self._in_micro_batches:
             if step.micro_batch is not None:
                 raise PreconditionError(
-                    "gradients are reduced when the inner loop has come to its end, and this is inside it (or it was left early): clip "
-                    "and call synchronize_gradients() between `for batch in step:` and optimizer.step()"
+                    "gradients are reduced when the inner loop has come to its end, and this is "
+                    "inside it (or it was left early): clip and call synchronize_gradients() "
+                    "between `for batch in step:` and optimizer.step()"
                 )
             self._accumulation().finish()
         elif not self._session.elastic:
@@ -414,7 +476,11 @@ class ReplicatedEngine(Engine):
         """See `TrainingEngine`."""
         step = self._session.step
         if step is not None and step.lost is not None and self._uncleared_in is not None:
-            _log.warning("the gradients of the steps before, which the lost step would have added to, are gone with it. %s", _CLEAR)
+            _log.warning(
+                "the gradients of the steps before, which the lost step would have added to, are "
+                "gone with it. %s",
+                _CLEAR,
+            )
         self._uncleared_in = None
         for reduction in (self._overlapped, self._accumulated):
             if reduction is not None:
@@ -452,33 +518,50 @@ class ReplicatedEngine(Engine):
         self._attributes.put_back()
 
     def _note_uncleared(self) -> None:
-        """Torch's backward pass adds to gradients that are not cleared. The ranks have the same ones, but for one that has come since."""
+        """Torch's backward pass adds to gradients that are not cleared. The ranks have the same
+        ones, but for one that has come since."""
         group = self._session.group
         now = (group.generation.number, group.world_size) if group is not None else (0, 1)
         before = self._uncleared_in
         if before is not None and before[0] != now[0] and before[1] <= now[1]:
-            _log.warning("ranks that have come since the last step do not have its gradients, which this step has added to. %s", _CLEAR)
-        carries = not self._in_micro_batches and not self._setup.several and any(p.grad is not None for p in self.module.parameters())
+            _log.warning(
+                "ranks that have come since the last step do not have its gradients, which this "
+                "step has added to. %s",
+                _CLEAR,
+            )
+        carries = (
+            not self._in_micro_batches
+            and not self._setup.several
+            and any(p.grad is not None for p in self.module.parameters())
+        )
         self._uncleared_in = now if carries else None
 
     def _accumulation(self) -> AccumulatedReduction:
         if self._accumulated is None:
-            self._accumulated = AccumulatedReduction(self.module, self._step_buffers, self._session, self.config, self._compression)
+            self._accumulated = AccumulatedReduction(
+                self.module, self._step_buffers, self._session, self.config, self._compression
+            )
         return self._accumulated
 
     def _reduction(self) -> OverlappedReduction:
         if self._overlapped is None:
-            self._overlapped = OverlappedReduction(self.module, self._step_buffers, self._session, self.config, self._compression)
+            self._overlapped = OverlappedReduction(
+                self.module, self._step_buffers, self._session, self.config, self._compression
+            )
         return self._overlapped
 
-    # ------------------------------------------------------------------------------------------------------ for ShardedOptimizer
+    # ------------------------------------------------------------------------- for ShardedOptimizer
 
-    def finish_step(self, update: Callable[[], None], *, scaled: bool, inspected: bool) -> StepStatus:
+    def finish_step(
+        self, update: Callable[[], None], *, scaled: bool, inspected: bool
+    ) -> StepStatus:
         """See `Engine`."""
         if inspected and self.holds_unreduced_gradients:
             raise PreconditionError(
-                "the GradScaler has looked at gradients that are not reduced yet, so ranks would not agree whether to skip the step: make "
-                "the last backward pass outside of no_sync(), or call model.synchronize_gradients() before scaler.unscale_() or step()"
+                "the GradScaler has looked at gradients that are not reduced yet, so ranks would "
+                "not agree whether to skip the step: make the last backward pass outside of "
+                "no_sync(), or call model.synchronize_gradients() before scaler.unscale_() or "
+                "step()"
             )
         if self._tables is None:
             return super().finish_step(update, scaled=scaled, inspected=inspected)
@@ -503,7 +586,7 @@ class ReplicatedEngine(Engine):
         """See `Engine`."""
         self._skipped = True
 
-    # ---------------------------------------------------------------------------------------------------------------- state
+    # ---------------------------------------------------------------------------------------- state
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
         """See `Engine`: another `ShardedModel`, with which no rank trains."""

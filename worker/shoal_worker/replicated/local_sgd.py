@@ -1,12 +1,16 @@
-"""The engine of local SGD: every rank trains its own replica on its own samples, and the ranks average their parameters now and then.
+"""The engine of local SGD: every rank trains its own replica on its own samples, and the ranks
+average their parameters now and then.
 
-A *round* is the steps between two averages. Steps commit on each rank as they come, without a word to the others; a round is what commits
-on all. A failure inside of one is acted upon at its end, where all ranks' scripts stand at one place: that step is void, and every rank is
-put back to the round's start (`StrategySession.keep`): parameters, optimizer state, buffers, registered state and cursor, so the loader
-deals its samples again, to whatever ranks there are then. A round ends after `sync_every` steps or with the epoch, whichever is first,
-since a script cannot go back into a loop that it has left. Joins, drains and stops wait for its end.
+A *round* is the steps between two averages. Steps commit on each rank as they come, without a word
+to the others; a round is what commits on all. A failure inside of one is acted upon at its end,
+where all ranks' scripts stand at one place: that step is void, and every rank is put back to the
+round's start (`StrategySession.keep`): parameters, optimizer state, buffers, registered state and
+cursor, so the loader deals its samples again, to whatever ranks there are then. A round ends after
+`sync_every` steps or with the epoch, whichever is first, since a script cannot go back into a loop
+that it has left. Joins, drains and stops wait for its end.
 
-Optimizer state stays each rank's own. One that has none (a joiner, one that was behind) gets the mean of the others'.
+Optimizer state stays each rank's own. One that has none (a joiner, one that was behind) gets the
+mean of the others'.
 """
 
 from __future__ import annotations
@@ -81,13 +85,16 @@ class LocalSGDEngine(ReplicatedEngine):
         """Steps since the last average; 0: all ranks hold the same parameters."""
         return self._round.steps
 
-    # ------------------------------------------------------------------------------------------------------------- training
+    # ------------------------------------------------------------------------------------- training
 
     @uncompiled
     def _begin_pass(self) -> bool:
         """Before a forward pass of training. Its gradients stay here."""
         if not self._attached:
-            raise PreconditionError("this model is a clone, for evaluation: a process trains the one model that as_distributed gave it")
+            raise PreconditionError(
+                "this model is a clone, for evaluation: a process trains the one model that "
+                "as_distributed gave it"
+            )
         self._session.ensure_step()
         return False
 
@@ -97,7 +104,8 @@ class LocalSGDEngine(ReplicatedEngine):
         yield
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """Forward, loss and backward on this rank's samples. Returns their loss: the ranks do not meet in each step."""
+        """Forward, loss and backward on this rank's samples. Returns their loss: the ranks do not
+        meet in each step."""
         step = self._session.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
         told = read_later(loss)
@@ -115,17 +123,21 @@ class LocalSGDEngine(ReplicatedEngine):
         self._round.ends_early = True
 
     def synchronize_optimizer_state(self) -> None:
-        """Averages parameters, as `synchronize_parameters` does, and the optimizer state as well."""
+        """Averages parameters, as `synchronize_parameters` does, and the optimizer state as
+        well."""
         self._round.ends_early = self._round.averages_state = True
 
-    def finish_step(self, update: Callable[[], None], *, scaled: bool, inspected: bool) -> StepStatus:
-        """See `Engine`. The last step of a round averages parameters, and gives LOST if that failed: then the round is done again from its
-        start."""
+    def finish_step(
+        self, update: Callable[[], None], *, scaled: bool, inspected: bool
+    ) -> StepStatus:
+        """See `Engine`. The last step of a round averages parameters, and gives LOST if that
+        failed: then the round is done again from its start."""
         self._prepare_end(update)
         return super().finish_step(update, scaled=scaled, inspected=inspected)
 
     def _prepare_end(self, update: Callable[[], None]) -> None:
-        """Ahead of the end of a step: if it ends a round, this rank's own update comes first, and then the average."""
+        """Ahead of the end of a step: if it ends a round, this rank's own update comes first, and
+        then the average."""
         step = self._session.step
         if step is None or step.share is None or step.lost is not None or self._averaging:
             return
@@ -148,11 +160,16 @@ class LocalSGDEngine(ReplicatedEngine):
         step = self._session.step
         assert step is not None
         assert step.share is not None
-        frozen = {name for name, parameter in self.module.named_parameters() if not parameter.requires_grad}
+        frozen = {
+            name
+            for name, parameter in self.module.named_parameters()
+            if not parameter.requires_grad
+        }
         if written := [name for name in self._writes.names() if name in frozen]:
             raise ConfigurationError(
-                f"parameter {written[0]!r} has requires_grad=False and was written in a pass (by forward(), say): with strategy='local_sgd'"
-                " the ranks average what is trained, and buffers: keep it in a buffer, or take ddp",
+                f"parameter {written[0]!r} has requires_grad=False and was written in a pass (by "
+                "forward(), say): with strategy='local_sgd' the ranks average what is trained, "
+                "and buffers: keep it in a buffer, or take ddp",
                 reason="PARAMETERS_WRITTEN",
             )
         if not self._in_micro_batches:
@@ -160,10 +177,11 @@ class LocalSGDEngine(ReplicatedEngine):
         if self._step_weight > 0:  # else the batch was a stand-in
             update()
 
-    # ------------------------------------------------------------------------------------------------------------ averaging
+    # ------------------------------------------------------------------------------------ averaging
 
     def finish_reduction(self) -> None:
-        """See `TrainingEngine`. Micro-batches are summed up on this rank; at the end of a round parameters and buffers over all."""
+        """See `TrainingEngine`. Micro-batches are summed up on this rank; at the end of a round
+        parameters and buffers over all."""
         step = self._session.step
         if step is None or step.share is None or step.lost is not None:
             return
@@ -171,9 +189,12 @@ class LocalSGDEngine(ReplicatedEngine):
             self._reduce_what_is_left()
             self._reduced = True
         if not self._averaging:
-            self._step_buffers.extremes.agree([self._step_buffers.extremes.made(counted=super()._counts(step))])
+            self._step_buffers.extremes.agree(
+                [self._step_buffers.extremes.made(counted=super()._counts(step))]
+            )
         if self._averaging and step.phase is StepPhase.OPEN:
-            if step.placement.generation != self._round.generation:  # what ranks had trained that are gone is gone as well
+            if step.placement.generation != self._round.generation:
+                # what ranks had trained that are gone is gone as well
                 self._session.void_step("the ranks have changed since the round began")
                 return
             with LosingStep(self._session) as averaging:
@@ -214,8 +235,14 @@ class LocalSGDEngine(ReplicatedEngine):
         self._average = list(zip(tensors, weighted_mean(tensors, share, self._add), strict=True))
         if group is not None:
             self._check_alike(group.exchange)
-            self._average += self._agree_on_counts(group.exchange, step_weight=self._step_weight, steps=self._round.steps + 1)
-        if (self._rounds.average_optimizer_state or self._round.averages_state) and group is not None and self.optimizer is not None:
+            self._average += self._agree_on_counts(
+                group.exchange, step_weight=self._step_weight, steps=self._round.steps + 1
+            )
+        if (
+            (self._rounds.average_optimizer_state or self._round.averages_state)
+            and group is not None
+            and self.optimizer is not None
+        ):
             state, device = self.optimizer.state_dict()["state"], tensors[0].device
             self._mean_state = mean_optimizer_state(state, group.exchange, group.all_reduce, device)
 
@@ -223,8 +250,11 @@ class LocalSGDEngine(ReplicatedEngine):
         """What the round has changed: parameters, then statistics in buffers."""
         return [*self._round.trained.values(), *self._step_buffers.statistics()]
 
-    def _agree_on_counts(self, tell: Tell, *, step_weight: float, steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Counters, and what they become. `step_weight`: of the step in progress, or 0. `steps`: of the round."""
+    def _agree_on_counts(
+        self, tell: Tell, *, step_weight: float, steps: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Counters, and what they become. `step_weight`: of the step in progress, or 0. `steps`: of
+        the round."""
         counters, begun = self._step_buffers.counters(), self._round
         if not counters:
             return []
@@ -239,7 +269,8 @@ class LocalSGDEngine(ReplicatedEngine):
         return [(buffer, agreed[name]) for name, buffer in counters.items()]
 
     def _check_alike(self, tell: Tell) -> None:
-        """Raises ConfigurationError: buffers that have no mean and no sum differ between the ranks."""
+        """Raises ConfigurationError: buffers that have no mean and no sum differ between the
+        ranks."""
         self._step_buffers.refuse_new()
         names = self._step_buffers.alike_names()
         if names and len(set(tell(str(self._step_buffers.digest_of_alike()).encode()))) > 1:
@@ -255,9 +286,13 @@ class LocalSGDEngine(ReplicatedEngine):
 
     def _load_optimizer_state(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         assert self.optimizer is not None
-        load_optimizer(self.optimizer, {"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]}, exact=True)
+        load_optimizer(
+            self.optimizer,
+            {"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]},
+            exact=True,
+        )
 
-    # --------------------------------------------------------------------------------------------- TrainingEngine: for the session
+    # -------------------------------------------------------------- TrainingEngine: for the session
 
     @torch.no_grad()
     def step_begins(self) -> None:
@@ -267,7 +302,9 @@ class LocalSGDEngine(ReplicatedEngine):
         step = self._session.step
         assert step is not None
         if self._round.steps == 0:
-            self._round.counters = {name: buffer.clone() for name, buffer in self._step_buffers.counters().items()}
+            self._round.counters = {
+                name: buffer.clone() for name, buffer in self._step_buffers.counters().items()
+            }
             self._outer.round_begins(dict(self.module.named_parameters()))
             if self._session.elastic:
                 self._session.keep(self._captured())
@@ -312,7 +349,12 @@ class LocalSGDEngine(ReplicatedEngine):
     def commit_step(self) -> None:
         """See `TrainingEngine`."""
         step = self._session.step
-        if step is not None and step.share is not None and not self._averaging and self._step_weight == 0:
+        if (
+            step is not None
+            and step.share is not None
+            and not self._averaging
+            and self._step_weight == 0
+        ):
             self._step_buffers.put_back()  # what a stand-in batch has made of them
         super().commit_step()
         if self._averaging:
@@ -331,16 +373,20 @@ class LocalSGDEngine(ReplicatedEngine):
 
     def _accumulation(self) -> AccumulatedReduction:
         if self._accumulated is None:
-            self._accumulated = AccumulatedReduction(self.module, self._step_buffers, self._session, self.config, alone=True)
+            self._accumulated = AccumulatedReduction(
+                self.module, self._step_buffers, self._session, self.config, alone=True
+            )
         return self._accumulated
 
     def _captured(self) -> dict[str, Any]:
         """All that this rank has."""
-        return super().capture() | ({"outer_momentum": self._outer.momentum} if self._outer.momentum else {})
+        return super().capture() | (
+            {"outer_momentum": self._outer.momentum} if self._outer.momentum else {}
+        )
 
     def capture(self) -> dict[str, Any]:
-        """See `TrainingEngine`. What all ranks have alike at a round's end: of the optimizer its settings; its state comes with
-        `regroup`."""
+        """See `TrainingEngine`. What all ranks have alike at a round's end: of the optimizer its
+        settings; its state comes with `regroup`."""
         captured = self._captured()
         if captured["optimizer"] is not None:
             captured["optimizer"] = {**captured["optimizer"], "state": {}}
@@ -352,12 +398,18 @@ class LocalSGDEngine(ReplicatedEngine):
         super().restore(state)
         parameters = dict(self.module.named_parameters())
         momentum = state.get("outer_momentum", {})
-        self._outer.momentum = {name: value.to(parameters[name].device, copy=True) for name, value in momentum.items()}
+        self._outer.momentum = {
+            name: value.to(parameters[name].device, copy=True) for name, value in momentum.items()
+        }
         self._round_over()
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """See `TrainingEngine`: the average. The optimizer's state is each rank's own."""
-        return {name: tensors for name, tensors in super().in_common().items() if name in ("the model", BUFFERS)}
+        return {
+            name: tensors
+            for name, tensors in super().in_common().items()
+            if name in ("the model", BUFFERS)
+        }
 
     def regroup(self, group: Group) -> None:
         """See `TrainingEngine`. A rank without optimizer state gets the mean of the others'."""
@@ -374,7 +426,8 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """See `TrainingEngine`: the ranks' means, also inside of a round; that goes on from what it was."""
+        """See `TrainingEngine`: the ranks' means, also inside of a round; that goes on from what it
+        was."""
         captured = self._captured()
         if isinstance(channel, LocalChannel):
             return captured
@@ -383,13 +436,16 @@ class LocalSGDEngine(ReplicatedEngine):
             with self.whole_for(channel):
                 captured["model"] = copy.deepcopy(ModuleState(self.module).captured())
         if self.optimizer is not None:
-            mean = mean_optimizer_state(captured["optimizer"]["state"], channel.exchange, add, torch.device("cpu"))
+            mean = mean_optimizer_state(
+                captured["optimizer"]["state"], channel.exchange, add, torch.device("cpu")
+            )
             captured["optimizer"] = {**captured["optimizer"], "state": mean}
         return captured
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
-        """See `TrainingEngine`. Inside of a round the ranks' parameters differ: while open, the module has their mean."""
+        """See `TrainingEngine`. Inside of a round the ranks' parameters differ: while open, the
+        module has their mean."""
         if self._round.steps == 0 or isinstance(channel, LocalChannel):
             yield
             return
@@ -397,7 +453,9 @@ class LocalSGDEngine(ReplicatedEngine):
         add: Add = adding(channel)
         weight = torch.tensor([self._round.weight], dtype=torch.float64)
         add(weight)
-        share = self._round.weight / float(weight) if float(weight) > 0 else 1.0 / channel.world_size
+        share = (
+            self._round.weight / float(weight) if float(weight) > 0 else 1.0 / channel.world_size
+        )
         means = weighted_mean(tensors, share, add)
         counts = self._agree_on_counts(channel.exchange, step_weight=0.0, steps=self._round.steps)
         extremes = self._step_buffers.extremes
@@ -415,7 +473,7 @@ class LocalSGDEngine(ReplicatedEngine):
                 put_back()
                 _copy(tensors, own)
 
-    # ---------------------------------------------------------------------------------------------------------------- state
+    # ---------------------------------------------------------------------------------------- state
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
         """See `ShardedModel`. Every rank calls it."""

@@ -1,19 +1,24 @@
-"""Sums the gradients of one batch per rank while the backward pass goes on, weighted by the samples behind them.
+"""Sums the gradients of one batch per rank while the backward pass goes on, weighted by the samples
+behind them.
 
-Each parameter's gradient is noted when autograd has completed it; a bucket whose gradients are all there is sent at once. At the end of the
-backward pass the rest is sent, with zeros for parameters that took no part, and all is waited for. So every rank sends the same buckets in
-the same order, whatever its batch made of the model, and whether its backward pass went through the wrapper's forward, another way, or did
-not happen at all (then `optimizer.step()` sends them). Several backward passes in a step each reduce; by linearity the sum is right. A
-failed collective is noted instead of raised out of `backward()`.
+Each parameter's gradient is noted when autograd has completed it; a bucket whose gradients are all
+there is sent at once. At the end of the backward pass the rest is sent, with zeros for parameters
+that took no part, and all is waited for. So every rank sends the same buckets in the same order,
+whatever its batch made of the model, and whether its backward pass went through the wrapper's
+forward, another way, or did not happen at all (then `optimizer.step()` sends them). Several
+backward passes in a step each reduce; by linearity the sum is right. A failed collective is noted
+instead of raised out of `backward()`.
 
-torch's own reducer is not used: it completes no pass in which a parameter took no part, unless it may look for those in the model's
-output; where ranks differed in that, their collectives did not match, and Gloo ended the processes. And its buckets follow the order of one
-rank's first pass, which a joiner does not share.
+torch's own reducer is not used: it completes no pass in which a parameter took no part, unless it
+may look for those in the model's output; where ranks differed in that, their collectives did not
+match, and Gloo ended the processes. And its buckets follow the order of one rank's first pass,
+which a joiner does not share.
 
-By how much the buffers changed rides in the last bucket. With compression only gradients are compressed: all that rides along in any
-bucket is sent by itself, in one all-reduce.
+By how much the buffers changed rides in the last bucket. With compression only gradients are
+compressed: all that rides along in any bucket is sent by itself, in one all-reduce.
 
-Threads: hooks run where the backward pass does, while the training thread waits for it; all else on the training thread.
+Threads: hooks run where the backward pass does, while the training thread waits for it; all else on
+the training thread.
 """
 
 from __future__ import annotations
@@ -60,12 +65,17 @@ class OverlappedReduction:
         self._sums = config.loss_reduction == "sum"
         self._automatic = config.auto_sync_gradients
         self._parameters = list(module.parameters())
-        self._sparse_ids = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse}
+        self._sparse_ids = {
+            id(m.weight)
+            for m in module.modules()
+            if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse
+        }
         self._compression = compression
         self._flight = Flight(session, compression)
         self._hooks: list[RemovableHandle] = []
         self._slots: list[tuple[Bucket | None, Slot] | None] = []
-        """The slot of each parameter with its bucket; without one if its gradient is sparse, which is in no bucket. None: it is frozen."""
+        """The slot of each parameter with its bucket; without one if its gradient is sparse, which
+        is in no bucket. None: it is frozen."""
         self._trained: list[bool] = []
         self._places: list[torch.Tensor] = []
         """Parameters, and where their gradients go."""
@@ -74,7 +84,7 @@ class OverlappedReduction:
         self._pending = False
         self._lay_out()
 
-    # ---------------------------------------------------------------------------------------------------- the wrapper's part
+    # --------------------------------------------------------------------------- the wrapper's part
 
     @property
     def pending(self) -> bool:
@@ -82,18 +92,24 @@ class OverlappedReduction:
         return self._pending
 
     def prepare(self) -> None:
-        """Before a forward pass: parameters may have been frozen, unfrozen or moved since the last, and torch forgets the hooks of one that
-        was given another dtype. What is in `.grad` is the place in its bucket, and may have been moved with it."""
-        if not in_backward():  # else it is run again for a checkpoint, in the middle of a backward pass
+        """Before a forward pass: parameters may have been frozen, unfrozen or moved since the last,
+        and torch forgets the hooks of one that was given another dtype. What is in `.grad` is the
+        place in its bucket, and may have been moved with it."""
+        if not in_backward():
+            # else it is run again for a checkpoint, in the middle of a backward pass
             self._refuse_half_a_pass()
         self._end_awaited = False
-        if self._wanted() != self._trained or [t.data_ptr() for t in self._places] != self._addresses:
+        if (
+            self._wanted() != self._trained
+            or [t.data_ptr() for t in self._places] != self._addresses
+        ):
             if self._pending:
                 self.synchronize()
             self._lay_out()
 
     def follow(self, output: Any) -> None:
-        """After a forward pass: the end of the backward pass through `output` is the end of its reduction.
+        """After a forward pass: the end of the backward pass through `output` is the end of its
+        reduction.
 
         Known by the first gradient that reaches the output, since passes nest (reentrant
         checkpointing). Where no tensor is found in the output, each nested pass ends a reduction of
@@ -119,19 +135,22 @@ class OverlappedReduction:
             self._automatic = before
 
     def synchronize(self) -> None:
-        """Sends what has not been sent, and waits for all. The sums are in `.grad`, or the step is marked lost."""
+        """Sends what has not been sent, and waits for all. The sums are in `.grad`, or the step is
+        marked lost."""
         self._refuse_half_a_pass()
         self._include_unfrozen()
         self._reduce()
 
     def check_complete(self) -> None:
-        """At the end of a step that was reduced. Raises ConfigurationError: a parameter has a gradient that is not the ranks' sum, because
-        it was unfrozen while a backward pass went on."""
+        """At the end of a step that was reduced. Raises ConfigurationError: a parameter has a
+        gradient that is not the ranks' sum, because it was unfrozen while a backward pass went
+        on."""
         unfrozen = self._unfrozen()
         if unfrozen is not None and unfrozen.grad is not None:
             raise ConfigurationError(
-                f"a parameter of shape {tuple(unfrozen.shape)} was given requires_grad=True while gradients of this step were summed, and "
-                "has a gradient that is this rank's own; set requires_grad ahead of the step's passes"
+                f"a parameter of shape {tuple(unfrozen.shape)} was given requires_grad=True while "
+                "gradients of this step were summed, and has a gradient that is this rank's own; "
+                "set requires_grad ahead of the step's passes"
             )
 
     @torch.no_grad()
@@ -149,7 +168,8 @@ class OverlappedReduction:
         self._forget_pass()
 
     def sum_buffers_again(self, group: Group) -> None:
-        """A script has changed buffers since their changes were sent: sends all changes, by themselves. Raises MembershipChanged."""
+        """A script has changed buffers since their changes were sent: sends all changes, by
+        themselves. Raises MembershipChanged."""
         factor = _factor(self._share)
         if factor == 0.0:
             changes = torch.zeros_like(self._changes)
@@ -173,10 +193,11 @@ class OverlappedReduction:
         for slot in [*self._sparse, *(slot for bucket in self._buckets for slot in bucket.slots)]:
             slot.summed = False
 
-    # ------------------------------------------------------------------------------------------------------ a backward pass
+    # ------------------------------------------------------------------------------ a backward pass
 
     def _arrived(self, number: int) -> None:
-        """The gradient of the parameter of that number is whole in this backward pass, or in one that is nested in it."""
+        """The gradient of the parameter of that number is whole in this backward pass, or in one
+        that is nested in it."""
         step = self._session.step
         if step is None or step.share is None or step.share.micro_batches is not None:
             return
@@ -197,8 +218,9 @@ class OverlappedReduction:
             return
         if slot.ready:
             raise ConfigurationError(
-                f"a parameter of shape {tuple(slot.parameter.shape)} got its gradient in parts: it is used in several checkpoints with "
-                "use_reentrant=True. Use checkpoint(..., use_reentrant=False), or make the model with auto_sync_gradients=False and call "
+                f"a parameter of shape {tuple(slot.parameter.shape)} got its gradient in parts: it "
+                "is used in several checkpoints with use_reentrant=True. Use checkpoint(..., "
+                "use_reentrant=False), or make the model with auto_sync_gradients=False and call "
                 "model.synchronize_gradients() after the backward pass"
             )
         slot.ready = True
@@ -209,7 +231,8 @@ class OverlappedReduction:
             self._send(self._buckets[self._next])
 
     def _before(self, slot: Slot) -> None:
-        """With summed losses, before autograd adds to a gradient: what is the ranks' sum already must not be summed again."""
+        """With summed losses, before autograd adds to a gradient: what is the ranks' sum already
+        must not be summed again."""
         step = self._session.step
         if slot.summed and step is not None and step.share is not None:
             slot.summed = False
@@ -236,7 +259,7 @@ class OverlappedReduction:
         for bucket in self._buckets:
             bucket.open()
 
-    # ------------------------------------------------------------------------------------------------------------- sending
+    # -------------------------------------------------------------------------------------- sending
 
     def _send(self, bucket: Bucket) -> None:
         step, factor = self._session.step, _factor(self._share)
@@ -249,14 +272,21 @@ class OverlappedReduction:
                 self._changes.zero_()
                 self._buffers.leave_out(self._changes)
             elif self._buffers.size:
-                self._changes.copy_(self._buffers.changes(self._changes, factor, self._share.weight))
+                self._changes.copy_(
+                    self._buffers.changes(self._changes, factor, self._share.weight)
+                )
         if self._compression is None:
             self._flight.send(bucket.flat)
             return
         if self._next == 1:
             self._compression.weigh(1.0)
         if bucket.slots:
-            self._flight.send_compressed(bucket.gradients, "buckets", self._next - 1, [memory_order(slot.view) for slot in bucket.slots])
+            self._flight.send_compressed(
+                bucket.gradients,
+                "buckets",
+                self._next - 1,
+                [memory_order(slot.view) for slot in bucket.slots],
+            )
         if self._next == len(self._buckets):
             self._riding = torch.cat([each.tail.to(self._changes) for each in self._buckets])
             self._flight.send(self._riding)
@@ -268,7 +298,12 @@ class OverlappedReduction:
         grad = parameter.grad
         if grad is None or weighted == 0.0:
             rows = torch.zeros(1, 0, dtype=torch.int64, device=parameter.device)
-            grad = torch.sparse_coo_tensor(rows, parameter.new_zeros(0, *parameter.shape[1:]), parameter.shape, check_invariants=False)
+            grad = torch.sparse_coo_tensor(
+                rows,
+                parameter.new_zeros(0, *parameter.shape[1:]),
+                parameter.shape,
+                check_invariants=False,
+            )
             weighted = 1.0
         parameter.grad = (grad.coalesce() * weighted).coalesce()
         self._flight.send(parameter.grad)
@@ -294,17 +329,20 @@ class OverlappedReduction:
         assert step.share is not None
         return step.share
 
-    # -------------------------------------------------------------------------------------------------------------- layout
+    # --------------------------------------------------------------------------------------- layout
 
     def _wanted(self) -> list[bool]:
         return [p.requires_grad for p in self._parameters]
 
     def _include_unfrozen(self) -> None:
-        """Before anything of a backward pass is sent, or of a step without one: lays out anew if parameters were unfrozen since the last.
-        The pass need not have gone through the model's forward. All ranks do it alike, whichever gradient comes first on each."""
+        """Before anything of a backward pass is sent, or of a step without one: lays out anew if
+        parameters were unfrozen since the last. The pass need not have gone through the model's
+        forward. All ranks do it alike, whichever gradient comes first on each."""
         if self._unfrozen() is None:
             return
-        if self._pending and any(known and not now for known, now in zip(self._trained, self._wanted(), strict=True)):
+        if self._pending and any(
+            known and not now for known, now in zip(self._trained, self._wanted(), strict=True)
+        ):
             self._reduce()  # gradients of parameters that are frozen now
         self._lay_out()
 
@@ -313,7 +351,14 @@ class OverlappedReduction:
         wanted = self._wanted()
         if wanted == self._trained:
             return None
-        return next((p for p, now, known in zip(self._parameters, wanted, self._trained, strict=True) if now and not known), None)
+        return next(
+            (
+                p
+                for p, now, known in zip(self._parameters, wanted, self._trained, strict=True)
+                if now and not known
+            ),
+            None,
+        )
 
     def _lay_out(self) -> None:
         for hook in self._hooks:
@@ -323,7 +368,10 @@ class OverlappedReduction:
         self._session.note_trained(self._trained)
         trained = [p for p in self._parameters if p.requires_grad]
         if not trained:
-            raise ConfigurationError("the model has no parameter with requires_grad=True any more: there is nothing to train")
+            raise ConfigurationError(
+                "the model has no parameter with requires_grad=True any more: there is nothing to "
+                "train"
+            )
         dense = [p for p in trained if id(p) not in self._sparse_ids]
         self._sparse = [Slot(p, p) for p in trained if id(p) in self._sparse_ids]
         self._buckets = lay_out(
@@ -337,26 +385,38 @@ class OverlappedReduction:
         if self._compression is not None:
             check_floating(self._compression.compressor.name, dense)
             places = {id(p): place for place, p in enumerate(self._parameters)}
-            layout = [[places[id(slot.parameter)] for slot in bucket.slots] for bucket in self._buckets]
-            self._compression.laid_out("buckets", layout, [bucket.gradients.numel() for bucket in self._buckets])
+            layout = [
+                [places[id(slot.parameter)] for slot in bucket.slots] for bucket in self._buckets
+            ]
+            self._compression.laid_out(
+                "buckets", layout, [bucket.gradients.numel() for bucket in self._buckets]
+            )
         self._changes = self._buckets[-1].riding
         self._forget_pass()
         slots = [(bucket, slot) for bucket in self._buckets for slot in bucket.slots]
         self._places = [*self._parameters, *(slot.view for _, slot in slots)]
         self._addresses = [tensor.data_ptr() for tensor in self._places]
-        known = {id(slot.parameter): (bucket, slot) for bucket, slot in (*slots, *((None, slot) for slot in self._sparse))}
+        known = {
+            id(slot.parameter): (bucket, slot)
+            for bucket, slot in (*slots, *((None, slot) for slot in self._sparse))
+        }
         for _, slot in known.values():
             slot.summed = id(slot.parameter) in summed
         self._slots = [known.get(id(p)) for p in self._parameters]
         self._hooks = [hook for number in range(len(self._slots)) for hook in self._hook(number)]
 
     def _hook(self, number: int) -> Iterator[RemovableHandle]:
-        """The hooks outlive a model that is dropped: they hang on the user's parameters. None leads back to its parameter: Python's
-        collector does not see such a cycle, and the model would never be freed.
+        """The hooks outlive a model that is dropped: they hang on the user's parameters. None leads
+        back to its parameter: Python's collector does not see such a cycle, and the model would
+        never be freed.
 
         A frozen parameter has one as well, for the time when it is not frozen any more.
         """
-        me, parameter, frozen = weakref.ref(self), self._parameters[number], self._slots[number] is None
+        me, parameter, frozen = (
+            weakref.ref(self),
+            self._parameters[number],
+            self._slots[number] is None,
+        )
 
         def completed(_: torch.Tensor) -> None:
             reduction = me()

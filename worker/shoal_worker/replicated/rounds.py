@@ -1,7 +1,9 @@
-"""Rounds of local training: the options of local_sgd, where a round stands, and what becomes of its average.
+"""Rounds of local training: the options of local_sgd, where a round stands, and what becomes of its
+average.
 
-Outer momentum takes what the ranks moved by in a round, on average, as an optimizer takes a gradient. (Wang et al., "SlowMo", ICLR 2020;
-Douillard et al., "DiLoCo", 2023.) All of it runs on the training thread.
+Outer momentum takes what the ranks moved by in a round, on average, as an optimizer takes a
+gradient. (Wang et al., "SlowMo", ICLR 2020; Douillard et al., "DiLoCo", 2023.) All of it runs on
+the training thread.
 """
 
 from __future__ import annotations
@@ -30,16 +32,18 @@ Tell = Callable[[bytes], list[bytes]]
 _CHUNK_ELEMENTS = 2 << 20
 
 
-# ---------------------------------------------------------------------------------------------------------- weighted means over the ranks
+# -------------------------------------------------------------------- weighted means over the ranks
 #
-# Weighted means over the ranks of whatever each of them holds: parameters, buffers, optimizer state.
+# Weighted means over the ranks of whatever each of them holds: parameters, buffers, optimizer
+# state.
 #
-# How the ranks reach each other is the caller's: within a step over the group, in an operation over its channel. All of it runs on the
-# calling thread.
+# How the ranks reach each other is the caller's: within a step over the group, in an operation over
+# its channel. All of it runs on the calling thread.
 
 
 def adding(channel: Channel) -> Add:
-    """Sums by telling everybody everything, in rank order: for operations, which are rare and over fewer ranks than the group has."""
+    """Sums by telling everybody everything, in rank order: for operations, which are rare and over
+    fewer ranks than the group has."""
 
     def add(tensor: torch.Tensor) -> None:
         if isinstance(channel, LocalChannel):
@@ -54,7 +58,8 @@ def adding(channel: Channel) -> Add:
 
 @torch.no_grad()
 def weighted_mean(tensors: Sequence[torch.Tensor], share: float, add: Add) -> list[torch.Tensor]:
-    """The sum over the ranks of each one's `tensors` times its `share`; shares add up to 1. One sum for each dtype.
+    """The sum over the ranks of each one's `tensors` times its `share`; shares add up to 1. One sum
+    for each dtype.
 
     Whole numbers are rounded.
     """
@@ -64,20 +69,33 @@ def weighted_mean(tensors: Sequence[torch.Tensor], share: float, add: Add) -> li
     means: dict[int, torch.Tensor] = {}
     for dtype, indices in by_dtype.items():
         exact = dtype.is_floating_point or dtype.is_complex
-        flat = torch.cat([tensors[i].detach().reshape(-1).to(dtype if exact else torch.float64) for i in indices])
-        flat = flat.mul_(share) if share else torch.zeros_like(flat)  # zero times infinity is not zero
+        flat = torch.cat(
+            [tensors[i].detach().reshape(-1).to(dtype if exact else torch.float64) for i in indices]
+        )
+        # zero times infinity is not zero
+        flat = flat.mul_(share) if share else torch.zeros_like(flat)
         add(torch.view_as_real(flat).view(-1) if dtype.is_complex else flat)
-        parts = (flat if exact else flat.round().to(dtype)).split([tensors[i].numel() for i in indices])
-        means.update((i, part.view(tensors[i].shape)) for i, part in zip(indices, parts, strict=True))
+        parts = (flat if exact else flat.round().to(dtype)).split(
+            [tensors[i].numel() for i in indices]
+        )
+        means.update(
+            (i, part.view(tensors[i].shape)) for i, part in zip(indices, parts, strict=True)
+        )
     return [means[i] for i in range(len(tensors))]
 
 
 def agreed_counts(
-    before: Mapping[str, torch.Tensor], now: Mapping[str, torch.Tensor], *, of_round: int, steps: int, samples: float, tell: Tell
+    before: Mapping[str, torch.Tensor],
+    now: Mapping[str, torch.Tensor],
+    *,
+    of_round: int,
+    steps: int,
+    samples: float,
+    tell: Tell,
 ) -> dict[str, torch.Tensor]:
-    """Counters after a round: what they were, and the sum of what the ranks have counted since. A count of
-    steps, which moves by the same in each rank's every step, counts each step of the round once, unless
-    it moves by the number of samples.
+    """Counters after a round: what they were, and the sum of what the ranks have counted since. A
+    count of steps, which moves by the same in each rank's every step, counts each step of the round
+    once, unless it moves by the number of samples.
 
     Args:
         before, now: int64 tensors by name, at the round's beginning and end.
@@ -87,25 +105,38 @@ def agreed_counts(
     """
     moved = [(now[name] - value).reshape(-1).cpu() for name, value in before.items()]
     own = torch.cat([torch.tensor([steps, round(samples)]), *moved])
-    told = torch.stack([torch.frombuffer(bytearray(each), dtype=torch.int64) for each in tell(bytes(bytes_of(own)))])
+    told = torch.stack(
+        [
+            torch.frombuffer(bytearray(each), dtype=torch.int64)
+            for each in tell(bytes(bytes_of(own)))
+        ]
+    )
     told = told[told[:, 0] > 0]
     if not len(told):
         return dict(before)
     taken, sampled = told[:, :1], told[:, 1:2]
     counts: dict[str, torch.Tensor] = {}
-    for (name, value), part in zip(before.items(), told[:, 2:].split([each.numel() for each in moved], dim=1), strict=True):
+    for (name, value), part in zip(
+        before.items(), told[:, 2:].split([each.numel() for each in moved], dim=1), strict=True
+    ):
         alike = bool((part * taken[0] == part[0] * taken).all())
-        of_samples = (part == sampled) | ((part.sum(1, keepdim=True) == sampled) & (part.shape[1] > 1))
+        of_samples = (part == sampled) | (
+            (part.sum(1, keepdim=True) == sampled) & (part.shape[1] > 1)
+        )
         is_steps = alike and not bool((of_samples & (sampled > taken)).any())
         total = part[0] * of_round // taken[0] if is_steps else part.sum(0)
         counts[name] = value + total.view(value.shape).to(value.device)
     return counts
 
 
-def mean_optimizer_state(state: dict[int, dict[str, Any]], tell: Tell, add: Add, device: torch.device) -> dict[int, dict[str, Any]]:
-    """The mean over the ranks that have one of an optimizer's `state`, by parameter number as in `state_dict()["state"]`.
+def mean_optimizer_state(
+    state: dict[int, dict[str, Any]], tell: Tell, add: Add, device: torch.device
+) -> dict[int, dict[str, Any]]:
+    """The mean over the ranks that have one of an optimizer's `state`, by parameter number as in
+    `state_dict()["state"]`.
 
-    Each entry is a mean over the ranks that have that parameter's. What is no tensor is that of the first of them.
+    Each entry is a mean over the ranks that have that parameter's. What is no tensor is that of the
+    first of them.
     """
     described = [json.loads(told) for told in tell(json.dumps(_describe(state)).encode())]
     merged: dict[str, dict[str, Any]] = {}
@@ -114,9 +145,12 @@ def mean_optimizer_state(state: dict[int, dict[str, Any]], tell: Tell, add: Add,
             merged.setdefault(number, entry)
     if not merged:
         return {}
-    holders = torch.tensor([sum(number in entries for entries in described) for number in merged], dtype=torch.float64)
+    holders = torch.tensor(
+        [sum(number in entries for entries in described) for number in merged], dtype=torch.float64
+    )
     mean: dict[int, dict[str, Any]] = {
-        int(number): {key: kind.get("value") for key, kind in entry.items()} for number, entry in merged.items()
+        int(number): {key: kind.get("value") for key, kind in entry.items()}
+        for number, entry in merged.items()
     }
 
     def add_on_device(flat: torch.Tensor) -> None:
@@ -124,7 +158,8 @@ def mean_optimizer_state(state: dict[int, dict[str, Any]], tell: Tell, add: Add,
         add(sent)
         flat.copy_(sent)
 
-    # What optimizers keep on the host (each parameter's number of steps, say) goes to the device in one piece, and comes back in one.
+    # What optimizers keep on the host (each parameter's number of steps, say) goes to the device in
+    # one piece, and comes back in one.
     for on_host, sum_up in ((False, add), (True, add_on_device)):
         places: list[tuple[int, str, float]] = []
         parts: list[torch.Tensor] = []
@@ -134,11 +169,17 @@ def mean_optimizer_state(state: dict[int, dict[str, Any]], tell: Tell, add: Add,
                     where = torch.device("cpu") if on_host else device
                     own = state[int(number)][key] if int(number) in state else None
                     empty = {"dtype": getattr(torch, kind["dtype"]), "device": where}
-                    parts.append(own.to(where) if own is not None else torch.zeros(kind["shape"], **empty))
+                    parts.append(
+                        own.to(where) if own is not None else torch.zeros(kind["shape"], **empty)
+                    )
                     places.append((int(number), key, count))
-        for (place, key, count), total in zip(places, weighted_mean(parts, 1.0, sum_up), strict=True):
+        for (place, key, count), total in zip(
+            places, weighted_mean(parts, 1.0, sum_up), strict=True
+        ):
             exact = total.is_floating_point() or total.is_complex()
-            mean[place][key] = total / count if exact else (total.double() / count).round().to(total.dtype)
+            mean[place][key] = (
+                total / count if exact else (total.double() / count).round().to(total.dtype)
+            )
     return mean
 
 
@@ -158,7 +199,7 @@ def _describe(state: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     }
 
 
-# --------------------------------------------------------------------------------------------------------------------------------- rounds
+# ------------------------------------------------------------------------------------------- rounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,15 +223,23 @@ class RoundOptions:
 
     def __post_init__(self) -> None:
         if type(self.sync_every) is not int or self.sync_every < 1:
-            raise ConfigurationError(f"sync_every={self.sync_every!r}: expected a whole number of steps, at least 1")
+            raise ConfigurationError(
+                f"sync_every={self.sync_every!r}: expected a whole number of steps, at least 1"
+            )
         if not self.outer_learning_rate > 0:
             raise ConfigurationError(
-                f"outer_learning_rate={self.outer_learning_rate}: expected more than 0; 1.0 takes the average as it is"
+                f"outer_learning_rate={self.outer_learning_rate}: expected more than 0; 1.0 takes "
+                "the average as it is"
             )
         if not 0 <= self.outer_momentum < 1:
-            raise ConfigurationError(f"outer_momentum={self.outer_momentum}: expected at least 0 and less than 1")
+            raise ConfigurationError(
+                f"outer_momentum={self.outer_momentum}: expected at least 0 and less than 1"
+            )
         if self.outer_nesterov and self.outer_momentum == 0:
-            raise ConfigurationError("outer_nesterov=True looks ahead along a momentum: give outer_momentum=0.9, say, or leave it out")
+            raise ConfigurationError(
+                "outer_nesterov=True looks ahead along a momentum: give outer_momentum=0.9, say, "
+                "or leave it out"
+            )
 
 
 def check_configuration(config: ShardingConfiguration) -> None:
@@ -200,13 +249,19 @@ def check_configuration(config: ShardingConfiguration) -> None:
         ConfigurationError: there is such a one.
     """
     if config.loss_reduction != "mean":
-        raise ConfigurationError('loss_reduction="sum": local_sgd averages parameters, not gradients; let the loss be a mean')
+        raise ConfigurationError(
+            'loss_reduction="sum": local_sgd averages parameters, not gradients; let the loss be a '
+            "mean"
+        )
     if config.deterministic:
         raise ConfigurationError(
-            "deterministic=True: with local_sgd the result depends on how many ranks train apart; use ddp, zero1, zero2 or zero3"
+            "deterministic=True: with local_sgd the result depends on how many ranks train apart; "
+            "use ddp, zero1, zero2 or zero3"
         )
     if not config.auto_sync_gradients:
-        raise ConfigurationError("auto_sync_gradients=False: local_sgd never synchronizes gradients; leave it out")
+        raise ConfigurationError(
+            "auto_sync_gradients=False: local_sgd never synchronizes gradients; leave it out"
+        )
 
 
 class Round:
@@ -241,14 +296,16 @@ class Round:
             self.trained, self._source, self.generation = {}, source, generation
         elif source is not self._source:
             raise PreconditionError(
-                f"local_sgd: this step is of loader {source.name if source else ''!r}, but the round that it falls into began "
-                f"with {self._source.name if self._source else ''!r}; a failure would put both back, and the script cannot follow: use "
-                "sync_every=1, or one loader"
+                f"local_sgd: this step is of loader {source.name if source else ''!r}, but the "
+                "round that it falls into began with "
+                f"{self._source.name if self._source else ''!r}; a failure would put both back, "
+                "and the script cannot follow: use sync_every=1, or one loader"
             )
         self.trained |= {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def ends_with_next_step(self, options: RoundOptions) -> bool:
-        """Whether the step under way is the last one: of so many, of the epoch, or as was asked for."""
+        """Whether the step under way is the last one: of so many, of the epoch, or as was asked
+        for."""
         ends_epoch = self._source is not None and self._source.ends_epoch
         return self.ends_early or self.steps + 1 >= options.sync_every or ends_epoch
 
@@ -260,7 +317,8 @@ class Round:
 
 
 class OuterMomentum:
-    """Where parameters go from the start of a round, by name. Does nothing unless the options ask for it."""
+    """Where parameters go from the start of a round, by name. Does nothing unless the options ask
+    for it."""
 
     def __init__(self, options: RoundOptions) -> None:
         self._options = options
@@ -285,5 +343,9 @@ class OuterMomentum:
             if options.outer_momentum > 0:
                 momentum = self.momentum.setdefault(name, torch.zeros_like(delta))
                 momentum.mul_(options.outer_momentum).add_(delta)
-                moved = delta + options.outer_momentum * momentum if options.outer_nesterov else momentum
+                moved = (
+                    delta + options.outer_momentum * momentum
+                    if options.outer_nesterov
+                    else momentum
+                )
             parameter.copy_(before - options.outer_learning_rate * moved)

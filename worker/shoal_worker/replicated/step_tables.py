@@ -1,7 +1,9 @@
-"""Sparse tables of a model of which every rank holds the rest: what the engine asks of them, step by step.
+"""Sparse tables of a model of which every rank holds the rest: what the engine asks of them, step
+by step.
 
-The rows are on parameter servers, of which this folder knows nothing: `asynchronous/step_tables.py` has what speaks to them, and a
-strategy puts the two together. All calls come from the training thread, in the order in which they stand here.
+The rows are on parameter servers, of which this folder knows nothing: `asynchronous/step_tables.py`
+has what speaks to them, and a strategy puts the two together. All calls come from the training
+thread, in the order in which they stand here.
 """
 
 from __future__ import annotations
@@ -33,10 +35,12 @@ class StepTables(Protocol):
         ...
 
     def reduce(self) -> None:
-        """Adds the row gradients of all ranks up, or marks the step lost. When the dense gradients are summed, before the closing.
+        """Adds the row gradients of all ranks up, or marks the step lost. When the dense gradients
+        are summed, before the closing.
 
-        Where servers would not take the sums, `Step.refused` says why, on all ranks alike: InvalidRequestError (GRADIENT_NOT_FINITE),
-        LimitError (PAYLOAD_TOO_LARGE). Nothing of them is pushed then.
+        Where servers would not take the sums, `Step.refused` says why, on all ranks alike:
+        InvalidRequestError (GRADIENT_NOT_FINITE), LimitError (PAYLOAD_TOO_LARGE). Nothing of them
+        is pushed then.
         """
         ...
 
@@ -49,7 +53,8 @@ class StepTables(Protocol):
         ...
 
     def deliver(self) -> None:
-        """Pushes what the last step has left to push, as far as that is this rank's to do. After the step's end.
+        """Pushes what the last step has left to push, as far as that is this rank's to do. After
+        the step's end.
 
         Raises:
             DeadlineError (SERVER_AWAY): a server was away for too long.
@@ -70,5 +75,6 @@ class StepTables(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Takes over what was captured; None: nothing is known, and the rows are as the servers have them."""
+        """Takes over what was captured; None: nothing is known, and the rows are as the servers
+        have them."""
         ...

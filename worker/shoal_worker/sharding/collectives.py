@@ -1,13 +1,15 @@
 """The collectives that sharding needs, over the group that the session has at the time.
 
-Inside a step a failure never raises: the forward or backward pass that asked is the user's own. The step is marked lost, the results are
-zeros, and nothing more is sent in that step. Outside of a step (evaluation, gathering a state) the failure is raised, because the session
-then does the whole operation again. So it is with a unit's reduce-scatter that is compressed, in the place of the collectives' own where
-the model has `gradient_compression=`.
+Inside a step a failure never raises: the forward or backward pass that asked is the user's own. The
+step is marked lost, the results are zeros, and nothing more is sent in that step. Outside of a step
+(evaluation, gathering a state) the failure is raised, because the session then does the whole
+operation again. So it is with a unit's reduce-scatter that is compressed, in the place of the
+collectives' own where the model has `gradient_compression=`.
 
-Ranks that gather blocks in different orders pair up wrongly. With blocks of one size nothing fails: each takes another block's values for
-its own. So each rank notes which collectives it issued in a step, and a check word of that rides in the closing. Where sizes differ a
-collective fails, and the step is lost before its closing: then the ranks compare what they issued when they next meet.
+Ranks that gather blocks in different orders pair up wrongly. With blocks of one size nothing fails:
+each takes another block's values for its own. So each rank notes which collectives it issued in a
+step, and a check word of that rides in the closing. Where sizes differ a collective fails, and the
+step is lost before its closing: then the ranks compare what they issued when they next meet.
 
 Runs on the training thread and, in a backward pass, on the thread that torch runs it on.
 """
@@ -80,7 +82,8 @@ class IssuedCollectives:
 
     @staticmethod
     def compare(told: Sequence[bytes], strategy: str) -> None:
-        """After a failure. `told`: what the ranks say. Those that were in one step issued the same up to where each came to its end.
+        """After a failure. `told`: what the ranks say. Those that were in one step issued the same
+        up to where each came to its end.
 
         Raises:
             PreconditionError: they did not.
@@ -97,9 +100,11 @@ class IssuedCollectives:
 
 def _different(strategy: str) -> PreconditionError:
     return PreconditionError(
-        "the ranks gathered the model's blocks in different orders, so that blocks were mixed up, and the step cannot count: with "
-        f"strategy={strategy!r} every rank's passes must go through the same blocks in the same order, leaving out none. Choose larger "
-        "blocks (shard_modules=), inside which ranks may differ, or use zero2, which gathers nothing in a pass",
+        "the ranks gathered the model's blocks in different orders, so that blocks were mixed up, "
+        f"and the step cannot count: with strategy={strategy!r} every rank's passes must go "
+        "through the same blocks in the same order, leaving out none. Choose larger blocks "
+        "(shard_modules=), inside which ranks may differ, or use zero2, which gathers nothing in "
+        "a pass",
         reason="RANKS_DIVERGED",
     )
 
@@ -108,9 +113,11 @@ class Pending(Protocol):
     """A collective on its way."""
 
     def wait(self) -> bool:
-        """Returns when what is computed next finds the result in place: True; or when it will not be there: False. Call it once.
+        """Returns when what is computed next finds the result in place: True; or when it will not
+        be there: False. Call it once.
 
-        Within a step on a device the result is what the device waits for, and whether it is one is known when the step is sealed."""
+        Within a step on a device the result is what the device waits for, and whether it is one is
+        known when the step is sealed."""
         ...
 
 
@@ -135,11 +142,13 @@ class Collectives(Protocol):
         ...
 
     def all_reduce_short(self, tensor: torch.Tensor) -> bool:
-        """Sums a small `tensor` over the ranks in place, and waits. False: the result will not be there."""
+        """Sums a small `tensor` over the ranks in place, and waits. False: the result will not be
+        there."""
         ...
 
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
-        """Sends `sent` to the rank `stride` after this one, and receives what the rank `stride` before it sends. Equal sizes."""
+        """Sends `sent` to the rank `stride` after this one, and receives what the rank `stride`
+        before it sends. Equal sizes."""
         ...
 
 
@@ -183,7 +192,12 @@ class SessionCollectives:
         # Where the shard is a part of the result, that must survive a failure.
         in_place = full.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
         cleared = None if in_place else full
-        return self._issue(self._shard_group, cleared, lambda group: group.all_gather_async(full, shard), alone=lambda: _copy(full, shard))
+        return self._issue(
+            self._shard_group,
+            cleared,
+            lambda group: group.all_gather_async(full, shard),
+            alone=lambda: _copy(full, shard),
+        )
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
         """See `Collectives`."""
@@ -213,7 +227,12 @@ class SessionCollectives:
         to, source = (self.rank + stride) % self.world_size, (self.rank - stride) % self.world_size
         receives = [received.numel() if r == source else 0 for r in range(self.world_size)]
         sends = [sent.numel() if r == to else 0 for r in range(self.world_size)]
-        return self._issue(self._group, None, lambda group: group.all_to_all_async(received, sent, receives, sends), alone=lambda: None)
+        return self._issue(
+            self._group,
+            None,
+            lambda group: group.all_to_all_async(received, sent, receives, sends),
+            alone=lambda: None,
+        )
 
     @property
     def _group(self) -> Group | None:
@@ -226,7 +245,11 @@ class SessionCollectives:
         return self._group
 
     def _issue(
-        self, group: Group | None, cleared: torch.Tensor | None, start: Callable[[Group], dist.Work | None], alone: Callable[[], None]
+        self,
+        group: Group | None,
+        cleared: torch.Tensor | None,
+        start: Callable[[Group], dist.Work | None],
+        alone: Callable[[], None],
     ) -> Pending:
         if self.lost:
             _clear(cleared)
@@ -266,7 +289,8 @@ class PartCollectives(SessionCollectives):
 
 
 class ReplicatedCollectives(SessionCollectives):
-    """Gathers within the rank's replica, and sums gradients within it first, then each shard over the replicas."""
+    """Gathers within the rank's replica, and sums gradients within it first, then each shard over
+    the replicas."""
 
     def __init__(self, session: StrategySession) -> None:
         super().__init__(session)
@@ -280,10 +304,21 @@ class ReplicatedCollectives(SessionCollectives):
             MembershipChanged: the group is over.
         """
         replica, position = division.replica(group.rank), division.position(group.rank)
-        within = [range(begin, begin + division.shards) for begin in range(0, group.world_size, division.shards)]
-        across = [range(first, group.world_size, division.shards) for first in range(division.shards)]
-        self._within = group.subgroup(within[replica], f"replica {replica * division.shards}", within)
-        self._across = group.subgroup(across[position], f"shard {position}", across) if division.replicas > 1 else None
+        within = [
+            range(begin, begin + division.shards)
+            for begin in range(0, group.world_size, division.shards)
+        ]
+        across = [
+            range(first, group.world_size, division.shards) for first in range(division.shards)
+        ]
+        self._within = group.subgroup(
+            within[replica], f"replica {replica * division.shards}", within
+        )
+        self._across = (
+            group.subgroup(across[position], f"shard {position}", across)
+            if division.replicas > 1
+            else None
+        )
 
     @property
     def _shard_group(self) -> Group | None:
@@ -295,7 +330,12 @@ class ReplicatedCollectives(SessionCollectives):
         across = self._across
         if across is None:
             return scattered
-        return _Then(scattered, lambda: self._issue(across, shard, lambda group: group.all_reduce_async(shard), alone=lambda: None))
+        return _Then(
+            scattered,
+            lambda: self._issue(
+                across, shard, lambda group: group.all_reduce_async(shard), alone=lambda: None
+            ),
+        )
 
 
 class _Then:
@@ -310,7 +350,9 @@ class _Then:
 
 
 class _Issued:
-    def __init__(self, session: StrategySession, group: Group, work: dist.Work, cleared: torch.Tensor | None) -> None:
+    def __init__(
+        self, session: StrategySession, group: Group, work: dist.Work, cleared: torch.Tensor | None
+    ) -> None:
         self._session = session
         self._group = group
         self._work = work
@@ -340,7 +382,9 @@ def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
 class CompressedScatter:
     """Scatters one unit's gradients, compressed."""
 
-    def __init__(self, compression: GradientCompression, session: StrategySession, number: int) -> None:
+    def __init__(
+        self, compression: GradientCompression, session: StrategySession, number: int
+    ) -> None:
         """`number`: of the unit, the same on all ranks."""
         self._compression = compression
         self._session = session
@@ -357,13 +401,24 @@ class CompressedScatter:
                 self._compression.pay(full, "units", self._number)
                 shard.copy_(full)
                 return _Scattering(session, None, None, shard)
-            return _Scattering(session, group, self._compression.start_scatter(group, shard, full, self._number), shard)
+            return _Scattering(
+                session,
+                group,
+                self._compression.start_scatter(group, shard, full, self._number),
+                shard,
+            )
         shard.zero_()
         return _Scattering(session, None, None, None)
 
 
 class _Scattering:
-    def __init__(self, session: StrategySession, group: Group | None, reduction: Reduction | None, shard: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        session: StrategySession,
+        group: Group | None,
+        reduction: Reduction | None,
+        shard: torch.Tensor | None,
+    ) -> None:
         """`shard`: None: the step is lost. `reduction`: None: nothing is to be waited for."""
         self._session = session
         self._group = group
@@ -376,7 +431,10 @@ class _Scattering:
         del self._group, self._reduction  # they keep sockets open
         if shard is None or group is None or reduction is None:
             return shard is not None
-        with LosingStep(self._session) as waiting, group.own_collectives("compressed reduce_scatter"):
+        with (
+            LosingStep(self._session) as waiting,
+            group.own_collectives("compressed reduce_scatter"),
+        ):
             reduction.wait()
         if waiting.failed:
             reduction.abandon()

@@ -1,15 +1,20 @@
-"""The engine of zero1, zero2, zero3, fsdp and hsdp: tensors of parameters, gradients and optimizer state are cut over the ranks.
+"""The engine of zero1, zero2, zero3, fsdp and hsdp: tensors of parameters, gradients and optimizer
+state are cut over the ranks.
 
-Strategies differ in what is cut (`Stage`), in what is gathered or reduced at once (`groups`), and in whether there are replicas of the
-shards (`divide`). (Rajbhandari et al., "ZeRO", SC 2020, sections 5 and 7; Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.) The optimizer
-updates flat pieces of parameters. That is right for optimizers that treat each element by itself, which most do. For those that look at
-whole tensors (Muon, Adafactor) each tensor is dealt to one rank (`UnitLayout.whole_tensors`).
+Strategies differ in what is cut (`Stage`), in what is gathered or reduced at once (`groups`), and
+in whether there are replicas of the shards (`divide`). (Rajbhandari et al., "ZeRO", SC 2020,
+sections 5 and 7; Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.) The optimizer updates flat
+pieces of parameters. That is right for optimizers that treat each element by itself, which most do.
+For those that look at whole tensors (Muon, Adafactor) each tensor is dealt to one rank
+(`UnitLayout.whole_tensors`).
 
-A step ends as `engine/partitioned.py` says. Its gradients are sealed when each rank has its shard's sum, and has passed it on to its buddy,
-who mirrors the shard: parameters and optimizer state, as further pieces of the same optimizer. The closing also tells which parameters were
-used and how the buffers changed. Owners and mirrors apply the same update. After a failure the shards are cut for the new group
-(`regroup`). What there is to do with the state between steps is in `sharded_state.py`; when units are gathered in the passes, in
-`execution.py`. All of it runs on the training thread, on every rank alike.
+A step ends as `engine/partitioned.py` says. Its gradients are sealed when each rank has its shard's
+sum, and has passed it on to its buddy, who mirrors the shard: parameters and optimizer state, as
+further pieces of the same optimizer. The closing also tells which parameters were used and how the
+buffers changed. Owners and mirrors apply the same update. After a failure the shards are cut for
+the new group (`regroup`). What there is to do with the state between steps is in
+`sharded_state.py`; when units are gathered in the passes, in `execution.py`. All of it runs on the
+training thread, on every rank alike.
 """
 
 from __future__ import annotations
@@ -42,7 +47,12 @@ from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters,
 from shoal_worker.engine.passes import check_reproducible
 from shoal_worker.engine.synchronized_norms import synchronize_norms
 from shoal_worker.engine.tentative_update import TentativeUpdate
-from shoal_worker.sharding.collectives import CompressedScatter, IssuedCollectives, ReplicatedCollectives, SessionCollectives
+from shoal_worker.sharding.collectives import (
+    CompressedScatter,
+    IssuedCollectives,
+    ReplicatedCollectives,
+    SessionCollectives,
+)
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
 from shoal_worker.sharding.homes import home_of
@@ -79,23 +89,29 @@ def in_blocks(module: nn.Module, config: ShardingConfiguration) -> list[Paramete
 
 
 class ShardedEngine(ShardedPasses):
-    """A model whose optimizer state, and perhaps gradients and parameters, are cut over the ranks."""
+    """A model whose optimizer state, and perhaps gradients and parameters, are cut over the
+    ranks."""
 
-    def __init__(self, setup: Setup, *, stage: Stage, groups: Groups, divide: Divide | None = None) -> None:
-        """Takes over the memory of the parameters. They are cut when the first step begins: until then all ranks hold them whole.
+    def __init__(
+        self, setup: Setup, *, stage: Stage, groups: Groups, divide: Divide | None = None
+    ) -> None:
+        """Takes over the memory of the parameters. They are cut when the first step begins: until
+        then all ranks hold them whole.
 
         Args:
             setup: the model and the rest.
             stage: what is cut.
             groups: what is gathered or reduced at once.
-            divide: into replicas that each hold all shards; None: all ranks hold them between them, once.
+            divide: into replicas that each hold all shards; None: all ranks hold them between them,
+                once.
         """
         super().__init__(setup, stage)
         compressor = self.config.compressor
         if compressor is not None and compressor.of_matrices:
             raise ConfigurationError(
-                f"gradient_compression={compressor.name!r} with strategy={self.strategy!r}: it needs whole matrices on every rank, and "
-                "gradients are cut here; take topk, int8 or another, or ddp"
+                f"gradient_compression={compressor.name!r} with strategy={self.strategy!r}: it "
+                "needs whole matrices on every rank, and gradients are cut here; take topk, int8 "
+                "or another, or ddp"
             )
         synchronize_norms(self.module, self._session, sums=self.config.loss_reduction == "sum")
         self._groups = groups
@@ -125,8 +141,17 @@ class ShardedEngine(ShardedPasses):
         )
 
     def _make_state(self) -> ShardedState:
-        units = [(group.module, [self._unit(part) for part in alike(group)]) for group in self._groups(self.module, self.config)]
-        self._execution = ShardedExecution(units, self._collectives, self.stage, self._whereabouts, prefetch=self.config.blocks_ahead)
+        units = [
+            (group.module, [self._unit(part) for part in alike(group)])
+            for group in self._groups(self.module, self.config)
+        ]
+        self._execution = ShardedExecution(
+            units,
+            self._collectives,
+            self.stage,
+            self._whereabouts,
+            prefetch=self.config.blocks_ahead,
+        )
         self._execution.before_backward = self._before_backward
         state = ShardedState(self.module, self._execution, self.stage, self._divide)
         state.mirrors = TravellingMirrors(state.units, self.config.mirrors)
@@ -140,7 +165,9 @@ class ShardedEngine(ShardedPasses):
                 unit.compressed = CompressedScatter(self._compression, self._session, number)
         self._summed = CutGradients(state.trained, exact=self.config.deterministic)
         self._step_buffers = CommittedBuffers(self.module, self.extremes)
-        self._carries_writes = self.stage is not Stage.PARAMETERS and not any(unit.apart for unit in state.units)
+        self._carries_writes = self.stage is not Stage.PARAMETERS and not any(
+            unit.apart for unit in state.units
+        )
         self._writes = WrittenParameters(
             self.module.named_parameters(),
             self.strategy,
@@ -156,23 +183,28 @@ class ShardedEngine(ShardedPasses):
         said = self._options.get("whole_tensors")
         if said not in (None, True, False):
             raise ConfigurationError(f"whole_tensors={said!r}: expected True, False or None")
-        self._whole_tensors = takes_whole_tensors(optimizer, elementwise=self._any_optimizer, whole_tensors=said)
+        self._whole_tensors = takes_whole_tensors(
+            optimizer, elementwise=self._any_optimizer, whole_tensors=said
+        )
         if not self._whole_tensors:
             return
         if self._compression is not None:
             raise ConfigurationError(
-                f"gradient_compression={self._compression.compressor.name!r} with {type(optimizer).__name__} and "
-                f"strategy={self.strategy!r}: whole tensors are dealt to the ranks, and what compression leaves behind is of parts that "
-                "are cut; leave gradient_compression out, or take ddp"
+                f"gradient_compression={self._compression.compressor.name!r} with "
+                f"{type(optimizer).__name__} and strategy={self.strategy!r}: whole tensors are "
+                "dealt to the ranks, and what compression leaves behind is of parts that are cut; "
+                "leave gradient_compression out, or take ddp"
             )
         if self._parts is not None:
             self._parts.keep_tensors_whole()
 
-    # ------------------------------------------------------------------------------------------------------------- training
+    # ------------------------------------------------------------------------------------- training
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """See `Engine`. Where parameters are whole on every rank they are fetched before the next step, at the latest."""
-        self._held.bring_mirrors()  # what is on its way to the host's memory could be read there too early
+        """See `Engine`. Where parameters are whole on every rank they are fetched before the next
+        step, at the latest."""
+        # what is on its way to the host's memory could be read there too early
+        self._held.bring_mirrors()
         super().exchange_update(update)
         for unit in self._held.units:
             unit.changed()
@@ -183,13 +215,21 @@ class ShardedEngine(ShardedPasses):
         if self.stage is not Stage.PARAMETERS:
             self._execution.gather_all()
 
-    # --------------------------------------------------------------------------------------------- TrainingEngine: for the session
+    # -------------------------------------------------------------- TrainingEngine: for the session
 
     def capture(self) -> dict[str, Any]:
-        """See `TrainingEngine`. Before the first step all of the state; from then on what every rank has of it."""
+        """See `TrainingEngine`. Before the first step all of the state; from then on what every
+        rank has of it."""
         if self._held.whole:
-            return self._held.capture_whole() | {"applied": self._applied, "extremes": dict(self.extremes)}
-        beside = {"applied": self._applied, "written": self._writes.known, "extremes": dict(self.extremes)}
+            return self._held.capture_whole() | {
+                "applied": self._applied,
+                "extremes": dict(self.extremes),
+            }
+        beside = {
+            "applied": self._applied,
+            "written": self._writes.known,
+            "extremes": dict(self.extremes),
+        }
         return self._held.capture_common() | beside
 
     @torch.no_grad()
@@ -204,10 +244,15 @@ class ShardedEngine(ShardedPasses):
                 self._compression.restore(state.get("compression"))
             self._closing = None
         else:
-            if not self._held.whole and self._held.cut is not None and state["applied"] != self._applied:
+            if (
+                not self._held.whole
+                and self._held.cut is not None
+                and state["applied"] != self._applied
+            ):
                 raise PreconditionError(
-                    f"this rank has applied {self._applied} steps and its peers {state['applied']}: it holds shards of an older state, and "
-                    "cannot follow; let it end, and start another in its place"
+                    f"this rank has applied {self._applied} steps and its peers "
+                    f"{state['applied']}: it holds shards of an older state, and cannot follow; "
+                    "let it end, and start another in its place"
                 )
             self._applied = state["applied"]
             self._held.restore_common(state)
@@ -230,7 +275,11 @@ class ShardedEngine(ShardedPasses):
     def writes_apart(self) -> ShoalError:
         """See `TrainingEngine`."""
         names = self._writes.names()
-        return self._step_buffers.apart() if self._step_buffers.exact_names() and not names else self._writes.apart(names)
+        return (
+            self._step_buffers.apart()
+            if self._step_buffers.exact_names() and not names
+            else self._writes.apart(names)
+        )
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """See `Engine`. A model on the meta device is made from it."""
@@ -266,7 +315,10 @@ class ShardedEngine(ShardedPasses):
             self._execution.regrouped()
             self._parts.regroup(group)
         elif any(row[0] for row in group.all_gather_integers([0])):
-            raise PreconditionError("this rank's model is on the meta device, and its peers' states are cut already: it should be a joiner")
+            raise PreconditionError(
+                "this rank's model is on the meta device, and its peers' states are cut already: "
+                "it should be a joiner"
+            )
 
     @torch.no_grad()
     def step_begins(self) -> None:
@@ -279,14 +331,25 @@ class ShardedEngine(ShardedPasses):
         self._weights, self._changes = 0.0, None
         self._passes_begin()
         if self._held.whole:
-            topology = group.generation.topology if group is not None else Topology(world_size=1, most_local=1)
-            self._held.cut_whole(number=step.placement.generation, rank=step.placement.rank, topology=topology)
+            topology = (
+                group.generation.topology
+                if group is not None
+                else Topology(world_size=1, most_local=1)
+            )
+            self._held.cut_whole(
+                number=step.placement.generation, rank=step.placement.rank, topology=topology
+            )
         elif self.stage is not Stage.PARAMETERS:
             self._execution.gather_all()  # where a failure kept it from being done after the update
-        self._held.mirrors.put_away(self.optimizer)  # what is done between steps may have brought them
+        # what is done between steps may have brought them
+        self._held.mirrors.put_away(self.optimizer)
         if self._compression is not None:
             trained = self._held.trained
-            self._compression.laid_out("units", [unit.parameter_names for unit in trained], [u.layout.padded_numel for u in trained])
+            self._compression.laid_out(
+                "units",
+                [unit.parameter_names for unit in trained],
+                [u.layout.padded_numel for u in trained],
+            )
             self._compression.step_begins()
         self._watch_units(not self._carries_writes)
         self._step_buffers.step_begins()
@@ -296,7 +359,11 @@ class ShardedEngine(ShardedPasses):
 
     def _watch_units(self, in_step: bool) -> None:
         for unit in self._held.units:
-            unit.in_step, unit.watched, unit.is_lost = in_step, in_step and not self._looked, self._is_lost
+            unit.in_step, unit.watched, unit.is_lost = (
+                in_step,
+                in_step and not self._looked,
+                self._is_lost,
+            )
 
     def _is_lost(self) -> bool:
         step = self._session.step
@@ -351,7 +418,9 @@ class ShardedEngine(ShardedPasses):
             session.control_word(),
             self._execution.issued.word(),
             [self._weights],
-            gradients.squared_norm_part(self._held.trained if self._held.division.replica(session.rank) == 0 else []),
+            gradients.squared_norm_part(
+                self._held.trained if self._held.division.replica(session.rank) == 0 else []
+            ),
             gradients.touched,
             self._buffer_changes(step),
         )
@@ -382,7 +451,11 @@ class ShardedEngine(ShardedPasses):
     def _buffer_changes(self, step: Step) -> torch.Tensor:
         """This rank's part in the changes of the buffers."""
         if step.in_micro_batches:
-            return torch.zeros(self._step_buffers.size, dtype=torch.float64) if self._changes is None else self._changes
+            return (
+                torch.zeros(self._step_buffers.size, dtype=torch.float64)
+                if self._changes is None
+                else self._changes
+            )
         share = step.share
         assert share is not None
         if not share.weight > 0:
@@ -412,7 +485,9 @@ class ShardedEngine(ShardedPasses):
 
     def _seal(self) -> bool:
         """Passes the summed gradients on to the buddy. False: the step is lost."""
-        if not self._gradients.pass_on(self._collectives, self._held.division) or not self._passes("reduction.completed"):
+        if not self._gradients.pass_on(self._collectives, self._held.division) or not self._passes(
+            "reduction.completed"
+        ):
             return False
         self._session.seal_step()
         return True
@@ -452,14 +527,18 @@ class ShardedEngine(ShardedPasses):
         if self._compression is not None:
             self._compression.commit(unusable=self._skipped)
 
-    # ---------------------------------------------------------------------------------------------------------------- state
+    # ---------------------------------------------------------------------------------------- state
 
     @property
     def _gradients(self) -> CutGradients:
         return self._summed
 
     def _own_pieces(self) -> list[tuple[str, torch.Tensor]]:
-        return [each for unit in self._held.units for each in zip(unit.parameter_names, unit.own.pieces, strict=True)]
+        return [
+            each
+            for unit in self._held.units
+            for each in zip(unit.parameter_names, unit.own.pieces, strict=True)
+        ]
 
     def _trained(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         for unit in self._held.units:
@@ -471,14 +550,17 @@ class ShardedEngine(ShardedPasses):
         moved = next(filter(None, (unit.moved for unit in self._held.units)), None)
         if moved is not None:
             raise ConfigurationError(
-                f"parameter {moved!r} was given other memory or another dtype after as_distributed (by module.half() or p.data = ..., "
-                f"say): with strategy={self.strategy!r} it would be trained no more; convert the module before as_distributed, and set "
+                f"parameter {moved!r} was given other memory or another dtype after as_distributed "
+                f"(by module.half() or p.data = ..., say): with strategy={self.strategy!r} it "
+                "would be trained no more; convert the module before as_distributed, and set "
                 "values with model.with_parameters(values)"
             )
 
     def _parameter_names(self) -> dict[str, str]:
         first = {id(p): name for name, p in self.module.named_parameters()}
-        return {name: first[id(p)] for name, p in self.module.named_parameters(remove_duplicate=False)}
+        return {
+            name: first[id(p)] for name, p in self.module.named_parameters(remove_duplicate=False)
+        }
 
     def _commit_buffers(self) -> None:
         self._step_buffers.commit()
@@ -487,16 +569,25 @@ class ShardedEngine(ShardedPasses):
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """See `TrainingEngine`: with what compression left behind on each rank."""
         whole = self._held.assemble(channel)
-        return whole if self._compression is None else whole | {"compression": self._compression.assemble(channel)}
+        return (
+            whole
+            if self._compression is None
+            else whole | {"compression": self._compression.assemble(channel)}
+        )
 
     @torch.no_grad()
     def part(self, channel: Channel) -> StatePart | None:
         """See `TrainingEngine`."""
         part = self._held.part(channel)
-        return part if part is None or self._compression is None else self._compression.part(part, channel)
+        return (
+            part
+            if part is None or self._compression is None
+            else self._compression.part(part, channel)
+        )
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """See `TrainingEngine`: shards with the ranks that mirror them, and what is whole on every rank."""
+        """See `TrainingEngine`: shards with the ranks that mirror them, and what is whole on every
+        rank."""
         return self._held.in_common() if self._parts is not None and not self._parts.whole else {}
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
@@ -504,13 +595,17 @@ class ShardedEngine(ShardedPasses):
         parameters = {}
         if self._carries_writes:
             with inside():
-                parameters = {repr(name): parameter.detach() for name, parameter in self.module.named_parameters()}
+                parameters = {
+                    repr(name): parameter.detach()
+                    for name, parameter in self.module.named_parameters()
+                }
         return {"the parameters": parameters, "the buffers": self._step_buffers.begun_from()}
 
     @torch.no_grad()
     def bring_together(self, channel: Channel) -> None:
-        """See `TrainingEngine`: parameters that are whole on every rank were updated on their owners, and perhaps not fetched; and some
-        ranks may have begun the first step, others not."""
+        """See `TrainingEngine`: parameters that are whole on every rank were updated on their
+        owners, and perhaps not fetched; and some ranks may have begun the first step, others
+        not."""
         if self._parts is not None:
             self._parts.make_whole_again(channel)
             self._parts.fill(channel)
@@ -528,17 +623,28 @@ class ShardedEngine(ShardedPasses):
     @property
     def in_parts(self) -> bool:
         """See `TrainingEngine`."""
-        return self._parts is not None and self._parts.cut is not None and self._parts.cut.world_size > 1
+        return (
+            self._parts is not None
+            and self._parts.cut is not None
+            and self._parts.cut.world_size > 1
+        )
 
     @property
     def holds(self) -> list[str]:
         """See `TrainingEngine`: shards, the one that it mirrors among them."""
         cut = self._parts.cut if self._parts is not None and self.in_parts else None
-        return [str(position) for position in (cut.position, cut.mirrored) if position is not None] if cut is not None else []
+        return (
+            [str(position) for position in (cut.position, cut.mirrored) if position is not None]
+            if cut is not None
+            else []
+        )
 
     def layout(self) -> dict[str, Any]:
-        """See `Engine`: what is cut, into how many shards, how many ranks own each, and whether others mirror it."""
-        division = self._parts.division if self._parts is not None else Division(world_size=1, shards=1)
+        """See `Engine`: what is cut, into how many shards, how many ranks own each, and whether
+        others mirror it."""
+        division = (
+            self._parts.division if self._parts is not None else Division(world_size=1, shards=1)
+        )
         return {
             "sharded": [stage.name.lower() for stage in Stage if stage <= self.stage],
             "shards": division.shards,
@@ -548,4 +654,8 @@ class ShardedEngine(ShardedPasses):
 
     def whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
         """See `Engine`."""
-        return [each for unit in self._held.units for each in zip(unit.own.pieces, unit.layout.shapes, strict=True)]
+        return [
+            each
+            for unit in self._held.units
+            for each in zip(unit.own.pieces, unit.layout.shapes, strict=True)
+        ]

@@ -1,15 +1,20 @@
-"""When units are gathered, freed and reduced: hooks on the user's modules, around forward and backward passes as they come.
+"""When units are gathered, freed and reduced: hooks on the user's modules, around forward and
+backward passes as they come.
 
-- Forward: before a unit's module runs its parameters are gathered, and the gathering of the next one, or of as many as is said, is begun;
-  afterwards they are freed. The outermost unit stays, since its own layers stand at both ends (embedding and head).
-- Backward: before the first gradient enters a unit it is gathered again. When the gradients leave its module its own are reduced and it is
-  freed; where nothing is gathered, when all its parameters have theirs.
-- Reductions are begun in one fixed order, last unit first, whatever order the gradients came in, and each unit takes part in every backward
-  pass. So ranks of which some do not use a parameter still issue the same collectives. Gatherings follow the passes, which must go through
-  the blocks in the same order on all ranks: `issued` finds those that do not.
+- Forward: before a unit's module runs its parameters are gathered, and the gathering of the next
+  one, or of as many as is said, is begun; afterwards they are freed. The outermost unit stays,
+  since its own layers stand at both ends (embedding and head).
+- Backward: before the first gradient enters a unit it is gathered again. When the gradients leave
+  its module its own are reduced and it is freed; where nothing is gathered, when all its parameters
+  have theirs.
+- Reductions are begun in one fixed order, last unit first, whatever order the gradients came in,
+  and each unit takes part in every backward pass. So ranks of which some do not use a parameter
+  still issue the same collectives. Gatherings follow the passes, which must go through the blocks
+  in the same order on all ranks: `issued` finds those that do not.
 
-It knows nothing of steps: who calls it says how much the coming gradients weigh, and when to reduce (`engine.py`). All of it
-runs on the training thread, or in a backward pass on the thread that torch runs it on while the training thread waits.
+It knows nothing of steps: who calls it says how much the coming gradients weigh, and when to reduce
+(`engine.py`). All of it runs on the training thread, or in a backward pass on the thread that torch
+runs it on while the training thread waits.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from shoal_worker.sharding.collectives import Collectives, IssuedCollectives
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
 from shoal_worker.torch_internals import in_backward, uncompiled
 
-# ---------------------------------------------------------------------------------------------------------------------------------- hooks
+# -------------------------------------------------------------------------------------------- hooks
 #
 # Hooks on the user's modules and parameters, which call whoever follows the passes through them.
 
@@ -43,7 +48,8 @@ from shoal_worker.torch_internals import in_backward, uncompiled
 class GradientHook:
     """Calls when autograd has left a parameter its gradient.
 
-    It must not lead back to the parameter: Python's collector does not see such a cycle, and the model would never be freed.
+    It must not lead back to the parameter: Python's collector does not see such a cycle, and the
+    model would never be freed.
     """
 
     def __init__(self, ready: Callable[[int, int], None], number: int, index: int) -> None:
@@ -64,8 +70,8 @@ class _ModuleHook:
 
     def __reduce__(self) -> Any:
         raise PreconditionError(
-            "the module is cut over the ranks and cannot be pickled (torch.save(module) does): save model.full_state_dict() or "
-            "model.clone(), on every rank"
+            "the module is cut over the ranks and cannot be pickled (torch.save(module) does): "
+            "save model.full_state_dict() or model.clone(), on every rank"
         )
 
 
@@ -73,7 +79,8 @@ def _do_nothing(*_args: Any, **_kwargs: Any) -> None: ...
 
 
 class BeforeForward(_ModuleHook):
-    """Calls with a module's inputs, before the module computes. Registered with `with_kwargs=True`."""
+    """Calls with a module's inputs, before the module computes. Registered with
+    `with_kwargs=True`."""
 
     def __init__(self, call: Callable[[Any], None]) -> None:
         self._call = call
@@ -94,7 +101,7 @@ class AfterForward(_ModuleHook):
         self._call(output)
 
 
-# ----------------------------------------------------------------------------------------------------------- gathering, freeing, reducing
+# --------------------------------------------------------------------- gathering, freeing, reducing
 
 _IN_FLIGHT: Final = 2
 """Reductions on their way at once; each holds a whole gradient of its unit."""
@@ -106,10 +113,14 @@ class Block:
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
         self.units = units
         # torch's own layers leave tensors in their outputs alone.
-        self._parts = [part for part in module.modules() if not type(part).__module__.startswith("torch.nn.modules.")]
+        self._parts = [
+            part
+            for part in module.modules()
+            if not type(part).__module__.startswith("torch.nn.modules.")
+        ]
         self._before: list[tuple[Any, dict[int, tuple[torch.Tensor, int]]]] = []
-        """Inputs of each forward pass that is going on, and the tensors that could be seen there and in
-        attributes as it began, with torch's count of changes to each."""
+        """Inputs of each forward pass that is going on, and the tensors that could be seen there
+        and in attributes as it began, with torch's count of changes to each."""
         self.open = 0
         """Forward passes through it that no backward pass has come out of."""
         self.passes_gradients = False
@@ -118,19 +129,30 @@ class Block:
 
     def begins(self, inputs: Any) -> None:
         """A forward pass with gradients begins."""
-        self._before.append((inputs, {id(tensor): (tensor, tensor._version) for tensor in self._visible(inputs)}))
+        self._before.append(
+            (inputs, {id(tensor): (tensor, tensor._version) for tensor in self._visible(inputs)})
+        )
 
     def left_behind(self) -> list[torch.Tensor]:
-        """The forward pass that began last ends. Returns the tensors that it has left in its inputs, as
-        by appending to a list, and in attributes of modules, as an auxiliary loss."""
+        """The forward pass that began last ends. Returns the tensors that it has left in its
+        inputs, as by appending to a list, and in attributes of modules, as an auxiliary loss."""
         if not self._before:
             return []
         inputs, before = self._before.pop()
         now = self._visible(inputs)
-        return [tensor for tensor in now if id(tensor) not in before or before[id(tensor)][1] != tensor._version]
+        return [
+            tensor
+            for tensor in now
+            if id(tensor) not in before or before[id(tensor)][1] != tensor._version
+        ]
 
     def _visible(self, inputs: Any) -> list[torch.Tensor]:
-        kept = [value for part in self._parts for value in part.__dict__.values() if type(value) is torch.Tensor]
+        kept = [
+            value
+            for part in self._parts
+            for value in part.__dict__.values()
+            if type(value) is torch.Tensor
+        ]
         return [tensor for tensor in (*tensors_in(inputs), *kept) if not tensor.is_inference()]
 
 
@@ -146,8 +168,9 @@ class ShardedExecution:
         *,
         prefetch: int = 1,
     ) -> None:
-        """`units`: the modules that are units, outermost first, with their parameters' units (one for each dtype; trained and frozen).
-        `whereabouts`: of the model's hidden parameters; None: they are of no model. `prefetch`: how many blocks are gathered ahead."""
+        """`units`: the modules that are units, outermost first, with their parameters' units (one
+        for each dtype; trained and frozen). `whereabouts`: of the model's hidden parameters; None:
+        they are of no model. `prefetch`: how many blocks are gathered ahead."""
         self._collectives = collectives
         self._stage = stage
         self._whereabouts = whereabouts or Whereabouts()
@@ -173,8 +196,8 @@ class ShardedExecution:
         """Blocks in the order of the last forward pass, for prefetching."""
         self._visited: list[Block] = []
         self._root_forwards = 0
-        """Forward passes of the root that have begun and not ended: several where a model calls itself, as a LightningModule's
-        `training_step` does."""
+        """Forward passes of the root that have begun and not ended: several where a model calls
+        itself, as a LightningModule's `training_step` does."""
         self.pinned = False
         """What is gathered stays until `free_all`."""
         self._in_backward = False
@@ -201,17 +224,25 @@ class ShardedExecution:
         """What is called around the outermost module's forward pass."""
         for number, unit in enumerate(self._reduced):
             for index, leaf in enumerate(unit.leaves):
-                self._hooks.append(leaf.register_post_accumulate_grad_hook(GradientHook(self.gradient_ready, number, index)))
+                self._hooks.append(
+                    leaf.register_post_accumulate_grad_hook(
+                        GradientHook(self.gradient_ready, number, index)
+                    )
+                )
         if stage is Stage.PARAMETERS:
             for module, block in modules:
                 before = BeforeForward(functools.partial(self.before_forward, block))
                 after = AfterForward(functools.partial(self.after_forward, block))
-                self._hooks.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+                self._hooks.append(
+                    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+                )
                 self._hooks.append(module.register_forward_hook(after, always_call=True))
                 self._around_root = self._around_root or (before, after)
         elif any(unit.apart for unit in self.units):
             before, after = BeforeForward(self.show_copies), AfterForward(self.hide_copies)
-            self._hooks.append(units[0][0].register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._hooks.append(
+                units[0][0].register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+            )
             self._hooks.append(units[0][0].register_forward_hook(after, always_call=True))
             self._around_root = before, after
 
@@ -220,7 +251,7 @@ class ShardedExecution:
         for hook in self._hooks:
             hook.remove()
 
-    # ------------------------------------------------------------------------------------------------------- for the strategy
+    # ----------------------------------------------------------------------------- for the strategy
 
     def as_forward(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
         """A method of the outermost module, to be called as if it were its `forward`: the module's
@@ -253,7 +284,8 @@ class ShardedExecution:
             unit.free()
 
     def applied(self) -> None:
-        """The optimizer has updated the shards. Where parameters are whole on every rank they are fetched."""
+        """The optimizer has updated the shards. Where parameters are whole on every rank they are
+        fetched."""
         for unit in self.units:
             unit.changed()
         if self._stage is not Stage.PARAMETERS:
@@ -262,7 +294,8 @@ class ShardedExecution:
 
     @property
     def passed(self) -> list[tuple[str, int]]:
-        """The collectives of one forward and backward pass: what they do, and with which unit. For `take_part`, there or in a joiner."""
+        """The collectives of one forward and backward pass: what they do, and with which unit. For
+        `take_part`, there or in a joiner."""
         return [(kind, self._numbers[unit]) for kind, unit in self._whole_pass]
 
     @passed.setter
@@ -270,8 +303,9 @@ class ShardedExecution:
         self._whole_pass = [(kind, self.units[number]) for kind, number in collectives]
 
     def learn_passes(self, group: Group) -> None:
-        """Before the first collective of a step of which a rank may have no micro-batch: it must know what the others do in their passes.
-        It is told once in a generation. Where nobody knows, as in the run's first step, the parameters stay whole for that step.
+        """Before the first collective of a step of which a rank may have no micro-batch: it must
+        know what the others do in their passes. It is told once in a generation. Where nobody
+        knows, as in the run's first step, the parameters stay whole for that step.
 
         Raises:
             MembershipChanged: the group is over.
@@ -288,16 +322,17 @@ class ShardedExecution:
             self._all_know = True
 
     def keep_whole(self) -> None:
-        """Until the update: units are gathered now, and no more in passes, which are recorded as if they were. So a rank without samples
-        can take part although no pass is known."""
+        """Until the update: units are gathered now, and no more in passes, which are recorded as if
+        they were. So a rank without samples can take part although no pass is known."""
         self.gather_all()
         for unit in self.units:
             unit.resident = True
             unit.free()
 
     def take_part(self) -> None:
-        """Takes part in a pass of other ranks for which this one has no samples: the same collectives, without a gradient. Where no pass is
-        known, that is the reductions alone: parameters are whole on all ranks."""
+        """Takes part in a pass of other ranks for which this one has no samples: the same
+        collectives, without a gradient. Where no pass is known, that is the reductions alone:
+        parameters are whole on all ranks."""
         self.free_all()
         for kind, unit in list(self._whole_pass) or [("reduce", unit) for unit in self._reduced]:
             if kind == "gather":
@@ -317,8 +352,8 @@ class ShardedExecution:
             self._on_their_way.popleft().wait()
 
     def begin_step(self, number: int, issues: Callable[[str], None] = _do_nothing) -> None:
-        """Step number `number` of this model begins: see `forget`. The gradients of one that was lost are void. `issues`: told what this
-        rank is about to do together with the others."""
+        """Step number `number` of this model begins: see `forget`. The gradients of one that was
+        lost are void. `issues`: told what this rank is about to do together with the others."""
         self.forget()
         if number == self._number:
             self.drop_gradients()
@@ -336,20 +371,24 @@ class ShardedExecution:
         self._pass = []
 
     def end_passes(self) -> None:
-        """They are over. What they did is what a rank without samples has to do beside those of others."""
-        if self._pass and not self._collectives.lost:  # else some were issued twice, and some not at all
+        """They are over. What they did is what a rank without samples has to do beside those of
+        others."""
+        if self._pass and not self._collectives.lost:
+            # else some were issued twice, and some not at all
             self._whole_pass = self._pass
         self._pass = []
 
     def refuse_half_a_pass(self) -> None:
-        """Outside of backward passes. Raises PreconditionError: one of this step raised an error half way."""
+        """Outside of backward passes. Raises PreconditionError: one of this step raised an error
+        half way."""
         if self._in_backward and not in_backward():
             raise half_a_pass()
 
     def settle(self) -> None:
         """Collectives on their way are waited for. Whether they fail is all the same by now."""
         while self._on_their_way:
-            with contextlib.suppress(MembershipChanged):  # between steps there is none to mark as lost
+            with contextlib.suppress(MembershipChanged):
+                # between steps there is none to mark as lost
                 self._on_their_way.popleft().wait()
         self._leave_backward()
         self._visited, self._root_forwards = [], 0
@@ -384,7 +423,7 @@ class ShardedExecution:
         self._visited = []
         self._all_know = False
 
-    # ---------------------------------------------------------------------------------------------------------- for the hooks
+    # -------------------------------------------------------------------------------- for the hooks
 
     def before_forward(self, block: Block, inputs: Any) -> None:
         """A module that is a block is about to compute."""
@@ -398,7 +437,9 @@ class ShardedExecution:
         if torch.is_grad_enabled():
             block.open += 1
             block.begins(inputs)
-            follows = when_gradients_come(inputs, lambda _: self._after_backward_of(block), mode="all")
+            follows = when_gradients_come(
+                inputs, lambda _: self._after_backward_of(block), mode="all"
+            )
             block.passes_gradients = follows or any(unit.trained for unit in block.units)
         if block is not self._order_at(len(self._visited)):
             del self._order[len(self._visited) :]
@@ -420,8 +461,11 @@ class ShardedExecution:
         left_behind = block.left_behind()
         if not torch.is_grad_enabled():
             stays = self.pinned  # nobody will come back to it
-        elif not when_gradients_come([output, *left_behind], lambda _: self._before_backward(block), mode="any"):
-            # It may have returned an object that does not show its tensors. The backward pass's end frees it.
+        elif not when_gradients_come(
+            [output, *left_behind], lambda _: self._before_backward(block), mode="any"
+        ):
+            # It may have returned an object that does not show its tensors. The backward pass's end
+            # frees it.
             stays = stays or block.passes_gradients
         if not stays:
             for unit in block.units:
@@ -438,7 +482,8 @@ class ShardedExecution:
             self.free_all()
 
     def gradient_ready(self, number: int, index: int) -> None:
-        """Parameter `index` of the unit `number`, as they are reduced, has its gradient of this backward pass.
+        """Parameter `index` of the unit `number`, as they are reduced, has its gradient of this
+        backward pass.
 
         Raises:
             PreconditionError: it is no pass of a step.
@@ -447,18 +492,23 @@ class ShardedExecution:
             self.before_backward()
         if self.factor is None:
             raise PreconditionError(
-                "a backward pass outside of a step: the model was in eval mode when the step was to begin, and so did not begin it. Call "
-                "model.train(), and eval() on the parts that are to stay in that mode, or take batches from a loader of Shoal's"
+                "a backward pass outside of a step: the model was in eval mode when the step was "
+                "to begin, and so did not begin it. Call model.train(), and eval() on the parts "
+                "that are to stay in that mode, or take batches from a loader of Shoal's"
             )
         self._enter_backward()
         self.came = self._whereabouts.pending = True
         unit = self._reduced[number]
         unit.add_gradient(index, self.factor)
         self._ready[unit] = self._ready.get(unit, 0) + 1
-        if self._stage is not Stage.PARAMETERS and self.reduces_in_backward and self._is_ready(unit):
+        if (
+            self._stage is not Stage.PARAMETERS
+            and self.reduces_in_backward
+            and self._is_ready(unit)
+        ):
             self._reduce_ready(all_of_them=False)
 
-    # --------------------------------------------------------------------------------------------------------------- backward
+    # ------------------------------------------------------------------------------------- backward
 
     def _before_backward(self, block: Block) -> None:
         self._enter_backward()
@@ -469,7 +519,8 @@ class ShardedExecution:
                 self._start(self._order[position - ahead].units)
 
     def _after_backward_of(self, block: Block) -> None:
-        """The gradients have left a module: all of its own are there (autograd runs the nodes made last first, and accumulates at once)."""
+        """The gradients have left a module: all of its own are there (autograd runs the nodes made
+        last first, and accumulates at once)."""
         self._enter_backward()
         block.open -= 1
         if block.open == 0:
@@ -485,7 +536,8 @@ class ShardedExecution:
             self.before_backward()
             self._in_backward = True
             self._next = 0
-            if torch.is_grad_enabled():  # with create_graph: what follows goes through the parameters' values again
+            if torch.is_grad_enabled():
+                # with create_graph: what follows goes through the parameters' values again
                 self.pinned = True
             self.show_gradients()
             Variable._execution_engine.queue_callback(self._after_backward)
@@ -508,11 +560,18 @@ class ShardedExecution:
         self._next = 0
 
     def _is_ready(self, unit: Unit) -> bool:
-        # Where units are gathered in the pass, the moment of a reduction must not depend on which parameters this rank uses.
-        return unit in self._left if self._stage is Stage.PARAMETERS else self._ready.get(unit, 0) >= len(unit.parameters)
+        # Where units are gathered in the pass, the moment of a reduction must not depend on which
+        # parameters this rank uses.
+        return (
+            unit in self._left
+            if self._stage is Stage.PARAMETERS
+            else self._ready.get(unit, 0) >= len(unit.parameters)
+        )
 
     def _reduce_ready(self, *, all_of_them: bool) -> None:
-        while self._next < len(self._reduced) and (all_of_them or self._is_ready(self._reduced[self._next])):
+        while self._next < len(self._reduced) and (
+            all_of_them or self._is_ready(self._reduced[self._next])
+        ):
             self._reduce(self._reduced[self._next])
             self._next += 1
 
@@ -522,14 +581,18 @@ class ShardedExecution:
         self._on_their_way.append(unit.start_reducing(self._collectives))
         self._record("reduce", unit)
 
-    # -------------------------------------------------------------------------------------------------------------- gathering
+    # ------------------------------------------------------------------------------------ gathering
 
     def _record(self, kind: str, unit: Unit) -> None:
         self._pass.append((kind, unit))
-        if self._collectives.lost or (kind == "gather" and (unit.resident or self._stage is not Stage.PARAMETERS)):
+        if self._collectives.lost or (
+            kind == "gather" and (unit.resident or self._stage is not Stage.PARAMETERS)
+        ):
             return
         what = "gathers the values" if kind == "gather" else "sums the gradients"
-        self._issues(f"{what} of block {unit.name!r}" if unit.name else f"{what} of what is in no block")
+        self._issues(
+            f"{what} of block {unit.name!r}" if unit.name else f"{what} of what is in no block"
+        )
         if self._stage is Stage.PARAMETERS:
             self.issued.add(kind, self._numbers[unit])
 

@@ -1,9 +1,11 @@
-"""The gradients of a step, summed over the ranks, as far as this rank holds them: of its own shard and of the one that it mirrors.
+"""The gradients of a step, summed over the ranks, as far as this rank holds them: of its own shard
+and of the one that it mirrors.
 
-Their squared norm can be summed exactly, so that it does not depend on how the elements are spread over ranks: squares of float32 numbers
-are exact in float64. Each is cut into digits of 20 bits at fixed places; the digits of one place add up to whole numbers below 2^53 for
-2^31 elements, which float64 holds exactly, also when they travel in an all-reduce. (The idea of a long accumulator: Kulisch, "Computer
-Arithmetic and Validity", 2013, chapter 8.)
+Their squared norm can be summed exactly, so that it does not depend on how the elements are spread
+over ranks: squares of float32 numbers are exact in float64. Each is cut into digits of 20 bits at
+fixed places; the digits of one place add up to whole numbers below 2^53 for 2^31 elements, which
+float64 holds exactly, also when they travel in an all-reduce. (The idea of a long accumulator:
+Kulisch, "Computer Arithmetic and Validity", 2013, chapter 8.)
 
 It knows nothing of how a step ends (`engine.py`). The training thread owns it.
 """
@@ -29,7 +31,8 @@ DIGITS: Final = 28
 
 
 def square_digits(values: torch.Tensor) -> torch.Tensor:
-    """The digits of the sum of squares of finite float32 `values`: float64 [DIGITS], whole numbers, on the CPU."""
+    """The digits of the sum of squares of finite float32 `values`: float64 [DIGITS], whole numbers,
+    on the CPU."""
     rest = values.double().square()
     digits = torch.zeros(DIGITS, dtype=torch.float64)
     largest = float(rest.max()) if rest.numel() else 0.0
@@ -48,12 +51,16 @@ def square_digits(values: torch.Tensor) -> torch.Tensor:
 
 def from_digits(digits: Sequence[float]) -> float:
     """The sum that the digits stand for, rounded once."""
-    total = sum(Fraction(int(digit)) * Fraction(2) ** (_HIGHEST - (place + 1) * _BITS) for place, digit in enumerate(digits))
+    total = sum(
+        Fraction(int(digit)) * Fraction(2) ** (_HIGHEST - (place + 1) * _BITS)
+        for place, digit in enumerate(digits)
+    )
     return float(total)
 
 
 _SQUARED_AT_ONCE: Final = 1 << 16
-"""Elements, on a CPU. Their float64 copies stay in the cache; of a whole shard they would be four times as large as it, a step's peak."""
+"""Elements, on a CPU. Their float64 copies stay in the cache; of a whole shard they would be four
+times as large as it, a step's peak."""
 
 
 class CutGradients:
@@ -79,25 +86,37 @@ class CutGradients:
             if gradient is None:
                 continue
             unit.mirror.gradient = torch.empty_like(gradient)
-            on_their_way.append(collectives.pass_on(unit.mirror.gradient, gradient, stride=division.stride))
+            on_their_way.append(
+                collectives.pass_on(unit.mirror.gradient, gradient, stride=division.stride)
+            )
         return [pending.wait() for pending in on_their_way].count(False) == 0
 
     def squared_norm_part(self, counted: Sequence[Unit]) -> torch.Tensor:
-        """What this rank's shards add to the squared norm, as float64 numbers to be summed over the ranks. `counted`: those units of which
-        no other rank adds the same."""
+        """What this rank's shards add to the squared norm, as float64 numbers to be summed over the
+        ranks. `counted`: those units of which no other rank adds the same."""
         gradients = [unit.own.gradient for unit in counted if unit.own.gradient is not None]
         plain = squared_norms(gradients).sum().cpu().view(1)
         if not self._exact:
             return plain
         digits = [square_digits(g.float()) for g in gradients] if plain.isfinite() else []
-        return torch.cat([plain, torch.stack(digits).sum(0) if digits else torch.zeros(DIGITS, dtype=torch.float64)])
+        return torch.cat(
+            [
+                plain,
+                torch.stack(digits).sum(0) if digits else torch.zeros(DIGITS, dtype=torch.float64),
+            ]
+        )
 
     def squared_norm(self, summed: torch.Tensor) -> float:
         """Returns the squared norm of all gradients, from the sum of the ranks' parts."""
-        return from_digits(summed[1:].tolist()) if self._exact and summed[0].isfinite() else float(summed[0])
+        return (
+            from_digits(summed[1:].tolist())
+            if self._exact and summed[0].isfinite()
+            else float(summed[0])
+        )
 
     def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
-        """Gives the optimizer its gradients: the sums over `divisor`, but none for parameters that no rank used (`present`)."""
+        """Gives the optimizer its gradients: the sums over `divisor`, but none for parameters that
+        no rank used (`present`)."""
         flags = iter(present)
         for unit in self._trained:
             here = [next(flags) for _ in unit.parameters]
@@ -112,22 +131,32 @@ class CutGradients:
             torch._foreach_mul_(gradients, factor)
 
     def norm_here(self) -> float:
-        """Returns the norm of the gradients that were handed out, those of this rank's own shard and of the one that it mirrors."""
+        """Returns the norm of the gradients that were handed out, those of this rank's own shard
+        and of the one that it mirrors."""
         return math.sqrt(float(squared_norms(self._handed_out()).sum()))
 
     def _handed_out(self) -> list[torch.Tensor]:
-        pieces = (piece for unit in self._trained for holding in unit.holdings for piece in holding.pieces)
+        pieces = (
+            piece for unit in self._trained for holding in unit.holdings for piece in holding.pieces
+        )
         return [piece.grad for piece in pieces if piece.grad is not None]
 
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the squared norm of each, where it is: nobody waits for a device. In float64, since squares of large gradients are beyond
-    float32."""
-    return torch.stack([_squared_norm(each) for each in gradients]) if gradients else torch.zeros(1, dtype=torch.float64)
+    """Returns the squared norm of each, where it is: nobody waits for a device. In float64, since
+    squares of large gradients are beyond float32."""
+    return (
+        torch.stack([_squared_norm(each) for each in gradients])
+        if gradients
+        else torch.zeros(1, dtype=torch.float64)
+    )
 
 
 def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     if not gradient.is_cpu:
-        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)  # one kernel, which widens as it reads
+        # one kernel, which widens as it reads
+        norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
         return norm.square()
-    return torch.stack([part.double().square().sum() for part in gradient.split(_SQUARED_AT_ONCE)]).sum()
+    return torch.stack(
+        [part.double().square().sum() for part in gradient.split(_SQUARED_AT_ONCE)]
+    ).sum()

@@ -1,7 +1,9 @@
-"""Where shards and the optimizer's state of them are kept: with the parameters, in the host's memory, or in files.
+"""Where shards and the optimizer's state of them are kept: with the parameters, in the host's
+memory, or in files.
 
-Kept elsewhere they do not count against the device: whole parameters and gradients are on it while they are computed with, and an update
-is made where the shards are. (Ren et al., "ZeRO-Offload", USENIX ATC 2021, section 3.)
+Kept elsewhere they do not count against the device: whole parameters and gradients are on it while
+they are computed with, and an update is made where the shards are. (Ren et al., "ZeRO-Offload",
+USENIX ATC 2021, section 3.)
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ class Home:
         return kept.copy_(tensor)
 
     def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The values of a flat tensor of the device, to update what is kept with: itself if it is here in that dtype. They are there once
-        `arrived` has returned, so that one wait is enough for many."""
+        """The values of a flat tensor of the device, to update what is kept with: itself if it is
+        here in that dtype. They are there once `arrived` has returned, so that one wait is enough
+        for many."""
         return tensor.to(self.device, dtype)
 
     def arrived(self) -> None:
@@ -72,7 +75,8 @@ class HostHome(Home):
 
 
 class FileHome(Home):
-    """In files, mapped into memory: the system writes out what it needs the room of. A file has no name, and goes with its last tensor."""
+    """In files, mapped into memory: the system writes out what it needs the room of. A file has no
+    name, and goes with its last tensor."""
 
     apart = True
     keeps_files = True
@@ -85,13 +89,16 @@ class FileHome(Home):
             directory.mkdir(parents=True, exist_ok=True)
             self._mapped(1, torch.uint8)
         except (OSError, RuntimeError) as error:
-            raise ConfigurationError(f"offload={str(directory)!r}: expected a directory that can be written; {error}") from error
+            raise ConfigurationError(
+                f"offload={str(directory)!r}: expected a directory that can be written; {error}"
+            ) from error
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """See `Home`. Its elements are zero.
 
         Raises:
-            LimitError (OFFLOAD_FULL): the disk is full or failing. This rank cannot go on, and another group would not help.
+            LimitError (OFFLOAD_FULL): the disk is full or failing. This rank cannot go on, and
+                another group would not help.
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
@@ -99,15 +106,17 @@ class FileHome(Home):
             return self._mapped(numel, dtype)
         except (OSError, RuntimeError) as error:  # RuntimeError: torch could not map the file
             raise LimitError(
-                f"offload={str(self._directory)!r}: a file of {numel * dtype.itemsize} bytes could not be made there: {error}; "
-                "make room on that disk or give another directory, and start again from the newest checkpoint",
+                f"offload={str(self._directory)!r}: a file of {numel * dtype.itemsize} bytes could "
+                f"not be made there: {error}; make room on that disk or give another directory, "
+                "and start again from the newest checkpoint",
                 reason="OFFLOAD_FULL",
             ) from error
 
     def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         handle, name = tempfile.mkstemp(prefix="shoal-", dir=self._directory)
         try:
-            os.posix_fallocate(handle, 0, numel * dtype.itemsize)  # else a full disk would be a bus error, later
+            # else a full disk would be a bus error, later
+            os.posix_fallocate(handle, 0, numel * dtype.itemsize)
             return torch.from_file(name, shared=True, size=numel, dtype=dtype)
         finally:
             os.close(handle)

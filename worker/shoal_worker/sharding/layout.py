@@ -1,19 +1,23 @@
-"""Where sharded elements lie, and what moves when that changes. Pure arithmetic: all ranks compute the same.
+"""Where sharded elements lie, and what moves when that changes. Pure arithmetic: all ranks compute
+the same.
 
-Within a unit (`UnitLayout`): what is gathered and reduced in one collective. Its parameters, in order, fill a vector that is padded so that
-it divides into equal shards of whole cache lines, one per rank. A rank's shard is cut at the parameters' borders into pieces: an optimizer
-sees one piece per parameter, perhaps an empty one, so that parameter groups keep their meaning.
+Within a unit (`UnitLayout`): what is gathered and reduced in one collective. Its parameters, in
+order, fill a vector that is padded so that it divides into equal shards of whole cache lines, one
+per rank. A rank's shard is cut at the parameters' borders into pieces: an optimizer sees one piece
+per parameter, perhaps an empty one, so that parameter groups keep their meaning.
 
-An optimizer that looks at whole tensors gets another layout (`whole_tensors`): each parameter has one owner, and the piece of every other
-rank is empty. Shards are as long as the longest needs to be, so that the same collectives move them.
+An optimizer that looks at whole tensors gets another layout (`whole_tensors`): each parameter has
+one owner, and the piece of every other rank is empty. Shards are as long as the longest needs to
+be, so that the same collectives move them.
 
-Among ranks (`Division`): into how many shards a model is divided, and which of them each rank holds. Ranks that hold all shards between
-them are a replica: adjacent ranks, so that a replica of a host's size lies on one host. With one replica each shard is mirrored by another
-rank; with several each has its copies in the others, and needs no mirror.
+Among ranks (`Division`): into how many shards a model is divided, and which of them each rank
+holds. Ranks that hold all shards between them are a replica: adjacent ranks, so that a replica of a
+host's size lies on one host. With one replica each shard is mirrored by another rank; with several
+each has its copies in the others, and needs no mirror.
 
-From one division to another (`runs` and below): position p of w is the p-th of w shards of a unit's layout. Before a move each
-old position is held by one or more ranks (its owner, its buddy); after it, each rank holds the positions given to it. One all-to-all per
-vector does it.
+From one division to another (`runs` and below): position p of w is the p-th of w shards of a unit's
+layout. Before a move each old position is held by one or more ranks (its owner, its buddy); after
+it, each rank holds the positions given to it. One all-to-all per vector does it.
 """
 
 from __future__ import annotations
@@ -68,7 +72,8 @@ class UnitLayout:
     whole_tensors: bool = False
     """No parameter is cut: each lies in one rank's shard."""
     turn: int = 0
-    """With `whole_tensors`, which rank is the first to be dealt to: another one in each unit, so that no rank gets the largest of all."""
+    """With `whole_tensors`, which rank is the first to be dealt to: another one in each unit, so
+    that no rank gets the largest of all."""
 
     def over(self, world_size: int) -> UnitLayout:
         """The same parameters over another number of ranks."""
@@ -86,11 +91,15 @@ class UnitLayout:
 
     @functools.cached_property
     def owners(self) -> list[int]:
-        """With `whole_tensors`, the rank that owns each parameter: the largest parameter is dealt first, each to the rank that has the
-        fewest elements (Graham, "Bounds on Multiprocessing Timing Anomalies", 1969). Depends on sizes, `world_size` and `turn` alone."""
+        """With `whole_tensors`, the rank that owns each parameter: the largest parameter is dealt
+        first, each to the rank that has the fewest elements (Graham, "Bounds on Multiprocessing
+        Timing Anomalies", 1969). Depends on sizes, `world_size` and `turn` alone."""
         owners, loads = [0] * len(self.shapes), [0] * self.world_size
         for index in sorted(range(len(self.shapes)), key=lambda i: (-self.numels[i], i)):
-            owners[index] = min(range(self.world_size), key=lambda rank: (loads[rank], (rank - self.turn) % self.world_size))
+            owners[index] = min(
+                range(self.world_size),
+                key=lambda rank: (loads[rank], (rank - self.turn) % self.world_size),
+            )
             loads[owners[index]] += self.numels[index]
         return owners
 
@@ -140,38 +149,66 @@ class UnitLayout:
         return tuple(pieces)
 
     def piece(self, shard: torch.Tensor, cut: Piece) -> torch.Tensor:
-        """A piece's elements in its shard: flat, or in the parameter's shape where tensors are whole and the piece is not empty."""
+        """A piece's elements in its shard: flat, or in the parameter's shape where tensors are
+        whole and the piece is not empty."""
         flat = shard[cut.offset : cut.offset + cut.length]
         return flat.view(self.shapes[cut.parameter]) if self.whole_tensors and cut.length else flat
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' shapes in a flat vector of this layout. Its last padding may be missing."""
-        return [flat[start : start + numel].view(shape) for start, numel, shape in zip(self.starts, self.numels, self.shapes, strict=True)]
+        """The parameters' shapes in a flat vector of this layout. Its last padding may be
+        missing."""
+        return [
+            flat[start : start + numel].view(shape)
+            for start, numel, shape in zip(self.starts, self.numels, self.shapes, strict=True)
+        ]
 
     @functools.cached_property
     def segments(self) -> list[Segment]:
         """All elements, in order."""
         if not self.whole_tensors:
-            size, positions = self.shard_numel, range(-(-self.numel // self.shard_numel) if self.numel else 0)
-            return [Segment(start=p * size, length=min(size, self.numel - p * size), position=p, offset=0) for p in positions]
+            size, positions = (
+                self.shard_numel,
+                range(-(-self.numel // self.shard_numel) if self.numel else 0),
+            )
+            return [
+                Segment(
+                    start=p * size, length=min(size, self.numel - p * size), position=p, offset=0
+                )
+                for p in positions
+            ]
         segments, begins = [], 0
         for numel, owner, start in zip(self.numels, self.owners, self.starts, strict=True):
             if numel:
-                segments.append(Segment(start=begins, length=numel, position=owner, offset=start - owner * self.shard_numel))
+                segments.append(
+                    Segment(
+                        start=begins,
+                        length=numel,
+                        position=owner,
+                        offset=start - owner * self.shard_numel,
+                    )
+                )
             begins += numel
         return segments
 
     def shard_of(self, elements: torch.Tensor, position: int) -> torch.Tensor:
-        """A copy of one shard of the `numel` elements of the parameters in order; zero where it is padded."""
+        """A copy of one shard of the `numel` elements of the parameters in order; zero where it is
+        padded."""
         shard = elements.new_zeros(self.shard_numel)
         for segment in self.segments:
             if segment.position == position:
-                shard[segment.offset : segment.offset + segment.length] = elements[segment.start : segment.start + segment.length]
+                shard[segment.offset : segment.offset + segment.length] = elements[
+                    segment.start : segment.start + segment.length
+                ]
         return shard
 
     def in_order(self, flat: torch.Tensor) -> torch.Tensor:
-        """The elements of the parameters in order, out of a flat vector; may share memory with it."""
-        return torch.cat([view.reshape(-1) for view in self.views(flat)]) if self.whole_tensors else flat[: self.numel]
+        """The elements of the parameters in order, out of a flat vector; may share memory with
+        it."""
+        return (
+            torch.cat([view.reshape(-1) for view in self.views(flat)])
+            if self.whole_tensors
+            else flat[: self.numel]
+        )
 
 
 def layout_of(parameters: Sequence[torch.Tensor], world_size: int) -> UnitLayout:
@@ -180,8 +217,9 @@ def layout_of(parameters: Sequence[torch.Tensor], world_size: int) -> UnitLayout
 
 
 def buddy_stride(topology: Topology) -> int:
-    """How many ranks further the mirror of a shard lies: as many as the largest host has. Ranks of one host are adjacent, so no mirror lies
-    on its shard's own host, unless that host has more than half of the ranks."""
+    """How many ranks further the mirror of a shard lies: as many as the largest host has. Ranks of
+    one host are adjacent, so no mirror lies on its shard's own host, unless that host has more than
+    half of the ranks."""
     return topology.most_local % topology.world_size or 1
 
 
@@ -225,12 +263,15 @@ class Division:
 
 def among_all(topology: Topology) -> Division:
     """A shard for each rank."""
-    return Division(world_size=topology.world_size, shards=topology.world_size, stride=buddy_stride(topology))
+    return Division(
+        world_size=topology.world_size, shards=topology.world_size, stride=buddy_stride(topology)
+    )
 
 
 def in_replicas(topology: Topology, shards: int | None) -> Division:
-    """Replicas of so many ranks; None: of as many as the largest host has. If that does not divide the number of ranks: of the next larger
-    number that does, at last of all of them. So no rank comes to hold more than was asked for."""
+    """Replicas of so many ranks; None: of as many as the largest host has. If that does not divide
+    the number of ranks: of the next larger number that does, at last of all of them. So no rank
+    comes to hold more than was asked for."""
     world_size = topology.world_size
     wanted = min(shards or topology.most_local, world_size)
     fitting = next(number for number in range(wanted, world_size + 1) if world_size % number == 0)
@@ -239,7 +280,8 @@ def in_replicas(topology: Topology, shards: int | None) -> Division:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Adjacent elements of a shard that one rank sends to another, where they are adjacent in a shard again."""
+    """Adjacent elements of a shard that one rank sends to another, where they are adjacent in a
+    shard again."""
 
     length: int
     old_position: int
@@ -248,7 +290,9 @@ class Transfer:
     new_offset: int
 
 
-def runs(*, old: UnitLayout, new: UnitLayout, sends: Mapping[int, int], gets: Sequence[Sequence[int]]) -> list[list[list[Transfer]]]:
+def runs(
+    *, old: UnitLayout, new: UnitLayout, sends: Mapping[int, int], gets: Sequence[Sequence[int]]
+) -> list[list[list[Transfer]]]:
     """[sender][receiver] -> the runs that travel, in the order in which they lie in the message.
 
     Args:
@@ -286,9 +330,16 @@ def _overlaps(old: Sequence[Segment], new: Sequence[Segment]) -> list[Transfer]:
     return overlaps
 
 
-def message(table: Sequence[Sequence[Sequence[Transfer]]], rank: int, shards: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """What `rank` sends, to all receivers one after the other. `shards`: the old positions that it holds."""
-    parts = [shards[run.old_position][run.old_offset : run.old_offset + run.length] for to_receiver in table[rank] for run in to_receiver]
+def message(
+    table: Sequence[Sequence[Sequence[Transfer]]], rank: int, shards: Mapping[int, torch.Tensor]
+) -> torch.Tensor:
+    """What `rank` sends, to all receivers one after the other. `shards`: the old positions that it
+    holds."""
+    parts = [
+        shards[run.old_position][run.old_offset : run.old_offset + run.length]
+        for to_receiver in table[rank]
+        for run in to_receiver
+    ]
     return torch.cat(parts) if parts else next(iter(shards.values())).new_empty(0)
 
 
@@ -299,10 +350,17 @@ def sizes(table: Sequence[Sequence[Sequence[Transfer]]], rank: int) -> tuple[lis
     return received, sent
 
 
-def place(table: Sequence[Sequence[Sequence[Transfer]]], rank: int, received: torch.Tensor, shards: Mapping[int, torch.Tensor]) -> None:
+def place(
+    table: Sequence[Sequence[Sequence[Transfer]]],
+    rank: int,
+    received: torch.Tensor,
+    shards: Mapping[int, torch.Tensor],
+) -> None:
     """Puts what `rank` received where it belongs. `shards`: its new positions, to be filled."""
     offset = 0
     for row in table:
         for run in row[rank]:
-            shards[run.new_position][run.new_offset : run.new_offset + run.length] = received[offset : offset + run.length]
+            shards[run.new_position][run.new_offset : run.new_offset + run.length] = received[
+                offset : offset + run.length
+            ]
             offset += run.length

@@ -1,11 +1,14 @@
 """Mirrors of shards that lie in the host's memory, and come to the device while an update is made.
 
-A mirror is another rank's shard and the optimizer's state of it, kept so that a death loses nothing. It is updated by the same optimizer as
-this rank's own shard, and on the same device: an update made on the host would be rounded otherwise, and a mirror is to be what its owner
-has, to the bit. So it comes to the device before the update, and leaves it behind the update. In the passes, where activations need most,
-it takes none of the device's memory; each way costs a step what the mirror's bytes take on the bus.
+A mirror is another rank's shard and the optimizer's state of it, kept so that a death loses
+nothing. It is updated by the same optimizer as this rank's own shard, and on the same device: an
+update made on the host would be rounded otherwise, and a mirror is to be what its owner has, to the
+bit. So it comes to the device before the update, and leaves it behind the update. In the passes,
+where activations need most, it takes none of the device's memory; each way costs a step what the
+mirror's bytes take on the bus.
 
-Copies are queued in the order of the training thread's stream, and no host waits for them. That thread owns all of it.
+Copies are queued in the order of the training thread's stream, and no host waits for them. That
+thread owns all of it.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ class HostMemory(Protocol):
 
 
 class PinnedMemory:
-    """See `HostMemory`. Pinned, so that copies are made beside the host's work, at the bus's full speed."""
+    """See `HostMemory`. Pinned, so that copies are made beside the host's work, at the bus's full
+    speed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -59,7 +63,9 @@ class PinnedMemory:
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `HostMemory`."""
-        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
+            tensor, non_blocking=True
+        )
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
         """See `HostMemory`."""
@@ -80,7 +86,8 @@ class TravellingMirrors:
     """The mirrors of some units, on the device or away."""
 
     def __init__(self, units: Sequence[Unit], where: Literal["device", "host"] | None) -> None:
-        """`where` they are between updates; None: on the device, and away from the first update on that finds it short of memory."""
+        """`where` they are between updates; None: on the device, and away from the first update on
+        that finds it short of memory."""
         self._units = units
         self._where = where
         self._updates = 0
@@ -93,15 +100,24 @@ class TravellingMirrors:
             self._move(optimizer, memory.holds, memory.bring)
 
     def put_away(self, optimizer: torch.optim.Optimizer | None, *, updated: bool = False) -> None:
-        """Puts all mirrors into the host's memory, if that is where they are to be; their gradients are dropped. `updated`: an update was
-        made, so that it is time to look whether the device is short of memory: now and then, for that takes a tenth of a millisecond."""
+        """Puts all mirrors into the host's memory, if that is where they are to be; their gradients
+        are dropped. `updated`: an update was made, so that it is time to look whether the device is
+        short of memory: now and then, for that takes a tenth of a millisecond."""
         memory = self._memory
         if memory is None:
             return
         self._updates += updated
-        if self._where is None and updated and self._updates % _LOOK_EVERY == 1 and memory.is_wanted():
+        if (
+            self._where is None
+            and updated
+            and self._updates % _LOOK_EVERY == 1
+            and memory.is_wanted()
+        ):
             self._where = "host"
-            _log.info("the device is short of memory: mirrors of shards are in the host's memory but for the updates")
+            _log.info(
+                "the device is short of memory: mirrors of shards are in the host's memory but for "
+                "the updates"
+            )
         if self._where == "host":
             self._move(optimizer, lambda tensor: not memory.holds(tensor), memory.put)
 
@@ -115,14 +131,17 @@ class TravellingMirrors:
             mirror = unit.mirror
             if mirror.position is None or unit.home.apart:
                 continue
-            if unit.apart and wanted(mirror.shard):  # else it is a part of the parameters, which every rank has whole
+            if unit.apart and wanted(mirror.shard):
+                # else it is a part of the parameters, which every rank has whole
                 mirror.move(move(mirror.shard), unit.layout)
             for state, key, value in _elements(optimizer, mirror):
                 if wanted(value):
                     state[key] = move(value)
 
 
-def _elements(optimizer: torch.optim.Optimizer | None, mirror: Holding) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+def _elements(
+    optimizer: torch.optim.Optimizer | None, mirror: Holding
+) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
     """The optimizer's state of the elements of a mirror: where it stands, its key, and itself."""
     for piece in mirror.pieces if optimizer is not None else ():
         state = optimizer.state.get(piece, {}) if optimizer is not None else {}

@@ -1,7 +1,9 @@
-"""What a model whose parameters are cut over the ranks does with a batch: its passes, and what their gradients count.
+"""What a model whose parameters are cut over the ranks does with a batch: its passes, and what
+their gradients count.
 
-The state that it computes with, and how a step ends, are `ShardedEngine`'s (`engine.py`); what is gathered and reduced in the passes, when,
-is `ShardedExecution`'s (`execution.py`). All on the training thread.
+The state that it computes with, and how a step ends, are `ShardedEngine`'s (`engine.py`); what is
+gathered and reduced in the passes, when, is `ShardedExecution`'s (`execution.py`). All on the
+training thread.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ class ShardedPasses(PartitionedEngine[ShardedState, CutClosing]):
         self._execution.begin_passes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass; in training its backward pass reduces the gradients over all ranks."""
+        """The module's forward pass; in training its backward pass reduces the gradients over all
+        ranks."""
         self._frozen_pass = False
         if self._trains:
             step = self._session.ensure_step()
@@ -69,7 +72,9 @@ class ShardedPasses(PartitionedEngine[ShardedState, CutClosing]):
 
     def _as_forward(self, name: str) -> Callable[..., Any]:
         method: Callable[..., Any] = getattr(self.module, name)
-        return self._execution.as_forward(self.module, method) if self._parts is not None else method
+        return (
+            self._execution.as_forward(self.module, method) if self._parts is not None else method
+        )
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
         """See `Engine`. There is nothing to reduce in the backward pass."""
@@ -98,10 +103,13 @@ class ShardedPasses(PartitionedEngine[ShardedState, CutClosing]):
             weight = 0.0
         else:
             weight = share.weight / share.total_weight
-        self._execution.factor = weight if self.config.loss_reduction == "mean" else float(weight > 0)
+        self._execution.factor = (
+            weight if self.config.loss_reduction == "mean" else float(weight > 0)
+        )
 
     def _before_backward(self) -> None:
-        """Called before the gradients of a backward pass are taken, whose forward pass may have been one of a part of the module's."""
+        """Called before the gradients of a backward pass are taken, whose forward pass may have
+        been one of a part of the module's."""
         step = self._session.step
         if step is None or step.share is None or self._frozen_pass:
             return
@@ -117,12 +125,23 @@ class ShardedPasses(PartitionedEngine[ShardedState, CutClosing]):
 
     def _prepare_pass(self, step: Step) -> None:
         """Before a step's first collective."""
-        self._execution.reduces_in_backward = self.stage > Stage.OPTIMIZER or not step.in_micro_batches
+        self._execution.reduces_in_backward = (
+            self.stage > Stage.OPTIMIZER or not step.in_micro_batches
+        )
         if self._compression is not None:
-            total = step.share.total_weight if step.share is not None and step.in_micro_batches else None
+            total = (
+                step.share.total_weight
+                if step.share is not None and step.in_micro_batches
+                else None
+            )
             self._compression.weigh(total or 1.0 if self.config.loss_reduction == "mean" else 1.0)
         group = self._session.group
-        if group is None or step.lost is not None or self.stage is not Stage.PARAMETERS or not step.in_micro_batches:
+        if (
+            group is None
+            or step.lost is not None
+            or self.stage is not Stage.PARAMETERS
+            or not step.in_micro_batches
+        ):
             return
         with LosingStep(self._session):
             self._execution.learn_passes(group)
@@ -130,4 +149,8 @@ class ShardedPasses(PartitionedEngine[ShardedState, CutClosing]):
 
 def in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
     """Floating-point tensors within `inputs`, converted."""
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
+        inputs,
+    )

@@ -1,11 +1,13 @@
-"""Cuts the parameters and their optimizer state anew for another group, out of the shards that its ranks hold.
+"""Cuts the parameters and their optimizer state anew for another group, out of the shards that its
+ranks hold.
 
-One all-to-all per vector moves what each rank lacks (`layout.py`). Nothing is replaced before all of it is here and every rank has said so,
-and the shards held before are kept until the next commit: so a failure on the way leaves either cut whole, and the next try takes the
-newest that is.
+One all-to-all per vector moves what each rank lacks (`layout.py`). Nothing is replaced before all
+of it is here and every rank has said so, and the shards held before are kept until the next commit:
+so a failure on the way leaves either cut whole, and the next try takes the newest that is.
 
-Between two cuts a shard may be left with one holder, when a rank has died or leaves and its peers cannot cut anew yet. Then another rank
-keeps a copy of it (`engine/holders.py`), so that the next death loses nothing.
+Between two cuts a shard may be left with one holder, when a rank has died or leaves and its peers
+cannot cut anew yet. Then another rank keeps a copy of it (`engine/holders.py`), so that the next
+death loses nothing.
 """
 
 from __future__ import annotations
@@ -28,16 +30,18 @@ ELEMENTS: Final = "elements of"
 """Key of the names of a parameter's element states, among its scalars."""
 
 
-# ------------------------------------------------------------------------------------------------------------------ the optimizer's state
+# ---------------------------------------------------------------------------- the optimizer's state
 #
 # An optimizer's state, seen through the pieces of parameters that it updates.
 #
-# What has the shape of its piece is an element state (moments): it is cut and moved like the parameter. All else (step counts) is the
-# same on every rank, whatever piece that has, also an empty one; so is, for each parameter, which element states there are (`ELEMENTS`):
-# groups with other options have others, and momentum has nothing beside them.
+# What has the shape of its piece is an element state (moments): it is cut and moved like the
+# parameter. All else (step counts) is the same on every rank, whatever piece that has, also an
+# empty one; so is, for each parameter, which element states there are (`ELEMENTS`): groups with
+# other options have others, and momentum has nothing beside them.
 #
-# Where tensors are whole, all of this is so for the owners of a parameter alone, and what is not an element state may be anything (sums of
-# rows and columns, preconditioners): it is told to all ranks when the state is cut anew or put together (`told_by_owners`).
+# Where tensors are whole, all of this is so for the owners of a parameter alone, and what is not an
+# element state may be anything (sums of rows and columns, preconditioners): it is told to all ranks
+# when the state is cut anew or put together (`told_by_owners`).
 
 
 class ShardedOptimizerState:
@@ -47,7 +51,8 @@ class ShardedOptimizerState:
         self.optimizer = optimizer
 
     def element_keys(self, unit: Unit) -> dict[str, torch.dtype]:
-        """Names and dtypes of the element states of a unit, the same on all ranks that have stepped, but where tensors are whole."""
+        """Names and dtypes of the element states of a unit, the same on all ranks that have
+        stepped, but where tensors are whole."""
         found: dict[str, torch.dtype] = {}
         for piece in (piece for holding in unit.holdings for piece in holding.pieces):
             for key, value in self._of(piece).items():
@@ -65,23 +70,40 @@ class ShardedOptimizerState:
         return flat
 
     def scalars(self, unit: Unit) -> list[dict[str, Any]]:
-        """What each parameter's state has beside its element states, and `ELEMENTS`; {} for one that has no state here."""
+        """What each parameter's state has beside its element states, and `ELEMENTS`; {} for one
+        that has no state here."""
         return self.scalars_of(unit, unit.own)
 
     def scalars_of(self, unit: Unit, holding: Holding) -> list[dict[str, Any]]:
         """`scalars` of one shard."""
-        return [_scalars(unit, state, piece) if (state := self._of(piece)) else {} for piece in holding.pieces]
+        return [
+            _scalars(unit, state, piece) if (state := self._of(piece)) else {}
+            for piece in holding.pieces
+        ]
 
-    def replace(self, unit: Unit, scalars: list[dict[str, Any]], shards: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+    def replace(
+        self,
+        unit: Unit,
+        scalars: list[dict[str, Any]],
+        shards: Mapping[int, Mapping[str, torch.Tensor]],
+    ) -> None:
         """Gives the pieces that the unit holds now their state: `shards` by position and key."""
         if self.optimizer is None:
             return
         for holding in unit.holdings:
             for piece, cut, own in zip(holding.pieces, holding.cuts, scalars, strict=True):
                 self.optimizer.state.pop(piece, None)
-                if holding.position is None or not own or (unit.layout.whole_tensors and not cut.length):
+                if (
+                    holding.position is None
+                    or not own
+                    or (unit.layout.whole_tensors and not cut.length)
+                ):
                     continue
-                state = {key: _own_copy(value, unit.home.device) for key, value in own.items() if key != ELEMENTS}
+                state = {
+                    key: _own_copy(value, unit.home.device)
+                    for key, value in own.items()
+                    if key != ELEMENTS
+                }
                 for key in own[ELEMENTS]:
                     flat = shards[holding.position][key][cut.offset : cut.offset + cut.length]
                     state[key] = unit.home.copy(flat).view(piece.shape)
@@ -92,43 +114,72 @@ class ShardedOptimizerState:
         for holding in unit.holdings:
             for piece in holding.pieces:
                 for key, value in self._of(piece).items():
-                    if is_element(value, key, piece.shape) and value.numel() and value.untyped_storage().filename is None:
+                    if (
+                        is_element(value, key, piece.shape)
+                        and value.numel()
+                        and value.untyped_storage().filename is None
+                    ):
                         self._of(piece)[key] = unit.home.copy(value.reshape(-1)).view(value.shape)
 
-    def cut(self, unit: Unit, keys: Mapping[str, torch.dtype], world_size: int, position: int, mirrored: int | None) -> None:
+    def cut(
+        self,
+        unit: Unit,
+        keys: Mapping[str, torch.dtype],
+        world_size: int,
+        position: int,
+        mirrored: int | None,
+    ) -> None:
         """Cuts a unit that is whole here, values and state: see `Unit.cut`."""
         scalars = self.scalars(unit)
         wholes = {key: self.shard(unit, unit.own, key, dtype) for key, dtype in keys.items()}
         unit.cut(world_size, position, mirrored)
         held = {position, mirrored} - {None}
-        shards = {where: {key: unit.layout.shard_of(whole, where) for key, whole in wholes.items()} for where in held if where is not None}
+        shards = {
+            where: {key: unit.layout.shard_of(whole, where) for key, whole in wholes.items()}
+            for where in held
+            if where is not None
+        }
         self.replace(unit, scalars, shards)
 
     def _of(self, piece: torch.Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.optimizer.state.get(piece, {}) if self.optimizer is not None else {}
+        state: dict[str, Any] = (
+            self.optimizer.state.get(piece, {}) if self.optimizer is not None else {}
+        )
         return state
 
 
 def is_cut(value: object, key: str, unit: Unit, shape: torch.Size) -> TypeGuard[torch.Tensor]:
-    """Whether a value of the optimizer's state is cut and moved like the parameter, whose shape, or that of what is here of it, is `shape`.
-    Where tensors are whole a unit's owners must agree on its dtype without asking each other: it is the parameter's."""
-    return is_element(value, key, shape) and (not unit.layout.whole_tensors or value.dtype == unit.dtype)
+    """Whether a value of the optimizer's state is cut and moved like the parameter, whose shape, or
+    that of what is here of it, is `shape`. Where tensors are whole a unit's owners must agree on
+    its dtype without asking each other: it is the parameter's."""
+    return is_element(value, key, shape) and (
+        not unit.layout.whole_tensors or value.dtype == unit.dtype
+    )
 
 
 def _scalars(unit: Unit, state: Mapping[str, Any], piece: torch.Tensor) -> dict[str, Any]:
     elements = sorted(key for key, value in state.items() if is_cut(value, key, unit, piece.shape))
-    return {**{key: value for key, value in state.items() if key not in elements}, ELEMENTS: elements}
+    return {
+        **{key: value for key, value in state.items() if key not in elements},
+        ELEMENTS: elements,
+    }
 
 
 def _own_copy(value: Any, device: torch.device) -> Any:
-    """Tensors are nobody else's, and lie on the device, unless they are a single number: that is where the optimizer keeps it."""
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().to(device, copy=True) if t.dim() else t.detach().clone(), value)
+    """Tensors are nobody else's, and lie on the device, unless they are a single number: that is
+    where the optimizer keeps it."""
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda t: t.detach().to(device, copy=True) if t.dim() else t.detach().clone(),
+        value,
+    )
 
 
-# --------------------------------------------------------------------------------------------------------------------------- cutting anew
+# ------------------------------------------------------------------------------------- cutting anew
 
 MOST_COPIES: Final = 4
-"""Shards that a rank keeps copies of beside those of its cut, at most: what it tells the others of them has a fixed length."""
+"""Shards that a rank keeps copies of beside those of its cut, at most: what it tells the others of
+them has a fixed length."""
 _MOST_ROWS: Final = 2 + MOST_COPIES // 2
 """A rank's cut, the one before, and its copies, two in each row."""
 
@@ -152,7 +203,13 @@ class Peers(Messages, Protocol):
         """Everybody's `values`, by rank."""
         ...
 
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: Sequence[int], input_sizes: Sequence[int]) -> None:
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+    ) -> None:
         """Sends the parts of a flat tensor to the ranks, and receives theirs."""
         ...
 
@@ -170,11 +227,17 @@ class Cut:
 
     def row(self) -> list[int]:
         """Returns it as integers."""
-        return [self.number, self.world_size, self.position, -1 if self.mirrored is None else self.mirrored]
+        return [
+            self.number,
+            self.world_size,
+            self.position,
+            -1 if self.mirrored is None else self.mirrored,
+        ]
 
 
 WHOLE: Final = Cut(number=0, world_size=1, position=0, mirrored=None)
-"""What a rank holds that has not cut anything since it got the state: all of it, which is older than what any peer has cut from it."""
+"""What a rank holds that has not cut anything since it got the state: all of it, which is older
+than what any peer has cut from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,10 +247,11 @@ class RankShards:
     cut: Cut
     vectors: list[dict[int, dict[str, torch.Tensor]]]
     scalars: list[dict[int, list[dict[str, Any]]]] | None = None
-    """Where tensors are whole, by unit, position and parameter: what the optimizer's state has beside these vectors. Elsewhere every rank
-    has the same, for all parameters."""
+    """Where tensors are whole, by unit, position and parameter: what the optimizer's state has
+    beside these vectors. Elsewhere every rank has the same, for all parameters."""
     copied: bool = False
-    """They are copies of what another rank holds, on the CPU: taken where nobody holds the shards themselves any more."""
+    """They are copies of what another rank holds, on the CPU: taken where nobody holds the shards
+    themselves any more."""
 
 
 _NO_ROW: Final = [-1, 0, -1, -1, 0]
@@ -201,18 +265,32 @@ def rows_of(held: Sequence[RankShards]) -> list[int]:
 
 
 def newest_of(rows: Sequence[Sequence[int]]) -> ShardHolders[int]:
-    """Who holds what of the newest cut that is complete, by what `rows_of` gave on each rank. Raises ShardsLostError: none is."""
-    told = [(rank, entry) for rank, row in enumerate(rows) for entry in zip(*[iter(row)] * len(_NO_ROW), strict=True)]
+    """Who holds what of the newest cut that is complete, by what `rows_of` gave on each rank.
+    Raises ShardsLostError: none is."""
+    told = [
+        (rank, entry)
+        for rank, row in enumerate(rows)
+        for entry in zip(*[iter(row)] * len(_NO_ROW), strict=True)
+    ]
     return newest_complete(
-        Claim(rank=rank, cut=number, shards=world_size, places={position, mirrored} - {-1}, copied=bool(copied))
+        Claim(
+            rank=rank,
+            cut=number,
+            shards=world_size,
+            places={position, mirrored} - {-1},
+            copied=bool(copied),
+        )
         for rank, (number, world_size, position, mirrored, copied) in told
         if number >= 0
     )
 
 
 def held_of(held: Sequence[RankShards], number: int) -> RankShards | None:
-    """All shards of the cut `number` that this rank has; None: it has none. Copies stand behind what it holds itself."""
-    own = sorted((each for each in held if each.cut.number == number), key=lambda each: not each.copied)
+    """All shards of the cut `number` that this rank has; None: it has none. Copies stand behind
+    what it holds itself."""
+    own = sorted(
+        (each for each in held if each.cut.number == number), key=lambda each: not each.copied
+    )
     if len(own) < 2:
         return own[0] if own else None
     merged: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in own[0].vectors]
@@ -222,7 +300,9 @@ def held_of(held: Sequence[RankShards], number: int) -> RankShards | None:
             merged[unit].update(by_position)
         for unit, of_position in enumerate(each.scalars or ()):
             scalars[unit].update(of_position)
-    return RankShards(cut=own[-1].cut, vectors=merged, scalars=scalars if own[-1].scalars is not None else None)
+    return RankShards(
+        cut=own[-1].cut, vectors=merged, scalars=scalars if own[-1].scalars is not None else None
+    )
 
 
 def merge_copies(
@@ -231,8 +311,8 @@ def merge_copies(
     arrived: Sequence[Mapping[int, dict[str, torch.Tensor]]],
     scalars: Sequence[list[dict[str, Any]]] | None = None,
 ) -> list[RankShards]:
-    """The copies that a rank keeps from now on: those of this cut that it had, and those that arrived (by unit and position). `scalars`: of
-    all parameters, where tensors are whole."""
+    """The copies that a rank keeps from now on: those of this cut that it had, and those that
+    arrived (by unit and position). `scalars`: of all parameters, where tensors are whole."""
     vectors: list[dict[int, dict[str, torch.Tensor]]] = [dict(own) for own in arrived]
     for each in kept:
         if each.cut.number == told.cut:
@@ -242,7 +322,12 @@ def merge_copies(
     pairs = [positions[at : at + 2] for at in range(0, len(positions), 2)]
     return [
         RankShards(
-            cut=Cut(number=told.cut, world_size=told.shards, position=pair[0], mirrored=pair[1] if len(pair) > 1 else None),
+            cut=Cut(
+                number=told.cut,
+                world_size=told.shards,
+                position=pair[0],
+                mirrored=pair[1] if len(pair) > 1 else None,
+            ),
             vectors=[{position: own[position] for position in pair} for own in vectors],
             scalars=[dict.fromkeys(pair, own) for own in scalars] if scalars is not None else None,
             copied=True,
@@ -255,7 +340,12 @@ VALUES = ""
 """Name of the vector of the parameters' values, beside those of the optimizer's element states."""
 
 
-def hold(units: Sequence[Unit], state: ShardedOptimizerState, cut: Cut, keys: Sequence[Mapping[str, torch.dtype]]) -> RankShards:
+def hold(
+    units: Sequence[Unit],
+    state: ShardedOptimizerState,
+    cut: Cut,
+    keys: Sequence[Mapping[str, torch.dtype]],
+) -> RankShards:
     """What this rank holds now. The values share memory with the units."""
     vectors: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in units]
     scalars: list[dict[int, list[dict[str, Any]]]] = [{} for _ in units]
@@ -265,11 +355,18 @@ def hold(units: Sequence[Unit], state: ShardedOptimizerState, cut: Cut, keys: Se
                 flat = {key: state.shard(unit, holding, key, dtype) for key, dtype in own.items()}
                 vectors[number][holding.position] = {VALUES: holding.shard, **flat}
                 scalars[number][holding.position] = state.scalars_of(unit, holding)
-    return RankShards(cut=cut, vectors=vectors, scalars=scalars if any(unit.layout.whole_tensors for unit in units) else None)
+    return RankShards(
+        cut=cut,
+        vectors=vectors,
+        scalars=scalars if any(unit.layout.whole_tensors for unit in units) else None,
+    )
 
 
-def vector_of(unit: Unit, shards: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype) -> torch.Tensor:
-    """A vector of a shard; zeros where tensors are whole and none of those in the shard has such a state."""
+def vector_of(
+    unit: Unit, shards: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype
+) -> torch.Tensor:
+    """A vector of a shard; zeros where tensors are whole and none of those in the shard has such a
+    state."""
     if name in shards or not unit.layout.whole_tensors:
         return shards[name]
     return torch.zeros_like(shards[VALUES], dtype=dtype)
@@ -278,8 +375,8 @@ def vector_of(unit: Unit, shards: Mapping[str, torch.Tensor], name: str, dtype: 
 def told_by_owners(
     units: Sequence[Unit], sends: Mapping[int, int], mine: RankShards | None, peers: Messages
 ) -> tuple[list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
-    """Where tensors are whole, what `scalars` and `element_keys` are elsewhere: of all units, from those who send each position. A
-    collective; the same on all ranks afterwards.
+    """Where tensors are whole, what `scalars` and `element_keys` are elsewhere: of all units, from
+    those who send each position. A collective; the same on all ranks afterwards.
 
     Args:
         sends, mine: see `newest_of` and `held_of`.
@@ -304,7 +401,9 @@ def told_by_owners(
             number, _, index = name.partition("/")
             scalars[int(number)][int(index)] = state
     keys = [
-        dict.fromkeys(sorted({key for state in states for key in state.get(ELEMENTS, ())}), unit.dtype)
+        dict.fromkeys(
+            sorted({key for state in states for key in state.get(ELEMENTS, ())}), unit.dtype
+        )
         for unit, states in zip(units, scalars, strict=True)
     ]
     return scalars, keys
@@ -321,12 +420,13 @@ def reshard(
     number: int,
     division: Division,
 ) -> tuple[Cut, RankShards | None]:
-    """Cuts all units for `peers`; a collective. Returns the new cut, and what this rank held of the one it was made from; on an error
-    nothing has changed.
+    """Cuts all units for `peers`; a collective. Returns the new cut, and what this rank held of the
+    one it was made from; on an error nothing has changed.
 
     Args:
         held: the cuts of which this rank holds shards; none in a joiner.
-        scalars, keys: of the optimizer's state by unit; the same on all ranks. Where tensors are whole their owners tell them.
+        scalars, keys: of the optimizer's state by unit; the same on all ranks. Where tensors are
+            whole their owners tell them.
         number: of the new cut.
         division: of `peers`.
 
@@ -350,12 +450,18 @@ def reshard(
         for name, dtype in {VALUES: unit.dtype, **keys[index]}.items():
             here = mine.vectors[index] if mine is not None else {}
             held_here = {  # copies lie on the CPU
-                position: vector_of(unit, vectors, name, dtype).to(unit.home.device) for position, vectors in here.items()
+                position: vector_of(unit, vectors, name, dtype).to(unit.home.device)
+                for position, vectors in here.items()
             }
-            outgoing = message(table, rank, held_here or {0: torch.empty(0, dtype=dtype)}).to(unit.device)
+            outgoing = message(table, rank, held_here or {0: torch.empty(0, dtype=dtype)}).to(
+                unit.device
+            )
             incoming = torch.empty(sum(received), dtype=dtype, device=unit.device)
             peers.all_to_all(incoming, outgoing, received, sent)
-            shards = {position: torch.zeros(new.shard_numel, dtype=dtype, device=unit.home.device) for position in gets[rank]}
+            shards = {
+                position: torch.zeros(new.shard_numel, dtype=dtype, device=unit.home.device)
+                for position in gets[rank]
+            }
             place(table, rank, incoming, shards)
             for position, shard in shards.items():
                 arrived[position][name] = shard
@@ -363,12 +469,25 @@ def reshard(
     peers.all_gather_integers([number])  # everybody has everything
     cut = division_cut(division, rank, number)
     for unit, arrived, own in zip(units, fresh, scalars, strict=True):
-        unit.adopt(cut.world_size, {position: vectors[VALUES] for position, vectors in arrived.items()}, cut.position, cut.mirrored)
-        element = {position: {k: v for k, v in vectors.items() if k != VALUES} for position, vectors in arrived.items()}
+        unit.adopt(
+            cut.world_size,
+            {position: vectors[VALUES] for position, vectors in arrived.items()},
+            cut.position,
+            cut.mirrored,
+        )
+        element = {
+            position: {k: v for k, v in vectors.items() if k != VALUES}
+            for position, vectors in arrived.items()
+        }
         state.replace(unit, own, element)
     return cut, mine
 
 
 def division_cut(division: Division, rank: int, number: int) -> Cut:
     """What `rank` holds of a division."""
-    return Cut(number=number, world_size=division.shards, position=division.position(rank), mirrored=division.mirrored(rank))
+    return Cut(
+        number=number,
+        world_size=division.shards,
+        position=division.position(rank),
+        mirrored=division.mirrored(rank),
+    )

@@ -1,7 +1,9 @@
-"""Parameters and optimizer state of one model, as this rank holds them: whole at first, then cut over the ranks of a group.
+"""Parameters and optimizer state of one model, as this rank holds them: whole at first, then cut
+over the ranks of a group.
 
-It changes the cut, and has the whole put together (`whole_vectors.py`): for checkpoints, for operations between steps, for the user. It
-knows nothing of steps (`engine.py`) and of when units are gathered (`execution.py`). The training thread owns it.
+It changes the cut, and has the whole put together (`whole_vectors.py`): for checkpoints, for
+operations between steps, for the user. It knows nothing of steps (`engine.py`) and of when units
+are gathered (`execution.py`). The training thread owns it.
 """
 
 from __future__ import annotations
@@ -41,7 +43,15 @@ from shoal_worker.sharding.resharding import (
     told_by_owners,
 )
 from shoal_worker.sharding.unit import Stage, Unit
-from shoal_worker.sharding.whole_vectors import ParameterIndex, agree, assemble, copy_singles, optimizer_state, own_runs, spread
+from shoal_worker.sharding.whole_vectors import (
+    ParameterIndex,
+    agree,
+    assemble,
+    copy_singles,
+    optimizer_state,
+    own_runs,
+    spread,
+)
 from shoal_worker.state.digest import state_tensors
 from shoal_worker.state.tree import StatePart
 
@@ -55,7 +65,11 @@ class ShardedState(StateInParts):
     """The state of a model's units and of the optimizer over them."""
 
     def __init__(
-        self, module: nn.Module, execution: ShardedExecution, stage: Stage, divide: Callable[[Topology], Division] = among_all
+        self,
+        module: nn.Module,
+        execution: ShardedExecution,
+        stage: Stage,
+        divide: Callable[[Topology], Division] = among_all,
     ) -> None:
         """`divide`: gives the division for how a group's ranks lie on hosts."""
         self.module = module
@@ -78,7 +92,9 @@ class ShardedState(StateInParts):
         self.mirrors = TravellingMirrors(self.units, "device")
         self.whole_tensors = False
         """The optimizer looks at whole tensors: each has one owner."""
-        self._scalars: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in self.units]
+        self._scalars: list[list[dict[str, Any]]] = [
+            [{} for _ in unit.parameters] for unit in self.units
+        ]
         self._keys: list[dict[str, torch.dtype]] = [{} for _ in self.units]
         """Names and dtypes of the optimizer's state, in a joiner that has got no shards yet."""
 
@@ -90,21 +106,30 @@ class ShardedState(StateInParts):
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """See `StateInParts`: it updates pieces."""
-        where = {id(p): (u, i) for u, unit in enumerate(self.units) for i, p in enumerate(unit.parameters)}
-        made = {where[id(p)]: optimizer.state.pop(p) for p in list(optimizer.state)}  # Adagrad makes its state in its constructor
+        where = {
+            id(p): (u, i)
+            for u, unit in enumerate(self.units)
+            for i, p in enumerate(unit.parameters)
+        }
+        # Adagrad makes its state in its constructor
+        made = {where[id(p)]: optimizer.state.pop(p) for p in list(optimizer.state)}
         self._places = [[where[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         for group, places in zip(optimizer.param_groups, self._places, strict=True):
-            group["params"] = GroupMembers(holding.pieces[i] for u, i in places for holding in self.units[u].holdings)
+            group["params"] = GroupMembers(
+                holding.pieces[i] for u, i in places for holding in self.units[u].holdings
+            )
         for (u, i), own in made.items():
             piece, shape = self.units[u].own.pieces[i], self.units[u].layout.shapes[i]
             optimizer.state[piece] = {
-                key: value.detach().to(piece.device).reshape(piece.shape) if is_element(value, key, shape) else value
+                key: value.detach().to(piece.device).reshape(piece.shape)
+                if is_element(value, key, shape)
+                else value
                 for key, value in own.items()
             }
         self.optimizer = optimizer
         self._state = ShardedOptimizerState(optimizer)
 
-    # --------------------------------------------------------------------------------------------------------------- cutting
+    # -------------------------------------------------------------------------------------- cutting
 
     @property
     def whole(self) -> bool:
@@ -112,11 +137,14 @@ class ShardedState(StateInParts):
         return self.cut is WHOLE
 
     def cut_whole(self, *, number: int, rank: int, topology: Topology) -> None:
-        """The first cut of a state that every rank holds whole: nothing is sent. `topology`: of the ranks."""
+        """The first cut of a state that every rank holds whole: nothing is sent. `topology`: of the
+        ranks."""
         self.division = self._divide(topology)
         cut = division_cut(self.division, rank, number)
         for unit in self.units:
-            self._state.cut(unit, self._state.element_keys(unit), cut.world_size, cut.position, cut.mirrored)
+            self._state.cut(
+                unit, self._state.element_keys(unit), cut.world_size, cut.position, cut.mirrored
+            )
         self._execution.free_all()
         self.cut = cut
         self._warn_of_padding()
@@ -131,7 +159,10 @@ class ShardedState(StateInParts):
         number = group.generation.number
         if self.cut is not None and self.cut.number == number:
             return
-        told = [row[0] for row in group.all_gather_integers([int(self.cut is not None and not self.whole)])]
+        told = [
+            row[0]
+            for row in group.all_gather_integers([int(self.cut is not None and not self.whole)])
+        ]
         if not any(told):
             return  # no step has begun anywhere
         if self.cut is not None:
@@ -139,7 +170,16 @@ class ShardedState(StateInParts):
             self._keys = [self._state.element_keys(unit) for unit in self.units]
         held = self._held()
         division = self._divide(group.generation.topology)
-        cut, self._before = reshard(self.units, self._state, held, self._scalars, self._keys, group, number=number, division=division)
+        cut, self._before = reshard(
+            self.units,
+            self._state,
+            held,
+            self._scalars,
+            self._keys,
+            group,
+            number=number,
+            division=division,
+        )
         self.cut, self.division, self._copies = cut, division, []
         self._warn_of_padding()
         if self._stage is not Stage.PARAMETERS:
@@ -147,11 +187,15 @@ class ShardedState(StateInParts):
 
     def _warn_of_padding(self) -> None:
         """Where tensors are whole a unit's shards are as long as its largest owner's."""
-        whole, padded = sum(unit.layout.numel for unit in self.units), sum(unit.layout.padded_numel for unit in self.units)
+        whole, padded = (
+            sum(unit.layout.numel for unit in self.units),
+            sum(unit.layout.padded_numel for unit in self.units),
+        )
         if self.whole_tensors and padded > _MUCH_PADDING * whole:
             _log.warning(
-                "whole tensors over %d ranks: what is gathered and reduced at once has few large tensors, and is padded to %.1f times the "
-                "model's size, in memory and on the wire; make it larger, with bucket_cap_mb= (zero1, zero2) or shard_modules=",
+                "whole tensors over %d ranks: what is gathered and reduced at once has few large "
+                "tensors, and is padded to %.1f times the model's size, in memory and on the "
+                "wire; make it larger, with bucket_cap_mb= (zero1, zero2) or shard_modules=",
                 self.division.shards,
                 padded / whole,
             )
@@ -168,7 +212,8 @@ class ShardedState(StateInParts):
         self.mirrors.bring(self.optimizer)
 
     def committed(self) -> None:
-        """A step was applied on this cut: what is held of the state before it is no longer of use."""
+        """A step was applied on this cut: what is held of the state before it is no longer of
+        use."""
         self._before, self._copies = None, []
 
     def copy_singles(self, channel: Channel, leaving: Collection[int]) -> None:
@@ -181,7 +226,9 @@ class ShardedState(StateInParts):
             copied = copy_singles(self.units, held, keys, channel, leaving)
             if copied is not None:
                 # First: who leaves does so when it has heard of all the others below.
-                self._copies = merge_copies(self._copies, *copied, scalars if self.whole_tensors else None)
+                self._copies = merge_copies(
+                    self._copies, *copied, scalars if self.whole_tensors else None
+                )
                 channel.exchange(b"")
 
     def in_common(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -195,13 +242,23 @@ class ShardedState(StateInParts):
                 if holding.position is not None:
                     named = zip(unit.parameter_names, holding.pieces, strict=True)
                     pieces = {name: piece for name, piece in named if piece.numel()}
-                    values = {f"its piece of {name!r}": piece.detach() for name, piece in pieces.items()}
-                    shards.setdefault(holding.position, {}).update(values | state_tensors(state, pieces))
+                    values = {
+                        f"its piece of {name!r}": piece.detach() for name, piece in pieces.items()
+                    }
+                    shards.setdefault(holding.position, {}).update(
+                        values | state_tensors(state, pieces)
+                    )
         common = {f"shard {position}": tensors for position, tensors in sorted(shards.items())}
         if self._stage is not Stage.PARAMETERS:
             with inside():
-                named_parameters = [each for unit in self.units for each in zip(unit.parameter_names, unit.parameters, strict=True)]
-                common["the parameters"] = {repr(name): parameter.detach() for name, parameter in named_parameters}
+                named_parameters = [
+                    each
+                    for unit in self.units
+                    for each in zip(unit.parameter_names, unit.parameters, strict=True)
+                ]
+                common["the parameters"] = {
+                    repr(name): parameter.detach() for name, parameter in named_parameters
+                }
         return common
 
     def _held(self, *, values_alone: bool = False) -> list[RankShards]:
@@ -211,16 +268,22 @@ class ShardedState(StateInParts):
         held = [hold(self.units, self._state, self.cut, keys)] if self.cut is not None else []
         return held + ([self._before] if self._before is not None else []) + self._copies
 
-    def _agreed(self, channel: Channel) -> tuple[list[RankShards], list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
-        """What this rank holds, and the scalars and keys of the whole state, which the owners of whole tensors tell. Part of an operation.
-        Raises as `regroup`."""
+    def _agreed(
+        self, channel: Channel
+    ) -> tuple[list[RankShards], list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
+        """What this rank holds, and the scalars and keys of the whole state, which the owners of
+        whole tensors tell. Part of an operation. Raises as `regroup`."""
         held = self._held()
         if self.whole_tensors:
             sends, mine, _ = agree(held, channel)
             return held, *told_by_owners(self.units, sends, mine, channel)
-        return held, [self._state.scalars(unit) for unit in self.units], [self._state.element_keys(unit) for unit in self.units]
+        return (
+            held,
+            [self._state.scalars(unit) for unit in self.units],
+            [self._state.element_keys(unit) for unit in self.units],
+        )
 
-    # ------------------------------------------------------------------------------------------- what every rank has of it
+    # -------------------------------------------------------------------- what every rank has of it
 
     def capture_common(self) -> dict[str, Any]:
         """What is the same on all ranks: buffers, and the optimizer's settings and counts."""
@@ -228,13 +291,22 @@ class ShardedState(StateInParts):
             "unsaved": unsaved_buffers(self.module),
             "buffers": ModuleState(self.module).beside_parameters(),
             "settings": self.settings,
-            "scalars": [[{} for _ in unit.parameters] if self.whole_tensors else self._state.scalars(unit) for unit in self.units],
-            "keys": [{k: str(v).removeprefix("torch.") for k, v in self._state.element_keys(unit).items()} for unit in self.units],
+            "scalars": [
+                [{} for _ in unit.parameters] if self.whole_tensors else self._state.scalars(unit)
+                for unit in self.units
+            ],
+            "keys": [
+                {
+                    k: str(v).removeprefix("torch.")
+                    for k, v in self._state.element_keys(unit).items()
+                }
+                for unit in self.units
+            ],
         }
 
     def restore_common(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `capture_common` gave on a peer. A rank that has cut nothing holds nothing afterwards: its shards come by
-        `regroup`."""
+        """Takes over what `capture_common` gave on a peer. A rank that has cut nothing holds
+        nothing afterwards: its shards come by `regroup`."""
         load_captured(self.module, state["buffers"])
         self.settings = state["settings"]
         if self.whole:
@@ -242,7 +314,7 @@ class ShardedState(StateInParts):
         self._scalars = state["scalars"]
         self._keys = [{k: getattr(torch, v) for k, v in own.items()} for own in state["keys"]]
 
-    # ------------------------------------------------------------------------------------------------------------- the whole
+    # ------------------------------------------------------------------------------------ the whole
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """See `StateInParts`."""
@@ -253,15 +325,21 @@ class ShardedState(StateInParts):
         """Returns a state that is not cut, in the form that `assemble` returns."""
         keys = [self._state.element_keys(unit) for unit in self.units]
         scalars = [self._state.scalars(unit) for unit in self.units]
-        return self._as_one_process([vectors[0] for vectors in hold(self.units, self._state, WHOLE, keys).vectors], scalars)
+        return self._as_one_process(
+            [vectors[0] for vectors in hold(self.units, self._state, WHOLE, keys).vectors], scalars
+        )
 
     def part(self, channel: Channel) -> StatePart | None:
-        """This rank's part of what `assemble` gives; None: it holds the whole. Part of an operation. Raises as `regroup`."""
+        """This rank's part of what `assemble` gives; None: it holds the whole. Part of an
+        operation. Raises as `regroup`."""
         if self.cut is None or isinstance(channel, LocalChannel):
             return None
         held, scalars, keys = self._agreed(channel)
         outlines = [
-            {name: torch.empty(unit.layout.numel, dtype=dtype, device="meta") for name, dtype in {VALUES: unit.dtype, **own}.items()}
+            {
+                name: torch.empty(unit.layout.numel, dtype=dtype, device="meta")
+                for name, dtype in {VALUES: unit.dtype, **own}.items()
+            }
             for unit, own in zip(self.units, keys, strict=True)
         ]
         count, shards = own_runs(self.units, held, outlines, channel)
@@ -270,15 +348,24 @@ class ShardedState(StateInParts):
         return StatePart(state=self._as_one_process(outlines, scalars), count=count, shards=shards)
 
     def _as_one_process(
-        self, wholes: Sequence[Mapping[str, torch.Tensor]], scalars: Sequence[Sequence[Mapping[str, Any]]]
+        self,
+        wholes: Sequence[Mapping[str, torch.Tensor]],
+        scalars: Sequence[Sequence[Mapping[str, Any]]],
     ) -> dict[str, Any]:
         """The state with these vectors of the units, and this beside them."""
-        saved = optimizer_state(self._places, self.settings, self.units, scalars, wholes) if self.optimizer is not None else None
+        saved = (
+            optimizer_state(self._places, self.settings, self.units, scalars, wholes)
+            if self.optimizer is not None
+            else None
+        )
         unsaved = unsaved_buffers(self.module)
-        return {"model": self._named(wholes), "optimizer": saved} | ({"buffers": unsaved} if unsaved else {})
+        return {"model": self._named(wholes), "optimizer": saved} | (
+            {"buffers": unsaved} if unsaved else {}
+        )
 
     def restore_whole(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `assemble` of any strategy gave. It is whole here afterwards, and cut anew when the next step begins."""
+        """Takes over what `assemble` of any strategy gave. It is whole here afterwards, and cut
+        anew when the next step begins."""
         self.check(state)
         for unit in self.units:
             unit.make_whole()
@@ -292,7 +379,9 @@ class ShardedState(StateInParts):
         self._check_optimizer(saved)
         self._before, self._copies = None, []  # which are of the state before
         spread(self._places, saved, self.units, self._state)
-        self.settings = [{k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]]
+        self.settings = [
+            {k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]
+        ]
 
     def _group_shapes(self) -> list[list[torch.Size]]:
         return [[self.units[u].layout.shapes[i] for u, i in places] for places in self._places]
@@ -306,13 +395,17 @@ class ShardedState(StateInParts):
     def _whole_values(self, channel: Channel) -> list[dict[str, torch.Tensor]]:
         assert self.cut is not None
         if isinstance(channel, LocalChannel) and self.cut.world_size > 1:
-            raise PreconditionError("the job was stopped and its ranks are gone: the parameters are not whole on any of them")
+            raise PreconditionError(
+                "the job was stopped and its ranks are gone: the parameters are not whole on any "
+                "of them"
+            )
         nothing: list[dict[str, torch.dtype]] = [{} for _ in self.units]
         return assemble(self.units, self._held(values_alone=True), nothing, channel)
 
     def make_whole_again(self, channel: Channel) -> None:
-        """Where some rank has not cut its state yet and others have, for ranks of which some may be gone: all have it whole afterwards. It
-        is the same, since no step was taken on a cut that not all have. Part of an operation. Raises as `regroup`."""
+        """Where some rank has not cut its state yet and others have, for ranks of which some may be
+        gone: all have it whole afterwards. It is the same, since no step was taken on a cut that
+        not all have. Part of an operation. Raises as `regroup`."""
         told = channel.exchange(b"whole" if self.whole else b"")
         if all(told) or not any(told):
             return
@@ -321,10 +414,12 @@ class ShardedState(StateInParts):
             self.restore_whole(state)
 
     def fill(self, channel: Channel) -> None:
-        """Parameters that are whole on every rank get their newest values. Part of an operation. Raises as `regroup`."""
+        """Parameters that are whole on every rank get their newest values. Part of an operation.
+        Raises as `regroup`."""
         if self._stage is Stage.PARAMETERS or self.cut is None:
             return
-        wholes = self._whole_values(channel)  # also where it is not cut yet: a peer may have begun the first step
+        # also where it is not cut yet: a peer may have begun the first step
+        wholes = self._whole_values(channel)
         if self.whole:
             return
         for unit, vectors in zip(self.units, wholes, strict=True):
@@ -332,7 +427,8 @@ class ShardedState(StateInParts):
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
-        """While open, the parameters are whole here and stay so, whatever is computed. Part of an operation. Raises as `regroup`."""
+        """While open, the parameters are whole here and stay so, whatever is computed. Part of an
+        operation. Raises as `regroup`."""
         if self.cut is None:
             yield
             return
@@ -353,24 +449,38 @@ class ShardedState(StateInParts):
         """See `StateInParts`."""
         self._check_values(tensors)
         self._before, self._copies = None, []  # which are of the values before
-        keys = {id(tensor): key for key, tensor in ModuleState(self.module).tensors.items() if key in tensors}
+        keys = {
+            id(tensor): key
+            for key, tensor in ModuleState(self.module).tensors.items()
+            if key in tensors
+        }
         for unit in self.units:
             unit.load([tensors[keys[id(p)]] for p in unit.parameters])
         beside = ModuleState(self.module).beside_parameters()
         load_captured(self.module, {key: value for key, value in tensors.items() if key in beside})
 
     def _shapes(self) -> dict[str, torch.Size | None]:
-        shapes = {id(p): shape for unit in self.units for p, shape in zip(unit.parameters, unit.layout.shapes, strict=True)}
+        shapes = {
+            id(p): shape
+            for unit in self.units
+            for p, shape in zip(unit.parameters, unit.layout.shapes, strict=True)
+        }
         state = ModuleState(self.module)
-        return state.shapes() | {key: shapes[id(tensor)] for key, tensor in state.tensors.items() if id(tensor) in shapes}
+        return state.shapes() | {
+            key: shapes[id(tensor)] for key, tensor in state.tensors.items() if id(tensor) in shapes
+        }
 
     def _named(self, wholes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
         """The module's state with these values of its parameters."""
         views = {
             id(parameter): view
             for unit, whole in zip(self.units, wholes, strict=True)
-            for parameter, view in zip(unit.parameters, unit.layout.over(1).views(whole[VALUES]), strict=True)
+            for parameter, view in zip(
+                unit.parameters, unit.layout.over(1).views(whole[VALUES]), strict=True
+            )
         }
         state = ModuleState(self.module)
-        named = {key: views[id(tensor)] for key, tensor in state.tensors.items() if id(tensor) in views}
+        named = {
+            key: views[id(tensor)] for key, tensor in state.tensors.items() if id(tensor) in views
+        }
         return {key: named.get(key, value) for key, value in state.captured().items()}

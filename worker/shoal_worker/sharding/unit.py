@@ -1,6 +1,8 @@
-"""One unit: parameters that are gathered, reduced and owned together, and the memory that this rank holds for them.
+"""One unit: parameters that are gathered, reduced and owned together, and the memory that this rank
+holds for them.
 
-What is held, in bytes of this unit's parameters P, at rest and over N ranks (and once more P/N where a buddy's shard is mirrored):
+What is held, in bytes of this unit's parameters P, at rest and over N ranks (and once more P/N
+where a buddy's shard is mirrored):
 
     stage           parameters     gradients
     OPTIMIZER       P              P
@@ -8,13 +10,15 @@ What is held, in bytes of this unit's parameters P, at rest and over N ranks (an
     PARAMETERS      P/N (P while   P/N  (P while its backward pass runs)
                     it computes)
 
-The module's own parameters stay the same objects throughout; their memory is a view of `full`, which is given back to the allocator while
-nobody computes with it (the storage is resized to nothing, as torch's FSDP does: what autograd saved sees the same storage, and finds the
-values again because the unit is gathered before its backward pass). Meanwhile the parameters are empty. Optimizers update pieces of shards
-(`Holding`).
+The module's own parameters stay the same objects throughout; their memory is a view of `full`,
+which is given back to the allocator while nobody computes with it (the storage is resized to
+nothing, as torch's FSDP does: what autograd saved sees the same storage, and finds the values again
+because the unit is gathered before its backward pass). Meanwhile the parameters are empty.
+Optimizers update pieces of shards (`Holding`).
 
-Where parameters are computed with in another dtype than they are updated in, or are updated elsewhere (`Home`), shards have memory of
-their own at every stage, and `full` is a copy of them: P in the dtype of the computation, and P/N in their own.
+Where parameters are computed with in another dtype than they are updated in, or are updated
+elsewhere (`Home`), shards have memory of their own at every stage, and `full` is a copy of them: P
+in the dtype of the computation, and P/N in their own.
 
 It does not know when to gather or reduce (`execution.py`).
 """
@@ -30,7 +34,14 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal_worker.engine.hidden_parameters import HiddenParameter, Leaves, Whereabouts, drop_gradient, gradient_of, is_hidden
+from shoal_worker.engine.hidden_parameters import (
+    HiddenParameter,
+    Leaves,
+    Whereabouts,
+    drop_gradient,
+    gradient_of,
+    is_hidden,
+)
 from shoal_worker.engine.pass_writes import same, some_of, written_in_vain
 from shoal_worker.sharding.collectives import Collectives, Pending
 from shoal_worker.sharding.homes import Home
@@ -40,7 +51,8 @@ _log = logging.getLogger(__name__)
 
 
 class Stage(enum.IntEnum):
-    """What is sharded; each stage includes those before (Rajbhandari et al., "ZeRO", SC 2020, section 5)."""
+    """What is sharded; each stage includes those before (Rajbhandari et al., "ZeRO", SC 2020,
+    section 5)."""
 
     OPTIMIZER = 1
     GRADIENTS = 2
@@ -55,9 +67,11 @@ class Holding:
         """Whose it is; None: it is empty."""
         self._home = unit.home
         self.shard = torch.empty(0, dtype=unit.dtype, device=unit.home.device)
-        self.pieces = tuple(nn.Parameter(self.shard, requires_grad=unit.trained) for _ in unit.parameters)
-        """Its part of each parameter, one-dimensional, or whole: what the optimizer updates. The same objects for ever, with other memory
-        after each `hold`."""
+        self.pieces = tuple(
+            nn.Parameter(self.shard, requires_grad=unit.trained) for _ in unit.parameters
+        )
+        """Its part of each parameter, one-dimensional, or whole: what the optimizer updates. The
+        same objects for ever, with other memory after each `hold`."""
         self.cuts: tuple[Piece, ...] = ()
         self._whole_tensors = False
         self.gradient: torch.Tensor | None = None
@@ -67,7 +81,11 @@ class Holding:
         """Holds the shard of a position; None: nothing."""
         self.position, self.shard, self.gradient = position, shard, None
         self._whole_tensors = layout.whole_tensors
-        self.cuts = layout.pieces(position) if position is not None else tuple(Piece(parameter=i) for i in range(len(layout.shapes)))
+        self.cuts = (
+            layout.pieces(position)
+            if position is not None
+            else tuple(Piece(parameter=i) for i in range(len(layout.shapes)))
+        )
         for piece, cut in zip(self.pieces, self.cuts, strict=True):
             piece.grad = None
             piece.data = layout.piece(shard, cut)
@@ -80,9 +98,10 @@ class Holding:
             piece.data = layout.piece(shard, cut)
 
     def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
-        """Gives the optimizer its gradients: the sum over `divisor`; None for parameters that no rank used (`present`), and for those of
-        other ranks where tensors are whole: an optimizer that looks at more than an element need not take an empty tensor. They are there
-        when the home says that what was brought has arrived."""
+        """Gives the optimizer its gradients: the sum over `divisor`; None for parameters that no
+        rank used (`present`), and for those of other ranks where tensors are whole: an optimizer
+        that looks at more than an element need not take an empty tensor. They are there when the
+        home says that what was brought has arrived."""
         gradient, self.gradient = self.gradient, None
         if gradient is not None:
             gradient = self._home.bring(gradient.div_(divisor), self.shard.dtype)
@@ -123,10 +142,12 @@ class Unit:
             parameters, names: of the module.
             stage: what is sharded.
             wide: gradients are summed in float64.
-            param_dtype: of the whole parameters, once they are cut; None: their own, which is the shards' in any case.
+            param_dtype: of the whole parameters, once they are cut; None: their own, which is the
+                shards' in any case.
             reduce_dtype: of gradients on the wire; None: that of the sum.
             home: where shards are kept; None: beside the parameters.
-            leaves: where autograd leaves gradients: DTensors around the parameters, or the parameters; None: these.
+            leaves: where autograd leaves gradients: DTensors around the parameters, or the
+                parameters; None: these.
             whereabouts: of the model's hidden parameters; None: they are of no model.
         """
         self.name = name
@@ -143,7 +164,9 @@ class Unit:
         self.sum_dtype = torch.float64 if wide or self.dtype == torch.float64 else torch.float32
         """Dtype in which gradients are summed."""
         self._wire_dtype = reduce_dtype or self.sum_dtype
-        self._whole_dtype = param_dtype if param_dtype is not None and self.dtype.is_floating_point else self.dtype
+        self._whole_dtype = (
+            param_dtype if param_dtype is not None and self.dtype.is_floating_point else self.dtype
+        )
         self.apart = stage is Stage.PARAMETERS or self.home.apart or self._whole_dtype != self.dtype
         """Shards have memory of their own."""
         self.layout = layout_of(self.parameters, 1)
@@ -151,21 +174,35 @@ class Unit:
         self.touched = [False] * len(self.parameters)
         """Which parameters got a gradient in this step."""
         whereabouts = self._whereabouts = whereabouts or Whereabouts()
-        shapes = (None if isinstance(leaf, DTensor) else shape for leaf, shape in zip(self.leaves, self.layout.shapes, strict=True))
-        self.hidden = Leaves(self.leaves, [HiddenParameter(name, whereabouts, shape) for name, shape in zip(names, shapes, strict=True)])
-        """What torch's own calls find in the leaves while the values, or the gradients, are elsewhere."""
+        shapes = (
+            None if isinstance(leaf, DTensor) else shape
+            for leaf, shape in zip(self.leaves, self.layout.shapes, strict=True)
+        )
+        self.hidden = Leaves(
+            self.leaves,
+            [
+                HiddenParameter(name, whereabouts, shape)
+                for name, shape in zip(names, shapes, strict=True)
+            ],
+        )
+        """What torch's own calls find in the leaves while the values, or the gradients, are
+        elsewhere."""
         self.compressed: Callable[[torch.Tensor, torch.Tensor], Pending] | None = None
         """In the place of the collectives' reduce-scatter."""
         self.resident = False
-        """Its memory and values stay until the next change, although it counts as freed: see `ShardedExecution.keep_whole`."""
+        """Its memory and values stay until the next change, although it counts as freed: see
+        `ShardedExecution.keep_whole`."""
         self.in_step = self.watched = False
-        """Passes of a step may write to the whole parameters; and what they write in place by way of `.data` is looked for."""
+        """Passes of a step may write to the whole parameters; and what they write in place by way
+        of `.data` is looked for."""
         self.is_lost: Callable[[], bool] = bool
-        """Whether the step is lost: a collective that failed may have left any values in the whole parameters."""
+        """Whether the step is lost: a collective that failed may have left any values in the whole
+        parameters."""
         self._gathered = True
         self._gathering: Pending | None = None
         self._sampled: torch.Tensor | None = None
-        """A few elements of each parameter as they were gathered; None: nothing was, or not here to be read."""
+        """A few elements of each parameter as they were gathered; None: nothing was, or not here to
+        be read."""
         self._sent: torch.Tensor | None = None
         """The shard on its way to the others."""
         self._gradient: torch.Tensor | None = None
@@ -181,10 +218,11 @@ class Unit:
         """Its own shard and the mirrored one."""
         return self.own, self.mirror
 
-    # ---------------------------------------------------------------------------------------------------------------- layout
+    # --------------------------------------------------------------------------------------- layout
 
     def keep_tensors_whole(self, turn: int) -> None:
-        """From the first cut on, no parameter is cut. Before it, parameters are whole here anyway. `turn`: see `UnitLayout`."""
+        """From the first cut on, no parameter is cut. Before it, parameters are whole here anyway.
+        `turn`: see `UnitLayout`."""
         assert self.layout.world_size == 1
         self.layout = replace(self.layout, whole_tensors=True, turn=turn)
         self.own.hold(0, self._full, self.layout)
@@ -198,8 +236,15 @@ class Unit:
         self._put(whole)
         self._hold(position, mirrored, lambda where: self.layout.shard_of(whole, where))
 
-    def adopt(self, world_size: int, shards: Mapping[int, torch.Tensor], position: int, mirrored: int | None) -> None:
-        """Holds shards that were cut for so many ranks; the other elements are fetched when they are needed."""
+    def adopt(
+        self,
+        world_size: int,
+        shards: Mapping[int, torch.Tensor],
+        position: int,
+        mirrored: int | None,
+    ) -> None:
+        """Holds shards that were cut for so many ranks; the other elements are fetched when they
+        are needed."""
         self.finish_gathering()
         self._replace(self.layout.over(world_size), self._whole_dtype)
         self._hold(position, mirrored, shards.__getitem__)
@@ -259,9 +304,13 @@ class Unit:
                 leaf._local_tensor = parameter.detach()
 
     def _slot(self, position: int) -> torch.Tensor:
-        return self._full[position * self.layout.shard_numel : (position + 1) * self.layout.shard_numel]
+        return self._full[
+            position * self.layout.shard_numel : (position + 1) * self.layout.shard_numel
+        ]
 
-    def _hold(self, position: int, mirrored: int | None, values: Callable[[int], torch.Tensor]) -> None:
+    def _hold(
+        self, position: int, mirrored: int | None, values: Callable[[int], torch.Tensor]
+    ) -> None:
         """`values`: of the shard at a position."""
         for holding, where in ((self.own, position), (self.mirror, mirrored)):
             if where is None:
@@ -275,7 +324,7 @@ class Unit:
                 shard.copy_(values(where))
             holding.hold(where, shard, self.layout)
 
-    # ------------------------------------------------------------------------------------------------------------- parameters
+    # ----------------------------------------------------------------------------------- parameters
 
     def start_gathering(self, collectives: Collectives) -> bool:
         """Begins to fetch the whole parameters. False: they are here, or on their way."""
@@ -304,11 +353,15 @@ class Unit:
             self._sampled = self._sample() if self._gathered and self.in_step else None
 
     def _sample(self) -> torch.Tensor | None:
-        return torch.cat(self._samples) if self.device.type == "cpu" and self._full.untyped_storage().nbytes() else None
+        return (
+            torch.cat(self._samples)
+            if self.device.type == "cpu" and self._full.untyped_storage().nbytes()
+            else None
+        )
 
     def free(self) -> None:
-        """Gives back the whole parameters' memory, where parameters are sharded. Elsewhere it stays; if it is a copy of shards that are
-        updated apart, nobody is to take it for them."""
+        """Gives back the whole parameters' memory, where parameters are sharded. Elsewhere it
+        stays; if it is a copy of shards that are updated apart, nobody is to take it for them."""
         uncut = self.own.shard is self._full  # there is no other copy
         if uncut or not self.apart:
             return
@@ -321,20 +374,24 @@ class Unit:
                     self.refuse_written()
                 elif self.in_step and not self.is_lost():
                     _log.warning(
-                        "a peer was lost during a pass between the backward pass and optimizer.step(): "
-                        "the step counts, but what that pass computed is void; do not use its outputs"
+                        "a peer was lost during a pass between the backward pass and "
+                        "optimizer.step(): the step counts, but what that pass computed is void; "
+                        "do not use its outputs"
                     )
                 self._point([self._full[:0]] * len(self.parameters))
                 self.hidden.hide()
                 self._full.untyped_storage().resize_(0)
 
     def refuse_written(self) -> None:
-        """Raises ConfigurationError: a pass has written to the whole parameters, whose memory goes, or given one another memory."""
+        """Raises ConfigurationError: a pass has written to the whole parameters, whose memory goes,
+        or given one another memory."""
         if not self.in_step or self.is_lost():
             return
         name, shard = self.moved, self.own.shard
         if name is None and self.watched and self.own.position is not None:
-            written = not same(self._slot(self.own.position), shard.to(self.device, self._full.dtype))
+            written = not same(
+                self._slot(self.own.position), shard.to(self.device, self._full.dtype)
+            )
             name = self.parameter_names[0] if written else None
         if name is None and self._sampled is not None:
             name = self._written_in_place(self._sampled)
@@ -352,14 +409,20 @@ class Unit:
 
     @property
     def moved(self) -> str | None:
-        """Name of a parameter that somebody has put elsewhere than where the ranks' values come, if there is one."""
-        for name, view, parameter in zip(self.parameter_names, self._views, self.parameters, strict=True):
-            if not is_hidden(parameter) and (parameter.data_ptr() != view.data_ptr() or parameter.dtype != view.dtype):
+        """Name of a parameter that somebody has put elsewhere than where the ranks' values come, if
+        there is one."""
+        for name, view, parameter in zip(
+            self.parameter_names, self._views, self.parameters, strict=True
+        ):
+            if not is_hidden(parameter) and (
+                parameter.data_ptr() != view.data_ptr() or parameter.dtype != view.dtype
+            ):
                 return name
         return None
 
     def changed(self) -> None:
-        """The optimizer has stepped: what was gathered before is stale, but for what is not trained."""
+        """The optimizer has stepped: what was gathered before is stale, but for what is not
+        trained."""
         self.finish_gathering()
         self.resident = self.in_step = False
         if self.stage is Stage.PARAMETERS:
@@ -369,10 +432,11 @@ class Unit:
         elif self.layout.world_size > 1 or self.apart:
             self._gathered = False
 
-    # -------------------------------------------------------------------------------------------------------------- gradients
+    # ------------------------------------------------------------------------------------ gradients
 
     def add_gradient(self, index: int, factor: float) -> None:
-        """Takes over the gradient of one parameter, weighted by `factor`; zero: it may hold anything, NaN among it."""
+        """Takes over the gradient of one parameter, weighted by `factor`; zero: it may hold
+        anything, NaN among it."""
         gradient = taken_gradient(self.leaves[index])
         if gradient is None:
             return
@@ -383,21 +447,31 @@ class Unit:
         self.added(index).add_(gradient.to(self.sum_dtype), alpha=factor)
 
     def added(self, index: int) -> torch.Tensor:
-        """What was added of one parameter's gradient and is not reduced yet, in the parameter's shape."""
+        """What was added of one parameter's gradient and is not reduced yet, in the parameter's
+        shape."""
         if self._gradient is None:
-            self._gradient = torch.zeros(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
+            self._gradient = torch.zeros(
+                self.layout.padded_numel, dtype=self.sum_dtype, device=self.device
+            )
         begins = self.layout.starts[index]
-        return self._gradient[begins : begins + self.layout.numels[index]].view(self.layout.shapes[index])
+        return self._gradient[begins : begins + self.layout.numels[index]].view(
+            self.layout.shapes[index]
+        )
 
     def start_reducing(self, collectives: Collectives) -> Reducing:
-        """Begins to sum the gradients over the ranks. Every rank takes part, also one that has none."""
+        """Begins to sum the gradients over the ranks. Every rank takes part, also one that has
+        none."""
         gradient, self._gradient = self._gradient, None
         if gradient is None:
-            gradient = torch.zeros(self.layout.padded_numel, dtype=self.sum_dtype, device=self.device)
+            gradient = torch.zeros(
+                self.layout.padded_numel, dtype=self.sum_dtype, device=self.device
+            )
         if gradient.dtype != self._wire_dtype:
             gradient = gradient.to(self._wire_dtype)
         shard = torch.empty(self.layout.shard_numel, dtype=gradient.dtype, device=self.device)
-        return Reducing(self, shard, gradient, (self.compressed or collectives.reduce_scatter)(shard, gradient))
+        return Reducing(
+            self, shard, gradient, (self.compressed or collectives.reduce_scatter)(shard, gradient)
+        )
 
     def has_gradient(self) -> bool:
         """Something was added that is not reduced yet."""
@@ -415,7 +489,9 @@ class Unit:
 class Reducing:
     """The sum of one unit's gradients, on its way."""
 
-    def __init__(self, unit: Unit, shard: torch.Tensor, gradient: torch.Tensor, pending: Pending) -> None:
+    def __init__(
+        self, unit: Unit, shard: torch.Tensor, gradient: torch.Tensor, pending: Pending
+    ) -> None:
         self._unit = unit
         self._shard = shard
         self._gradient = gradient
@@ -430,8 +506,8 @@ class Reducing:
 
 
 def taken_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of the gradient that autograd has left, which is left no longer. Of a DTensor it may be summed over the ranks of its
-    mesh: a collective of them."""
+    """This rank's part of the gradient that autograd has left, which is left no longer. Of a
+    DTensor it may be summed over the ranks of its mesh: a collective of them."""
     gradient = gradient_of(leaf)
     drop_gradient(leaf)
     if isinstance(leaf, DTensor) and isinstance(gradient, DTensor):

@@ -1,10 +1,12 @@
-"""Puts vectors together that are cut over ranks, in an operation between steps; or agrees on who writes which part of them.
+"""Puts vectors together that are cut over ranks, in an operation between steps; or agrees on who
+writes which part of them.
 
-By messages to all members instead of an all-gather: in an operation the newest group may have spectators, and the shards may still be cut
-for the group before, with mirrors in the place of ranks that are gone.
+By messages to all members instead of an all-gather: in an operation the newest group may have
+spectators, and the shards may still be cut for the group before, with mirrors in the place of ranks
+that are gone.
 
-Model and optimizer state are in the form that one process would have: under the module's names, with whole shapes, indexed as torch's
-optimizers do. What every strategy saves, and can load.
+Model and optimizer state are in the form that one process would have: under the module's names,
+with whole shapes, indexed as torch's optimizers do. What every strategy saves, and can load.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def optimizer_state(
     scalars: Sequence[Sequence[Mapping[str, Any]]],
     wholes: Sequence[Mapping[str, torch.Tensor]],
 ) -> dict[str, Any]:
-    """Returns what `torch.optim.Optimizer.state_dict()` of one process would. `places`: the parameters of each group."""
+    """Returns what `torch.optim.Optimizer.state_dict()` of one process would. `places`: the
+    parameters of each group."""
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
     for group, own in zip(places, settings, strict=True):
@@ -61,9 +64,13 @@ def optimizer_state(
 
 
 def spread(
-    places: Sequence[Sequence[ParameterIndex]], saved: Mapping[str, Any], units: Sequence[Unit], state: ShardedOptimizerState
+    places: Sequence[Sequence[ParameterIndex]],
+    saved: Mapping[str, Any],
+    units: Sequence[Unit],
+    state: ShardedOptimizerState,
 ) -> None:
-    """Gives the pieces that the units hold their part of the optimizer state of `optimizer_state`."""
+    """Gives the pieces that the units hold their part of the optimizer state of
+    `optimizer_state`."""
     by_unit: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in units]
     number = 0
     for group in places:
@@ -78,19 +85,30 @@ def spread(
             for key, kept in own.items():
                 value = as_made_by(state.optimizer, kept, key, unit.dtype)
                 if is_cut(value, key, unit, shape):
-                    flat = vectors.setdefault(key, torch.zeros(unit.layout.padded_numel, dtype=value.dtype, device=unit.device))
+                    flat = vectors.setdefault(
+                        key,
+                        torch.zeros(
+                            unit.layout.padded_numel, dtype=value.dtype, device=unit.device
+                        ),
+                    )
                     unit.layout.views(flat)[index].copy_(value)
                     scalars[index][ELEMENTS].append(key)
                 else:
                     scalars[index][key] = value
         size = unit.layout.shard_numel
         held = [holding.position for holding in unit.holdings if holding.position is not None]
-        shards = {where: {key: flat[where * size : (where + 1) * size] for key, flat in vectors.items()} for where in held}
+        shards = {
+            where: {key: flat[where * size : (where + 1) * size] for key, flat in vectors.items()}
+            for where in held
+        }
         state.replace(unit, scalars, shards)
 
 
 def assemble(
-    units: Sequence[Unit], held: Sequence[RankShards], keys: Sequence[Mapping[str, torch.dtype]], channel: Channel
+    units: Sequence[Unit],
+    held: Sequence[RankShards],
+    keys: Sequence[Mapping[str, torch.dtype]],
+    channel: Channel,
 ) -> list[dict[str, torch.Tensor]]:
     """The whole vectors of each unit, flat, without padding; perhaps the very ones that are held.
 
@@ -110,14 +128,20 @@ def assemble(
         layout = unit.layout.over(world_size)
         size = layout.shard_numel
         for name, dtype in {VALUES: unit.dtype, **keys[index]}.items():
-            sent = [mine.vectors[index][p] for p in range(world_size) if sends[p] == channel.rank] if mine is not None else []
+            sent = (
+                [mine.vectors[index][p] for p in range(world_size) if sends[p] == channel.rank]
+                if mine is not None
+                else []
+            )
             payload = b"".join(_bytes(vector_of(unit, vectors, name, dtype)) for vectors in sent)
             answers = channel.exchange(payload)
             flat = torch.empty(size * world_size, dtype=dtype)
             for rank, answer in enumerate(answers):
                 positions = [p for p in range(world_size) if sends[p] == rank]
                 if positions:
-                    received = torch.frombuffer(bytearray(answer), dtype=dtype).view(len(positions), size)
+                    received = torch.frombuffer(bytearray(answer), dtype=dtype).view(
+                        len(positions), size
+                    )
                     flat.view(world_size, size)[positions] = received
             whole[name] = layout.in_order(flat).to(unit.device)
         wholes.append(whole)
@@ -125,9 +149,13 @@ def assemble(
 
 
 def own_runs(
-    units: Sequence[Unit], held: Sequence[RankShards], outlines: Sequence[Mapping[str, torch.Tensor]], channel: Channel
+    units: Sequence[Unit],
+    held: Sequence[RankShards],
+    outlines: Sequence[Mapping[str, torch.Tensor]],
+    channel: Channel,
 ) -> tuple[int, dict[int, list[Run]]]:
-    """Into how many shards the vectors are cut, and the runs of those that this rank is to write: over all ranks each is written once.
+    """Into how many shards the vectors are cut, and the runs of those that this rank is to write:
+    over all ranks each is written once.
 
     Args:
         held: see `reshard`.
@@ -142,7 +170,11 @@ def own_runs(
     for position in (p for p, rank in sends.items() if rank == channel.rank):
         assert mine is not None
         shards[position] = [
-            Run(vector=outline, begin=segment.start, values=vectors[position][name][segment.offset : segment.offset + segment.length])
+            Run(
+                vector=outline,
+                begin=segment.start,
+                values=vectors[position][name][segment.offset : segment.offset + segment.length],
+            )
             for unit, vectors, own in zip(units, mine.vectors, outlines, strict=True)
             for name, outline in own.items()
             if name in vectors[position] or not unit.layout.whole_tensors
@@ -159,10 +191,12 @@ def copy_singles(
     channel: Channel,
     leaving: Collection[int],
 ) -> tuple[ShardHolders[int], list[dict[int, dict[str, torch.Tensor]]]] | None:
-    """Copies each shard that one rank alone has to another rank, of the newest cut that is complete. Returns that cut and what this rank is
-    to keep, by unit and position; None, on all ranks alike: nothing has to be copied.
+    """Copies each shard that one rank alone has to another rank, of the newest cut that is
+    complete. Returns that cut and what this rank is to keep, by unit and position; None, on all
+    ranks alike: nothing has to be copied.
 
-    `held`, `keys`: see `reshard`. `leaving`: ranks that are about to leave: what they hold does not count, and they keep nothing.
+    `held`, `keys`: see `reshard`. `leaving`: ranks that are about to leave: what they hold does not
+    count, and they keep nothing.
 
     Raises:
         MembershipChanged: the group is over.
@@ -171,7 +205,11 @@ def copy_singles(
         told = newest_of(_told(held, channel))
     except ShardsLostError:
         return None  # cutting it anew says so
-    copies = plan_copies(told, range(channel.world_size), leaving, most=MOST_COPIES) if told.shards > 1 else []
+    copies = (
+        plan_copies(told, range(channel.world_size), leaving, most=MOST_COPIES)
+        if told.shards > 1
+        else []
+    )
     if not copies:
         return None
     mine = held_of(held, told.cut)
@@ -181,12 +219,21 @@ def copy_singles(
         vectors = {VALUES: unit.dtype, **keys[index]}
         sent = [copy.place for copy in copies if copy.sender == channel.rank]
         own = [mine.vectors[index][p] for p in sent] if mine is not None else []
-        answers = channel.exchange(b"".join(_bytes(vector_of(unit, o, name, dtype)) for o in own for name, dtype in vectors.items()))
+        answers = channel.exchange(
+            b"".join(
+                _bytes(vector_of(unit, o, name, dtype))
+                for o in own
+                for name, dtype in vectors.items()
+            )
+        )
         arrived: dict[int, dict[str, torch.Tensor]] = {}
         offsets = dict.fromkeys(range(channel.world_size), 0)
         for copy in copies:
             for name, dtype in vectors.items():
-                begin, offsets[copy.sender] = offsets[copy.sender], offsets[copy.sender] + size * dtype.itemsize
+                begin, offsets[copy.sender] = (
+                    offsets[copy.sender],
+                    offsets[copy.sender] + size * dtype.itemsize,
+                )
                 if copy.keeper == channel.rank:
                     data = bytearray(answers[copy.sender][begin : offsets[copy.sender]])
                     arrived.setdefault(copy.place, {})[name] = torch.frombuffer(data, dtype=dtype)
@@ -194,11 +241,15 @@ def copy_singles(
     return told, kept
 
 
-def agree(held: Sequence[RankShards], channel: Channel) -> tuple[dict[int, int], RankShards | None, bool]:
-    """Returns, for the newest cut that is complete: the rank that sends each position, what this rank has of it, and whether every rank has
-    every position."""
+def agree(
+    held: Sequence[RankShards], channel: Channel
+) -> tuple[dict[int, int], RankShards | None, bool]:
+    """Returns, for the newest cut that is complete: the rank that sends each position, what this
+    rank has of it, and whether every rank has every position."""
     told = newest_of(_told(held, channel))
-    everywhere = all(len(told.holders.get(position, ())) == channel.world_size for position in range(told.shards))
+    everywhere = all(
+        len(told.holders.get(position, ())) == channel.world_size for position in range(told.shards)
+    )
     return told.senders(), held_of(held, told.cut), everywhere
 
 

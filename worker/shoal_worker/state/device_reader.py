@@ -1,14 +1,17 @@
 """A device's tensors, brought into the host's memory beside the training.
 
-Told to copy a tensor into memory that is not pinned, CUDA holds up the caller until all of it has come, at a fraction of what the bus
-carries (NVIDIA, "CUDA C++ Best Practices Guide", "Pinned Memory"). So tensors come block by block through two pinned buffers, on a stream
-of their own: while the caller uses one block, the next one travels.
+Told to copy a tensor into memory that is not pinned, CUDA holds up the caller until all of it has
+come, at a fraction of what the bus carries (NVIDIA, "CUDA C++ Best Practices Guide", "Pinned
+Memory"). So tensors come block by block through two pinned buffers, on a stream of their own: while
+the caller uses one block, the next one travels.
 
-What is to be written while training goes on is first copied on the device, in the order of what is computed there: that takes what the
-device's memory takes, no host waits for it, and what changes the tensor afterwards changes nothing in the copy. A device that has no room
-for the copy is waited for.
+What is to be written while training goes on is first copied on the device, in the order of what is
+computed there: that takes what the device's memory takes, no host waits for it, and what changes
+the tensor afterwards changes nothing in the copy. A device that has no room for the copy is waited
+for.
 
-Threads: a `DeviceReader` belongs to one thread, and any thread may make one. `HostCopies` begins on the training thread and arrives on any.
+Threads: a `DeviceReader` belongs to one thread, and any thread may make one. `HostCopies` begins on
+the training thread and arrives on any.
 """
 
 from __future__ import annotations
@@ -32,14 +35,16 @@ class Lane(Protocol):
         ...
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
-        """Begins to copy bytes of the device into a buffer. What it returns waits until they are there.
+        """Begins to copy bytes of the device into a buffer. What it returns waits until they are
+        there.
 
         Raises RuntimeError where the device has failed, as does what it returns.
         """
         ...
 
     def fence(self) -> Callable[[], object]:
-        """What it returns waits until the device has done all that the calling thread has queued on it up to now."""
+        """What it returns waits until the device has done all that the calling thread has queued on
+        it up to now."""
         ...
 
     def room(self) -> int:
@@ -68,11 +73,14 @@ class CudaLane:
 
     def fence(self) -> Callable[[], object]:
         """See `Lane`."""
-        reached: Callable[[], object] = torch.cuda.current_stream(self._device).record_event().synchronize
+        reached: Callable[[], object] = (
+            torch.cuda.current_stream(self._device).record_event().synchronize
+        )
         return reached
 
     def room(self) -> int:
-        """See `Lane`: what the driver has, and what torch keeps of it for later; but not what the passes of a step have needed."""
+        """See `Lane`: what the driver has, and what torch keeps of it for later; but not what the
+        passes of a step have needed."""
         free, total = torch.cuda.mem_get_info(self._device)
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return max(0, min(free + kept, total - torch.cuda.max_memory_allocated(self._device)))
@@ -84,7 +92,8 @@ def lane_of(device: torch.device) -> Lane | None:
 
 
 class DeviceReader:
-    """Reads tensors of one device. What is read must have been computed: its user has waited for it."""
+    """Reads tensors of one device. What is read must have been computed: its user has waited for
+    it."""
 
     def __init__(self, lane: Lane, *, block_bytes: int = _BLOCK_BYTES) -> None:
         self._lane = lane
@@ -92,13 +101,16 @@ class DeviceReader:
         self._block_bytes = block_bytes
 
     def blocks(self, pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The bytes of flat tensors of bytes, one after the other, in tensors of bytes in the host's memory: each holds until the next one
-        is asked for. No block reaches over the end of a piece.
+        """The bytes of flat tensors of bytes, one after the other, in tensors of bytes in the
+        host's memory: each holds until the next one is asked for. No block reaches over the end of
+        a piece.
 
         Raises RuntimeError where the device has failed.
         """
         coming: tuple[torch.Tensor, Callable[[], object]] | None = None
-        for number, part in enumerate(part for piece in pieces for part in piece.split(self._block_bytes) if len(part)):
+        for number, part in enumerate(
+            part for piece in pieces for part in piece.split(self._block_bytes) if len(part)
+        ):
             target = self._buffers[number % 2][: len(part)]
             arrived = self._lane.send(part, target)
             if coming is not None:
@@ -110,7 +122,8 @@ class DeviceReader:
             yield coming[0]
 
     def read(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
-        """Fills a contiguous tensor of the host with one of the device, of the same dtype and shape."""
+        """Fills a contiguous tensor of the host with one of the device, of the same dtype and
+        shape."""
         place = 0
         there = bytes_in(into)
         for block in self.blocks([bytes_in(tensor)]):
@@ -119,7 +132,8 @@ class DeviceReader:
 
 
 class HostCopies:
-    """Copies of tensors in the host's memory, as the tensors are when they are asked for. They are there once `arrive` has returned."""
+    """Copies of tensors in the host's memory, as the tensors are when they are asked for. They are
+    there once `arrive` has returned."""
 
     def __init__(self, lanes: Callable[[torch.device], Lane | None] | None = None) -> None:
         self._lane_of = lanes or lane_of
@@ -132,7 +146,8 @@ class HostCopies:
 
     @torch.no_grad()
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor in the host's memory, for the values that `tensor` has now. On the training thread."""
+        """A contiguous tensor in the host's memory, for the values that `tensor` has now. On the
+        training thread."""
         plain = tensor.detach().resolve_conj().resolve_neg()
         copy = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
         lane = self._lane(plain.device)
@@ -160,11 +175,15 @@ class HostCopies:
         return copy
 
     def begun(self) -> None:
-        """All has been asked for. On the training thread, which may change the tensors from here on."""
-        self._fences = [lane.fence() for lane in {id(lane): lane for lane, _, _ in self._coming}.values()]
+        """All has been asked for. On the training thread, which may change the tensors from here
+        on."""
+        self._fences = [
+            lane.fence() for lane in {id(lane): lane for lane, _, _ in self._coming}.values()
+        ]
 
     def arrive(self) -> None:
-        """Returns when all copies are there. Any thread; nothing is left to do for the second that calls it.
+        """Returns when all copies are there. Any thread; nothing is left to do for the second that
+        calls it.
 
         Raises RuntimeError where the device has failed.
         """

@@ -1,10 +1,12 @@
-"""Digests of states: equal states have equal digests in every process, whatever order their dicts were filled in.
+"""Digests of states: equal states have equal digests in every process, whatever order their dicts
+were filled in.
 
-Used to tell whether two members hold the same state under one name, and to find damage in files and transfers. It protects against
-accidents, not against an adversary: xxh3 is no cryptographic hash.
+Used to tell whether two members hold the same state under one name, and to find damage in files and
+transfers. It protects against accidents, not against an adversary: xxh3 is no cryptographic hash.
 
-What counts: types, values and the order of sequences and OrderedDicts, and of each tensor its dtype, shape and bytes. What does not: the
-order of other dicts, the names tensors have, where they lie, and whether equal tensors are one object or two.
+What counts: types, values and the order of sequences and OrderedDicts, and of each tensor its
+dtype, shape and bytes. What does not: the order of other dicts, the names tensors have, where they
+lie, and whether equal tensors are one object or two.
 
 Datasets have digests as well: see `identity_of`.
 """
@@ -26,8 +28,9 @@ from shoal_worker.state.tree import Json, flatten
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The tensor's elements in row-major order as bytes. No copy for a contiguous CPU tensor (the view then is writable and shares its
-    memory); any other is copied to one first. A tensor that NumPy has seen could no longer be resized, as lazily sized buffers are."""
+    """The tensor's elements in row-major order as bytes. No copy for a contiguous CPU tensor (the
+    view then is writable and shares its memory); any other is copied to one first. A tensor that
+    NumPy has seen could no longer be resized, as lazily sized buffers are."""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     if not plain.nbytes:
         return memoryview(bytearray())
@@ -44,8 +47,8 @@ def tensor_digest(tensor: torch.Tensor) -> int:
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
-    """64-bit digest of the bytes of some tensors, one after the other. Of those on a device the device makes it, and the host waits once:
-    equal tensors of the host have another one."""
+    """64-bit digest of the bytes of some tensors, one after the other. Of those on a device the
+    device makes it, and the host waits once: equal tensors of the host have another one."""
     digest = xxhash.xxh3_64()
     sums: list[torch.Tensor] = []
     for tensor in tensors:
@@ -54,22 +57,33 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
         else:
             digest.update(bytes_of(tensor))
     for there in sorted({each.device for each in sums}, key=str):
-        digest.update(np.asarray(torch.stack([each for each in sums if each.device == there]).tolist(), dtype="<i8").data)
+        digest.update(
+            np.asarray(
+                torch.stack([each for each in sums if each.device == there]).tolist(), dtype="<i8"
+            ).data
+        )
     return digest.intdigest()
 
 
 def digest_in_place(tensor: torch.Tensor) -> int:
-    """64-bit digest of dtype, shape and bytes, as `digest_of` makes it: a tensor on a device stays there."""
-    return xxhash.xxh3_64_intdigest(f"{tensor.dtype}{tuple(tensor.shape)}{digest_of([tensor])}".encode())
+    """64-bit digest of dtype, shape and bytes, as `digest_of` makes it: a tensor on a device stays
+    there."""
+    return xxhash.xxh3_64_intdigest(
+        f"{tensor.dtype}{tuple(tensor.shape)}{digest_of([tensor])}".encode()
+    )
 
 
 @torch.no_grad()
 def mixed_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """A digest of the bytes of a tensor, made where it lies: a whole number of 64 bits on its device, modulo 2^64. One bit that is another,
-    or two elements that have changed places, make another one, but for chance."""
+    """A digest of the bytes of a tensor, made where it lies: a whole number of 64 bits on its
+    device, modulo 2^64. One bit that is another, or two elements that have changed places, make
+    another one, but for chance."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
-    words = (torch.view_as_real(plain).view(-1) if plain.is_complex() else plain).view(_WHOLE[tensor.dtype.itemsize])
-    # Of places in a chunk, times an odd number with many bits, so that no value of one place is that of another.
+    words = (torch.view_as_real(plain).view(-1) if plain.is_complex() else plain).view(
+        _WHOLE[tensor.dtype.itemsize]
+    )
+    # Of places in a chunk, times an odd number with many bits, so that no value of one place is
+    # that of another.
     places = torch.arange(min(len(words), _CHUNK), device=words.device).mul_(_ODD[0])
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for chunk in words.split(_CHUNK):
@@ -89,11 +103,14 @@ _WHOLE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64,
 _CHUNK: Final = 1 << 22
 """Elements that are mixed at a time, in eight bytes each."""
 _ODD: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
-"""The constants of a mixing function, without their signs; the steps are its own, too: multiply, shift, and again. (Steele, Lea and Flood,
-"Fast Splittable Pseudorandom Number Generators", OOPSLA 2014, section 5.)"""
+"""The constants of a mixing function, without their signs; the steps are its own, too: multiply,
+shift, and again. (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA
+2014, section 5.)"""
 
 
-def state_tensors(state: Mapping[Any, Mapping[str, Any]], parameters: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def state_tensors(
+    state: Mapping[Any, Mapping[str, Any]], parameters: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
     """The tensors of an optimizer's state by what they are, for errors. `parameters`: keys of
     `state`, by the parameters' names."""
     return {
@@ -104,7 +121,11 @@ def state_tensors(state: Mapping[Any, Mapping[str, Any]], parameters: Mapping[st
     }
 
 
-def digest(structure: Json, tensors: Mapping[str, torch.Tensor], tensor_digest: Callable[[torch.Tensor], int] = tensor_digest) -> int:
+def digest(
+    structure: Json,
+    tensors: Mapping[str, torch.Tensor],
+    tensor_digest: Callable[[torch.Tensor], int] = tensor_digest,
+) -> int:
     """64-bit digest of a state that `flatten` took apart. `tensor_digest`: of one tensor.
 
     Raises:
@@ -115,11 +136,15 @@ def digest(structure: Json, tensors: Mapping[str, torch.Tensor], tensor_digest: 
     def of(name: str) -> int:
         if name not in digests:
             if name not in tensors:
-                raise CorruptDataError(f"the state's structure names tensor {name!r}, which did not come with it")
+                raise CorruptDataError(
+                    f"the state's structure names tensor {name!r}, which did not come with it"
+                )
             digests[name] = tensor_digest(tensors[name])
         return digests[name]
 
-    canonical = json.dumps(_by_content(structure, of), sort_keys=True, separators=(",", ":"), allow_nan=False)
+    canonical = json.dumps(
+        _by_content(structure, of), sort_keys=True, separators=(",", ":"), allow_nan=False
+    )
     return xxhash.xxh3_64(canonical.encode()).intdigest()
 
 
@@ -142,22 +167,24 @@ def _by_content(structure: Json, of: Callable[[str], int]) -> Json:
     return node
 
 
-# ----------------------------------------------------------------------------------------------------------------------------- datasets
+# ----------------------------------------------------------------------------------------- datasets
 #
 # Whether two ranks' datasets are the same one, as far as that is cheap to say.
 #
-# Every rank makes its dataset itself, and positions of one order mean nothing in another: `random_split` without a seed, for example, gives
-# each rank other samples. So what can be told of a dataset without fetching a sample of it goes into a digest that ranks compare: its
-# length, which samples a subset takes, and the whole numbers (labels, tokens) that a `TensorDataset` holds. Numbers with a fraction are
-# left out, since machines round them otherwise; so are the samples of all other datasets, which may be slow to make, or be made in data
-# workers alone.
+# Every rank makes its dataset itself, and positions of one order mean nothing in another:
+# `random_split` without a seed, for example, gives each rank other samples. So what can be told of
+# a dataset without fetching a sample of it goes into a digest that ranks compare: its length, which
+# samples a subset takes, and the whole numbers (labels, tokens) that a `TensorDataset` holds.
+# Numbers with a fraction are left out, since machines round them otherwise; so are the samples of
+# all other datasets, which may be slow to make, or be made in data workers alone.
 
 SAMPLES: Final = "what is known of the dataset's samples"
 """In what a loader deals by: its dataset's identity."""
 DRAWN: Final = "what the sampler drew"
 """In what a loader deals by: a digest of the epoch's order."""
 STREAMED: Final = "what the stream gave"
-"""In what a loader deals by: how many items were read of it up to the end of the step, a digest of them, and whether it ends there."""
+"""In what a loader deals by: how many items were read of it up to the end of the step, a digest of
+them, and whether it ends there."""
 
 _ROWS: Final = 1 << 16
 """At most so many rows of a tensor are looked at, evenly spaced."""
@@ -181,13 +208,19 @@ def _describe(dataset: Any) -> object:
 def _digest_of_indices(indices: Sequence[int]) -> str:
     try:
         return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(indices, dtype=np.int64).data)
-    except (TypeError, ValueError, OverflowError):  # keys of a mapping, say, which Subset takes, too
+    except (TypeError, ValueError, OverflowError):
+        # keys of a mapping, say, which Subset takes, too
         return str(len(indices))
 
 
 def _describe_tensor(tensor: torch.Tensor) -> object:
     described = str(tensor.dtype), tuple(tensor.shape)
-    if tensor.is_floating_point() or tensor.is_complex() or tensor.layout is not torch.strided or not tensor.numel():
+    if (
+        tensor.is_floating_point()
+        or tensor.is_complex()
+        or tensor.layout is not torch.strided
+        or not tensor.numel()
+    ):
         return described
     rows = tensor.detach()[:: max(1, len(tensor) // _ROWS)].cpu().contiguous()
     return *described, xxhash.xxh3_64_hexdigest(rows.view(torch.uint8).numpy().data)

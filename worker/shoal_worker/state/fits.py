@@ -1,8 +1,9 @@
-"""Whether a saved state is of the model, or the optimizer, that is to take it: asked as a whole before anything is changed. And whether an
-optimizer's state can be cut.
+"""Whether a saved state is of the model, or the optimizer, that is to take it: asked as a whole
+before anything is changed. And whether an optimizer's state can be cut.
 
-torch's `load_state_dict` of a model copies what fits, and only then complains. That of an optimizer compares the numbers of groups and
-parameters, and takes moments of any shape; the next step then fails, or broadcasts.
+torch's `load_state_dict` of a model copies what fits, and only then complains. That of an optimizer
+compares the numbers of groups and parameters, and takes moments of any shape; the next step then
+fails, or broadcasts.
 """
 
 from __future__ import annotations
@@ -15,96 +16,163 @@ from shoal_common.errors import ConfigurationError, CorruptDataError
 from torch import nn
 
 
-def check_tensors_fit(tensors: Mapping[str, torch.Tensor], module: nn.Module, shapes: Mapping[str, torch.Size]) -> None:
-    """Checks what `full_state_dict` of any strategy gave. `shapes`: of the tensors of `module`'s state when they are whole.
+def check_tensors_fit(
+    tensors: Mapping[str, torch.Tensor], module: nn.Module, shapes: Mapping[str, torch.Size]
+) -> None:
+    """Checks what `full_state_dict` of any strategy gave. `shapes`: of the tensors of `module`'s
+    state when they are whole.
 
     Raises:
         CorruptDataError (MODEL_DIFFERS): names or shapes are others.
     """
-    differing = sorted(set(tensors) ^ set(shapes)) or [name for name, shape in shapes.items() if tensors[name].shape != shape]
+    differing = sorted(set(tensors) ^ set(shapes)) or [
+        name for name, shape in shapes.items() if tensors[name].shape != shape
+    ]
     if differing:
         raise CorruptDataError(
-            f"the state is of another model than this {type(module).__name__}: names or shapes differ, {differing[:3]} among them; "
-            "load it into the model that saved it",
+            f"the state is of another model than this {type(module).__name__}: names or shapes "
+            f"differ, {differing[:3]} among them; load it into the model that saved it",
             reason="MODEL_DIFFERS",
         )
 
 
-ELEMENTWISE: Final = frozenset({"SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "RMSprop", "Rprop", "ASGD"})
-"""Optimizers of torch.optim that update each element from its own gradient and state alone. So their state has the parameters' shapes."""
+ELEMENTWISE: Final = frozenset(
+    {
+        "SGD",
+        "Adam",
+        "AdamW",
+        "NAdam",
+        "RAdam",
+        "Adamax",
+        "Adadelta",
+        "Adagrad",
+        "RMSprop",
+        "Rprop",
+        "ASGD",
+    }
+)
+"""Optimizers of torch.optim that update each element from its own gradient and state alone. So
+their state has the parameters' shapes."""
 
 WHOLE_TENSORS: Final = frozenset({"Adafactor", "Muon", "LAMB", "RowWiseAdagrad"})
-"""Optimizers of torch.optim and shoal.optim that update each tensor from its own gradient and state alone, but not each element."""
+"""Optimizers of torch.optim and shoal.optim that update each tensor from its own gradient and state
+alone, but not each element."""
 ACROSS_TENSORS: Final = frozenset({"LBFGS"})
 """Optimizers of torch.optim whose update of a tensor depends on other tensors."""
 
 
-def check_fits(saved: Any, optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[torch.Size]]) -> None:
-    """Checks what one process's `optimizer.state_dict()` gave. `shapes`: of the whole parameters of each group here.
+def check_fits(
+    saved: Any, optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[torch.Size]]
+) -> None:
+    """Checks what one process's `optimizer.state_dict()` gave. `shapes`: of the whole parameters of
+    each group here.
 
     Raises:
-        CorruptDataError (OPTIMIZER_DIFFERS): it is no such state, or of another optimizer or other parameters.
+        CorruptDataError (OPTIMIZER_DIFFERS): it is no such state, or of another optimizer or other
+            parameters.
     """
-    groups, state = (saved.get("param_groups"), saved.get("state")) if isinstance(saved, dict) else (None, None)
-    if not isinstance(groups, list) or not isinstance(state, dict) or not all(isinstance(g, dict) and "params" in g for g in groups):
+    groups, state = (
+        (saved.get("param_groups"), saved.get("state")) if isinstance(saved, dict) else (None, None)
+    )
+    if (
+        not isinstance(groups, list)
+        or not isinstance(state, dict)
+        or not all(isinstance(g, dict) and "params" in g for g in groups)
+    ):
         raise _differs("it has no param_groups and state")
     told, here = [len(group["params"]) for group in groups], [len(group) for group in shapes]
     if told != here:
         raise _differs(f"it has {told} parameters in its groups, this one {here}")
     for group, own in zip(groups, optimizer.param_groups, strict=True):
-        # Switches come with new releases of torch, and schedulers add settings of their own: either may be there or not.
-        settled = {name for name, value in optimizer.defaults.items() if value is not None and not isinstance(value, bool)}
+        # Switches come with new releases of torch, and schedulers add settings of their own: either
+        # may be there or not.
+        settled = {
+            name
+            for name, value in optimizer.defaults.items()
+            if value is not None and not isinstance(value, bool)
+        }
         lacking = sorted(settled & own.keys() - group.keys())
         if lacking:
             raise _differs(f"its settings lack {lacking}, which {type(optimizer).__name__} has")
     if type(optimizer).__name__ not in ELEMENTWISE:
         return
-    numbered = dict(zip((n for g in groups for n in g["params"]), (shape for group in shapes for shape in group), strict=True))
+    numbered = dict(
+        zip(
+            (n for g in groups for n in g["params"]),
+            (shape for group in shapes for shape in group),
+            strict=True,
+        )
+    )
     for number, own_state in state.items():
         for key, value in own_state.items():
-            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != numbered.get(number):
-                raise _differs(f"{key!r} of its parameter {number} has shape {tuple(value.shape)}, the parameter {numbered.get(number)}")
+            if (
+                isinstance(value, torch.Tensor)
+                and value.dim() > 0
+                and value.shape != numbered.get(number)
+            ):
+                raise _differs(
+                    f"{key!r} of its parameter {number} has shape {tuple(value.shape)}, the "
+                    f"parameter {numbered.get(number)}"
+                )
 
 
 def _differs(what: str) -> CorruptDataError:
     return CorruptDataError(
-        f"the state is of another optimizer: {what}; nothing was changed; load it into the optimizer that saved it",
+        f"the state is of another optimizer: {what}; nothing was changed; load it into the "
+        "optimizer that saved it",
         reason="OPTIMIZER_DIFFERS",
     )
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) -> None:
-    """Raises ConfigurationError unless an optimizer is known, or said, to be elementwise, and has not stepped before."""
+    """Raises ConfigurationError unless an optimizer is known, or said, to be elementwise, and has
+    not stepped before."""
     if type(optimizer).__name__ not in ELEMENTWISE and not elementwise:
         raise ConfigurationError(
-            f"parameters are cut into flat pieces, and {type(optimizer).__name__} is not known to treat each element by itself; use "
-            f"one of {', '.join(sorted(ELEMENTWISE))}, or say elementwise_optimizer=True if it does"
+            f"parameters are cut into flat pieces, and {type(optimizer).__name__} is not known to "
+            f"treat each element by itself; use one of {', '.join(sorted(ELEMENTWISE))}, or say "
+            "elementwise_optimizer=True if it does"
         )
     _check_fresh(optimizer)
 
 
-def takes_whole_tensors(optimizer: torch.optim.Optimizer, *, elementwise: bool, whole_tensors: bool | None) -> bool:
-    """Whether an optimizer must see whole tensors. `elementwise`, `whole_tensors`: what the user says of it.
+def takes_whole_tensors(
+    optimizer: torch.optim.Optimizer, *, elementwise: bool, whole_tensors: bool | None
+) -> bool:
+    """Whether an optimizer must see whole tensors. `elementwise`, `whole_tensors`: what the user
+    says of it.
 
     Raises:
-        ConfigurationError: it is not known and nothing is said of it, what is said cannot be, or it has stepped before.
+        ConfigurationError: it is not known and nothing is said of it, what is said cannot be, or it
+            has stepped before.
     """
     name = type(optimizer).__name__
     if name in ACROSS_TENSORS:
         raise ConfigurationError(
-            f"{name} updates all parameters together, from sums over all of them, and no rank has them all here: take strategy='ddp', or "
-            f"an optimizer that takes each tensor by itself ({', '.join(sorted(WHOLE_TENSORS))} among them)"
+            f"{name} updates all parameters together, from sums over all of them, and no rank has "
+            "them all here: take strategy='ddp', or an optimizer that takes each tensor by itself "
+            f"({', '.join(sorted(WHOLE_TENSORS))} among them)"
         )
     if elementwise and (whole_tensors or name in WHOLE_TENSORS):
-        reason = "whole_tensors=True says that it looks at whole tensors" if whole_tensors else "it looks at whole tensors"
-        raise ConfigurationError(f"elementwise_optimizer=True with {name}: {reason}; leave elementwise_optimizer out")
+        reason = (
+            "whole_tensors=True says that it looks at whole tensors"
+            if whole_tensors
+            else "it looks at whole tensors"
+        )
+        raise ConfigurationError(
+            f"elementwise_optimizer=True with {name}: {reason}; leave elementwise_optimizer out"
+        )
     if whole_tensors is False and name in WHOLE_TENSORS:
-        raise ConfigurationError(f"whole_tensors=False with {name}, which looks at whole tensors: leave whole_tensors out")
+        raise ConfigurationError(
+            f"whole_tensors=False with {name}, which looks at whole tensors: leave whole_tensors "
+            "out"
+        )
     if not elementwise and not whole_tensors and name not in ELEMENTWISE | WHOLE_TENSORS:
         raise ConfigurationError(
-            f"{name} is not known: parameters can be cut into flat pieces if it treats each element by itself (say "
-            "elementwise_optimizer=True), and must be dealt whole to the ranks if it looks at a whole tensor (say whole_tensors=True); an "
-            "optimizer that joins several tensors needs strategy='ddp'"
+            f"{name} is not known: parameters can be cut into flat pieces if it treats each "
+            "element by itself (say elementwise_optimizer=True), and must be dealt whole to the "
+            "ranks if it looks at a whole tensor (say whole_tensors=True); an optimizer that "
+            "joins several tensors needs strategy='ddp'"
         )
     _check_fresh(optimizer)
     return bool(whole_tensors) or name in WHOLE_TENSORS
@@ -112,4 +180,6 @@ def takes_whole_tensors(optimizer: torch.optim.Optimizer, *, elementwise: bool, 
 
 def _check_fresh(optimizer: torch.optim.Optimizer) -> None:
     if any(float(own.get("step", 1)) > 0 for own in optimizer.state.values()):
-        raise ConfigurationError("the optimizer has stepped before: call as_distributed first, then load its state")
+        raise ConfigurationError(
+            "the optimizer has stepped before: call as_distributed first, then load its state"
+        )

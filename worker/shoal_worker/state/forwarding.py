@@ -1,7 +1,7 @@
 """An optimizer that stands before another one.
 
-Parameter groups and state are the other one's own, so that schedulers and code that looks into them work on either. What a class of these
-does otherwise it overrides.
+Parameter groups and state are the other one's own, so that schedulers and code that looks into them
+work on either. What a class of these does otherwise it overrides.
 """
 
 from __future__ import annotations

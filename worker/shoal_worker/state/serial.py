@@ -1,4 +1,5 @@
-"""A model's or an optimizer's state as bytes, or as one file: safetensors with Shoal's metadata in its header. No pickle.
+"""A model's or an optimizer's state as bytes, or as one file: safetensors with Shoal's metadata in
+its header. No pickle.
 
 The metadata has a digest of itself and of all tensors, so that damage anywhere is found.
 """
@@ -23,7 +24,8 @@ _FORMAT = 1
 
 
 def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> bytes:
-    """Tensors by name and JSON-able metadata as one safetensors image. Tied tensors are written once per name."""
+    """Tensors by name and JSON-able metadata as one safetensors image. Tied tensors are written
+    once per name."""
     seen: set[int] = set()
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -40,7 +42,8 @@ def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Inverse of `dump_tensors`.
 
     Raises:
-        CorruptDataError: truncated or damaged, not a safetensors image, not written by Shoal, or by a newer release.
+        CorruptDataError: truncated or damaged, not a safetensors image, not written by Shoal, or by
+            a newer release.
     """
     try:
         tensors = safetensors.torch.load(data)
@@ -49,18 +52,26 @@ def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         document: dict[str, Any] = json.loads(header[_KEY])
     except KeyError:
         raise CorruptDataError(
-            "a safetensors file, but not one that Shoal wrote: its metadata lacks 'shoal'", reason="FILE_FOREIGN"
+            "a safetensors file, but not one that Shoal wrote: its metadata lacks 'shoal'",
+            reason="FILE_FOREIGN",
         ) from None
     except (safetensors.SafetensorError, ValueError, RecursionError) as error:
-        raise CorruptDataError(f"not a complete safetensors file: {error}", reason="FILE_CORRUPT") from error
+        raise CorruptDataError(
+            f"not a complete safetensors file: {error}", reason="FILE_CORRUPT"
+        ) from error
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         found = document.get("format") if isinstance(document, dict) else document
         raise CorruptDataError(
-            f"the file has format {found!r}, this release reads {_FORMAT}; use the release that wrote it", reason="FILE_NEWER"
+            f"the file has format {found!r}, this release reads {_FORMAT}; use the release that "
+            "wrote it",
+            reason="FILE_NEWER",
         )
     told = document.pop("xxh3_64", None)
     if told != _digest(document, tensors):
-        raise CorruptDataError("the file is damaged: its content does not match its digest; use a copy", reason="FILE_CORRUPT")
+        raise CorruptDataError(
+            "the file is damaged: its content does not match its digest; use a copy",
+            reason="FILE_CORRUPT",
+        )
     return tensors, document
 
 
@@ -74,7 +85,9 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise ConfigurationError(f"{path} cannot be read: {error}; give a file of save_model") from error
+        raise ConfigurationError(
+            f"{path} cannot be read: {error}; give a file of save_model"
+        ) from error
     try:
         return load_tensors(data)
     except CorruptDataError as error:
@@ -94,4 +107,6 @@ def write_file(path: Path, data: bytes) -> str | None:
 
 def _digest(content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> str:
     digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-    return xxhash.xxh3_64_hexdigest(json.dumps([content, digests], sort_keys=True, separators=(",", ":")).encode())
+    return xxhash.xxh3_64_hexdigest(
+        json.dumps([content, digests], sort_keys=True, separators=(",", ":")).encode()
+    )

@@ -1,24 +1,29 @@
-"""Turns any training state into a JSON structure beside named tensors, and back, exactly and without pickle.
+"""Turns any training state into a JSON structure beside named tensors, and back, exactly and
+without pickle.
 
-Everything that leaves a process goes through here: state sent to joiners, checkpoints, the copy kept for a redo. `flatten` never copies
-tensor data: the tensors it returns are the state's own (detached). It does not move bytes, hash them or touch files.
+Everything that leaves a process goes through here: state sent to joiners, checkpoints, the copy
+kept for a redo. `flatten` never copies tensor data: the tensors it returns are the state's own
+(detached). It does not move bytes, hash them or touch files.
 
-The structure is plain JSON. Strings, integers up to 64 bits, finite floats, booleans, None, lists and dicts with string keys stand for
-themselves; all else is an object whose one marker key `"!"` says what it is:
+The structure is plain JSON. Strings, integers up to 64 bits, finite floats, booleans, None, lists
+and dicts with string keys stand for themselves; all else is an object whose one marker key `"!"`
+says what it is:
 
     {"!": "tensor", "name": N}                           the tensor N
     {"!": "ndarray", "name": N, "dtype": D, "shape": S}  the tensor N holds the array's bytes
     {"!": "scalar", "dtype": D, "data": base64}          a numpy scalar
-    {"!": "int", "hex": ...}  {"!": "float", "hex": big-endian IEEE 754}  {"!": "str"|"bytes", "data": base64}
+    {"!": "int", "hex": ...}  {"!": "float", "hex": big-endian IEEE 754}
+    {"!": "str"|"bytes", "data": base64}
     {"!": "tuple"|"set"|"frozenset", "items": [...]}
-    {"!": "dict"|"ordered"|"counter"|"default", "items": [[key, value], ...]}  (default also has "factory",
-                                                         ordered perhaps "metadata")
+    {"!": "dict"|"ordered"|"counter"|"default", "items": [[key, value], ...]}
+        (default also has "factory", ordered perhaps "metadata")
 
-A tensor's name is its path, `optimizer/state/0/exp_avg`: keys joined by "/", with "~" and "/" in keys written as in JSON pointers
-(RFC 6901), so that no two paths have one name.
+A tensor's name is its path, `optimizer/state/0/exp_avg`: keys joined by "/", with "~" and "/" in
+keys written as in JSON pointers (RFC 6901), so that no two paths have one name.
 
-What is not kept: `requires_grad` and the Parameter type (values only), strides, and the identity of containers (a list found twice comes
-back as two). The identity of tensors is kept: two references to one piece of memory come back as one object.
+What is not kept: `requires_grad` and the Parameter type (values only), strides, and the identity of
+containers (a list found twice comes back as two). The identity of tensors is kept: two references
+to one piece of memory come back as one object.
 """
 
 from __future__ import annotations
@@ -44,7 +49,8 @@ Json = Any
 """None, bool, int, float, str, list of Json, or dict of str to Json."""
 
 MAX_DEPTH = 64
-"""Containers nested deeper than this are refused; so is, with the same error, a structure that contains itself."""
+"""Containers nested deeper than this are refused; so is, with the same error, a structure that
+contains itself."""
 
 _MARK = "!"
 _ROOT = "~root"
@@ -60,12 +66,15 @@ _INTEGER = re.compile(r"-?[0-9]+")
 
 
 def flatten(state: object, *, outlines: bool = False) -> tuple[Json, dict[str, torch.Tensor]]:
-    """Returns (structure, tensors by name). `outlines`: tensors on the meta device may stand for others.
+    """Returns (structure, tensors by name). `outlines`: tensors on the meta device may stand for
+    others.
 
-    The tensors share memory with the state, except for arrays that torch cannot look into (read-only or not contiguous), which are copied.
+    The tensors share memory with the state, except for arrays that torch cannot look into
+    (read-only or not contiguous), which are copied.
 
     Raises:
-        ConfigurationError (STATE_UNSUPPORTED): a value that cannot be carried; the message names its path and type.
+        ConfigurationError (STATE_UNSUPPORTED): a value that cannot be carried; the message names
+            its path and type.
     """
     flattener = _Flattener(outlines=outlines)
     return flattener.encode(state, (), 0), flattener.tensors
@@ -75,17 +84,27 @@ def unflatten(structure: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The inverse of `flatten`. The tensors given become part of the result; they are not copied.
 
     Raises:
-        CorruptDataError: the structure is not one that `flatten` makes, or a tensor it names is missing.
+        CorruptDataError: the structure is not one that `flatten` makes, or a tensor it names is
+            missing.
     """
     return _Unflattener(tensors).decode(structure, 0)
 
 
 def check_carried(tensor: torch.Tensor, where: str) -> None:
-    """Raises ConfigurationError (STATE_UNSUPPORTED) unless `tensor` is a plain dense tensor with data."""
+    """Raises ConfigurationError (STATE_UNSUPPORTED) unless `tensor` is a plain dense tensor with
+    data."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        raise _unsupported(where, tensor, "a plain tensor; take `.to_local()` or `.full_tensor()` of a DTensor first")
+        raise _unsupported(
+            where,
+            tensor,
+            "a plain tensor; take `.to_local()` or `.full_tensor()` of a DTensor first",
+        )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        raise _unsupported(where, tensor, f"a dense tensor (this one has layout {tensor.layout}, dtype {tensor.dtype})")
+        raise _unsupported(
+            where,
+            tensor,
+            f"a dense tensor (this one has layout {tensor.layout}, dtype {tensor.dtype})",
+        )
     if tensor.device.type == "meta":
         raise _unsupported(where, tensor, "a tensor with data (this one is on the meta device)")
 
@@ -112,14 +131,15 @@ def _printable(text: str) -> str:
 def _unsupported(where: str, value: object, expected: str) -> ConfigurationError:
     kind = type(value)
     return ConfigurationError(
-        f"state at {where!r} has type {kind.__module__}.{kind.__qualname__}, which cannot be saved or sent: expected {expected}",
+        f"state at {where!r} has type {kind.__module__}.{kind.__qualname__}, which cannot be saved "
+        f"or sent: expected {expected}",
         reason="STATE_UNSUPPORTED",
     )
 
 
 _PLAIN_EXPECTED = (
-    "dict, list, tuple, set, str, int, float, bool, None, bytes, a tensor, or a numpy array or scalar; "
-    "have the object's state_dict() give these instead"
+    "dict, list, tuple, set, str, int, float, bool, None, bytes, a tensor, or a numpy array or "
+    "scalar; have the object's state_dict() give these instead"
 )
 
 
@@ -134,7 +154,8 @@ class _Flattener:
     def encode(self, value: object, path: tuple[object, ...], depth: int) -> Json:
         if depth > MAX_DEPTH:
             raise ConfigurationError(
-                f"state at {join_path(path)[:200]!r} is nested deeper than {MAX_DEPTH} levels; does it contain itself?",
+                f"state at {join_path(path)[:200]!r} is nested deeper than {MAX_DEPTH} levels; "
+                "does it contain itself?",
                 reason="STATE_UNSUPPORTED",
             )
         if isinstance(value, torch.Tensor):
@@ -155,10 +176,19 @@ class _Flattener:
         name = join_path(path)
         if not (self._outlines and tensor.is_meta):
             check_carried(tensor, name)
-        # state_dict() detaches: tied parameters arrive as different objects over one piece of memory.
+        # state_dict() detaches: tied parameters arrive as different objects over one piece of
+        # memory.
         key: object = id(tensor)
         if tensor.numel() and not tensor.is_meta:
-            key = (tensor.data_ptr(), tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg())
+            key = (
+                tensor.data_ptr(),
+                tensor.dtype,
+                tensor.device,
+                tuple(tensor.shape),
+                tensor.stride(),
+                tensor.is_conj(),
+                tensor.is_neg(),
+            )
         if key in self._names:
             return self._names[key]
         self._names[key] = name
@@ -169,29 +199,56 @@ class _Flattener:
     def _array(self, array: np.ndarray[Any, Any], path: tuple[object, ...]) -> Json:
         name = join_path(path)
         if type(array) is not np.ndarray or array.dtype.kind not in _ARRAY_KINDS:
-            raise _unsupported(name, array, f"an ndarray of numbers, strings or times (this one has dtype {array.dtype})")
+            raise _unsupported(
+                name,
+                array,
+                f"an ndarray of numbers, strings or times (this one has dtype {array.dtype})",
+            )
         key = ("ndarray", id(array))
         if key not in self._names:
             self._names[key] = name
             self._keep.append(array)
-            flat = array.ravel() if array.flags.c_contiguous and array.flags.writeable else array.flatten()
-            self.tensors[name] = torch.from_numpy(flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8))
-        return {_MARK: "ndarray", "name": self._names[key], "dtype": array.dtype.str, "shape": list(array.shape)}
+            flat = (
+                array.ravel()
+                if array.flags.c_contiguous and array.flags.writeable
+                else array.flatten()
+            )
+            self.tensors[name] = torch.from_numpy(
+                flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
+            )
+        return {
+            _MARK: "ndarray",
+            "name": self._names[key],
+            "dtype": array.dtype.str,
+            "shape": list(array.shape),
+        }
 
     def _scalar(self, value: np.generic, path: tuple[object, ...]) -> Json:
         if value.dtype.kind not in _ARRAY_KINDS:
-            raise _unsupported(join_path(path), value, f"a numpy scalar of a number, string or time (this one has dtype {value.dtype})")
+            raise _unsupported(
+                join_path(path),
+                value,
+                f"a numpy scalar of a number, string or time (this one has dtype {value.dtype})",
+            )
         return {_MARK: "scalar", "dtype": value.dtype.str, "data": _base64(value.tobytes())}
 
     def int_(self, value: int, path: tuple[object, ...], depth: int) -> Json:
         return value if value in _INT64 else {_MARK: "int", "hex": hex(value)}
 
     def float_(self, value: float, path: tuple[object, ...], depth: int) -> Json:
-        return value if math.isfinite(value) else {_MARK: "float", "hex": struct.pack(">d", value).hex()}
+        return (
+            value
+            if math.isfinite(value)
+            else {_MARK: "float", "hex": struct.pack(">d", value).hex()}
+        )
 
     def str_(self, value: str, path: tuple[object, ...], depth: int) -> Json:
         # JSON joins two lone surrogates to one character.
-        return {_MARK: "str", "data": _base64(value.encode("utf-8", "surrogatepass"))} if _SURROGATE.search(value) else value
+        return (
+            {_MARK: "str", "data": _base64(value.encode("utf-8", "surrogatepass"))}
+            if _SURROGATE.search(value)
+            else value
+        )
 
     def bytes_(self, value: bytes, path: tuple[object, ...], depth: int) -> Json:
         return {_MARK: "bytes", "data": _base64(value)}
@@ -209,16 +266,23 @@ class _Flattener:
         return {_MARK: type(value).__name__, "items": sorted(items, key=_canonical)}
 
     def dict_(self, value: dict[Any, Any], path: tuple[object, ...], depth: int) -> Json:
-        plain = all(type(key) is str and key != _MARK and not _SURROGATE.search(key) for key in value)
+        plain = all(
+            type(key) is str and key != _MARK and not _SURROGATE.search(key) for key in value
+        )
         if plain and type(value) is dict:
             return {key: self.encode(item, (*path, key), depth + 1) for key, item in value.items()}
         return {_MARK: "dict", "items": self._pairs(value, path, depth)}
 
     def ordered(self, value: OrderedDict[Any, Any], path: tuple[object, ...], depth: int) -> Json:
         node = {_MARK: "ordered", "items": self._pairs(value, path, depth)}
-        # Module.state_dict() hangs the modules' versions on its result; load_state_dict() looks at them.
+        # Module.state_dict() hangs the modules' versions on its result; load_state_dict() looks at
+        # them.
         metadata = getattr(value, "_metadata", None)
-        return node if metadata is None else {**node, "metadata": self.encode(metadata, (*path, "_metadata"), depth + 1)}
+        return (
+            node
+            if metadata is None
+            else {**node, "metadata": self.encode(metadata, (*path, "_metadata"), depth + 1)}
+        )
 
     def counter(self, value: Counter[Any], path: tuple[object, ...], depth: int) -> Json:
         return {_MARK: "counter", "items": self._pairs(value, path, depth)}
@@ -228,20 +292,27 @@ class _Flattener:
             if factory is value.default_factory:
                 return {_MARK: "default", "factory": name, "items": self._pairs(value, path, depth)}
         raise ConfigurationError(
-            f"state at {join_path(path)!r} is a defaultdict made by {value.default_factory!r}; expected one of {', '.join(_FACTORIES)}, "
-            "or turn it into a dict",
+            f"state at {join_path(path)!r} is a defaultdict made by {value.default_factory!r}; "
+            f"expected one of {', '.join(_FACTORIES)}, or turn it into a dict",
             reason="STATE_UNSUPPORTED",
         )
 
-    def _pairs(self, value: Mapping[Any, Any], path: tuple[object, ...], depth: int) -> list[list[Json]]:
+    def _pairs(
+        self, value: Mapping[Any, Any], path: tuple[object, ...], depth: int
+    ) -> list[list[Json]]:
         for key in value:
             _check_key(key, path, "a dict key")
-        return [[self.encode(key, path, depth + 1), self.encode(item, (*path, key), depth + 1)] for key, item in value.items()]
+        return [
+            [self.encode(key, path, depth + 1), self.encode(item, (*path, key), depth + 1)]
+            for key, item in value.items()
+        ]
 
 
 def _check_key(key: object, path: tuple[object, ...], what: str) -> None:
     if type(key) not in _KEY_TYPES:
-        raise _unsupported(join_path(path), key, f"{what} of str, int, float, bool, None, bytes or tuple")
+        raise _unsupported(
+            join_path(path), key, f"{what} of str, int, float, bool, None, bytes or tuple"
+        )
     if type(key) is tuple:
         for item in key:
             _check_key(item, path, what)
@@ -270,21 +341,34 @@ class _Unflattener:
 
     def decode(self, structure: Json, depth: int) -> Any:
         if depth > 2 * MAX_DEPTH:
-            raise CorruptDataError(f"the state's structure is nested deeper than {MAX_DEPTH} levels")
+            raise CorruptDataError(
+                f"the state's structure is nested deeper than {MAX_DEPTH} levels"
+            )
         if structure is None or isinstance(structure, bool | int | float | str):
             return structure
         if isinstance(structure, list):
             return [self.decode(item, depth + 1) for item in structure]
         if not isinstance(structure, dict):
-            raise CorruptDataError(f"the state's structure holds a {type(structure).__name__}, which is not JSON")
+            raise CorruptDataError(
+                f"the state's structure holds a {type(structure).__name__}, which is not JSON"
+            )
         if _MARK not in structure:
             return {key: self.decode(item, depth + 1) for key, item in structure.items()}
         try:
             return self._marked(structure, depth)
-        except (KeyError, TypeError, ValueError, AttributeError, binascii.Error, struct.error) as error:
+        except (
+            KeyError,
+            TypeError,
+            ValueError,
+            AttributeError,
+            binascii.Error,
+            struct.error,
+        ) as error:
             if isinstance(error, CorruptDataError):
                 raise
-            raise CorruptDataError(f"the state's structure holds a malformed {structure.get(_MARK)!r}: {error!r}") from error
+            raise CorruptDataError(
+                f"the state's structure holds a malformed {structure.get(_MARK)!r}: {error!r}"
+            ) from error
 
     def _marked(self, node: dict[str, Json], depth: int) -> Any:
         match node[_MARK]:
@@ -307,10 +391,16 @@ class _Unflattener:
                 return {"tuple": tuple, "set": set, "frozenset": frozenset}[name](items)
             case "dict" | "ordered" | "counter" | "default" as name:
                 return self._mapping(name, node, depth)
-        raise CorruptDataError(f"the state's structure holds an unknown kind {node[_MARK]!r}; was it written by a newer release?")
+        raise CorruptDataError(
+            f"the state's structure holds an unknown kind {node[_MARK]!r}; was it written by a "
+            "newer release?"
+        )
 
     def _mapping(self, name: str, node: dict[str, Json], depth: int) -> dict[Any, Any]:
-        pairs = [(self.decode(key, depth + 1), self.decode(item, depth + 1)) for key, item in node["items"]]
+        pairs = [
+            (self.decode(key, depth + 1), self.decode(item, depth + 1))
+            for key, item in node["items"]
+        ]
         match name:
             case "ordered":
                 ordered = OrderedDict(pairs)
@@ -327,7 +417,9 @@ class _Unflattener:
         try:
             return self._tensors[name]
         except KeyError:
-            raise CorruptDataError(f"the state's structure names tensor {name!r}, which did not come with it") from None
+            raise CorruptDataError(
+                f"the state's structure names tensor {name!r}, which did not come with it"
+            ) from None
 
     def _array(self, node: dict[str, Json]) -> np.ndarray[Any, Any]:
         name = node["name"]
@@ -335,17 +427,25 @@ class _Unflattener:
             shape, dtype = tuple(node["shape"]), _dtype(node["dtype"])
             held = self._tensor(name)
             if held.dtype is not torch.uint8 or held.numel() != math.prod(shape) * dtype.itemsize:
-                raise CorruptDataError(f"tensor {name!r} does not hold an array of shape {shape} and dtype {dtype}")
+                raise CorruptDataError(
+                    f"tensor {name!r} does not hold an array of shape {shape} and dtype {dtype}"
+                )
             # A copy: arrays of a loaded state must be the state's own, and aligned.
             data = held.detach().cpu().contiguous().numpy().tobytes()
-            self._arrays[name] = np.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else np.zeros(shape, dtype)
+            self._arrays[name] = (
+                np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+                if data
+                else np.zeros(shape, dtype)
+            )
         return self._arrays[name]
 
 
 def _dtype(text: str) -> np.dtype[Any]:
     dtype = np.dtype(text)
     if dtype.kind not in _ARRAY_KINDS:
-        raise CorruptDataError(f"the state's structure holds an array of dtype {text!r}, which is never written")
+        raise CorruptDataError(
+            f"the state's structure holds an array of dtype {text!r}, which is never written"
+        )
     return dtype
 
 
@@ -361,15 +461,18 @@ def _unbase64(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-# ----------------------------------------------------------------------------------------------------------------------------------- a copy
+# ------------------------------------------------------------------------------------------- a copy
 #
-# A state as it was at one moment, in host memory and apart from the live tensors, so that training may go on while it is written.
+# A state as it was at one moment, in host memory and apart from the live tensors, so that training
+# may go on while it is written.
 
 
 class Snapshot:
     """What `flatten` gives, with contiguous CPU tensors that nothing else holds."""
 
-    def __init__(self, structure: Json, tensors: dict[str, torch.Tensor], copies: HostCopies) -> None:
+    def __init__(
+        self, structure: Json, tensors: dict[str, torch.Tensor], copies: HostCopies
+    ) -> None:
         """`tensors`: there once `copies` have arrived."""
         self.structure = structure
         self._tensors = tensors
@@ -377,10 +480,12 @@ class Snapshot:
 
     @classmethod
     def take(cls, state: object) -> Snapshot:
-        """Copies `state`, which may change once this has returned. What lies on a device may still be on its way then.
+        """Copies `state`, which may change once this has returned. What lies on a device may still
+        be on its way then.
 
         Raises:
-            ConfigurationError (STATE_UNSUPPORTED): the state holds something that cannot be carried.
+            ConfigurationError (STATE_UNSUPPORTED): the state holds something that cannot be
+                carried.
         """
         structure, tensors = flatten(state)
         copies = HostCopies()
@@ -408,13 +513,15 @@ class Snapshot:
         return unflatten(self.structure, self.tensors)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- what one rank holds
+# ------------------------------------------------------------------------------ what one rank holds
 #
-# What one rank holds of a state that no rank has whole, told so that it can be written as a share of the whole.
+# What one rank holds of a state that no rank has whole, told so that it can be written as a share
+# of the whole.
 #
-# A strategy lays what is cut over the ranks into flat vectors. Its part of a state has, in the place of each such tensor, a view of a
-# vector on the meta device, which has the vector's length and no memory; beside it are the runs of the vectors that lie here. Which
-# elements of which tensor a run holds follows from where the views lie.
+# A strategy lays what is cut over the ranks into flat vectors. Its part of a state has, in the
+# place of each such tensor, a view of a vector on the meta device, which has the vector's length
+# and no memory; beside it are the runs of the vectors that lie here. Which elements of which tensor
+# a run holds follows from where the views lie.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,7 +533,8 @@ class Run:
     begin: int
     """The first element's place in it."""
     values: torch.Tensor
-    """Flat. Shares memory with the live state; may reach beyond the vector's end, as padding does."""
+    """Flat. Shares memory with the live state; may reach beyond the vector's end, as padding
+    does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,7 +542,8 @@ class StatePart:
     """A state in shards, from one rank's point of view."""
 
     state: Any
-    """The whole state as one process would have it, with views on the meta device for what is cut. Equal on all ranks."""
+    """The whole state as one process would have it, with views on the meta device for what is cut.
+    Equal on all ranks."""
     count: int
     """Number of shards that make the whole."""
     shards: Mapping[int, Sequence[Run]]

@@ -1,6 +1,8 @@
-"""`python -m shoal_worker.store script.py [arguments]`: runs a script that does not import shoal, with the init method redis:// known.
+"""`python -m shoal_worker.store script.py [arguments]`: runs a script that does not import shoal,
+with the init method redis:// known.
 
-The same as `python script.py` otherwise: sys.argv, sys.path[0] and __name__ are what the script expects.
+The same as `python script.py` otherwise: sys.argv, sys.path[0] and __name__ are what the script
+expects.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from shoal_worker.store import init_method
 def main() -> None:
     """Runs the script named by the first argument."""
     if len(sys.argv) < 2:
-        sys.exit("usage: python -m shoal_worker.store SCRIPT [ARGUMENTS]: runs it with init_method='redis://HOST:PORT/JOB' known")
+        sys.exit(
+            "usage: python -m shoal_worker.store SCRIPT [ARGUMENTS]: runs it with "
+            "init_method='redis://HOST:PORT/JOB' known"
+        )
     init_method.register()
     script = sys.argv[1]
     sys.argv = sys.argv[1:]

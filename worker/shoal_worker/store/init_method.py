@@ -1,7 +1,9 @@
-"""Makes torch know init_method="redis://..." without importing torch, so that `import shoal` alone is enough and stays quick.
+"""Makes torch know init_method="redis://..." without importing torch, so that `import shoal` alone
+is enough and stays quick.
 
-torch has no plug-in for init methods: each is registered in torch.distributed.rendezvous. If that module is loaded, it is told now, else at
-the moment it is. What the init method does is in store/rendezvous.py, which is imported when it is used.
+torch has no plug-in for init methods: each is registered in torch.distributed.rendezvous. If that
+module is loaded, it is told now, else at the moment it is. What the init method does is in
+store/rendezvous.py, which is imported when it is used.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ def _register(module: ModuleType) -> None:
         if known is None:
             module.register_rendezvous_handler(scheme, _rendezvous)
         elif known is not _rendezvous:
-            _log.warning("another package has registered the init method %s:// already; Shoal's is not available", scheme)
+            _log.warning(
+                "another package has registered the init method %s:// already; Shoal's is not "
+                "available",
+                scheme,
+            )
 
 
 def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
@@ -47,7 +53,9 @@ def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
 class _Finder(MetaPathFinder):
     """Stands before the others until torch's module is looked for, and lets them find it."""
 
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if fullname != _MODULE:
             return None
         sys.meta_path.remove(self)
@@ -59,5 +67,6 @@ class _Finder(MetaPathFinder):
                 load(module)
                 _register(module)
 
-            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]  # of this loader, which loads this module alone
+            # of this loader, which loads this module alone
+            spec.loader.exec_module = load_and_register  # type: ignore[method-assign]
         return spec

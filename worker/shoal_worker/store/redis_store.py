@@ -1,11 +1,14 @@
-"""torch's key-value store (`torch.distributed.Store`) over Redis, so that no rank hosts the store and none's death loses it.
+"""torch's key-value store (`torch.distributed.Store`) over Redis, so that no rank hosts the store
+and none's death loses it.
 
-One store is one Redis hash, named by its prefix: one prefix per job and generation, never used twice. Nothing is pickled: keys are
-strings, values are bytes. What is not here: agreeing on a fresh prefix (the coordinator does; for plain scripts rendezvous.py).
+One store is one Redis hash, named by its prefix: one prefix per job and generation, never used
+twice. Nothing is pickled: keys are strings, values are bytes. What is not here: agreeing on a fresh
+prefix (the coordinator does; for plain scripts rendezvous.py).
 
-Threads: every method may be called from any thread, also from Gloo's own, and a blocked wait holds up nobody else. `abort` frees all
-blocked waits of a store at once. A wait does not poll: it sleeps until the key's writer publishes (wakeups.py), and looks again
-every 0.5 s in case that message was lost. When Redis does not answer, a wait goes on trying until its deadline.
+Threads: every method may be called from any thread, also from Gloo's own, and a blocked wait holds
+up nobody else. `abort` frees all blocked waits of a store at once. A wait does not poll: it sleeps
+until the key's writer publishes (wakeups.py), and looks again every 0.5 s in case that message was
+lost. When Redis does not answer, a wait goes on trying until its deadline.
 """
 
 from __future__ import annotations
@@ -26,14 +29,21 @@ from torch.distributed import QueueEmptyError
 from torch.distributed.distributed_c10d import Store
 
 from shoal_worker.store import scripts
-from shoal_worker.store.errors import StoreAbortedError, StoreTimeoutError, StoreUnavailableError, StoreValueError
+from shoal_worker.store.errors import (
+    StoreAbortedError,
+    StoreTimeoutError,
+    StoreUnavailableError,
+    StoreValueError,
+)
 from shoal_worker.store.wakeups import Wakeups
 
-# -------------------------------------------------------------------------------------------------------------- what derived stores share
+# ------------------------------------------------------------------------ what derived stores share
 #
-# What the stores of one process that were derived from each other share: a Redis client, its scripts, and the wake-ups.
+# What the stores of one process that were derived from each other share: a Redis client, its
+# scripts, and the wake-ups.
 #
-# Threads: all of it may be used from any thread; redis-py's client takes a connection from its pool for each command.
+# Threads: all of it may be used from any thread; redis-py's client takes a connection from its pool
+# for each command.
 
 _COMMAND_TIMEOUT: Final = timedelta(seconds=5)
 
@@ -51,7 +61,9 @@ class StoreConnection:
         self.compare_set = self.client.register_script(scripts.COMPARE_SET)
         self.queue_push = self.client.register_script(scripts.QUEUE_PUSH)
         where = self.client.connection_pool.connection_kwargs
-        self.server: tuple[str, int] | None = (where["host"], int(where.get("port", 6379))) if "host" in where else None
+        self.server: tuple[str, int] | None = (
+            (where["host"], int(where.get("port", 6379))) if "host" in where else None
+        )
         self._users = 0
         self._lock = threading.Lock()
 
@@ -60,7 +72,8 @@ class StoreConnection:
             self._users += 1
 
     def release(self, *, wait: bool) -> None:
-        """One user less. The last one closes the connections: to the end if `wait`, else without any I/O (garbage collector)."""
+        """One user less. The last one closes the connections: to the end if `wait`, else without
+        any I/O (garbage collector)."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -72,7 +85,7 @@ class StoreConnection:
             self.wakeups.stop()
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ the store
+# ---------------------------------------------------------------------------------------- the store
 
 T = TypeVar("T")
 
@@ -86,19 +99,30 @@ _BROKEN: Final = (redis.ConnectionError, redis.TimeoutError)
 
 
 class RedisStore(Store):
-    """A torch store in the Redis hash `prefix` of the server at `url` (redis://, rediss:// or unix://).
+    """A torch store in the Redis hash `prefix` of the server at `url` (redis://, rediss:// or
+    unix://).
 
-    `timeout` is how long get, wait, multi_get and queue_pop wait. `lifetime`: Redis forgets the whole store that long after its last
-    write. Keep a reference for as long as C++ uses the store: torch's process groups and PrefixStore hold only its C++ half.
+    `timeout` is how long get, wait, multi_get and queue_pop wait. `lifetime`: Redis forgets the
+    whole store that long after its last write. Keep a reference for as long as C++ uses the store:
+    torch's process groups and PrefixStore hold only its C++ half.
 
     Raises ConfigurationError (bad URL or prefix), AuthenticationError, UnavailableError.
     """
 
-    def __init__(self, url: str, prefix: str, *, timeout: timedelta = DEFAULT_TIMEOUT, lifetime: timedelta = DEFAULT_LIFETIME) -> None:
+    def __init__(
+        self,
+        url: str,
+        prefix: str,
+        *,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        lifetime: timedelta = DEFAULT_LIFETIME,
+    ) -> None:
         _check(prefix, timeout, lifetime)
         self._set_up(StoreConnection(url), prefix, timeout, lifetime)
 
-    def _set_up(self, connection: StoreConnection, prefix: str, timeout: timedelta, lifetime: timedelta) -> None:
+    def _set_up(
+        self, connection: StoreConnection, prefix: str, timeout: timedelta, lifetime: timedelta
+    ) -> None:
         Store.__init__(self)
         self.set_timeout(timeout)
         self.prefix = prefix
@@ -118,13 +142,16 @@ class RedisStore(Store):
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Sets all keys, or none."""
         if len(keys) != len(values):
-            raise StoreValueError(f"multi_set got {len(keys)} keys and {len(values)} values: expected as many of each")
+            raise StoreValueError(
+                f"multi_set got {len(keys)} keys and {len(values)} values: expected as many of each"
+            )
         pairs = [part for key, value in zip(keys, values, strict=True) for part in (key, value)]
         if pairs:
             self._script(self._connection.set, self.prefix, *pairs, repeatable=True)
 
     def get(self, key: str) -> bytes:
-        """The value of `key`; waits for it at most the store's timeout, then raises StoreTimeoutError."""
+        """The value of `key`; waits for it at most the store's timeout, then raises
+        StoreTimeoutError."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -132,7 +159,8 @@ class RedisStore(Store):
         return self._wait_for_values(list(keys), self.timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys are there, at most `timeout` (default: the store's), then raises StoreTimeoutError naming the others."""
+        """Waits until all keys are there, at most `timeout` (default: the store's), then raises
+        StoreTimeoutError naming the others."""
         self._wait_for_values(list(keys), self.timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -140,11 +168,15 @@ class RedisStore(Store):
         return None not in self._look(list(keys))
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to the number in `key` (absent: 0) and returns the sum. Not repeated after a broken connection: it would count twice."""
+        """Adds to the number in `key` (absent: 0) and returns the sum. Not repeated after a broken
+        connection: it would count twice."""
         try:
             return int(self._write(self._connection.add, key, int(amount)))
         except redis.ResponseError as error:
-            raise StoreValueError(f"add to key {key!r} of store {self.prefix!r}: its value is not an integer ({error})") from error
+            raise StoreValueError(
+                f"add to key {key!r} of store {self.prefix!r}: its value is not an integer "
+                f"({error})"
+            ) from error
 
     def append(self, key: str, value: str | bytes) -> None:
         """Appends to the value of `key` (absent: empty). Not repeated after a broken connection."""
@@ -153,17 +185,22 @@ class RedisStore(Store):
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Sets `key` to `desired` if it holds `expected`, or is absent and `expected` is empty.
 
-        Returns what it holds afterwards; for an absent key that was not set, `expected`, as torch's own stores do.
+        Returns what it holds afterwards; for an absent key that was not set, `expected`, as torch's
+        own stores do.
         """
         return bytes(self._write(self._connection.compare_set, key, expected, desired))
 
     def delete_key(self, key: str) -> bool:
         """Deletes `key`; whether it was there."""
-        return bool(self._command(lambda: self._connection.client.hdel(self.prefix, key), repeatable=False))
+        return bool(
+            self._command(lambda: self._connection.client.hdel(self.prefix, key), repeatable=False)
+        )
 
     def num_keys(self) -> int:
         """How many keys there are (queues do not count)."""
-        return int(self._command(lambda: self._connection.client.hlen(self.prefix), repeatable=True))
+        return int(
+            self._command(lambda: self._connection.client.hlen(self.prefix), repeatable=True)
+        )
 
     def list_keys(self) -> list[str]:
         """All keys, in no order."""
@@ -185,13 +222,18 @@ class RedisStore(Store):
         self._script(self._connection.queue_push, self._queue(key), key, value, repeatable=False)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Takes the first item. An empty queue: waits at most the store's timeout, or with `block=False` raises QueueEmptyError.
+        """Takes the first item. An empty queue: waits at most the store's timeout, or with
+        `block=False` raises QueueEmptyError.
 
-        An item that Redis gave out just when the connection broke is lost: nobody can tell whether it did.
+        An item that Redis gave out just when the connection broke is lost: nobody can tell whether
+        it did.
         """
 
         def pop() -> bytes | None:
-            return self._command(lambda: cast("bytes | None", self._connection.client.lpop(self._queue(key))), repeatable=False)
+            return self._command(
+                lambda: cast("bytes | None", self._connection.client.lpop(self._queue(key))),
+                repeatable=False,
+            )
 
         item = self._wait_until(pop, lambda: [key], self.timeout) if block else pop()
         if item is None:
@@ -200,7 +242,9 @@ class RedisStore(Store):
 
     def queue_len(self, key: str) -> int:
         """How many items the queue holds."""
-        return int(self._command(lambda: self._connection.client.llen(self._queue(key)), repeatable=True))
+        return int(
+            self._command(lambda: self._connection.client.llen(self._queue(key)), repeatable=True)
+        )
 
     # --- the store itself
 
@@ -217,19 +261,22 @@ class RedisStore(Store):
     def clone(self) -> RedisStore:
         """The store itself: it may be used from any thread.
 
-        A copy made for a caller in C++ would lose its Python half at once: C++ holds only the other.
+        A copy made for a caller in C++ would lose its Python half at once: C++ holds only the
+        other.
         """
         return self
 
     def with_prefix(self, prefix: str) -> RedisStore:
-        """A store over other keys, with connections shared and an abort of its own: for the next generation."""
+        """A store over other keys, with connections shared and an abort of its own: for the next
+        generation."""
         _check(prefix, self.timeout, self._lifetime)
         derived = RedisStore.__new__(RedisStore)
         derived._set_up(self._connection, prefix, self.timeout, self._lifetime)
         return derived
 
     def abort(self, reason: str) -> None:
-        """Makes every blocked and every later call on this store raise StoreAbortedError(reason). No I/O; any thread."""
+        """Makes every blocked and every later call on this store raise StoreAbortedError(reason).
+        No I/O; any thread."""
         callbacks = self._abort.begin(reason)
         self._connection.wakeups.wake_all()
         for callback in callbacks:
@@ -237,7 +284,8 @@ class RedisStore(Store):
 
     @contextlib.contextmanager
     def on_abort(self, callback: Callable[[str], None]) -> Iterator[None]:
-        """While in the context, `abort` also calls `callback(reason)`, in its own thread; at once if it has been called already."""
+        """While in the context, `abort` also calls `callback(reason)`, in its own thread; at once
+        if it has been called already."""
         reason = self._abort.add(callback)
         if reason is not None:
             callback(reason)
@@ -247,22 +295,32 @@ class RedisStore(Store):
             self._abort.remove(callback)
 
     def run_script(self, script: str, *arguments: str | bytes | int) -> Any:
-        """Runs a Lua script of this package on the store's key, with the lifetime and the channels' prefix as ARGV[1] and ARGV[2].
+        """Runs a Lua script of this package on the store's key, with the lifetime and the channels'
+        prefix as ARGV[1] and ARGV[2].
 
-        It must be safe to repeat. For what is more than a key-value store, such as the agreement on a round of a rendezvous.
+        It must be safe to repeat. For what is more than a key-value store, such as the agreement on
+        a round of a rendezvous.
         """
-        return self._script(self._connection.client.register_script(script), self.prefix, *arguments, repeatable=True)
+        return self._script(
+            self._connection.client.register_script(script),
+            self.prefix,
+            *arguments,
+            repeatable=True,
+        )
 
     def watch_writes(self, key: str) -> contextlib.AbstractContextManager[threading.Event]:
-        """An event that is set soon after each write of `key`, and when the store is aborted. Look every second too: a hint can be lost."""
+        """An event that is set soon after each write of `key`, and when the store is aborted. Look
+        every second too: a hint can be lost."""
         return self._connection.wakeups.watch(self._channels + key)
 
     def discard(self) -> None:
-        """Deletes all keys of the store (not its queues) at the server. For the one who knows that nobody needs them."""
+        """Deletes all keys of the store (not its queues) at the server. For the one who knows that
+        nobody needs them."""
         self._command(lambda: self._connection.client.unlink(self.prefix), repeatable=True)
 
     def close(self) -> None:
-        """Aborts the store and, if no other store shares its connections, closes them and ends their thread. Idempotent."""
+        """Aborts the store and, if no other store shares its connections, closes them and ends
+        their thread. Idempotent."""
         self.abort(f"store {self.prefix!r} is closed")
         if self._release.detach() is not None:
             self._connection.release(wait=True)
@@ -272,9 +330,13 @@ class RedisStore(Store):
     def _write(self, script: Script, key: str, *arguments: str | bytes | int) -> Any:
         return self._script(script, self.prefix, key, *arguments, repeatable=False)
 
-    def _script(self, script: Script, target: str, *arguments: str | bytes | int, repeatable: bool) -> Any:
+    def _script(
+        self, script: Script, target: str, *arguments: str | bytes | int, repeatable: bool
+    ) -> Any:
         header = (max(1, int(self._lifetime.total_seconds())), self._channels)
-        return self._command(lambda: script(keys=[target], args=[*header, *arguments]), repeatable=repeatable)
+        return self._command(
+            lambda: script(keys=[target], args=[*header, *arguments]), repeatable=repeatable
+        )
 
     def _queue(self, key: str) -> str:
         return f"{self.prefix}:queue:{key}"
@@ -282,7 +344,9 @@ class RedisStore(Store):
     def _look(self, keys: list[str]) -> list[bytes | None]:
         if not keys:
             return []
-        values = self._command(lambda: self._connection.client.hmget(self.prefix, keys), repeatable=True)
+        values = self._command(
+            lambda: self._connection.client.hmget(self.prefix, keys), repeatable=True
+        )
         return cast("list[bytes | None]", values)
 
     def _command(self, send: Callable[[], T], *, repeatable: bool) -> T:
@@ -295,13 +359,16 @@ class RedisStore(Store):
             except _BROKEN as error:
                 if attempt + 1 == attempts:
                     raise StoreUnavailableError(
-                        f"store {self.prefix!r}: Redis did not answer ({error}); tried {attempts} time(s)", reason="REDIS_UNAVAILABLE"
+                        f"store {self.prefix!r}: Redis did not answer ({error}); tried {attempts} "
+                        "time(s)",
+                        reason="REDIS_UNAVAILABLE",
                     ) from error
                 time.sleep(_BACKOFF_S * 2**attempt)
             except redis.RedisError:
                 raise
             except Exception as error:
-                # `close` in another thread takes the connection away in the middle of a command, which redis-py reports in many ways.
+                # `close` in another thread takes the connection away in the middle of a command,
+                # which redis-py reports in many ways.
                 self._raise_if_aborted(error)
                 raise
         raise AssertionError("unreachable: the last attempt returns or raises")
@@ -314,12 +381,20 @@ class RedisStore(Store):
 
         def look() -> list[bytes] | None:
             wanted = absent()
-            values.update({key: value for key, value in zip(wanted, self._look(wanted), strict=True) if value is not None})
+            values.update(
+                {
+                    key: value
+                    for key, value in zip(wanted, self._look(wanted), strict=True)
+                    if value is not None
+                }
+            )
             return [values[key] for key in keys] if not absent() else None
 
         return self._wait_until(look, absent, timeout)
 
-    def _wait_until(self, attempt: Callable[[], T | None], absent: Callable[[], list[str]], timeout: timedelta) -> T:
+    def _wait_until(
+        self, attempt: Callable[[], T | None], absent: Callable[[], list[str]], timeout: timedelta
+    ) -> T:
         """Repeats `attempt` whenever the first absent key was written, until it gives something."""
         deadline = time.monotonic() + timeout.total_seconds()
         found = self._attempt_before(deadline, attempt)
@@ -347,10 +422,12 @@ class RedisStore(Store):
             return None
 
     def _raise_timeout(self, absent: list[str], timeout: timedelta) -> None:
-        named = ", ".join(repr(key) for key in absent[:5]) + (f" and {len(absent) - 5} more" if len(absent) > 5 else "")
+        named = ", ".join(repr(key) for key in absent[:5]) + (
+            f" and {len(absent) - 5} more" if len(absent) > 5 else ""
+        )
         raise StoreTimeoutError(
-            f"store {self.prefix!r}: waited {timeout.total_seconds():g} s for {named}, which nobody has written; "
-            "is the rank that writes it running?"
+            f"store {self.prefix!r}: waited {timeout.total_seconds():g} s for {named}, which "
+            "nobody has written; is the rank that writes it running?"
         )
 
     def _raise_if_aborted(self, cause: Exception | None = None) -> None:
@@ -386,8 +463,14 @@ class _Abort:
 
 def _check(prefix: str, timeout: timedelta, lifetime: timedelta) -> None:
     if not prefix:
-        raise ConfigurationError("prefix='': expected a name that no other group uses, such as 'shoal:{job}:store:3-9f2c'")
+        raise ConfigurationError(
+            "prefix='': expected a name that no other group uses, such as "
+            "'shoal:{job}:store:3-9f2c'"
+        )
     if timeout <= timedelta(0):
         raise ConfigurationError(f"timeout={timeout}: expected more than 0 s")
     if lifetime < timedelta(minutes=1):
-        raise ConfigurationError(f"lifetime={lifetime}: expected at least a minute, or the store is forgotten while it is used")
+        raise ConfigurationError(
+            f"lifetime={lifetime}: expected at least a minute, or the store is forgotten while it "
+            "is used"
+        )

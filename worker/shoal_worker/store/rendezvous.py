@@ -1,13 +1,17 @@
-"""`init_process_group(init_method="redis://host:port/job")`: a plain torch script's rendezvous through Redis.
+"""`init_process_group(init_method="redis://host:port/job")`: a plain torch script's rendezvous
+through Redis.
 
-The URL is redis://[user:password@]host:port/job; with TLS rediss://, and `?ca=/path/of/ca.pem` where the system does not know the server's
-authority. `?db=2` picks a database. Rank and world size come from the arguments
-of init_process_group, else from the query (`?rank=0&world_size=4`), else from RANK and WORLD_SIZE. The job's name can be used again: ranks
-first agree on a round, and each round has a prefix of its own, so that what an earlier run left behind is never seen.
+The URL is redis://[user:password@]host:port/job; with TLS rediss://, and `?ca=/path/of/ca.pem`
+where the system does not know the server's authority. `?db=2` picks a database. Rank and world size
+come from the arguments of init_process_group, else from the query (`?rank=0&world_size=4`), else
+from RANK and WORLD_SIZE. The job's name can be used again: ranks first agree on a round, and each
+round has a prefix of its own, so that what an earlier run left behind is never seen.
 
-`import shoal` makes torch know it (store/init_method.py). For scripts that do not import it, `python -m shoal_worker.store script.py` does.
+`import shoal` makes torch know it (store/init_method.py). For scripts that do not import it,
+`python -m shoal_worker.store script.py` does.
 
-This is not how Shoal's own generations form (the coordinator gives those rank and prefix). It does not watch over the ranks afterwards.
+This is not how Shoal's own generations form (the coordinator gives those rank and prefix). It does
+not watch over the ranks afterwards.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ _PATIENCE_S: Final = 5.0
 """A rank that waits and has not refreshed its arrival for so long is taken for dead."""
 
 _STORES: Final[list[RedisStore]] = []
-"""Those handed to torch. It keeps only their C++ half, so they must be kept here; like torch's own stores, until the process ends."""
+"""Those handed to torch. It keeps only their C++ half, so they must be kept here; like torch's own
+stores, until the process ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,27 +62,43 @@ def parse(url: str, environment: Mapping[str, str] | None = None) -> Target:
     parts = urlsplit(url)
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
     if unknown := sorted(set(query) - {"rank", "world_size", "db", "ca"}):
-        raise ConfigurationError(f"{given}: unknown {', '.join(unknown)}; expected rank, world_size, db or ca")
+        raise ConfigurationError(
+            f"{given}: unknown {', '.join(unknown)}; expected rank, world_size, db or ca"
+        )
     job = unquote(parts.path.strip("/"))
     if not parts.hostname or not job:
-        raise ConfigurationError(f"{given}: expected redis://HOST:PORT/JOB, with a job name that no other run is using")
+        raise ConfigurationError(
+            f"{given}: expected redis://HOST:PORT/JOB, with a job name that no other run is using"
+        )
     environment = rank_variables() if environment is None else environment
     rank = _number(given, "rank", 0, query.get("rank"), environment.get("RANK"))
-    world_size = _number(given, "world_size", 1, query.get("world_size"), environment.get("WORLD_SIZE"))
+    world_size = _number(
+        given, "world_size", 1, query.get("world_size"), environment.get("WORLD_SIZE")
+    )
     if rank >= world_size:
-        raise ConfigurationError(f"{given}: rank={rank} with world_size={world_size}; expected a smaller rank")
+        raise ConfigurationError(
+            f"{given}: rank={rank} with world_size={world_size}; expected a smaller rank"
+        )
     database = _number(given, "db", 0, query.get("db"), "0")
     server = SplitResult(parts.scheme, parts.netloc, f"/{database}", "", "").geturl()
     authority = Path(query["ca"]) if "ca" in query else None
     if authority is not None and parts.scheme != "rediss":
-        raise ConfigurationError(f"{given}: ca={query['ca']!r}: expected rediss://, since redis:// has no TLS")
-    return Target(server=with_authority(server, authority), job=job, rank=rank, world_size=world_size)
+        raise ConfigurationError(
+            f"{given}: ca={query['ca']!r}: expected rediss://, since redis:// has no TLS"
+        )
+    return Target(
+        server=with_authority(server, authority), job=job, rank=rank, world_size=world_size
+    )
 
 
-def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[RedisStore, int, int]]:
-    """The handler that torch calls: yields the store, the rank and the world size once all ranks have come.
+def rendezvous(
+    url: str, timeout: timedelta = timedelta(minutes=30), **_: Any
+) -> Iterator[tuple[RedisStore, int, int]]:
+    """The handler that torch calls: yields the store, the rank and the world size once all ranks
+    have come.
 
-    Raises ConfigurationError, UnavailableError (no server), or StoreTimeoutError naming the ranks that did not come in `timeout`.
+    Raises ConfigurationError, UnavailableError (no server), or StoreTimeoutError naming the ranks
+    that did not come in `timeout`.
     """
     target = parse(url)
     lobby = RedisStore(target.server, f"shoal:{{{target.job}}}:rendezvous", timeout=timeout)
@@ -85,7 +106,9 @@ def rendezvous(url: str, timeout: timedelta = timedelta(minutes=30), **_: Any) -
     store = lobby.with_prefix(prefix)
     _STORES.append(store)
     yield store, target.rank, target.world_size
-    raise RuntimeError("init_method redis:// cannot form the same group again: call init_process_group anew")
+    raise RuntimeError(
+        "init_method redis:// cannot form the same group again: call init_process_group anew"
+    )
 
 
 def _join_round(lobby: RedisStore, target: Target, timeout: timedelta) -> str:
@@ -101,26 +124,37 @@ def _join_round(lobby: RedisStore, target: Target, timeout: timedelta) -> str:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise StoreTimeoutError(
-                    f"job {target.job!r}: rank {target.rank} waited {timeout.total_seconds():g} s for {', '.join(absent)} "
-                    f"of world_size={target.world_size}"
+                    f"job {target.job!r}: rank {target.rank} waited {timeout.total_seconds():g} s "
+                    f"for {', '.join(absent)} of world_size={target.world_size}"
                 )
             written.wait(min(remaining, _REFRESH_S))
 
 
 def _arrive(lobby: RedisStore, target: Target, token: str) -> tuple[str, list[str]]:
-    """Says, or says again, that this rank is here. Returns the round and who is absent; nobody: the round is complete."""
+    """Says, or says again, that this rank is here. Returns the round and who is absent; nobody: the
+    round is complete."""
     patience_ms, lifetime_s = int(_PATIENCE_S * 1000), int(DEFAULT_LIFETIME.total_seconds())
     new_name = uuid.uuid4().hex[:12]
-    reply = lobby.run_script(scripts.ARRIVE, target.world_size, target.rank, token, patience_ms, new_name, lifetime_s)
+    reply = lobby.run_script(
+        scripts.ARRIVE, target.world_size, target.rank, token, patience_ms, new_name, lifetime_s
+    )
     name, *absent = [part.decode() for part in reply]
     return name, absent
 
 
-def _number(given: str, field: str, least: int, argument: str | None, environment: str | None) -> int:
-    """An argument that torch was given (it writes them into the query, -1 for none), or the environment's."""
+def _number(
+    given: str, field: str, least: int, argument: str | None, environment: str | None
+) -> int:
+    """An argument that torch was given (it writes them into the query, -1 for none), or the
+    environment's."""
     text = argument if argument is not None and argument != "-1" else environment
     if text is None:
-        raise ConfigurationError(f"{given}: no {field}; pass {field}= to init_process_group, put it in the query, or set {field.upper()}")
+        raise ConfigurationError(
+            f"{given}: no {field}; pass {field}= to init_process_group, put it in the query, or "
+            f"set {field.upper()}"
+        )
     if not text.isdecimal() or int(text) < least:
-        raise ConfigurationError(f"{given}: {field}={text!r}; expected an integer of {least} or more")
+        raise ConfigurationError(
+            f"{given}: {field}={text!r}; expected an integer of {least} or more"
+        )
     return int(text)

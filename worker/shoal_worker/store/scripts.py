@@ -1,17 +1,22 @@
-"""The store's writes as Lua scripts, so that each is one round trip and atomic with the wake-up of those who wait for it.
+"""The store's writes as Lua scripts, so that each is one round trip and atomic with the wake-up of
+those who wait for it.
 
-A store is one Redis hash (its keys are fields), so that one TTL and one DEL cover it whole. KEYS[1] is the hash, or a queue's list.
-ARGV[1] is the lifetime in seconds, ARGV[2] the prefix of the channels that waits listen on.
+A store is one Redis hash (its keys are fields), so that one TTL and one DEL cover it whole. KEYS[1]
+is the hash, or a queue's list. ARGV[1] is the lifetime in seconds, ARGV[2] the prefix of the
+channels that waits listen on.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# The lifetime is only renewed when half of it is over: a renewal is a write of its own to the append-only file.
+# The lifetime is only renewed when half of it is over: a renewal is a write of its own to the
+# append-only file.
 _RENEW: Final = """
 local function renew()
-  if redis.call('TTL', KEYS[1]) < tonumber(ARGV[1]) / 2 then redis.call('EXPIRE', KEYS[1], ARGV[1]) end
+  if redis.call('TTL', KEYS[1]) < tonumber(ARGV[1]) / 2 then
+    redis.call('EXPIRE', KEYS[1], ARGV[1])
+  end
 end
 """
 
@@ -61,7 +66,8 @@ end
 return held or ARGV[4]
 """
 )
-"""ARGV[3] key, ARGV[4] expected, ARGV[5] desired. Returns what torch's stores return, also for an absent key: the expected value."""
+"""ARGV[3] key, ARGV[4] expected, ARGV[5] desired. Returns what torch's stores return, also for an
+absent key: the expected value."""
 
 QUEUE_PUSH: Final = (
     _RENEW
@@ -110,7 +116,9 @@ elseif not name then
 elseif tonumber(redis.call('HGET', KEYS[1], 'size')) ~= size then
   for other = 0, tonumber(redis.call('HGET', KEYS[1], 'size')) - 1 do
     local _, there = holder(other)
-    if there then return {name, 'the end of a round of ' .. redis.call('HGET', KEYS[1], 'size') .. ' ranks'} end
+    if there then
+      return {name, 'the end of a round of ' .. redis.call('HGET', KEYS[1], 'size') .. ' ranks'}
+    end
   end
   begin()
 elseif held and held ~= token and alive then
@@ -125,9 +133,12 @@ if #missing == 0 then
 end
 return {redis.call('HGET', KEYS[1], 'name'), unpack(missing)}
 """
-"""A rank comes to a rendezvous, and again every second while it waits, so that who died waiting is not counted.
+"""A rank comes to a rendezvous, and again every second while it waits, so that who died waiting is
+not counted.
 
-KEYS[1] the round: name, size, `rank:N` = token and time of the last sign of life, complete. ARGV[3] world size, [4] rank, [5] this
-process's token, [6] after how many ms without a sign a rank is dead, [7] name for a new round, [8] lifetime in s. Returns the round's name
-and what is waited for; nothing: the round is complete. A rank that comes to a complete round without having been in it begins a new one.
+KEYS[1] the round: name, size, `rank:N` = token and time of the last sign of life, complete. ARGV[3]
+world size, [4] rank, [5] this process's token, [6] after how many ms without a sign a rank is dead,
+[7] name for a new round, [8] lifetime in s. Returns the round's name and what is waited for;
+nothing: the round is complete. A rank that comes to a complete round without having been in it
+begins a new one.
 """

@@ -1,11 +1,14 @@
 """Wakes waits on a Redis store the moment a key is written, without polling for it.
 
-Every write publishes on its key's channel. One listener thread per Redis client owns the one subscribed connection; a wait registers the
-channel and gets a `threading.Event` that the listener sets. Published messages are hints that can be lost (a broken connection), so a wait
-must look again by itself from time to time: this module promises to be quick, not to be sure. It knows no keys and no values.
+Every write publishes on its key's channel. One listener thread per Redis client owns the one
+subscribed connection; a wait registers the channel and gets a `threading.Event` that the listener
+sets. Published messages are hints that can be lost (a broken connection), so a wait must look again
+by itself from time to time: this module promises to be quick, not to be sure. It knows no keys and
+no values.
 
-Threads: `watch` and `wake_all` are for any thread. The subscription belongs to the listener thread alone; others reach it by a message
-to its inbox channel. The listener starts with a wait and ends some seconds after the last, or within LISTEN_TIMEOUT_S of `stop`.
+Threads: `watch` and `wake_all` are for any thread. The subscription belongs to the listener thread
+alone; others reach it by a message to its inbox channel. The listener starts with a wait and ends
+some seconds after the last, or within LISTEN_TIMEOUT_S of `stop`.
 """
 
 from __future__ import annotations
@@ -23,10 +26,12 @@ import redis
 _LOG: Final = logging.getLogger(__name__)
 
 LISTEN_TIMEOUT_S: Final = 0.5
-"""Longest time for which the listener does not look at what it should listen to; also how long a stop can take."""
+"""Longest time for which the listener does not look at what it should listen to; also how long a
+stop can take."""
 _RECONNECT_PAUSE_S: Final = 0.1
 _LINGER_S: Final = 5.0
-"""How long the listener stays when nobody waits any more: a group that forms waits often, and one that trains never."""
+"""How long the listener stays when nobody waits any more: a group that forms waits often, and one
+that trains never."""
 
 
 class Wakeups:
@@ -43,16 +48,20 @@ class Wakeups:
 
     @contextlib.contextmanager
     def watch(self, channel: str) -> Iterator[threading.Event]:
-        """An event that is set when something is published on `channel`, when the listening begins, and by `wake_all`.
+        """An event that is set when something is published on `channel`, when the listening begins,
+        and by `wake_all`.
 
-        Because it is also set when the listening begins, a caller that clears it, looks, and then waits for it misses nothing.
+        Because it is also set when the listening begins, a caller that clears it, looks, and then
+        waits for it misses nothing.
         """
         event = threading.Event()
         with self._lock:
             self._waits.setdefault(channel, set()).add(event)
             listening = self._thread is not None
             if not listening:
-                self._thread = threading.Thread(target=self._listen, name="shoal-store-wakeups", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._listen, name="shoal-store-wakeups", daemon=True
+                )
                 self._thread.start()
         if listening:
             self._poke()
@@ -72,7 +81,8 @@ class Wakeups:
                     event.set()
 
     def stop(self) -> None:
-        """Ends the listener soon. Does no I/O and does not wait, so that it can run in a finalizer."""
+        """Ends the listener soon. Does no I/O and does not wait, so that it can run in a
+        finalizer."""
         self._stopped.set()
         self.wake_all()
 
@@ -85,7 +95,8 @@ class Wakeups:
             thread.join()
 
     def _poke(self) -> None:
-        """Makes the listener look at what it should listen to. If Redis is away it does so anyway, a little later."""
+        """Makes the listener look at what it should listen to. If Redis is away it does so anyway,
+        a little later."""
         with contextlib.suppress(redis.RedisError, OSError):
             self._client.publish(self._inbox, b"")
 
@@ -105,7 +116,11 @@ class Wakeups:
                     failing = False
                 except (redis.RedisError, OSError) as error:
                     if not failing:
-                        _LOG.warning("the store's wake-up connection broke; until it is back, waits look for keys by the clock: %s", error)
+                        _LOG.warning(
+                            "the store's wake-up connection broke; until it is back, waits look "
+                            "for keys by the clock: %s",
+                            error,
+                        )
                     failing = True
                     self._stopped.wait(_RECONNECT_PAUSE_S)
                     continue
@@ -115,7 +130,8 @@ class Wakeups:
             subscription.close()
 
     def _retires(self, needed_at: float) -> bool:
-        """Whether the listener ends because nobody has waited for long. The next wait then starts another."""
+        """Whether the listener ends because nobody has waited for long. The next wait then starts
+        another."""
         with self._lock:
             if self._waits or time.monotonic() - needed_at < _LINGER_S:
                 return False
@@ -123,7 +139,8 @@ class Wakeups:
             return True
 
     def _follow_waits(self, subscription: Any) -> None:
-        """Subscribes to what is waited for and drops the rest. The server's answer to a subscription wakes the wait once."""
+        """Subscribes to what is waited for and drops the rest. The server's answer to a
+        subscription wakes the wait once."""
         with self._lock:
             wanted = {self._inbox, *self._waits}
         subscribed = {channel.decode() for channel in subscription.channels} - {

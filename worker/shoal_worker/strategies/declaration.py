@@ -1,4 +1,5 @@
-"""What a strategy declares of itself. Whatever lists strategies, in errors, docs and presets, asks the declarations (`registry.py`)."""
+"""What a strategy declares of itself. Whatever lists strategies, in errors, docs and presets, asks
+the declarations (`registry.py`)."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ from shoal_worker.engine.base import Engine, Setup
 class Strategy:
     """One strategy: a name for an engine and what that is made with.
 
-    Costs are in bytes a rank, in Markdown. P, G, O: those of parameters, gradients and optimizer state; N: ranks.
+    Costs are in bytes a rank, in Markdown. P, G, O: those of parameters, gradients and optimizer
+    state; N: ranks.
     """
 
     name: str
     """What `as_distributed(strategy=)` is given."""
     engine: Callable[[Setup], Engine]
-    """Makes the engine. Raises ConfigurationError: the strategy's options cannot work, alone or with the configuration."""
+    """Makes the engine. Raises ConfigurationError: the strategy's options cannot work, alone or
+    with the configuration."""
     memory: str
     """What a rank holds."""
     sent: str
@@ -34,9 +37,11 @@ class Strategy:
     complex_parameters: bool = False
     """It trains complex parameters."""
     meets_in_passes: bool = False
-    """All ranks pass samples of their own at the same time, so a pass may ask the others: SyncBatchNorm layers, `shoal.whole_batch`."""
+    """All ranks pass samples of their own at the same time, so a pass may ask the others:
+    SyncBatchNorm layers, `shoal.whole_batch`."""
     keeps_memory: bool = False
-    """Parameters stay in the memory in which the user's module has them, so that two of them may share it."""
+    """Parameters stay in the memory in which the user's module has them, so that two of them may
+    share it."""
     sparse_tables: bool = False
     """It trains models with sparse tables."""
     several_models: bool = False

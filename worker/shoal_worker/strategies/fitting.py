@@ -1,8 +1,10 @@
-"""A whole fit in one call: `optimizer.optimize(OptimizationInputData(...))`, with validation and early stopping, under every strategy.
+"""A whole fit in one call: `optimizer.optimize(OptimizationInputData(...))`, with validation and
+early stopping, under every strategy.
 
-It is the loop that a user would write, from the same parts: `ElasticDataLoader`, `train_step`, `evaluate`. So it survives faults as that
-loop does, and pipelines work, too. What it has found so far is registered state: joiners get it, checkpoints have it. It saves no
-checkpoints by itself, and keeps no copy of the best model: `on_epoch` is the place for either.
+It is the loop that a user would write, from the same parts: `ElasticDataLoader`, `train_step`,
+`evaluate`. So it survives faults as that loop does, and pipelines work, too. What it has found so
+far is registered state: joiners get it, checkpoints have it. It saves no checkpoints by itself, and
+keeps no copy of the best model: `on_epoch` is the place for either.
 """
 
 from __future__ import annotations
@@ -46,10 +48,11 @@ class EpochRecord:
     epoch: int
     """From 0."""
     training_loss: float
-    """Mean over the samples of the epoch that a rank still there knows of, each when its step was taken; NaN if there are none.
+    """Mean over the samples of the epoch that a rank still there knows of, each when its step was
+    taken; NaN if there are none.
 
-    Left out are: samples of ranks that have gone since, and those trained on before a resume. Steps that were undone by going back to a
-    checkpoint count beside those that took their place."""
+    Left out are: samples of ranks that have gone since, and those trained on before a resume. Steps
+    that were undone by going back to a checkpoint count beside those that took their place."""
     metric: float
     """Mean over the validation samples after the epoch; without any, `training_loss`."""
     improved: bool
@@ -75,7 +78,8 @@ class OptimizationInputData:
     epochs: int
     """At most; >= 1."""
     global_batch_size: int
-    """Samples in a step over all ranks; with `async_sgd`, in a push. The last step of an epoch may have fewer."""
+    """Samples in a step over all ranks; with `async_sgd`, in a push. The last step of an epoch may
+    have fewer."""
     micro_batch_size: int | None = None
     """Samples in a micro-batch: see `ElasticDataLoader`. None: a step is one batch per rank."""
     seed: int = 0
@@ -83,7 +87,8 @@ class OptimizationInputData:
     max_norm: float | None = None
     """Gradients are clipped to this norm; None: they are not."""
     scheduler: Any = None
-    """A learning-rate scheduler on the optimizer, not registered, stepped after each committed step; None: the rate stays."""
+    """A learning-rate scheduler on the optimizer, not registered, stepped after each committed
+    step; None: the rate stays."""
     patience: int | None = None
     """Stop when the metric has not improved in so many epochs; None: never early."""
     min_delta: float = 0.0
@@ -91,25 +96,37 @@ class OptimizationInputData:
     mode: str = "min"
     """Whether the metric is to fall ("min") or to rise ("max")."""
     on_epoch: Callable[[EpochRecord], object] | None = None
-    """Called after each epoch on every rank, between steps: it may save, report or evaluate, on all ranks alike."""
+    """Called after each epoch on every rank, between steps: it may save, report or evaluate, on all
+    ranks alike."""
 
     def __post_init__(self) -> None:
         if self.epochs < 1:
             raise ConfigurationError(f"epochs={self.epochs}: expected at least 1")
         if self.patience is not None and self.patience < 1:
-            raise ConfigurationError(f"patience={self.patience}: expected at least 1 epoch, or None for never")
+            raise ConfigurationError(
+                f"patience={self.patience}: expected at least 1 epoch, or None for never"
+            )
         if not self.min_delta >= 0:
             raise ConfigurationError(f"min_delta={self.min_delta}: expected at least 0")
         if self.mode not in ("min", "max"):
             raise ConfigurationError(f'mode={self.mode!r}: expected "min" or "max"')
         if self.max_norm is not None and not self.max_norm > 0:
-            raise ConfigurationError(f"max_norm={self.max_norm}: expected more than 0, or None for no clipping")
+            raise ConfigurationError(
+                f"max_norm={self.max_norm}: expected more than 0, or None for no clipping"
+            )
         if isinstance(self.scheduler, ReduceLROnPlateau):
-            raise ConfigurationError("scheduler=ReduceLROnPlateau steps by epoch and metric: register it, and step it in on_epoch=")
+            raise ConfigurationError(
+                "scheduler=ReduceLROnPlateau steps by epoch and metric: register it, and step it "
+                "in on_epoch="
+            )
         if self.metric_fn is not None and self.validation is None:
-            raise ConfigurationError("metric_fn is measured on the validation samples: give validation=, or leave it out")
+            raise ConfigurationError(
+                "metric_fn is measured on the validation samples: give validation=, or leave it out"
+            )
         if self.validation is not None and self.loss_fn is None and self.metric_fn is None:
-            raise ConfigurationError("validation= without loss_fn= and metric_fn=: say what is to be measured on it")
+            raise ConfigurationError(
+                "validation= without loss_fn= and metric_fn=: say what is to be measured on it"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +157,10 @@ class _Progress:
     counter: Patience = field(default_factory=Patience)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": [asdict(record) for record in self.history], "counter": self.counter.state_dict()}
+        return {
+            "history": [asdict(record) for record in self.history],
+            "counter": self.counter.state_dict(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.history = [EpochRecord(**record) for record in state["history"]]
@@ -148,7 +168,12 @@ class _Progress:
 
     def add(self, epoch: int, training_loss: float, metric: float) -> EpochRecord:
         self.counter.observe(metric, mode=self.mode, patience=1, min_delta=self.min_delta)
-        record = EpochRecord(epoch=epoch, training_loss=training_loss, metric=metric, improved=self.counter.bad_calls == 0)
+        record = EpochRecord(
+            epoch=epoch,
+            training_loss=training_loss,
+            metric=metric,
+            improved=self.counter.bad_calls == 0,
+        )
         self.history.append(record)
         return record
 
@@ -161,16 +186,25 @@ class _Progress:
         return next((record for record in reversed(self.history) if record.improved), None)
 
 
-def fit(session: Session, model: ShardedModel, optimizer: Optimizer, data: OptimizationInputData) -> OptimizationResult:
+def fit(
+    session: Session, model: ShardedModel, optimizer: Optimizer, data: OptimizationInputData
+) -> OptimizationResult:
     """See `ShardedOptimizer.optimize`."""
     if not isinstance(data, OptimizationInputData):
-        raise ConfigurationError(f"optimize({type(data).__name__}): expected a shoal.OptimizationInputData")
+        raise ConfigurationError(
+            f"optimize({type(data).__name__}): expected a shoal.OptimizationInputData"
+        )
     if model.sharding_config.loss_reduction != "mean":
         raise ConfigurationError(
-            f"optimize() with loss_reduction={model.sharding_config.loss_reduction!r}: what it tells and decides by are means over "
-            "samples; leave it out, with a loss_fn that is a mean"
+            f"optimize() with loss_reduction={model.sharding_config.loss_reduction!r}: what it "
+            "tells and decides by are means over samples; leave it out, with a loss_fn that is a "
+            "mean"
         )
-    name = next(name for number in itertools.count(1) if session.registered.find(name := f"optimize-{number}") is None)
+    name = next(
+        name
+        for number in itertools.count(1)
+        if session.registered.find(name := f"optimize-{number}") is None
+    )
     progress = _Progress(mode=data.mode, min_delta=data.min_delta, patience=data.patience)
     leased = model.engine.asynchronous
     loader = ElasticDataLoader(
@@ -188,7 +222,9 @@ def fit(session: Session, model: ShardedModel, optimizer: Optimizer, data: Optim
     for epoch in () if progress.stop else loader.epochs(data.epochs):
         sums = _epoch(session, model, optimizer, data, loader)
         training_loss = _mean(session, sums)
-        metric = training_loss if validation is None else _validate(session, model, data, validation)
+        metric = (
+            training_loss if validation is None else _validate(session, model, data, validation)
+        )
         if loader.epoch <= epoch or session.is_redoing:
             continue  # the job was stopped within the epoch, or some of it comes again
         record = progress.add(epoch, training_loss, metric)
@@ -208,14 +244,19 @@ def fit(session: Session, model: ShardedModel, optimizer: Optimizer, data: Optim
 
 
 def _epoch(
-    session: Session, model: ShardedModel, optimizer: Optimizer, data: OptimizationInputData, loader: ElasticDataLoader
+    session: Session,
+    model: ShardedModel,
+    optimizer: Optimizer,
+    data: OptimizationInputData,
+    loader: ElasticDataLoader,
 ) -> tuple[float, float]:
     """Trains on what is left of the loader's epoch; this rank's summed loss and samples."""
     total, samples = 0.0, 0.0
     for step in _steps(loader, in_micro_batches=data.micro_batch_size is not None):
         loss_sum, count = 0.0, 0.0
         for inputs, targets in step:
-            # Samples of the batch. A rank without any in a short step is handed a stand-in, which weighs nothing.
+            # Samples of the batch. A rank without any in a short step is handed a stand-in, which
+            # weighs nothing.
             weight = (session.step.micro_batch if session.step is not None else None) or 0.0
             loss = float(model.train_step(inputs, targets, data.loss_fn))
             loss_sum, count = loss_sum + loss * weight, count + weight
@@ -249,13 +290,18 @@ def _mean(session: Session, sums: tuple[float, float]) -> float:
     return total / samples if samples else math.nan
 
 
-def _validate(session: Session, model: ShardedModel, data: OptimizationInputData, loader: ElasticDataLoader) -> float:
+def _validate(
+    session: Session, model: ShardedModel, data: OptimizationInputData, loader: ElasticDataLoader
+) -> float:
     measure = data.metric_fn or data.loss_fn
     assert measure is not None
 
     def sums(_: nn.Module, counted: tuple[int, Any]) -> dict[str, float]:
         samples, (inputs, targets) = counted
-        return {"sum": float(measure(model.predict(inputs), targets)) * samples, "samples": float(samples)}
+        return {
+            "sum": float(measure(model.predict(inputs), targets)) * samples,
+            "samples": float(samples),
+        }
 
     batches = loader.evaluation_batches()
     assert isinstance(batches, EvaluationBatches)  # `_dataset`
@@ -264,7 +310,8 @@ def _validate(session: Session, model: ShardedModel, data: OptimizationInputData
 
 
 class _Counted:
-    """Batches, each with its number of samples: inputs and targets may be of any structure, and do not tell."""
+    """Batches, each with its number of samples: inputs and targets may be of any structure, and do
+    not tell."""
 
     def __init__(self, batches: EvaluationBatches) -> None:
         self._batches = batches
@@ -275,26 +322,33 @@ class _Counted:
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, tuple[int, Any]]]:
         """See `elastic.evaluation.Batches`."""
-        return ((number, (self._batches.samples(number), batch)) for number, batch in self._batches.read(numbers))
+        return (
+            (number, (self._batches.samples(number), batch))
+            for number, batch in self._batches.read(numbers)
+        )
 
 
 def _validation_loader(data: OptimizationInputData) -> ElasticDataLoader | None:
     if data.validation is None:
         return None
     size = data.micro_batch_size or data.global_batch_size
-    return ElasticDataLoader(_dataset(data.validation, "validation"), global_batch_size=size, train=False)
+    return ElasticDataLoader(
+        _dataset(data.validation, "validation"), global_batch_size=size, train=False
+    )
 
 
 def _dataset(given: Any, what: str) -> Any:
     if is_stream(given):
         raise ConfigurationError(
-            f"{what}: {type(given).__qualname__} is a stream, and optimize() counts samples by a dataset's length: write the loop "
-            "yourself, over an ElasticDataLoader, or give a dataset with __len__ and __getitem__(index)"
+            f"{what}: {type(given).__qualname__} is a stream, and optimize() counts samples by a "
+            "dataset's length: write the loop yourself, over an ElasticDataLoader, or give a "
+            "dataset with __len__ and __getitem__(index)"
         )
     if not isinstance(given, Sequence) or not all(isinstance(part, torch.Tensor) for part in given):
         return given
     if len(given) != 2 or len(given[0]) != len(given[1]):
         raise ConfigurationError(
-            f"{what}: tensors of {[len(part) for part in given]} samples; expected two, inputs and targets, of the same number"
+            f"{what}: tensors of {[len(part) for part in given]} samples; expected two, inputs and "
+            "targets, of the same number"
         )
     return TensorDataset(*given)

@@ -1,10 +1,13 @@
-"""Hybrid sharding: replicas of a host's size, each of which cuts parameters, gradients and optimizer state over its ranks as zero3 does.
+"""Hybrid sharding: replicas of a host's size, each of which cuts parameters, gradients and
+optimizer state over its ranks as zero3 does.
 
-Per rank, with S ranks in a replica and R replicas: (P+G+O)/S bytes and the largest blocks, two at a time. Sent per step: 3P(S-1)/S within
-the replica, where links are fast, and 2(P/S)(R-1)/R between replicas. (Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2.2.)
+Per rank, with S ranks in a replica and R replicas: (P+G+O)/S bytes and the largest blocks, two at a
+time. Sent per step: 3P(S-1)/S within the replica, where links are fast, and 2(P/S)(R-1)/R between
+replicas. (Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2.2.)
 
-A shard's copies in the other replicas are what mirrors are elsewhere: they get the same sums and make the same updates. So nothing is sent
-for the sake of faults, unless there is one replica alone: that one mirrors its shards, and is zero3.
+A shard's copies in the other replicas are what mirrors are elsewhere: they get the same sums and
+make the same updates. So nothing is sent for the sake of faults, unless there is one replica alone:
+that one mirrors its shards, and is zero3.
 """
 
 from __future__ import annotations
@@ -26,15 +29,24 @@ from shoal_worker.strategies.optimizer import ShardedOptimizer
 def _engine(setup: Setup) -> ShardedEngine:
     size = setup.options.get("shard_size")
     if size is not None and (type(size) is not int or size < 1):
-        raise ConfigurationError(f"shard_size={size!r}: expected the number of ranks in a replica, at least 1, or None")
-    return ShardedEngine(setup, stage=Stage.PARAMETERS, groups=in_blocks, divide=functools.partial(in_replicas, shards=size))
+        raise ConfigurationError(
+            f"shard_size={size!r}: expected the number of ranks in a replica, at least 1, or None"
+        )
+    return ShardedEngine(
+        setup,
+        stage=Stage.PARAMETERS,
+        groups=in_blocks,
+        divide=functools.partial(in_replicas, shards=size),
+    )
 
 
 class HSDPModel(ShardedModel):
-    """Parameters, gradients and optimizer state are cut over the ranks of a replica, and there are several.
+    """Parameters, gradients and optimizer state are cut over the ranks of a replica, and there are
+    several.
 
-    `shard_size`: ranks in a replica. None: as many as the largest host has. Where it does not divide the number of ranks, after a death
-    say, replicas have the next larger number of ranks that does.
+    `shard_size`: ranks in a replica. None: as many as the largest host has. Where it does not
+    divide the number of ranks, after a death say, replicas have the next larger number of ranks
+    that does.
     """
 
     declaration: ClassVar[Strategy] = Strategy(
@@ -46,7 +58,8 @@ class HSDPModel(ShardedModel):
         meets_in_passes=True,
         several_models=True,
         options=OPTIONS | {"shard_size"},
-        settings=SETTINGS | {"shard_modules", "prefetch_blocks"},  # and no compression: most of what it sends stays within a host
+        # and no compression: most of what it sends stays within a host
+        settings=SETTINGS | {"shard_modules", "prefetch_blocks"},
     )
 
 

@@ -1,4 +1,5 @@
-"""Pipeline x tensor x data: replicas of the model, each cut into pipeline stages whose layers are split over ranks.
+"""Pipeline x tensor x data: replicas of the model, each cut into pipeline stages whose layers are
+split over ranks.
 
 Memory and bytes are the product and the sum of the three: docs/strategies/hybrid.md.
 """
@@ -13,14 +14,27 @@ from shoal_common.errors import ConfigurationError
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.parameter_groups import by_modules
 from shoal_worker.mesh.engine import MeshEngine
-from shoal_worker.mesh.layouts import PIPELINE_OPTIONS, TENSOR_OPTIONS, Axes, Fits, MeshPlan, Sharding, checked_size
+from shoal_worker.mesh.layouts import (
+    PIPELINE_OPTIONS,
+    TENSOR_OPTIONS,
+    Axes,
+    Fits,
+    MeshPlan,
+    Sharding,
+    checked_size,
+)
 from shoal_worker.sharding.unit import Stage
 from shoal_worker.strategies.declaration import Strategy
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer
 from shoal_worker.torch_internals import needs_torch
 
-_ALONG_DATA: Final = {"ddp": None, "zero1": Stage.OPTIMIZER, "zero2": Stage.GRADIENTS, "fsdp": Stage.PARAMETERS}
+_ALONG_DATA: Final = {
+    "ddp": None,
+    "zero1": Stage.OPTIMIZER,
+    "zero2": Stage.GRADIENTS,
+    "fsdp": Stage.PARAMETERS,
+}
 _SIZES: Final = frozenset({"pipeline_parallel_size", "tensor_parallel_size", "data_parallel_size"})
 
 
@@ -28,31 +42,39 @@ def _engine(setup: Setup) -> MeshEngine:
     options, config = setup.options, setup.config
     data_axis = options.get("data_parallel_strategy", "ddp")
     if data_axis not in list(_ALONG_DATA):
-        raise ConfigurationError(f"data_parallel_strategy={data_axis!r}: expected one of {', '.join(_ALONG_DATA)}")
+        raise ConfigurationError(
+            f"data_parallel_strategy={data_axis!r}: expected one of {', '.join(_ALONG_DATA)}"
+        )
     pipeline = checked_size("pipeline_parallel_size", options.get("pipeline_parallel_size", 1))
     pipelined = pipeline > 1
     if pipelined and setup.several:
         raise ConfigurationError(
-            f"pipeline_parallel_size={pipeline} with several models: train_step takes a batch through both passes of one pipeline, so no "
-            "loss can go through one model into another; leave it out, and the models are cut by tensor_parallel_size alone, or put them "
-            "into one nn.Module with one optimizer"
+            f"pipeline_parallel_size={pipeline} with several models: train_step takes a batch "
+            "through both passes of one pipeline, so no loss can go through one model into "
+            "another; leave it out, and the models are cut by tensor_parallel_size alone, or put "
+            "them into one nn.Module with one optimizer"
         )
     for field in ("shard_modules", "prefetch_blocks"):
         value = getattr(config, field)
         if value is not None and (data_axis != "fsdp" or pipelined):
             raise ConfigurationError(
-                f"{field}={value!r} with data_parallel_strategy={data_axis!r} and pipeline_parallel_size={pipeline}: "
+                f"{field}={value!r} with data_parallel_strategy={data_axis!r} and "
+                f"pipeline_parallel_size={pipeline}: "
                 'only "fsdp" without a pipeline gathers parameters by modules; leave it out'
             )
     if pipelined and options.get("sequence_dimension") is not None:
         raise ConfigurationError(
-            f"sequence_dimension={options['sequence_dimension']} with pipeline_parallel_size={pipeline}: what stages hand on is whole; "
-            "leave one of the two out"
+            f"sequence_dimension={options['sequence_dimension']} with "
+            f"pipeline_parallel_size={pipeline}: what stages hand on is whole; leave one of the "
+            "two out"
         )
     tensor = checked_size("tensor_parallel_size", options.get("tensor_parallel_size", 1))
     if tensor > 1:
         needs_torch(
-            2, 12, f"tensor_parallel_size={tensor}", "leave it out, and take pipeline_parallel_size or data_parallel_strategy='fsdp'"
+            2,
+            12,
+            f"tensor_parallel_size={tensor}",
+            "leave it out, and take pipeline_parallel_size or data_parallel_strategy='fsdp'",
         )
     wanted = options.get("data_parallel_size", -1)
 
@@ -61,11 +83,18 @@ def _engine(setup: Setup) -> MeshEngine:
         return Axes(
             pipeline=pipeline,
             tensor=tensor,
-            data=possible if wanted == -1 else min(possible, checked_size("data_parallel_size", wanted)),
+            data=possible
+            if wanted == -1
+            else min(possible, checked_size("data_parallel_size", wanted)),
         )
 
     sharding = _sharding(setup, _ALONG_DATA[data_axis], pipelined=pipelined)
-    plan = MeshPlan(axes_for=axes, pipelined=pipelined, cuts_parameters=tensor > 1 or sharding is not None, sharding=sharding)
+    plan = MeshPlan(
+        axes_for=axes,
+        pipelined=pipelined,
+        cuts_parameters=tensor > 1 or sharding is not None,
+        sharding=sharding,
+    )
     return MeshEngine(setup, plan)
 
 
@@ -75,22 +104,34 @@ def _sharding(setup: Setup, stage: Stage | None, *, pipelined: bool) -> Sharding
         return None
     config, blocks = setup.config, None
     if stage is Stage.PARAMETERS and not pipelined:
-        blocks = functools.partial(by_modules, shard_modules=config.shard_modules, at_least=config.minimum_parameter_group_size)
-    return Sharding(stage=stage, bucket_bytes=config.bucket_cap_mb << 20, blocks=blocks, prefetch=config.blocks_ahead)
+        blocks = functools.partial(
+            by_modules,
+            shard_modules=config.shard_modules,
+            at_least=config.minimum_parameter_group_size,
+        )
+    return Sharding(
+        stage=stage,
+        bucket_bytes=config.bucket_cap_mb << 20,
+        blocks=blocks,
+        prefetch=config.blocks_ahead,
+    )
 
 
 class HybridShardedModel(ShardedModel):
-    """`pipeline_parallel_size` x `tensor_parallel_size` ranks hold a replica; `data_parallel_size`: the most; -1: as many as there can be.
+    """`pipeline_parallel_size` x `tensor_parallel_size` ranks hold a replica; `data_parallel_size`:
+    the most; -1: as many as there can be.
 
-    `data_parallel_strategy`: "ddp", replicas hold their own gradients and optimizer state; "zero1", each holds a share of the optimizer
-    state; "zero2", and of the summed gradients; "fsdp", and of the parameters, which are gathered for the passes: block by block, or in a
-    pipeline all of a rank's stages. (Rajbhandari et al., "ZeRO", SC 2020, section 5.)
+    `data_parallel_strategy`: "ddp", replicas hold their own gradients and optimizer state; "zero1",
+    each holds a share of the optimizer state; "zero2", and of the summed gradients; "fsdp", and of
+    the parameters, which are gathered for the passes: block by block, or in a pipeline all of a
+    rank's stages. (Rajbhandari et al., "ZeRO", SC 2020, section 5.)
     """
 
     declaration: ClassVar[Strategy] = Strategy(
         name="hybrid",
         engine=_engine,
-        memory="(P + G + O)/(p t); with zero2 along d (P + (G + O)/d)/(p t), with fsdp (P + G + O)/(p t d) and what is gathered",
+        memory="(P + G + O)/(p t); with zero2 along d (P + (G + O)/d)/(p t), with fsdp (P + G + "
+        "O)/(p t d) and what is gathered",
         sent="the sum of tensor's, pipeline's and 2(P/(p t))(d-1)/d",
         a_death="as tensor",
         options=_SIZES | TENSOR_OPTIONS | PIPELINE_OPTIONS | {"data_parallel_strategy"},

@@ -1,8 +1,11 @@
-"""Local SGD: every rank trains its own replica on its own samples, and the ranks average their parameters every `sync_every` steps.
+"""Local SGD: every rank trains its own replica on its own samples, and the ranks average their
+parameters every `sync_every` steps.
 
-Cost per rank: as ddp, and a copy of parameters and optimizer state while a round lasts; 2P(N-1)/(N k) bytes sent per step when the ranks
-meet every k steps. It is no exact substitute for ddp: with k = 1 and plain SGD it gives the same parameters, else others. (Stich, "Local
-SGD Converges Fast and Communicates Little", ICLR 2019; McMahan et al., "Communication-Efficient Learning", AISTATS 2017, algorithm 1.)
+Cost per rank: as ddp, and a copy of parameters and optimizer state while a round lasts; 2P(N-1)/(N
+k) bytes sent per step when the ranks meet every k steps. It is no exact substitute for ddp: with k
+= 1 and plain SGD it gives the same parameters, else others. (Stich, "Local SGD Converges Fast and
+Communicates Little", ICLR 2019; McMahan et al., "Communication-Efficient Learning", AISTATS 2017,
+algorithm 1.)
 """
 
 from __future__ import annotations
@@ -29,8 +32,10 @@ class LocalSGDModel(ShardedModel):
         a_death="costs the round: it is done again",
         options=frozenset(field.name for field in dataclasses.fields(RoundOptions)),
         complex_parameters=True,
-        why_one_model="its ranks average at the end of a round of steps, which a model whose optimizer does not step for every batch would "
-        "come to at another time than the others. Over slow links gradient_compression= with ddp sends little, too",
+        why_one_model="its ranks average at the end of a round of steps, which a model whose "
+        "optimizer does not step for every batch would "
+        "come to at another time than the others. Over slow links gradient_compression= with ddp "
+        "sends little, too",
     )
 
     @property
@@ -44,5 +49,6 @@ class LocalSGDModel(ShardedModel):
 
 
 class LocalSGDOptimizer(ShardedOptimizer):
-    """The user's optimizer, stepped on every rank with that rank's own gradients. The last step of a round averages parameters, and gives
-    LOST if that failed: then the round is done again from its start."""
+    """The user's optimizer, stepped on every rank with that rank's own gradients. The last step of
+    a round averages parameters, and gives LOST if that failed: then the round is done again from
+    its start."""

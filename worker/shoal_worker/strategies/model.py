@@ -1,4 +1,5 @@
-"""`ShardedModel`: the model that users hold, under every strategy. What it does, its engine does (`engine/base.py`)."""
+"""`ShardedModel`: the model that users hold, under every strategy. What it does, its engine does
+(`engine/base.py`)."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ from shoal_worker.strategies.declaration import Strategy
 class ShardedModel(nn.Module):
     """A model that several ranks train together.
 
-    `model.module` is the user's own, and stays what it is; attributes that this class lacks are looked up there: a `config`, say, as the
-    models of transformers have one. How it is sharded is in `model.sharding_config`.
+    `model.module` is the user's own, and stays what it is; attributes that this class lacks are
+    looked up there: a `config`, say, as the models of transformers have one. How it is sharded is
+    in `model.sharding_config`.
     """
 
     declaration: ClassVar[Strategy]
@@ -55,8 +57,8 @@ class ShardedModel(nn.Module):
         among: ModelSession | None = None,
         **options: Any,
     ) -> None:
-        """`backend`: None chooses by the session's device. `among`: the session of this model where it is one of several; None: it is
-        alone. `options`: those that the strategy declares.
+        """`backend`: None chooses by the session's device. `among`: the session of this model where
+        it is one of several; None: it is alone. `options`: those that the strategy declares.
 
         Raises:
             ConfigurationError: the strategy cannot train it so.
@@ -73,7 +75,8 @@ class ShardedModel(nn.Module):
         self._forward_methods: set[str] = set()
         """Names of methods that are passes: see `register_forward_method`."""
         if session.device.type == "cuda":
-            torch.cuda.set_device(session.device)  # NCCL binds groups to it, and ranks of one host must not share one
+            # NCCL binds groups to it, and ranks of one host must not share one
+            torch.cuda.set_device(session.device)
         checkpoint_activations(self.module, config.activation_checkpointing)
         self.on_before_initialize_sharding()
         self.initialize_sharding()
@@ -84,12 +87,15 @@ class ShardedModel(nn.Module):
         return self._among is not None
 
     def on_before_initialize_sharding(self) -> None:
-        """Hook for subclasses: called once, before anything is sharded. `self.module` and `self.sharding_config` are there, and may be
-        changed; what an engine does (`state_dict`, `to`, `full_state_dict`, ...) is not."""
+        """Hook for subclasses: called once, before anything is sharded. `self.module` and
+        `self.sharding_config` are there, and may be changed; what an engine does (`state_dict`,
+        `to`, `full_state_dict`, ...) is not."""
 
     def initialize_sharding(self) -> None:
-        """Makes the engine, which lays the module out over the ranks. Called once, by the constructor."""
-        itself = weakref.ref(self)  # else the memory of a model that nobody needs any more would wait for Python's collector
+        """Makes the engine, which lays the module out over the ranks. Called once, by the
+        constructor."""
+        # else the memory of a model that nobody needs any more would wait for Python's collector
+        itself = weakref.ref(self)
 
         def call_model(*args: Any, **kwargs: Any) -> Any:
             model = itself()
@@ -117,27 +123,34 @@ class ShardedModel(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raises PreconditionError: another module, after the engine has taken over the one that was given."""
+        """Raises PreconditionError: another module, after the engine has taken over the one that
+        was given."""
         if name == "module" and "engine" in self.__dict__:
             raise PreconditionError(
-                "model.module was replaced: what is trained is the module that as_distributed was given; change its values with "
-                "model.with_parameters(values), and compile it before as_distributed"
+                "model.module was replaced: what is trained is the module that as_distributed was "
+                "given; change its values with model.with_parameters(values), and compile it "
+                "before as_distributed"
             )
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_forward_methods", ()):
-            return functools.partial(self._through, self.engine.entering(name, frozen=self._is_frozen))
+            return functools.partial(
+                self._through, self.engine.entering(name, frozen=self._is_frozen)
+            )
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
-    # ------------------------------------------------------------------------------------------------------------- training
+    # ------------------------------------------------------------------------------------- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass; in training its backward pass reduces the gradients, where the strategy does."""
-        return self._through(self.engine.forward_frozen if self._is_frozen else self.engine.forward, *args, **kwargs)
+        """The module's forward pass; in training its backward pass reduces the gradients, where the
+        strategy does."""
+        return self._through(
+            self.engine.forward_frozen if self._is_frozen else self.engine.forward, *args, **kwargs
+        )
 
     @property
     def _is_frozen(self) -> bool:
@@ -153,12 +166,21 @@ class ShardedModel(nn.Module):
         `register_fsdp_forward_method` for the same.)
 
         Raises:
-            ConfigurationError: the module has no such method, the model has one of that name, or the strategy splits layers.
+            ConfigurationError: the module has no such method, the model has one of that name, or
+                the strategy splits layers.
         """
         if hasattr(type(self), name):
-            raise ConfigurationError(f"register_forward_method({name!r}): the model has a method of its own of that name; choose another")
-        if not callable(getattr(self.module, name, None)) or isinstance(getattr(self.module, name), nn.Module):
-            raise ConfigurationError(f"register_forward_method({name!r}): {type(self.module).__name__} has no method of that name")
+            raise ConfigurationError(
+                f"register_forward_method({name!r}): the model has a method of its own of that "
+                "name; choose another"
+            )
+        if not callable(getattr(self.module, name, None)) or isinstance(
+            getattr(self.module, name), nn.Module
+        ):
+            raise ConfigurationError(
+                f"register_forward_method({name!r}): {type(self.module).__name__} has no method of "
+                "that name"
+            )
         self.engine.check_forward_method(name)
         self._forward_methods.add(name)
 
@@ -172,44 +194,54 @@ class ShardedModel(nn.Module):
         return output
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the module's forward pass in place, as `torch.nn.Module.compile` does with what it is given. `torch.compile(model)`
-        gives a model that computes the same; either leaves Shoal's own code as it is."""
+        """Compiles the module's forward pass in place, as `torch.nn.Module.compile` does with what
+        it is given. `torch.compile(model)` gives a model that computes the same; either leaves
+        Shoal's own code as it is."""
         self.module.compile(*args, **kwargs)
 
-    def train_step(self, inputs: Any, targets: Any = None, loss_fn: Loss | None = None) -> torch.Tensor:
-        """Forward, loss, backward and synchronization. Returns the loss averaged over the whole batch, the same on every rank.
+    def train_step(
+        self, inputs: Any, targets: Any = None, loss_fn: Loss | None = None
+    ) -> torch.Tensor:
+        """Forward, loss, backward and synchronization. Returns the loss averaged over the whole
+        batch, the same on every rank.
 
-        A mapping as `inputs` becomes keyword arguments, a tuple positional ones. Without `loss_fn` the output's `.loss` is used. In
-        `loader.steps()` the batch is a micro-batch, and the loss its own. Under local_sgd and async_sgd, where ranks do not meet in each
-        step, it is this rank's.
+        A mapping as `inputs` becomes keyword arguments, a tuple positional ones. Without `loss_fn`
+        the output's `.loss` is used. In `loader.steps()` the batch is a micro-batch, and the loss
+        its own. Under local_sgd and async_sgd, where ranks do not meet in each step, it is this
+        rank's.
         """
         self._session.note_inputs(inputs, targets)
         return self.engine.train_step(inputs, targets, loss_fn)
 
     def predict(self, inputs: Any) -> Any:
-        """The forward pass in evaluation mode, without gradients; each module's mode is put back afterwards. All ranks of a replica call
-        it, with the same inputs, and get the same outputs."""
+        """The forward pass in evaluation mode, without gradients; each module's mode is put back
+        afterwards. All ranks of a replica call it, with the same inputs, and get the same
+        outputs."""
         return self.engine.predict(inputs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own `generate`: transformers' models have one. With `tensor` all ranks of a replica call it, with the same inputs,
-        and get the same tokens, sampled ones too. Outside of `shoal.evaluate` a death meanwhile ends the scripts of the other ranks.
+        """The module's own `generate`: transformers' models have one. With `tensor` all ranks of a
+        replica call it, with the same inputs, and get the same tokens, sampled ones too. Outside of
+        `shoal.evaluate` a death meanwhile ends the scripts of the other ranks.
 
         Raises:
             AttributeError: the module has none.
-            PreconditionError: parameters come together for one pass at a time, and ranks whose texts end earlier would leave the others
-                waiting: `model.clone().generate(...)`, called on every rank, generates with a copy.
+            PreconditionError: parameters come together for one pass at a time, and ranks whose
+                texts end earlier would leave the others waiting: `model.clone().generate(...)`,
+                called on every rank, generates with a copy.
         """
         return self.engine.generate(*args, **kwargs)
 
     def loss_parallel(self) -> AbstractContextManager[None]:
-        """Put around a loss that is computed outside of a model made with `loss_parallel=True`: its logits are split over the vocabulary.
-        `train_step` does it itself; without that option it does nothing."""
+        """Put around a loss that is computed outside of a model made with `loss_parallel=True`: its
+        logits are split over the vocabulary. `train_step` does it itself; without that option it
+        does nothing."""
         return self.engine.loss_parallel()
 
     def synchronize_gradients(self) -> None:
-        """Sums the gradients over the ranks, where that does not happen by itself during the backward pass: with
-        `auto_sync_gradients=False`. What was reduced before is not reduced again."""
+        """Sums the gradients over the ranks, where that does not happen by itself during the
+        backward pass: with `auto_sync_gradients=False`. What was reduced before is not reduced
+        again."""
         self.engine.synchronize_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -217,27 +249,30 @@ class ShardedModel(nn.Module):
         self.engine.zero_grad(lambda: super(ShardedModel, self).zero_grad(set_to_none))
 
     def get_gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients by parameter name, as they are now: of `local_shard`, where gradients are cut over the ranks. Parameters without
-        one are left out."""
+        """The gradients by parameter name, as they are now: of `local_shard`, where gradients are
+        cut over the ranks. Parameters without one are left out."""
         return self.engine.get_gradients()
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Replaces gradients by name.
 
         Raises:
-            ConfigurationError: an unknown name or another shape, or gradients are cut over the ranks; nothing is changed.
+            ConfigurationError: an unknown name or another shape, or gradients are cut over the
+                ranks; nothing is changed.
         """
         self.engine.set_gradients(gradients)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales the gradients so that their norm over all parameters of all ranks is at most `max_norm`; returns the norm before.
+        """Scales the gradients so that their norm over all parameters of all ranks is at most
+        `max_norm`; returns the norm before.
 
         Raises:
-            ConfigurationError: another norm than the Euclidean one, where gradients are cut over the ranks.
+            ConfigurationError: another norm than the Euclidean one, where gradients are cut over
+                the ranks.
         """
         return self.engine.clip_grad_norm_(max_norm, norm_type)
 
-    # ---------------------------------------------------------------------------------------------------------------- state
+    # ---------------------------------------------------------------------------------------- state
 
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:
@@ -245,12 +280,13 @@ class ShardedModel(nn.Module):
         return self.engine.local_shard
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """Copies of the whole parameters on every rank, by the original module's names. Every rank calls it."""
+        """Copies of the whole parameters on every rank, by the original module's names. Every rank
+        calls it."""
         return self.engine.gather_full_parameters()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Copies of parameters and buffers under the original module's names; with `rank0_only` empty on other ranks. Every rank calls
-        it."""
+        """Copies of parameters and buffers under the original module's names; with `rank0_only`
+        empty on other ranks. Every rank calls it."""
         return self.engine.full_state_dict(rank0_only=rank0_only)
 
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -261,42 +297,62 @@ class ShardedModel(nn.Module):
         """
         self.engine.load_full(tensors)
 
-    def with_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> ShardedModel:
-        """This model with other values: a flat vector of all parameters in order, or a dict by name. Returns self. Every rank calls it,
-        with the same values.
+    def with_parameters(
+        self, parameters: torch.Tensor | Mapping[str, torch.Tensor]
+    ) -> ShardedModel:
+        """This model with other values: a flat vector of all parameters in order, or a dict by
+        name. Returns self. Every rank calls it, with the same values.
 
         Raises:
-            ConfigurationError: a name, a shape or the number of elements does not fit, or ranks differ; nothing is changed.
+            ConfigurationError: a name, a shape or the number of elements does not fit, or ranks
+                differ; nothing is changed.
         """
         self.engine.use_parameters(parameters)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's own, where this rank has all values. Raises PreconditionError where it has not."""
-        self.engine.check_values_here("state_dict()", "model.full_state_dict() gives the whole, under the original module's names")
+        """torch's own, where this rank has all values. Raises PreconditionError where it has
+        not."""
+        self.engine.check_values_here(
+            "state_dict()",
+            "model.full_state_dict() gives the whole, under the original module's names",
+        )
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's own, where this rank has all values; every rank loads the same. Raises PreconditionError where it has not."""
+        """torch's own, where this rank has all values; every rank loads the same. Raises
+        PreconditionError where it has not."""
         self.engine.check_values_here(
-            "load_state_dict()", "model.load_full(state) takes what model.full_state_dict() gave, and model.load_model(path) reads a file"
+            "load_state_dict()",
+            "model.load_full(state) takes what model.full_state_dict() gave, and "
+            "model.load_model(path) reads a file",
         )
         return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """What `to`, `half`, `float`, `cuda` and the like come down to. Raises PreconditionError where the layout over ranks is fixed."""
+        """What `to`, `half`, `float`, `cuda` and the like come down to. Raises PreconditionError
+        where the layout over ranks is fixed."""
         if not self.engine.check_conversion(fn):
             return self
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]  # torch's is untyped
+        # torch's is untyped
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
     def clone(self) -> nn.Module:
-        """A copy of the whole model as it is now, to keep, evaluate or save. It takes no part in training. Every rank calls it."""
+        """A copy of the whole model as it is now, to keep, evaluate or save. It takes no part in
+        training. Every rank calls it."""
         return self.engine.clone(
-            lambda module: type(self)(module, self._session, self.sharding_config, backend=self.backend_name, **self._options)
+            lambda module: type(self)(
+                module,
+                self._session,
+                self.sharding_config,
+                backend=self.backend_name,
+                **self._options,
+            )
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A clone: what AveragedModel and other keepers of moving averages ask for. Every rank calls it."""
+        """A clone: what AveragedModel and other keepers of moving averages ask for. Every rank
+        calls it."""
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -306,11 +362,12 @@ class ShardedModel(nn.Module):
             PreconditionError: always.
         """
         raise PreconditionError(
-            f"a model with strategy={self.strategy!r} cannot be pickled (torch.save(model) does): save model.full_state_dict() or "
-            "model.clone(), or call model.save_model(path), on every rank"
+            f"a model with strategy={self.strategy!r} cannot be pickled (torch.save(model) does): "
+            "save model.full_state_dict() or model.clone(), or call model.save_model(path), on "
+            "every rank"
         )
 
-    # ---------------------------------------------------------------------------------------------------------------- files
+    # ---------------------------------------------------------------------------------------- files
 
     def serialize(self) -> bytes:
         """Parameters and buffers with the strategy's name and layout. Every rank calls it."""
@@ -330,8 +387,8 @@ class ShardedModel(nn.Module):
         self.load_full(self.engine.agreed("deserialize", lambda: _loaded(*load_tensors(data))))
 
     def save_model(self, path: str | Path) -> None:
-        """Writes `serialize()` to a file, atomically, on the first rank that holds the state. Every rank calls it; when it returns, the
-        file is there.
+        """Writes `serialize()` to a file, atomically, on the first rank that holds the state. Every
+        rank calls it; when it returns, the file is there.
 
         Raises:
             UnavailableError (FILE_NOT_WRITTEN): on all ranks: the first one cannot write it.
@@ -342,7 +399,9 @@ class ShardedModel(nn.Module):
             return write_file(target, self._dumped(state)) if self._session.is_first else None
 
         def body(channel: Channel) -> str | None:
-            refused: str | None = json.loads(channel.exchange(json.dumps(on_first(channel, write)).encode())[0])
+            refused: str | None = json.loads(
+                channel.exchange(json.dumps(on_first(channel, write)).encode())[0]
+            )
             return refused
 
         refused = self._session.operation("save_model", body) if self.engine.is_trained else write()
@@ -350,7 +409,8 @@ class ShardedModel(nn.Module):
             raise UnavailableError(refused, reason="FILE_NOT_WRITTEN")
 
     def load_model(self, path: str | Path) -> None:
-        """Reads a file of `save_model`, which every rank must see. Raises what `deserialize` raises."""
+        """Reads a file of `save_model`, which every rank must see. Raises what `deserialize`
+        raises."""
         self.load_full(self.engine.agreed("load_model", lambda: _loaded(*read_tensors(Path(path)))))
 
     def get_model_metadata(self) -> dict[str, Any]:
@@ -366,7 +426,7 @@ class ShardedModel(nn.Module):
             **({"layout": layout} if layout else {}),
         }
 
-    # ---------------------------------------------------------------------------------------------------------------- ranks
+    # ---------------------------------------------------------------------------------------- ranks
 
     @property
     def data_parallel_rank(self) -> int:
@@ -381,5 +441,7 @@ class ShardedModel(nn.Module):
 
 def _loaded(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state that a file of `serialize` holds; one of an earlier release has tensors alone."""
-    state: Mapping[str, Any] = unflatten(metadata["structure"], tensors) if "structure" in metadata else tensors
+    state: Mapping[str, Any] = (
+        unflatten(metadata["structure"], tensors) if "structure" in metadata else tensors
+    )
     return state

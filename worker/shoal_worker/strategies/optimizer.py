@@ -1,4 +1,5 @@
-"""`ShardedOptimizer`: the optimizer that users hold, under every strategy. What a step does is its engine's (`engine/base.py`)."""
+"""`ShardedOptimizer`: the optimizer that users hold, under every strategy. What a step does is its
+engine's (`engine/base.py`)."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from shoal_worker.torch_internals import _global_optimizer_post_hooks, _global_o
 
 
 def _check_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Torch calls it before any of its optimizers steps. Raises ConfigurationError if that is a second one of the run's model."""
+    """Torch calls it before any of its optimizers steps. Raises ConfigurationError if that is a
+    second one of the run's model."""
     session = find_session()
     if session is not None:
         session.registered.check_alone(optimizer)
@@ -40,7 +42,10 @@ def _global_hook() -> str:
     for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
         for hook in hooks.values():
             if hook is not _check_alone:
-                return f"the step hook of all optimizers {getattr(hook, '__qualname__', type(hook).__qualname__)!r}, in a step"
+                return (
+                    "the step hook of all optimizers "
+                    f"{getattr(hook, '__qualname__', type(hook).__qualname__)!r}, in a step"
+                )
     return ""
 
 
@@ -49,17 +54,22 @@ MembershipCallback = Callable[[Placement, Placement], object]
 
 
 class ShardedOptimizer(ForwardingOptimizer):
-    """The optimizer that goes with a `ShardedModel`, and goes on with other ranks when some die, leave or join.
+    """The optimizer that goes with a `ShardedModel`, and goes on with other ranks when some die,
+    leave or join.
 
-    It shares settings and state with the user's optimizer, so that schedulers and code that looks into them work on either; the parameters
-    in its groups are the model's own. Nothing has to be done about other ranks: the global batch stays what it is, so learning rate and
-    schedule do, too, and steps that a fault made void are taken again. `on_membership_change` is for what lies outside of training:
-    logging, the number of data workers, a cost account.
+    It shares settings and state with the user's optimizer, so that schedulers and code that looks
+    into them work on either; the parameters in its groups are the model's own. Nothing has to be
+    done about other ranks: the global batch stays what it is, so learning rate and schedule do,
+    too, and steps that a fault made void are taken again. `on_membership_change` is for what lies
+    outside of training: logging, the number of data workers, a cost account.
     """
 
-    _step_supports_amp_scaling = True  # GradScaler then hands over its scale and its finding instead of skipping step()
+    # GradScaler then hands over its scale and its finding instead of skipping step()
+    _step_supports_amp_scaling = True
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: ShardedModel, session: Session) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: ShardedModel, session: Session
+    ) -> None:
         """`as_distributed` makes it."""
         super().__init__(optimizer)
         self._model = model
@@ -78,66 +88,91 @@ class ShardedOptimizer(ForwardingOptimizer):
         self._refuse_step_hooks()
 
     def __getattr__(self, name: str) -> Any:
-        """What this class lacks is the optimizer's; of its own methods those that would change parameters of which it has parts raise."""
+        """What this class lacks is the optimizer's; of its own methods those that would change
+        parameters of which it has parts raise."""
         value = super().__getattr__(name)
-        own = inspect.ismethod(value) and not name.startswith("_") and not hasattr(torch.optim.Optimizer, name)
+        own = (
+            inspect.ismethod(value)
+            and not name.startswith("_")
+            and not hasattr(torch.optim.Optimizer, name)
+        )
         if not own or not self.__dict__["_engine"].updates_parts:
             return value
 
         def refused(*args: Any, **kwargs: Any) -> Any:
             kind = type(self.optimizer).__name__
             raise ConfigurationError(
-                f"optimizer.{name}() with strategy={self._engine.strategy!r}: this process's {kind} has parts of the parameters, and what "
-                f"its own methods write to them would not come to the model. Take strategy='ddp', or call {kind}.{name} on the optimizer "
-                "that as_distributed was given, if it writes to no parameter",
+                f"optimizer.{name}() with strategy={self._engine.strategy!r}: this process's "
+                f"{kind} has parts of the parameters, and what its own methods write to them would "
+                f"not come to the model. Take strategy='ddp', or call {kind}.{name} on the "
+                "optimizer that as_distributed was given, if it writes to no parameter",
                 reason="OPTIMIZER_METHOD",
             )
 
         return refused
 
     def _patch_step_hooks(self) -> None:
-        self.__dict__.setdefault("_optimizer_step_pre_hooks", self.optimizer._optimizer_step_pre_hooks)
-        self.__dict__.setdefault("_optimizer_step_post_hooks", self.optimizer._optimizer_step_post_hooks)
+        self.__dict__.setdefault(
+            "_optimizer_step_pre_hooks", self.optimizer._optimizer_step_pre_hooks
+        )
+        self.__dict__.setdefault(
+            "_optimizer_step_post_hooks", self.optimizer._optimizer_step_post_hooks
+        )
 
     def _refuse_step_hooks(self, registered: str | None = None) -> None:
-        """Raises ConfigurationError: the optimizer has a step hook, or is to get one, and it would see parts."""
+        """Raises ConfigurationError: the optimizer has a step hook, or is to get one, and it would
+        see parts."""
         own = self.optimizer
         if not self._engine.updates_parts:
             return
-        found = registered or ("a step hook" if own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks else _global_hook())
+        found = registered or (
+            "a step hook"
+            if own._optimizer_step_pre_hooks or own._optimizer_step_post_hooks
+            else _global_hook()
+        )
         if found:
             raise ConfigurationError(
-                f"{found} of {type(own).__name__} with strategy={self._engine.strategy!r}: this process's optimizer "
-                "does not update whole parameters, so a hook would not find what it finds in one process. Do it in the loop, before or "
-                "after optimizer.step(): model.clip_grad_norm_(max_norm) clips, model.with_parameters(values) sets values"
+                f"{found} of {type(own).__name__} with strategy={self._engine.strategy!r}: this "
+                "process's optimizer does not update whole parameters, so a hook would not find "
+                "what it finds in one process. Do it in the loop, before or after "
+                "optimizer.step(): model.clip_grad_norm_(max_norm) clips, "
+                "model.with_parameters(values) sets values"
             )
 
     def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
-        """See `torch.optim.Optimizer`. Raises ConfigurationError where the optimizer does not update whole parameters."""
+        """See `torch.optim.Optimizer`. Raises ConfigurationError where the optimizer does not
+        update whole parameters."""
         self._refuse_step_hooks("register_step_pre_hook")
         return super().register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> RemovableHandle:
-        """See `torch.optim.Optimizer`. Raises ConfigurationError where the optimizer does not update whole parameters."""
+        """See `torch.optim.Optimizer`. Raises ConfigurationError where the optimizer does not
+        update whole parameters."""
         self._refuse_step_hooks("register_step_post_hook")
         return super().register_step_post_hook(hook)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]  # torch's returns the closure's loss
-        """Applies the step that the backward pass prepared, on all ranks or on none; see `StepStatus`.
+    def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]
+        # torch's returns the closure's loss
+        """Applies the step that the backward pass prepared, on all ranks or on none; see
+        `StepStatus`.
 
         Raises:
-            ConfigurationError: `closure` was given: it would run the backward pass again, outside of the step; or there are step hooks, and
-                the optimizer does not update whole parameters.
+            ConfigurationError: `closure` was given: it would run the backward pass again, outside
+                of the step; or there are step hooks, and the optimizer does not update whole
+                parameters.
         """
         if closure is not None:
             raise ConfigurationError(
-                f"{type(self.optimizer).__name__}.step(closure): closures run the backward pass again, outside of the step; "
-                "use an optimizer that needs none (LBFGS does)"
+                f"{type(self.optimizer).__name__}.step(closure): closures run the backward pass "
+                "again, outside of the step; use an optimizer that needs none (LBFGS does)"
             )
         self._refuse_step_hooks()
         if self._whole is not None:
             self._whole.check()
-        scaled, inspected = self._set_by_scaler("grad_scale") is not None, self._set_by_scaler("found_inf") is not None
+        scaled, inspected = (
+            self._set_by_scaler("grad_scale") is not None,
+            self._set_by_scaler("found_inf") is not None,
+        )
         status = self._engine.finish_step(self._update, scaled=scaled, inspected=inspected)
         if status is not StepStatus.LOST:
             self._engine.note_scaler(self._session.registered.scaler_of(self))
@@ -148,7 +183,8 @@ class ShardedOptimizer(ForwardingOptimizer):
         return status
 
     def _update(self) -> None:
-        """The step counts: updates the parameters. What a GradScaler found it has left on this optimizer, on every rank alike."""
+        """The step counts: updates the parameters. What a GradScaler found it has left on this
+        optimizer, on every rank alike."""
         found_inf = self._set_by_scaler("found_inf")
         usable = found_inf is None or not float(found_inf) > 0
         grad_scale = self._set_by_scaler("grad_scale")
@@ -159,13 +195,15 @@ class ShardedOptimizer(ForwardingOptimizer):
         self._engine.step_optimizer(usable=usable)
 
     def _set_by_scaler(self, name: str) -> torch.Tensor | None:
-        """What a GradScaler left here for its step. (A `getattr` of what is not there costs as much as a small kernel.)"""
+        """What a GradScaler left here for its step. (A `getattr` of what is not there costs as much
+        as a small kernel.)"""
         return self.__dict__.get(name)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The settings of the user's optimizer, with the model's own parameters, also where this rank updates pieces of them. Looking at
-        the groups ends the reduction of a plain step, since it may be a GradScaler that looks."""
+        """The settings of the user's optimizer, with the model's own parameters, also where this
+        rank updates pieces of them. Looking at the groups ends the reduction of a plain step, since
+        it may be a GradScaler that looks."""
         self._engine.groups_are_read()
         if self._whole is None:
             return self.optimizer.param_groups
@@ -184,7 +222,11 @@ class ShardedOptimizer(ForwardingOptimizer):
     def state(self) -> Any:
         """The user's optimizer's own, of what this rank updates."""
         own = self.optimizer.state
-        return own if self._whole is None else StateOfPieces(own, self._whole.groups, self._engine.strategy)
+        return (
+            own
+            if self._whole is None
+            else StateOfPieces(own, self._whole.groups, self._engine.strategy)
+        )
 
     @state.setter
     def state(self, state: Any) -> None:
@@ -196,41 +238,54 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     @property
     def membership(self) -> Placement:
-        """Where this process stands now: `generation`, `rank` and `world_size`, the last two as `shoal.rank()` and `shoal.world_size()`."""
+        """Where this process stands now: `generation`, `rank` and `world_size`, the last two as
+        `shoal.rank()` and `shoal.world_size()`."""
         rank, world_size = self._session.place_told
         return Placement(generation=self._session.generation, rank=rank, world_size=world_size)
 
     def on_membership_change(self, callback: MembershipCallback) -> None:
-        """`callback(before, after)` is called on the training thread at the end of the first `step()` that finds other ranks than the one
-        before it, on every rank that had taken that. What it raises comes out of `step()`, which has done its work then."""
+        """`callback(before, after)` is called on the training thread at the end of the first
+        `step()` that finds other ranks than the one before it, on every rank that had taken that.
+        What it raises comes out of `step()`, which has done its work then."""
         self._callbacks.append(callback)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that one process would have, whole: it loads under any strategy. Every rank calls it."""
+        """The state that one process would have, whole: it loads under any strategy. Every rank
+        calls it."""
         return self._engine.optimizer_state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what one process's optimizer, or this one under any strategy, gave. Every rank calls it, with the same.
+        """Loads what one process's optimizer, or this one under any strategy, gave. Every rank
+        calls it, with the same.
 
         Raises:
             CorruptDataError: it is of another optimizer; nothing is changed.
             ConfigurationError: ranks were given different states; nothing is changed.
         """
-        self._engine.load_optimizer_state_dict(self._engine.agreed("optimizer.load_state_dict", lambda: state_dict))
+        self._engine.load_optimizer_state_dict(
+            self._engine.agreed("optimizer.load_state_dict", lambda: state_dict)
+        )
 
     def serialize(self) -> bytes:
-        """Settings and state, for `deserialize` under any strategy and number of ranks. Every rank calls it."""
+        """Settings and state, for `deserialize` under any strategy and number of ranks. Every rank
+        calls it."""
         structure, tensors = flatten(self.state_dict())
-        return dump_tensors(tensors, {"kind": "optimizer", "strategy": self._engine.strategy, "structure": structure})
+        return dump_tensors(
+            tensors,
+            {"kind": "optimizer", "strategy": self._engine.strategy, "structure": structure},
+        )
 
     def deserialize(self, data: bytes) -> None:
         """Loads what `serialize` of any strategy gave. Every rank calls it, with the same bytes.
 
         Raises:
-            CorruptDataError: damaged, foreign or newer, or not of this optimizer; nothing is changed.
+            CorruptDataError: damaged, foreign or newer, or not of this optimizer; nothing is
+                changed.
             ConfigurationError: ranks were given different bytes; nothing is changed.
         """
-        self._engine.load_optimizer_state_dict(self._engine.agreed("optimizer.deserialize", lambda: _optimizer_state(data)))
+        self._engine.load_optimizer_state_dict(
+            self._engine.agreed("optimizer.deserialize", lambda: _optimizer_state(data))
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused: the model's layout over the ranks is fixed when it is made.
@@ -238,20 +293,26 @@ class ShardedOptimizer(ForwardingOptimizer):
         Raises:
             PreconditionError: always.
         """
-        raise PreconditionError("add_param_group: add parameter groups to the optimizer before as_distributed")
+        raise PreconditionError(
+            "add_param_group: add parameter groups to the optimizer before as_distributed"
+        )
 
     def optimize(self, data: OptimizationInputData) -> OptimizationResult:
-        """A whole fit: trains, validates after each epoch, stops early; see `OptimizationInputData`. Every rank calls it, with the same
-        data.
+        """A whole fit: trains, validates after each epoch, stops early; see
+        `OptimizationInputData`. Every rank calls it, with the same data.
 
-        It survives faults as a loop of the user's does. After `shoal.resume` it goes on where the checkpoint was saved, from `on_epoch`
-        say. The model ends as the last step left it.
+        It survives faults as a loop of the user's does. After `shoal.resume` it goes on where the
+        checkpoint was saved, from `on_epoch` say. The model ends as the last step left it.
 
         Raises:
-            ConfigurationError: the model is one of several, whose batches end with the steps of all their optimizers.
+            ConfigurationError: the model is one of several, whose batches end with the steps of all
+                their optimizers.
         """
         if self._model.is_one_of_several:
-            raise ConfigurationError("optimize(data) trains one model, and as_distributed was given several: write their loop out")
+            raise ConfigurationError(
+                "optimize(data) trains one model, and as_distributed was given several: write "
+                "their loop out"
+            )
         return fit(self._session, self._model, self, data)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -261,33 +322,43 @@ class ShardedOptimizer(ForwardingOptimizer):
             PreconditionError: always.
         """
         raise PreconditionError(
-            f"an optimizer with strategy={self._engine.strategy!r} cannot be pickled or copied (torch.save(optimizer) pickles): save "
-            "optimizer.state_dict() or optimizer.serialize(), on every rank"
+            f"an optimizer with strategy={self._engine.strategy!r} cannot be pickled or copied "
+            "(torch.save(optimizer) pickles): save optimizer.state_dict() or "
+            "optimizer.serialize(), on every rank"
         )
 
     def synchronize_parameters(self) -> None:
-        """Brings the ranks' parameters together, where they may differ between steps: under local_sgd the next step ends the round, under
-        async_sgd this worker pulls what all have reached. Else there is nothing to do. Every rank calls it."""
+        """Brings the ranks' parameters together, where they may differ between steps: under
+        local_sgd the next step ends the round, under async_sgd this worker pulls what all have
+        reached. Else there is nothing to do. Every rank calls it."""
         self._engine.synchronize_parameters()
 
     def synchronize_optimizer_state(self) -> None:
-        """Brings the ranks' optimizer states together, where they may differ between steps: under local_sgd, with the parameters. Else
-        there is nothing to do. Every rank calls it."""
+        """Brings the ranks' optimizer states together, where they may differ between steps: under
+        local_sgd, with the parameters. Else there is nothing to do. Every rank calls it."""
         self._engine.synchronize_optimizer_state()
 
     def should_early_stop(
-        self, metric: float, *, mode: str = "min", patience: int = 5, min_delta: float = 0.0, name: str | None = None
+        self,
+        metric: float,
+        *,
+        mode: str = "min",
+        patience: int = 5,
+        min_delta: float = 0.0,
+        name: str | None = None,
     ) -> bool:
-        """One answer for all ranks: has `metric` not improved by more than `min_delta` in the last `patience` calls?
+        """One answer for all ranks: has `metric` not improved by more than `min_delta` in the last
+        `patience` calls?
 
-        The ranks' metrics are averaged, so pass what `evaluate` returned, or a rank's own value. Call it on every rank. Each optimizer
-        counts its own calls, and by `mode` and `name`.
+        The ranks' metrics are averaged, so pass what `evaluate` returned, or a rank's own value.
+        Call it on every rank. Each optimizer counts its own calls, and by `mode` and `name`.
 
         Args:
             name: of the metric, where the script watches several.
 
         Raises:
-            ConfigurationError: an unknown mode or a patience below 1; calls from two places of the script with the same `mode` and `name`.
+            ConfigurationError: an unknown mode or a patience below 1; calls from two places of the
+                script with the same `mode` and `name`.
         """
         caller = sys._getframe(1)
         return should_early_stop(
@@ -306,7 +377,10 @@ def _optimizer_state(data: bytes) -> dict[str, Any]:
     """What `ShardedOptimizer.serialize` was made from. Raises CorruptDataError."""
     tensors, metadata = load_tensors(data)
     if metadata.get("kind") != "optimizer":
-        raise CorruptDataError("this is a model's state, not an optimizer's: load it with model.deserialize()", reason="FILE_FOREIGN")
+        raise CorruptDataError(
+            "this is a model's state, not an optimizer's: load it with model.deserialize()",
+            reason="FILE_FOREIGN",
+        )
     state: dict[str, Any] = unflatten(metadata.get("structure"), tensors)
     return state
 

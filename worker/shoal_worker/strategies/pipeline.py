@@ -1,8 +1,10 @@
-"""Pipeline parallelism: the model is cut into stages, one run of layers a rank, and each batch goes through them in micro-batches.
+"""Pipeline parallelism: the model is cut into stages, one run of layers a rank, and each batch goes
+through them in micro-batches.
 
-Per rank: the stage's share of parameters, gradients and optimizer state, and the activations of the micro-batches in flight; activations
-and their gradients are sent at the borders. (Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "PipeDream-2BW"/1F1B, ICML 2021; Qi
-et al., "Zero Bubble", ICLR 2024; decisions 0105 to 0107.) See docs/strategies/pipeline.md.
+Per rank: the stage's share of parameters, gradients and optimizer state, and the activations of the
+micro-batches in flight; activations and their gradients are sent at the borders. (Huang et al.,
+"GPipe", NeurIPS 2019; Narayanan et al., "PipeDream-2BW"/1F1B, ICML 2021; Qi et al., "Zero Bubble",
+ICLR 2024; decisions 0105 to 0107.) See docs/strategies/pipeline.md.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def _engine(setup: Setup) -> MeshEngine:
 
 
 class PipelineParallelModel(ShardedModel):
-    """A stage on each rank, or on each of `pipeline_parallel_size`; what is left makes further replicas."""
+    """A stage on each rank, or on each of `pipeline_parallel_size`; what is left makes further
+    replicas."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="pipeline",
@@ -38,7 +41,8 @@ class PipelineParallelModel(ShardedModel):
         sent="activations at stage borders",
         a_death="as tensor",
         options=PIPELINE_OPTIONS | {"pipeline_parallel_size"},
-        why_one_model="train_step takes a batch through both passes of the stages, so no loss can go through one model into another. What "
+        why_one_model="train_step takes a batch through both passes of the stages, so no loss can "
+        "go through one model into another. What "
         "is too large for a rank is cut by tensor, or by zero3",
     )
 

@@ -31,7 +31,11 @@ _STRATEGIES = {
     "fsdp": ("shoal_worker.strategies.fsdp", "FSDPModel", "FSDPOptimizer"),
     "hsdp": ("shoal_worker.strategies.hsdp", "HSDPModel", "HSDPOptimizer"),
     "tensor": ("shoal_worker.strategies.tensor", "TensorParallelModel", "TensorParallelOptimizer"),
-    "pipeline": ("shoal_worker.strategies.pipeline", "PipelineParallelModel", "PipelineParallelOptimizer"),
+    "pipeline": (
+        "shoal_worker.strategies.pipeline",
+        "PipelineParallelModel",
+        "PipelineParallelOptimizer",
+    ),
     "hybrid": ("shoal_worker.strategies.hybrid", "HybridShardedModel", "HybridShardedOptimizer"),
     "local_sgd": ("shoal_worker.strategies.local_sgd", "LocalSGDModel", "LocalSGDOptimizer"),
     "async_sgd": ("shoal_worker.strategies.async_sgd", "AsyncSGDModel", "AsyncSGDOptimizer"),
@@ -76,7 +80,8 @@ def declarations() -> list[Strategy]:
 
 
 def compressor_for(name: str) -> str | None:
-    """The compressor that suits a strategy over slow links; None: it takes none, or there is no such strategy."""
+    """The compressor that suits a strategy over slow links; None: it takes none, or there is no
+    such strategy."""
     return find(name)[0].declaration.compressor if name in _STRATEGIES else None
 
 
@@ -92,7 +97,8 @@ def build(
     options: dict[str, Any],
     among: ModelSession | None = None,
 ) -> tuple[ShardedModel, ShardedOptimizer | None]:
-    """Makes the two halves of a strategy and joins them to the session. `among`: its session as one of several models.
+    """Makes the two halves of a strategy and joins them to the session. `among`: its session as one
+    of several models.
 
     Raises:
         ConfigurationError: options that the strategy does not know, or values that cannot work.
@@ -102,7 +108,8 @@ def build(
     if unknown:
         known = ", ".join(sorted(strategy.options)) or "none of its own"
         raise ConfigurationError(
-            f"strategy {strategy.name!r} does not know {unknown}; its options: {known}, and those of ShardingConfiguration"
+            f"strategy {strategy.name!r} does not know {unknown}; its options: {known}, and those "
+            "of ShardingConfiguration"
         )
     check_model(strategy, model, config)
     distributed = model_class(model, session, config, backend=backend, among=among, **options)
@@ -111,43 +118,59 @@ def build(
     return distributed, wrapped
 
 
-def check_several(strategy: Strategy, models: Sequence[nn.Module], config: ShardingConfiguration) -> None:
+def check_several(
+    strategy: Strategy, models: Sequence[nn.Module], config: ShardingConfiguration
+) -> None:
     """Raises ConfigurationError: models that the strategy cannot train in one loop."""
     if not config.auto_sync_gradients:
-        raise ConfigurationError("auto_sync_gradients=False with several models: leave it out, their gradients are reduced as they come")
+        raise ConfigurationError(
+            "auto_sync_gradients=False with several models: leave it out, their gradients are "
+            "reduced as they come"
+        )
     if not strategy.several_models:
         raise ConfigurationError(
-            f"{len(models)} models with strategy={strategy.name!r}, which trains one: {strategy.why_one_model}. Several models are trained "
-            f"by {_those(lambda other: other.several_models)}; or put the modules into one nn.Module with one optimizer"
+            f"{len(models)} models with strategy={strategy.name!r}, which trains one: "
+            f"{strategy.why_one_model}. Several models are trained by "
+            f"{_those(lambda other: other.several_models)}; or put the modules into one nn.Module "
+            "with one optimizer"
         )
     owners: dict[int, tuple[int, str]] = {}
     for number, model in enumerate(models):
         if tables := tables_of(model):
             raise ConfigurationError(
-                f"one of several models has the sparse table {tables[0].name!r}: take torch.nn.Embedding, or one model"
+                f"one of several models has the sparse table {tables[0].name!r}: take "
+                "torch.nn.Embedding, or one model"
             )
         for name, parameter in model.named_parameters():
             first, known = owners.setdefault(id(parameter), (number, name))
             if first != number:
                 raise ConfigurationError(
-                    f"models {first} and {number} share the parameter {known!r}: each would lay it out over the ranks and "
-                    "update it; leave it to one of them"
+                    f"models {first} and {number} share the parameter {known!r}: each would lay it "
+                    "out over the ranks and update it; leave it to one of them"
                 )
 
 
 def options_of_each(options: Mapping[str, Any], models: int) -> list[dict[str, Any]]:
-    """The strategy's options for each of several models: what is said of a model's layers is given for each, the rest for all.
+    """The strategy's options for each of several models: what is said of a model's layers is given
+    for each, the rest for all.
 
     Raises:
         ConfigurationError: it was given for one.
     """
-    each = [{name: value for name, value in options.items() if name not in _OF_ONE_MODEL} for _ in range(models)]
+    each = [
+        {name: value for name, value in options.items() if name not in _OF_ONE_MODEL}
+        for _ in range(models)
+    ]
     for name in options.keys() & _OF_ONE_MODEL.keys():
         values, kinds = options[name], _OF_ONE_MODEL[name]
-        if not isinstance(values, tuple | list) or len(values) != models or not all(v is None or isinstance(v, kinds) for v in values):
+        if (
+            not isinstance(values, tuple | list)
+            or len(values) != models
+            or not all(v is None or isinstance(v, kinds) for v in values)
+        ):
             raise ConfigurationError(
-                f"{name}={values!r} with {models} models: expected a tuple of {models}, one for each model in their order, None for those "
-                "that need none"
+                f"{name}={values!r} with {models} models: expected a tuple of {models}, one for "
+                "each model in their order, None for those that need none"
             )
         for own, value in zip(each, values, strict=True):
             own.update({} if value is None else {name: value})
@@ -158,12 +181,14 @@ def why_no_whole_batch(strategy: Strategy, config: ShardingConfiguration) -> str
     """Why `shoal.whole_batch` cannot be used in this run, and what to do; None: it can."""
     if not strategy.meets_in_passes:
         return (
-            f"with strategy={strategy.name!r} a rank cannot ask the others in a pass: take {_those(lambda other: other.meets_in_passes)}, "
-            "or compute the loss of each rank's own samples"
+            f"with strategy={strategy.name!r} a rank cannot ask the others in a pass: take "
+            f"{_those(lambda other: other.meets_in_passes)}, or compute the loss of each rank's "
+            "own samples"
         )
     if config.loss_reduction == "sum":
         return (
-            'with loss_reduction="sum" the loss of the whole batch, which each rank computes, would count once for each rank: use "mean", '
+            'with loss_reduction="sum" the loss of the whole batch, which each rank computes, '
+            'would count once for each rank: use "mean", '
             "and multiply the loss yourself"
         )
     return None
@@ -175,52 +200,64 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
     if config.compressor is not None and strategy.compressor is None:
         compress = _those(lambda other: other.compressor is not None)
         raise ConfigurationError(
-            f"gradient_compression={config.compressor.name!r} with strategy={name!r}, which does not compress: take {compress}, or leave "
-            "it out"
+            f"gradient_compression={config.compressor.name!r} with strategy={name!r}, which does "
+            f"not compress: take {compress}, or leave it out"
         )
     for field, instead in _INSTEAD.items():
         value = getattr(config, field)
         if value is not None and field not in strategy.settings:
             raise ConfigurationError(
-                f"{field}={value!r} with strategy={name!r}, which does not know it: {instead.format(known=_those_that_know(field))}"
+                f"{field}={value!r} with strategy={name!r}, which does not know it: "
+                f"{instead.format(known=_those_that_know(field))}"
             )
-    synchronized = next((path for path, each in module.named_modules() if isinstance(each, nn.SyncBatchNorm)), None)
+    synchronized = next(
+        (path for path, each in module.named_modules() if isinstance(each, nn.SyncBatchNorm)), None
+    )
     if synchronized is not None and not strategy.meets_in_passes:
         raise ConfigurationError(
-            f"{synchronized or 'the model'} is a SyncBatchNorm, and with strategy={name!r} a rank's layers cannot ask the others in a "
-            f"pass: take {_those(lambda other: other.meets_in_passes)}, or use BatchNorm, whose running statistics are averaged"
+            f"{synchronized or 'the model'} is a SyncBatchNorm, and with strategy={name!r} a "
+            "rank's layers cannot ask the others in a pass: take "
+            f"{_those(lambda other: other.meets_in_passes)}, or use BatchNorm, whose running "
+            "statistics are averaged"
         )
     if (tables := tables_of(module)) and not strategy.sparse_tables:
         raise ConfigurationError(
-            f"the model has the sparse table {tables[0].name!r}, whose rows are on parameter servers, and strategy={name!r} knows none: "
-            f"take {_those(lambda other: other.sparse_tables)}, or torch.nn.Embedding"
+            f"the model has the sparse table {tables[0].name!r}, whose rows are on parameter "
+            f"servers, and strategy={name!r} knows none: take "
+            f"{_those(lambda other: other.sparse_tables)}, or torch.nn.Embedding"
         )
     _check_embeddings(module)
-    for parameter_name, parameter in module.named_parameters() if not strategy.complex_parameters else ():
+    for parameter_name, parameter in (
+        module.named_parameters() if not strategy.complex_parameters else ()
+    ):
         if parameter.requires_grad and parameter.is_complex():
             raise ConfigurationError(
-                f"parameter {parameter_name!r} is complex, and strategy={name!r} sums real numbers: keep it as two real ones "
-                f"(torch.view_as_complex in the forward pass), or take {_those(lambda other: other.complex_parameters)}"
+                f"parameter {parameter_name!r} is complex, and strategy={name!r} sums real "
+                "numbers: keep it as two real ones (torch.view_as_complex in the forward pass), "
+                f"or take {_those(lambda other: other.complex_parameters)}"
             )
 
 
 def _check_embeddings(module: nn.Module) -> None:
-    """Raises ConfigurationError: a forward pass would change parameters, each rank those that its own samples name. Warns where a gradient
-    depends on how a batch is dealt to the ranks."""
+    """Raises ConfigurationError: a forward pass would change parameters, each rank those that its
+    own samples name. Warns where a gradient depends on how a batch is dealt to the ranks."""
     for path, each in module.named_modules():
         if not isinstance(each, nn.Embedding | nn.EmbeddingBag):
             continue
         kind = type(each).__name__
         if each.max_norm is not None:
             raise ConfigurationError(
-                f"{path or 'the model'} is an {kind} with max_norm={each.max_norm}, whose forward pass changes its weight in place: each "
-                "rank would change the rows that its own samples name, and the ranks' weights would drift apart. Leave max_norm out, and "
-                "shorten the looked-up rows in the forward pass: rows * (max_norm / rows.norm(dim=-1, keepdim=True)).clamp(max=1)"
+                f"{path or 'the model'} is an {kind} with max_norm={each.max_norm}, whose forward "
+                "pass changes its weight in place: each rank would change the rows that its own "
+                "samples name, and the ranks' weights would drift apart. Leave max_norm out, and "
+                "shorten the looked-up rows in the forward pass: rows * (max_norm / "
+                "rows.norm(dim=-1, keepdim=True)).clamp(max=1)"
             )
         if each.scale_grad_by_freq:
             _log.warning(
-                "%s is an %s with scale_grad_by_freq=True: rows are counted in each rank's part of a batch, so the result depends on the "
-                "number of ranks, unless micro_batch_size= cuts batches alike for any number",
+                "%s is an %s with scale_grad_by_freq=True: rows are counted in each rank's part "
+                "of a batch, so the result depends on the number of ranks, unless "
+                "micro_batch_size= cuts batches alike for any number",
                 path or "the model",
                 kind,
             )

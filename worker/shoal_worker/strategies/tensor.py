@@ -1,7 +1,9 @@
-"""Tensor parallelism: every layer's weights are split over the ranks, which all work on the same batch.
+"""Tensor parallelism: every layer's weights are split over the ranks, which all work on the same
+batch.
 
-Per rank: split layers 1/N; 2 all-reduces of activations a transformer block and direction. (Shoeybi et al., "Megatron-LM", 2019, section 3;
-decisions 0100 to 0104.) What is split and how is a plan: docs/strategies/tensor.md.
+Per rank: split layers 1/N; 2 all-reduces of activations a transformer block and direction. (Shoeybi
+et al., "Megatron-LM", 2019, section 3; decisions 0100 to 0104.) What is split and how is a plan:
+docs/strategies/tensor.md.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def _engine(setup: Setup) -> MeshEngine:
 
 
 class TensorParallelModel(ShardedModel):
-    """Layers are split over all ranks, or over `tensor_parallel_size` of them; what is left makes further replicas."""
+    """Layers are split over all ranks, or over `tensor_parallel_size` of them; what is left makes
+    further replicas."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="tensor",

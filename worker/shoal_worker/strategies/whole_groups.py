@@ -1,8 +1,11 @@
-"""An optimizer's parameter groups and state as a script sees them, where the optimizer updates pieces of parameters.
+"""An optimizer's parameter groups and state as a script sees them, where the optimizer updates
+pieces of parameters.
 
-The user's optimizer holds this rank's pieces: flat parts of parameters, its own and those that it mirrors. A norm, a shape or a number of
-elements read there would be of these. So the groups that a script gets have the settings of the optimizer's, read and written through, and
-the model's own parameters, as the script made the optimizer. Those are whole, or they raise and name what to call (`hidden_parameters.py`).
+The user's optimizer holds this rank's pieces: flat parts of parameters, its own and those that it
+mirrors. A norm, a shape or a number of elements read there would be of these. So the groups that a
+script gets have the settings of the optimizer's, read and written through, and the model's own
+parameters, as the script made the optimizer. Those are whole, or they raise and name what to call
+(`hidden_parameters.py`).
 """
 
 from __future__ import annotations
@@ -20,15 +23,19 @@ _MEMBERS: Final = "params"
 
 
 class WholeGroup(dict[str, Any]):
-    """One parameter group. A dict for those who ask, since torch's groups are dicts; what is in it is the optimizer's group."""
+    """One parameter group. A dict for those who ask, since torch's groups are dicts; what is in it
+    is the optimizer's group."""
 
     # All that a dict does by itself it would do to its own, empty entries.
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
-    get, pop, popitem, clear = Mapping.get, MutableMapping.pop, MutableMapping.popitem, MutableMapping.clear  # type: ignore[assignment]
+    get = Mapping.get  # type: ignore[assignment]
+    pop, popitem = MutableMapping.pop, MutableMapping.popitem
+    clear = MutableMapping.clear
     update, setdefault = MutableMapping.update, MutableMapping.setdefault
 
     def __init__(self, find: Callable[[], dict[str, Any]], members: Sequence[torch.Tensor]) -> None:
-        """`find` returns the optimizer's group, which may be another object after its state was loaded."""
+        """`find` returns the optimizer's group, which may be another object after its state was
+        loaded."""
         super().__init__()
         self._find = find
         self._members: Any = members
@@ -44,7 +51,10 @@ class WholeGroup(dict[str, Any]):
 
     def __delitem__(self, key: str) -> None:
         if key == _MEMBERS:
-            raise PreconditionError("a parameter group's 'params' were deleted: leave them as as_distributed was given them")
+            raise PreconditionError(
+                "a parameter group's 'params' were deleted: leave them as as_distributed was given "
+                "them"
+            )
         del self._find()[key]
 
     def __iter__(self) -> Iterator[str]:
@@ -71,7 +81,8 @@ class WholeGroup(dict[str, Any]):
         self.update(other)
         return self
 
-    def __or__(self, other: Any) -> dict[str, Any]:  # type: ignore[override]  # it has one form here
+    def __or__(self, other: Any) -> dict[str, Any]:  # type: ignore[override]
+        # it has one form here
         """Returns a plain dict."""
         merged: dict[str, Any] = dict(self) | other
         return merged
@@ -90,14 +101,21 @@ class WholeGroup(dict[str, Any]):
 class WholeGroups:
     """The groups of one optimizer."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
-        """`optimizer`: as the user made it, over whole parameters. `parameters`: those of the model, by name."""
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
+    ) -> None:
+        """`optimizer`: as the user made it, over whole parameters. `parameters`: those of the
+        model, by name."""
         names = {id(parameter): name for name, parameter in parameters.items()}
-        self._names = [[names.get(id(member), "") for member in group[_MEMBERS]] for group in optimizer.param_groups]
+        self._names = [
+            [names.get(id(member), "") for member in group[_MEMBERS]]
+            for group in optimizer.param_groups
+        ]
         self._optimizer = optimizer
         self._known = Memberships()
         self.groups: list[dict[str, Any]] = [
-            WholeGroup(self._finder(number), group[_MEMBERS]) for number, group in enumerate(optimizer.param_groups)
+            WholeGroup(self._finder(number), group[_MEMBERS])
+            for number, group in enumerate(optimizer.param_groups)
         ]
         """What a script gets."""
         self._given = tuple(self.groups)
@@ -107,34 +125,48 @@ class WholeGroups:
         return lambda: self._optimizer.param_groups[number]
 
     def follow(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Other objects may be the model's parameters now, which are these, by name: those that took the places of the first ones."""
+        """Other objects may be the model's parameters now, which are these, by name: those that
+        took the places of the first ones."""
         self.check()
         for group, names in zip(self.groups, self._names, strict=True):
-            found = [parameters.get(name, member) for name, member in zip(names, group[_MEMBERS], strict=True)]
+            found = [
+                parameters.get(name, member)
+                for name, member in zip(names, group[_MEMBERS], strict=True)
+            ]
             if any(one is not other for one, other in zip(found, group[_MEMBERS], strict=True)):
                 group[_MEMBERS] = GroupMembers(found)
 
     def check(self) -> None:
-        """Raises ConfigurationError if a script has put other parameters into a group, or PreconditionError if it has made groups."""
-        if len(self.groups) != len(self._given) or any(one is not other for one, other in zip(self.groups, self._given, strict=True)):
+        """Raises ConfigurationError if a script has put other parameters into a group, or
+        PreconditionError if it has made groups."""
+        if len(self.groups) != len(self._given) or any(
+            one is not other for one, other in zip(self.groups, self._given, strict=True)
+        ):
             raise PreconditionError(
-                f"optimizer.param_groups has {len(self.groups)} groups that are not all those of as_distributed, which were "
-                f"{len(self._given)}: add parameter groups to the optimizer before as_distributed"
+                f"optimizer.param_groups has {len(self.groups)} groups that are not all those of "
+                f"as_distributed, which were {len(self._given)}: add parameter groups to the "
+                "optimizer before as_distributed"
             )
         self._known.check(self.groups)
 
 
 class StateOfPieces(MutableMapping[Any, Any]):
-    """The optimizer's state by piece. Asked for that of one of the model's parameters it raises, where torch's would make an empty one."""
+    """The optimizer's state by piece. Asked for that of one of the model's parameters it raises,
+    where torch's would make an empty one."""
 
-    def __init__(self, state: MutableMapping[Any, Any], groups: Sequence[dict[str, Any]], strategy: str) -> None:
+    def __init__(
+        self, state: MutableMapping[Any, Any], groups: Sequence[dict[str, Any]], strategy: str
+    ) -> None:
         self._state, self._groups, self._strategy = state, groups, strategy
 
     def __getitem__(self, key: Any) -> Any:
-        if key not in self._state and any(key is member for group in self._groups for member in group[_MEMBERS]):
+        if key not in self._state and any(
+            key is member for group in self._groups for member in group[_MEMBERS]
+        ):
             raise PreconditionError(
-                f"optimizer.state[parameter] with strategy={self._strategy!r}: this rank has the state of its pieces of parameters alone; "
-                "optimizer.state_dict(), called on every rank, gives the whole state"
+                f"optimizer.state[parameter] with strategy={self._strategy!r}: this rank has the "
+                "state of its pieces of parameters alone; optimizer.state_dict(), called on every "
+                "rank, gives the whole state"
             )
         return self._state[key]
 

@@ -1,7 +1,9 @@
-"""ZeRO stage 1: every rank holds all parameters and gradients, and the optimizer state of its share of them.
+"""ZeRO stage 1: every rank holds all parameters and gradients, and the optimizer state of its share
+of them.
 
-Per rank: P + G + O/N bytes, and 2P(N-1)/N bytes sent per step (gradients are reduce-scattered, updated parameters all-gathered), which is
-what ddp sends. (Rajbhandari et al., "ZeRO", SC 2020, section 5.1.)
+Per rank: P + G + O/N bytes, and 2P(N-1)/N bytes sent per step (gradients are reduce-scattered,
+updated parameters all-gathered), which is what ddp sends. (Rajbhandari et al., "ZeRO", SC 2020,
+section 5.1.)
 """
 
 from __future__ import annotations
@@ -34,4 +36,5 @@ class ZeRO1Model(ShardedModel):
 
 
 class ZeRO1Optimizer(ShardedOptimizer):
-    """The user's optimizer, stepped on this rank's share of the parameters; the others are fetched."""
+    """The user's optimizer, stepped on this rank's share of the parameters; the others are
+    fetched."""

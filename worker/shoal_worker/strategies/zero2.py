@@ -1,7 +1,8 @@
-"""ZeRO stage 2: every rank holds all parameters, and the gradients and the optimizer state of its share of them.
+"""ZeRO stage 2: every rank holds all parameters, and the gradients and the optimizer state of its
+share of them.
 
-Per rank: P + (G+O)/N bytes and one bucket; 2P(N-1)/N bytes sent per step. With micro-batches the gradients are reduce-scattered for each.
-(Rajbhandari et al., "ZeRO", SC 2020, section 5.2.)
+Per rank: P + (G+O)/N bytes and one bucket; 2P(N-1)/N bytes sent per step. With micro-batches the
+gradients are reduce-scattered for each. (Rajbhandari et al., "ZeRO", SC 2020, section 5.2.)
 """
 
 from __future__ import annotations
@@ -34,4 +35,5 @@ class ZeRO2Model(ShardedModel):
 
 
 class ZeRO2Optimizer(ShardedOptimizer):
-    """The user's optimizer, stepped on this rank's share of the parameters; the others are fetched."""
+    """The user's optimizer, stepped on this rank's share of the parameters; the others are
+    fetched."""

@@ -1,7 +1,9 @@
-"""ZeRO stage 3: parameters, gradients and optimizer state are cut over the ranks; a block is whole only while it computes.
+"""ZeRO stage 3: parameters, gradients and optimizer state are cut over the ranks; a block is whole
+only while it computes.
 
-Per rank: (P+G+O)/N bytes and the largest blocks, two at a time; 3P(N-1)/N bytes sent per step (parameters are gathered for the forward and
-again for the backward pass, gradients reduce-scattered). (Rajbhandari et al., "ZeRO", SC 2020, sections 5.3 and 7.2.)
+Per rank: (P+G+O)/N bytes and the largest blocks, two at a time; 3P(N-1)/N bytes sent per step
+(parameters are gathered for the forward and again for the backward pass, gradients
+reduce-scattered). (Rajbhandari et al., "ZeRO", SC 2020, sections 5.3 and 7.2.)
 """
 
 from __future__ import annotations

@@ -1,15 +1,20 @@
-"""Tensor parallelism: one model's layers split over several ranks, on torch's DTensor and `parallelize_module`.
+"""Tensor parallelism: one model's layers split over several ranks, on torch's DTensor and
+`parallelize_module`.
 
-`plan` says how layers are split, and `derive` makes a plan for a model, from the `blocks` that it finds by name or by data flow. `layers`
-splits them (`multihead` is torch's attention layer, split). A forward pass runs in a `region`, with rules for `attention` and the `loss`;
-`context` has what they need to know of the ranks. The engine that ties this to sessions and optimizers is mesh/engine.py.
+`plan` says how layers are split, and `derive` makes a plan for a model, from the `blocks` that it
+finds by name or by data flow. `layers` splits them (`multihead` is torch's attention layer, split).
+A forward pass runs in a `region`, with rules for `attention` and the `loss`; `context` has what
+they need to know of the ranks. The engine that ties this to sessions and optimizers is
+mesh/engine.py.
 """
 
 from shoal_worker.tensor_parallel.context import DropoutRandomness as DropoutRandomness
 from shoal_worker.tensor_parallel.derive import make_plan as make_plan
 from shoal_worker.tensor_parallel.layers import parallelize as parallelize
 from shoal_worker.tensor_parallel.layers import unparallelize as unparallelize
-from shoal_worker.tensor_parallel.loss import vocabulary_parallel_cross_entropy as vocabulary_parallel_cross_entropy
+from shoal_worker.tensor_parallel.loss import (
+    vocabulary_parallel_cross_entropy as vocabulary_parallel_cross_entropy,
+)
 from shoal_worker.tensor_parallel.plan import Split as Split
 from shoal_worker.tensor_parallel.plan import Style as Style
 from shoal_worker.tensor_parallel.plan import TensorParallelPlan as TensorParallelPlan

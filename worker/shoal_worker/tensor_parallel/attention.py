@@ -1,4 +1,5 @@
-"""Attention over heads that are split over the ranks: each rank attends with its own heads, without communication.
+"""Attention over heads that are split over the ranks: each rank attends with its own heads, without
+communication.
 
 Shapes: B batch, H heads, T queries, S keys, D head size.
 """
@@ -15,14 +16,21 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext, local_offset, placement_of, split_dimension
+from shoal_worker.tensor_parallel.context import (
+    DropoutRandomness,
+    ParallelContext,
+    local_offset,
+    placement_of,
+    split_dimension,
+)
 
-# -------------------------------------------------------------------------------------------------------------------------------- dropout
+# ------------------------------------------------------------------------------------------ dropout
 #
-# Dropout within a tensor-parallel block: shards of one activation must draw different numbers, replicas the same ones.
+# Dropout within a tensor-parallel block: shards of one activation must draw different numbers,
+# replicas the same ones.
 #
-# Both rest on the ranks of a group having the same default random state when a step begins. Shoal's loaders set it for each batch; where
-# there is none, the strategy does (mesh/rank_mesh.py).
+# Both rest on the ranks of a group having the same default random state when a step begins. Shoal's
+# loaders set it for each batch; where there is none, the strategy does (mesh/rank_mesh.py).
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +50,21 @@ def slice_of(tensor: DTensor) -> LocalSlice | None:
     dimension = split_dimension(tensor)
     if dimension is None:
         return None
-    return LocalSlice(dimension=dimension, start=local_offset(tensor, dimension), shape=tuple(tensor.shape), stride=tensor.stride())
+    return LocalSlice(
+        dimension=dimension,
+        start=local_offset(tensor, dimension),
+        shape=tuple(tensor.shape),
+        stride=tensor.stride(),
+    )
 
 
-def dropout(context: ParallelContext, activation: DTensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> DTensor:
+def dropout(
+    context: ParallelContext,
+    activation: DTensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+) -> DTensor:
     """F.dropout on a DTensor. Never in place."""
     if not training or p == 0:
         return activation
@@ -54,11 +73,18 @@ def dropout(context: ParallelContext, activation: DTensor, p: float = 0.5, train
         activation = activation.redistribute(placements=[Replicate()])
     dropped = drop(context, activation.to_local(), cut, p)
     return DTensor.from_local(
-        dropped, activation.device_mesh, activation.placements, run_check=False, shape=activation.shape, stride=activation.stride()
+        dropped,
+        activation.device_mesh,
+        activation.placements,
+        run_check=False,
+        shape=activation.shape,
+        stride=activation.stride(),
     )
 
 
-def drop(context: ParallelContext, local: torch.Tensor, cut: LocalSlice | None, p: float) -> torch.Tensor:
+def drop(
+    context: ParallelContext, local: torch.Tensor, cut: LocalSlice | None, p: float
+) -> torch.Tensor:
     """Dropout with probability `p` on this rank's part of an activation."""
     if cut is None:
         return F.dropout(local, p)
@@ -66,18 +92,28 @@ def drop(context: ParallelContext, local: torch.Tensor, cut: LocalSlice | None, 
         with shard_randomness(context, local.device):
             return F.dropout(local, p)
     strides = cut.stride or torch.empty(cut.shape, device="meta").stride()
-    mask = torch.empty_strided(cut.shape, strides, dtype=local.dtype, device=local.device).bernoulli_(1 - p).div_(1 - p)
+    mask = (
+        torch.empty_strided(cut.shape, strides, dtype=local.dtype, device=local.device)
+        .bernoulli_(1 - p)
+        .div_(1 - p)
+    )
     return local * mask.narrow(cut.dimension, cut.start, local.shape[cut.dimension])
 
 
 @contextlib.contextmanager
 def shard_randomness(context: ParallelContext, device: torch.device) -> Iterator[None]:
-    """Within, this rank draws numbers of its own. All ranks' default generators stand alike afterwards, if they did before.
+    """Within, this rank draws numbers of its own. All ranks' default generators stand alike
+    afterwards, if they did before.
 
-    The seed is drawn from the default generator, so activation checkpointing, which sets that back, draws the same again.
+    The seed is drawn from the default generator, so activation checkpointing, which sets that back,
+    draws the same again.
     """
     seed = int(torch.empty((), dtype=torch.int64).random_())
-    generator = torch.default_generator if device.type == "cpu" else torch.get_device_module(device).default_generators[device.index]
+    generator = (
+        torch.default_generator
+        if device.type == "cpu"
+        else torch.get_device_module(device).default_generators[device.index]
+    )
     state = generator.get_state()
     try:
         generator.manual_seed((seed + 0x9E3779B97F4A7C15 * (context.rank + 1)) % 2**63)
@@ -89,7 +125,7 @@ def shard_randomness(context: ParallelContext, device: torch.device) -> Iterator
 # ruff: noqa: N803, N806 - shapes as suffixes
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ attention
+# ---------------------------------------------------------------------------------------- attention
 
 
 def scaled_dot_product_attention(
@@ -102,23 +138,42 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     **options: Any,
 ) -> DTensor:
-    """F.scaled_dot_product_attention on DTensors: on each rank's own heads (or batch), or on the whole where they are split otherwise."""
+    """F.scaled_dot_product_attention on DTensors: on each rank's own heads (or batch), or on the
+    whole where they are split otherwise."""
     tensors = [query_BHTD, key_BHSD, value_BHSD]
     cuts = {split_dimension(t) for t in tensors}
     dimension = cuts.pop() if len(cuts) == 1 else None
-    placement = Replicate() if dimension is None or dimension >= query_BHTD.ndim - 2 else Shard(dimension)
+    placement = (
+        Replicate() if dimension is None or dimension >= query_BHTD.ndim - 2 else Shard(dimension)
+    )
     tensors = [t.redistribute(placements=[placement]) for t in tensors]
     query, key, value = (t.to_local() for t in tensors)
     mask = None if attn_mask is None else _local_mask(attn_mask, tensors[0])
     cut = slice_of(tensors[0])
     if dropout_p and cut is not None and context.dropout is DropoutRandomness.AS_ONE_PROCESS:
-        weights_cut = LocalSlice(dimension=cut.dimension, start=cut.start, shape=(*cut.shape[:-1], key.shape[-2]))
-        output, _ = attend(context, query, key, value, mask, weights_cut, dropout_p=dropout_p, is_causal=is_causal, **options)
+        weights_cut = LocalSlice(
+            dimension=cut.dimension, start=cut.start, shape=(*cut.shape[:-1], key.shape[-2])
+        )
+        output, _ = attend(
+            context,
+            query,
+            key,
+            value,
+            mask,
+            weights_cut,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            **options,
+        )
     elif dropout_p and cut is not None:
         with shard_randomness(context, query.device):
-            output = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, **options)
+            output = F.scaled_dot_product_attention(
+                query, key, value, mask, dropout_p, is_causal, **options
+            )
     else:
-        output = F.scaled_dot_product_attention(query, key, value, mask, dropout_p, is_causal, **options)
+        output = F.scaled_dot_product_attention(
+            query, key, value, mask, dropout_p, is_causal, **options
+        )
     return DTensor.from_local(output, context.mesh, [placement], run_check=False)
 
 
@@ -135,15 +190,26 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention spelled out, on local tensors: its output, and its weights after dropout. `weights_cut`: of the weights, BHTS."""
+    """Attention spelled out, on local tensors: its output, and its weights after dropout.
+    `weights_cut`: of the weights, BHTS."""
     if enable_gqa:
         groups = query_BHTD.shape[-3] // key_BHSD.shape[-3]
         key_BHSD, value_BHSD = (t.repeat_interleave(groups, dim=-3) for t in (key_BHSD, value_BHSD))
-    scores_BHTS = query_BHTD @ key_BHSD.transpose(-2, -1) * (scale if scale is not None else 1 / math.sqrt(query_BHTD.shape[-1]))
+    scores_BHTS = (
+        query_BHTD
+        @ key_BHSD.transpose(-2, -1)
+        * (scale if scale is not None else 1 / math.sqrt(query_BHTD.shape[-1]))
+    )
     if is_causal:
-        mask = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=scores_BHTS.device).tril()
+        mask = torch.ones(
+            scores_BHTS.shape[-2:], dtype=torch.bool, device=scores_BHTS.device
+        ).tril()
     if mask is not None:
-        scores_BHTS = scores_BHTS.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores_BHTS + mask
+        scores_BHTS = (
+            scores_BHTS.masked_fill(~mask, -math.inf)
+            if mask.dtype == torch.bool
+            else scores_BHTS + mask
+        )
     weights_BHTS = scores_BHTS.softmax(-1)
     if dropout_p:
         weights_BHTS = drop(context, weights_BHTS, weights_cut, dropout_p)
@@ -151,10 +217,13 @@ def attend(
 
 
 def _local_mask(mask: DTensor, query: DTensor) -> torch.Tensor:
-    """The part of the mask for this rank's heads; the whole of it if it is the same for all of them."""
+    """The part of the mask for this rank's heads; the whole of it if it is the same for all of
+    them."""
     dimension = split_dimension(query)
     own = None if dimension is None else dimension - query.ndim + mask.ndim
     if own is None or own < 0 or mask.shape[own] == 1:
         whole = mask.redistribute(placements=[Replicate()])
-        return whole.to_local() if dimension is None else whole.to_local(grad_placements=[Partial()])
+        return (
+            whole.to_local() if dimension is None else whole.to_local(grad_placements=[Partial()])
+        )
     return mask.redistribute(placements=[Shard(own)]).to_local()

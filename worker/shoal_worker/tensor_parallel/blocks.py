@@ -1,8 +1,8 @@
-"""Finds attention and MLP blocks in a model by its modules' names and shapes, as they are in torch, Hugging Face (Llama, Mistral, GPT-2,
-BERT, T5, OPT, GPT-NeoX, ...), Meta's Llama, nanoGPT and timm.
+"""Finds attention and MLP blocks in a model by its modules' names and shapes, as they are in torch,
+Hugging Face (Llama, Mistral, GPT-2, BERT, T5, OPT, GPT-NeoX, ...), Meta's Llama, nanoGPT and timm.
 
-A block is found only if the shapes agree with the names. A wrong guess would cost communication, never a wrong result: DTensor keeps the
-arithmetic right whatever is split (docs/decisions/0100).
+A block is found only if the shapes agree with the names. A wrong guess would cost communication,
+never a wrong result: DTensor keeps the arithmetic right whatever is split (docs/decisions/0100).
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 
 from shoal_worker.torch_internals import pytree
 
-# -------------------------------------------------------------------------------------------------------------------------- linear layers
+# ------------------------------------------------------------------------------------ linear layers
 #
-# Layers that multiply by a matrix, whichever way round they keep it: nn.Linear (out x in) and Hugging Face's Conv1D (in x out).
+# Layers that multiply by a matrix, whichever way round they keep it: nn.Linear (out x in) and
+# Hugging Face's Conv1D (in x out).
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ _CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def linear_like(module: nn.Module) -> LinearLike | None:
-    """The layer's shape; None for any other module, and for one whose weight is computed (parametrizations)."""
+    """The layer's shape; None for any other module, and for one whose weight is computed
+    (parametrizations)."""
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 2:
         return None
@@ -56,8 +58,9 @@ def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Whether each of its output channels is computed from all input channels and from weights of its own, so that it can be split by
-    them: a convolution of torch's, with torch's own forward pass. A class of others may do more, such as standardizing its weight."""
+    """Whether each of its output channels is computed from all input channels and from weights of
+    its own, so that it can be split by them: a convolution of torch's, with torch's own forward
+    pass. A class of others may do more, such as standardizing its weight."""
     own = next((kind for kind in _CONVOLUTIONS if isinstance(module, kind)), None)
     if own is None or module.groups != 1 or "weight" not in module._parameters:
         return False
@@ -65,14 +68,42 @@ def is_convolution(module: nn.Module) -> bool:
     return kind.forward is own.forward and kind._conv_forward is own._conv_forward
 
 
-# --------------------------------------------------------------------------------------------------------------------------------- blocks
+# ------------------------------------------------------------------------------------------- blocks
 
-QUERY: Final[tuple[str, ...]] = ("q_proj", "query", "q", "wq", "to_q", "q_lin", "query_proj", "q_linear")
+QUERY: Final[tuple[str, ...]] = (
+    "q_proj",
+    "query",
+    "q",
+    "wq",
+    "to_q",
+    "q_lin",
+    "query_proj",
+    "q_linear",
+)
 KEY: Final[tuple[str, ...]] = ("k_proj", "key", "k", "wk", "to_k", "k_lin", "key_proj", "k_linear")
-VALUE: Final[tuple[str, ...]] = ("v_proj", "value", "v", "wv", "to_v", "v_lin", "value_proj", "v_linear")
-PACKED: Final[tuple[str, ...]] = ("c_attn", "qkv", "qkv_proj", "Wqkv", "to_qkv", "in_proj", "attn_qkv", "query_key_value")
+VALUE: Final[tuple[str, ...]] = (
+    "v_proj",
+    "value",
+    "v",
+    "wv",
+    "to_v",
+    "v_lin",
+    "value_proj",
+    "v_linear",
+)
+PACKED: Final[tuple[str, ...]] = (
+    "c_attn",
+    "qkv",
+    "qkv_proj",
+    "Wqkv",
+    "to_qkv",
+    "in_proj",
+    "attn_qkv",
+    "query_key_value",
+)
 PACKED_BY_HEAD: Final[tuple[str, ...]] = ("query_key_value",)
-"""Their output is query, key and value of the first head, then of the second: one contiguous split cuts it between heads."""
+"""Their output is query, key and value of the first head, then of the second: one contiguous split
+cuts it between heads."""
 OUTPUT: Final[tuple[str, ...]] = (
     "o_proj",
     "out_proj",
@@ -90,7 +121,8 @@ OUTPUT: Final[tuple[str, ...]] = (
     "out_linear",
 )
 UP: Final[tuple[str, ...]] = (
-    "up_proj", "gate_proj", "c_fc", "fc1", "w1", "w3", "wi", "wi_0", "wi_1", "lin1", "linear1", "dense_h_to_4h", "fc_in", "up", "gate",
+    "up_proj", "gate_proj", "c_fc", "fc1", "w1", "w3", "wi", "wi_0", "wi_1", "lin1", "linear1",
+    "dense_h_to_4h", "fc_in", "up", "gate",
     "intermediate.dense", "intermediate_dense", "w_up", "w_gate",
 )  # fmt: skip
 UP_PACKED: Final[tuple[str, ...]] = ("gate_up_proj", "w12", "gate_up")
@@ -109,12 +141,35 @@ DOWN: Final[tuple[str, ...]] = (
     "output_dense",
     "w_down",
 )
-HEADS: Final[tuple[str, ...]] = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead", "heads", "n_local_heads")
-KEY_HEADS: Final[tuple[str, ...]] = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_heads", "n_local_kv_heads")
-HEAD_SIZES: Final[tuple[str, ...]] = ("head_dim", "attention_head_size", "d_head", "dim_head", "head_size", "key_value_proj_dim", "d_kv")
+HEADS: Final[tuple[str, ...]] = (
+    "num_heads",
+    "n_head",
+    "n_heads",
+    "num_attention_heads",
+    "nhead",
+    "heads",
+    "n_local_heads",
+)
+KEY_HEADS: Final[tuple[str, ...]] = (
+    "num_key_value_heads",
+    "n_kv_heads",
+    "num_kv_heads",
+    "kv_heads",
+    "n_local_kv_heads",
+)
+HEAD_SIZES: Final[tuple[str, ...]] = (
+    "head_dim",
+    "attention_head_size",
+    "d_head",
+    "dim_head",
+    "head_size",
+    "key_value_proj_dim",
+    "d_kv",
+)
 
 _ELEMENTWISE_MODULES: Final = (
-    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.Softplus, nn.Softsign,
+    nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.LeakyReLU, nn.ELU,
+    nn.SELU, nn.CELU, nn.Softplus, nn.Softsign,
     nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.LogSigmoid, nn.Dropout, nn.Identity,
 )  # fmt: skip
 
@@ -143,7 +198,11 @@ def find_blocks(model: nn.Module) -> list[Block]:
     taken: set[str] = set()
     for path, module in model.named_modules():
         parent = model.get_submodule(path.rpartition(".")[0]) if path else None
-        for block in (*_attention(path, module, parent), *_sequential(path, module), *_mlp(path, module)):
+        for block in (
+            *_attention(path, module, parent),
+            *_sequential(path, module),
+            *_mlp(path, module),
+        ):
             layers = {*block.columns, block.row}
             if not layers & taken:
                 found.append(block)
@@ -160,25 +219,39 @@ def _attention(path: str, module: nn.Module, parent: nn.Module | None) -> Iterat
     if isinstance(module, nn.MultiheadAttention):
         return
     layers = _layers(module)
-    separate: list[str] = [name for names in (QUERY, KEY, VALUE) for name in names if name in layers][:3]
+    separate: list[str] = [
+        name for names in (QUERY, KEY, VALUE) for name in names if name in layers
+    ][:3]
     if len(separate) == 3:
         columns: dict[str, int] = dict.fromkeys(separate, 1)
         width = layers[separate[0]].out_features
     else:
-        name = next((n for n in PACKED if n in layers and layers[n].out_features == 3 * (layers[n].out_features // 3)), None)
+        name = next(
+            (
+                n
+                for n in PACKED
+                if n in layers and layers[n].out_features == 3 * (layers[n].out_features // 3)
+            ),
+            None,
+        )
         if name is None:
             return
         columns = {name: 1 if name in PACKED_BY_HEAD else 3}
         width = layers[name].out_features // 3
     owner, prefix = path, ""
-    output: str | None = next((n for n in OUTPUT if n in layers and n not in columns and layers[n].in_features == width), None)
+    output: str | None = next(
+        (n for n in OUTPUT if n in layers and n not in columns and layers[n].in_features == width),
+        None,
+    )
     if output is None and parent is not None:
         around = _layers(parent)
         output = next((n for n in OUTPUT if n in around and around[n].in_features == width), None)
         owner, _, prefix = path.rpartition(".")
     if output is None:
         return
-    heads, key_heads = _heads(module, parent, width, layers[separate[1]].out_features if len(separate) == 3 else width)
+    heads, key_heads = _heads(
+        module, parent, width, layers[separate[1]].out_features if len(separate) == 3 else width
+    )
     core = joined(owner, prefix) if prefix else owner
     yield Block(
         path=owner,
@@ -191,10 +264,18 @@ def _attention(path: str, module: nn.Module, parent: nn.Module | None) -> Iterat
     )
 
 
-def _heads(module: nn.Module, parent: nn.Module | None, width: int, key_width: int) -> tuple[int | None, int | None]:
-    """Returns the numbers of heads of queries and of keys, as attributes of the attention module, of the one around it or of their
-    configurations say."""
-    places = [p for m in (module, parent) if m is not None for p in (m, getattr(m, "config", None)) if p is not None]
+def _heads(
+    module: nn.Module, parent: nn.Module | None, width: int, key_width: int
+) -> tuple[int | None, int | None]:
+    """Returns the numbers of heads of queries and of keys, as attributes of the attention module,
+    of the one around it or of their configurations say."""
+    places = [
+        p
+        for m in (module, parent)
+        if m is not None
+        for p in (m, getattr(m, "config", None))
+        if p is not None
+    ]
     heads = _attribute(places, HEADS)
     if heads is None:
         size = _attribute(places, HEAD_SIZES)
@@ -257,28 +338,37 @@ def _layers(module: nn.Module) -> dict[str, LinearLike]:
     """Its linear layers by name: children, and children of children."""
     found = {}
     for name, child in module.named_children():
-        for inner, candidate in ((name, child), *((f"{name}.{n}", c) for n, c in child.named_children())):
+        for inner, candidate in (
+            (name, child),
+            *((f"{name}.{n}", c) for n, c in child.named_children()),
+        ):
             layer = linear_like(candidate)
             if layer is not None:
                 found[inner] = layer
     return found
 
 
-# ---------------------------------------------------------------------------------------------------------------------- blocks by data flow
+# ------------------------------------------------------------------------------ blocks by data flow
 #
-# Finds attention and MLP blocks where names do not tell: from the data flow of one forward pass on meta, which computes nothing.
+# Finds attention and MLP blocks where names do not tell: from the data flow of one forward pass on
+# meta, which computes nothing.
 #
-# Two patterns are known: linear layers whose outputs reach one other linear layer through elementwise functions only, and linear layers
-# whose outputs reach scaled_dot_product_attention as query, key and value, and the layer that takes its output. Attention that is spelled
-# out as matmul and softmax has no mark to know it by: that needs names, or a plan.
+# Two patterns are known: linear layers whose outputs reach one other linear layer through
+# elementwise functions only, and linear layers whose outputs reach scaled_dot_product_attention as
+# query, key and value, and the layer that takes its output. Attention that is spelled out as matmul
+# and softmax has no mark to know it by: that needs names, or a plan.
 
 
 _ELEMENTWISE_CALLS: Final = frozenset(
     (
-        "relu", "relu_", "gelu", "silu", "silu_", "mish", "tanh", "sigmoid", "leaky_relu", "elu", "selu", "softplus", "hardswish",
-        "hardtanh", "hardsigmoid", "logsigmoid", "relu6", "dropout", "mul", "mul_", "__mul__", "__imul__", "__rmul__",
-        "add", "add_", "__add__", "__iadd__", "__radd__", "sub", "__sub__", "div", "__truediv__", "neg", "abs", "pow", "square", "sqrt",
-        "exp", "erf", "clamp", "to", "float", "double", "half", "bfloat16", "type_as", "contiguous", "clone",
+        "relu", "relu_", "gelu", "silu", "silu_", "mish", "tanh", "sigmoid", "leaky_relu", "elu",
+        "selu", "softplus", "hardswish",
+        "hardtanh", "hardsigmoid", "logsigmoid", "relu6", "dropout", "mul", "mul_", "__mul__",
+        "__imul__", "__rmul__",
+        "add", "add_", "__add__", "__iadd__", "__radd__", "sub", "__sub__", "div", "__truediv__",
+        "neg", "abs", "pow", "square", "sqrt",
+        "exp", "erf", "clamp", "to", "float", "double", "half", "bfloat16", "type_as", "contiguous",
+        "clone",
     )
 )  # fmt: skip
 """Functions by name, which give each element of the output from that of the inputs."""
@@ -302,11 +392,16 @@ def trace_blocks(model: nn.Module, inputs: Any) -> list[Block]:
         ConfigurationError: the model's code cannot run there.
     """
     recorder = _Recorder(model)
-    tensors = {name: t.detach().to("meta") for name, t in (*model.named_parameters(), *model.named_buffers())}
+    tensors = {
+        name: t.detach().to("meta")
+        for name, t in (*model.named_parameters(), *model.named_buffers())
+    }
     by_layer = {id(tensors[name]): path for path, name in recorder.weights.items()}
     recorder.by_weight = by_layer
     arguments = pytree.tree_map_only(torch.Tensor, lambda t: t.to("meta"), inputs)
-    positional, named = ((), dict(arguments)) if isinstance(arguments, Mapping) else (tuple(arguments), {})
+    positional, named = (
+        ((), dict(arguments)) if isinstance(arguments, Mapping) else (tuple(arguments), {})
+    )
     try:
         with torch.no_grad(), recorder:
             torch.func.functional_call(model, tensors, positional, named)
@@ -314,8 +409,8 @@ def trace_blocks(model: nn.Module, inputs: Any) -> list[Block]:
         raise
     except Exception as error:  # the user's own code runs here
         raise ConfigurationError(
-            f"the model cannot be traced on the meta device ({type(error).__name__}: {error}), so its blocks cannot be "
-            "told from its data flow; give a plan for them"
+            f"the model cannot be traced on the meta device ({type(error).__name__}: {error}), so "
+            "its blocks cannot be told from its data flow; give a plan for them"
         ) from error
     return recorder.blocks()
 
@@ -323,7 +418,9 @@ def trace_blocks(model: nn.Module, inputs: Any) -> list[Block]:
 class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.layers: dict[str, LinearLike] = {p: layer for p, m in model.named_modules() if (layer := linear_like(m)) is not None}
+        self.layers: dict[str, LinearLike] = {
+            p: layer for p, m in model.named_modules() if (layer := linear_like(m)) is not None
+        }
         self.weights = {path: f"{path}.weight" if path else "weight" for path in self.layers}
         self.by_weight: dict[int, str] = {}
         self._flows: dict[int, tuple[torch.Tensor, _Flow]] = {}
@@ -331,7 +428,9 @@ class _Recorder(TorchFunctionMode):
         self._elsewhere: set[str] = set()
         self._attentions: list[tuple[frozenset[str], int, int]] = []
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -339,27 +438,49 @@ class _Recorder(TorchFunctionMode):
         path = next((self.by_weight[id(t)] for t in tensors if id(t) in self.by_weight), None)
         if path is not None:
             # A Conv1D views its input first: the flow into it is that of its largest input.
-            self._into[path] = next((f for f in flows if f.layers or f.attention is not None), _Flow(elementwise=False))
+            self._into[path] = next(
+                (f for f in flows if f.layers or f.attention is not None), _Flow(elementwise=False)
+            )
             self._set(result, _Flow(frozenset({path})))
         elif func is F.scaled_dot_product_attention:
             query, key, value = (self._flow(t) for t in tensors[:3])
-            self._attentions.append((query.layers | key.layers | value.layers, tensors[0].shape[-3], tensors[1].shape[-3]))
+            self._attentions.append(
+                (
+                    query.layers | key.layers | value.layers,
+                    tensors[0].shape[-3],
+                    tensors[1].shape[-3],
+                )
+            )
             self._set(result, _Flow(attention=len(self._attentions) - 1))
         elif any(f.layers or f.attention is not None for f in flows):
             self._set(result, self._combined(func, tensors, flows, result))
         return result
 
-    def _combined(self, func: Callable[..., Any], tensors: list[torch.Tensor], flows: list[_Flow], result: Any) -> _Flow:
+    def _combined(
+        self, func: Callable[..., Any], tensors: list[torch.Tensor], flows: list[_Flow], result: Any
+    ) -> _Flow:
         layers = frozenset[str]().union(*(f.layers for f in flows))
         calls = {f.attention for f in flows if f.attention is not None}
         same = isinstance(result, torch.Tensor) and all(
             not f.layers or t.shape == result.shape for t, f in zip(tensors, flows, strict=True)
         )
-        fed = all(f.layers or t.numel() == 1 or t.shape[-1] == 1 for t, f in zip(tensors, flows, strict=True))
-        elementwise = getattr(func, "__name__", "") in _ELEMENTWISE_CALLS and same and fed and all(f.elementwise for f in flows)
+        fed = all(
+            f.layers or t.numel() == 1 or t.shape[-1] == 1
+            for t, f in zip(tensors, flows, strict=True)
+        )
+        elementwise = (
+            getattr(func, "__name__", "") in _ELEMENTWISE_CALLS
+            and same
+            and fed
+            and all(f.elementwise for f in flows)
+        )
         if not elementwise and isinstance(result, torch.Tensor):
             self._elsewhere |= layers if not _keeps_elements(func) else set()
-        return _Flow(layers, elementwise and not calls, calls.pop() if len(calls) == 1 and not layers else None)
+        return _Flow(
+            layers,
+            elementwise and not calls,
+            calls.pop() if len(calls) == 1 and not layers else None,
+        )
 
     def _flow(self, tensor: torch.Tensor) -> _Flow:
         return self._flows.get(id(tensor), (tensor, _Flow()))[1]
@@ -383,7 +504,9 @@ class _Recorder(TorchFunctionMode):
                 found.append(block)
         return found
 
-    def _attention(self, row: str, columns: frozenset[str], heads: int, key_heads: int) -> Block | None:
+    def _attention(
+        self, row: str, columns: frozenset[str], heads: int, key_heads: int
+    ) -> Block | None:
         if not columns or row in columns or len(columns) not in (1, 3):
             return None
         width = self.layers[row].in_features
@@ -403,7 +526,11 @@ class _Recorder(TorchFunctionMode):
 
     def _mlp(self, row: str, columns: frozenset[str]) -> Block | None:
         width = self.layers[row].in_features
-        if row in columns or columns & self._elsewhere or any(self.layers[c].out_features != width for c in columns):
+        if (
+            row in columns
+            or columns & self._elsewhere
+            or any(self.layers[c].out_features != width for c in columns)
+        ):
             return None
         ordered = [p for p in self.layers if p in columns]
         return Block(

@@ -1,7 +1,9 @@
-"""The tensor-parallel group as the layers see it, and the ways a tensor enters, leaves and is cut in it.
+"""The tensor-parallel group as the layers see it, and the ways a tensor enters, leaves and is cut
+in it.
 
-Between blocks activations are plain tensors, the same on every rank (with sequence parallelism: DTensors split along the sequence). Within
-a block they are DTensors, so that the model's own code sees whole shapes: heads, hidden sizes and reshapes need no change.
+Between blocks activations are plain tensors, the same on every rank (with sequence parallelism:
+DTensors split along the sequence). Within a block they are DTensors, so that the model's own code
+sees whole shapes: heads, hidden sizes and reshapes need no change.
 """
 
 from __future__ import annotations
@@ -18,18 +20,24 @@ from shoal_worker.torch_internals import compute_local_shape_and_global_offset, 
 
 
 class DropoutRandomness(StrEnum):
-    """Where dropout on split activations takes its random numbers from. On whole activations all ranks draw alike."""
+    """Where dropout on split activations takes its random numbers from. On whole activations all
+    ranks draw alike."""
 
     PER_SHARD = "per_shard"
-    """Each rank draws for its own shard, seeded by a draw that all share. Costs 1/N of one process's random numbers."""
+    """Each rank draws for its own shard, seeded by a draw that all share. Costs 1/N of one
+    process's random numbers."""
     AS_ONE_PROCESS = "as_one_process"
-    """Every rank draws the mask of the whole activation and takes its part: the numbers are those that one process would draw."""
+    """Every rank draws the mask of the whole activation and takes its part: the numbers are those
+    that one process would draw."""
 
 
 class ParallelContext:
-    """One tensor-parallel group, its mesh of one dimension, and how activations are handled in it. Never copied with a module."""
+    """One tensor-parallel group, its mesh of one dimension, and how activations are handled in it.
+    Never copied with a module."""
 
-    def __init__(self, mesh: DeviceMesh, *, sequence_dimension: int | None, dropout: DropoutRandomness) -> None:
+    def __init__(
+        self, mesh: DeviceMesh, *, sequence_dimension: int | None, dropout: DropoutRandomness
+    ) -> None:
         self.mesh = mesh
         self.sequence_dimension = sequence_dimension
         self.dropout = dropout
@@ -50,19 +58,26 @@ class ParallelContext:
         return self.mesh.size()
 
     def replicated(self, tensor: torch.Tensor) -> DTensor:
-        """A tensor that is the same on all ranks. Backward: what the ranks' parts of its gradient sum up to."""
+        """A tensor that is the same on all ranks. Backward: what the ranks' parts of its gradient
+        sum up to."""
         return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
 
     def sharded(self, local: torch.Tensor, dimension: int) -> DTensor:
         """The whole of which `local` is this rank's part; all parts are of one size."""
-        return DTensor.from_local(local, self.mesh, [Shard(dimension % local.ndim)], run_check=False)
+        return DTensor.from_local(
+            local, self.mesh, [Shard(dimension % local.ndim)], run_check=False
+        )
 
     def leave(self, output: DTensor) -> torch.Tensor:
-        """What a block hands on: summed over the ranks, whole; with sequence parallelism split along the sequence."""
+        """What a block hands on: summed over the ranks, whole; with sequence parallelism split
+        along the sequence."""
         if self.sequence_dimension is not None and output.ndim > max(2, self.sequence_dimension):
             length, ranks = output.shape[self.sequence_dimension], self.mesh.size()
             if length % ranks:
-                what = f"sequence_dimension={self.sequence_dimension} with a sequence of {length}, which {ranks} ranks do not divide,"
+                what = (
+                    f"sequence_dimension={self.sequence_dimension} with a sequence of {length}, "
+                    f"which {ranks} ranks do not divide,"
+                )
                 needs_torch(2, 13, what, "pad the sequence, or leave sequence_dimension out")
             return output.redistribute(placements=[Shard(self.sequence_dimension)])
         return whole(output)
@@ -79,14 +94,18 @@ def placement_of(tensor: DTensor) -> Placement:
 
 
 def split_dimension(tensor: DTensor) -> int | None:
-    """Along which the tensor is cut in contiguous pieces; None if it is whole, pending a sum, or cut in another way."""
+    """Along which the tensor is cut in contiguous pieces; None if it is whole, pending a sum, or
+    cut in another way."""
     placement = placement_of(tensor)
-    return placement.dim if isinstance(placement, Shard) else None  # _StridedShard is no subclass of it
+    # _StridedShard is no subclass of it
+    return placement.dim if isinstance(placement, Shard) else None
 
 
 def local_offset(tensor: DTensor, dimension: int) -> int:
     """The index along `dimension` at which this rank's piece begins."""
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    _, offsets = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return int(offsets[dimension])
 
 
@@ -97,7 +116,9 @@ def grad_partial(tensor: DTensor) -> torch.Tensor:
 
 def holds_dtensor(values: Any) -> bool:
     """Whether one of them, or of the lists and tuples among them, is a DTensor."""
-    return any(isinstance(v, DTensor) or (isinstance(v, list | tuple) and holds_dtensor(v)) for v in values)
+    return any(
+        isinstance(v, DTensor) or (isinstance(v, list | tuple) and holds_dtensor(v)) for v in values
+    )
 
 
 def plain(value: Any) -> Any:

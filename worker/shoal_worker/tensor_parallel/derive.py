@@ -1,7 +1,8 @@
-"""Makes the plan of a model: what the user says, then what its structure says, and a refusal where neither does.
+"""Makes the plan of a model: what the user says, then what its structure says, and a refusal where
+neither does.
 
-Nothing large is replicated but by request. Small parameters are (norms, biases and other vectors, and what has fewer elements than the
-minimum), and the plan gives the reason of each.
+Nothing large is replicated but by request. Small parameters are (norms, biases and other vectors,
+and what has fewer elements than the minimum), and the plan gives the reason of each.
 """
 
 from __future__ import annotations
@@ -25,11 +26,19 @@ from shoal_worker.tensor_parallel.blocks import (
     own_parameters,
     trace_blocks,
 )
-from shoal_worker.tensor_parallel.plan import ParameterLayout, PlanEntry, Split, Style, TensorParallelPlan, to_split
+from shoal_worker.tensor_parallel.plan import (
+    ParameterLayout,
+    PlanEntry,
+    Split,
+    Style,
+    TensorParallelPlan,
+    to_split,
+)
 from shoal_worker.torch_internals import needs_torch
 
 _NORMS: Final = (
-    nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm,
+    nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
+    nn.SyncBatchNorm,
     nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
 )  # fmt: skip
 _LINEAR_STYLES: Final = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, Style.ROW)
@@ -48,23 +57,38 @@ def make_plan(
     """The plan for `model` on `size` ranks. Looks at shapes only; the parameters may be on `meta`.
 
     Args:
-        plan: what is to be done with some or all modules: path pattern -> style. A pattern is a path whose components may hold wildcards,
-            `layers.*.mlp.up`; later patterns win. The path of a parameter that a module holds by itself is a pattern too, with "replicate".
-            What no pattern names is derived, but a block of which a layer is named is not: its other layers stand alone.
-        minimum_parameter_group_size: modules (blocks: the largest layer) with fewer elements may be replicated.
-        sequence_dimension: split activations between blocks along this dimension (sequence parallelism): usually 1; 0 where it comes first.
-        loss_parallel: leave the logits, the output of a layer that stands alone at the model's end, split over the vocabulary.
-        example_inputs: a tuple of positional or a mapping of keyword arguments of `model`, for tracing where names do not tell the blocks.
-            Only shapes count; nothing is computed.
+        plan: what is to be done with some or all modules: path pattern -> style. A pattern is a
+            path whose components may hold wildcards, `layers.*.mlp.up`; later patterns win. The
+            path of a parameter that a module holds by itself is a pattern too, with "replicate".
+            What no pattern names is derived, but a block of which a layer is named is not: its
+            other layers stand alone.
+        minimum_parameter_group_size: modules (blocks: the largest layer) with fewer elements may be
+            replicated.
+        sequence_dimension: split activations between blocks along this dimension (sequence
+            parallelism): usually 1; 0 where it comes first.
+        loss_parallel: leave the logits, the output of a layer that stands alone at the model's end,
+            split over the vocabulary.
+        example_inputs: a tuple of positional or a mapping of keyword arguments of `model`, for
+            tracing where names do not tell the blocks. Only shapes count; nothing is computed.
 
     Raises:
-        ConfigurationError: something large cannot be split: names the module, its size and what to do.
+        ConfigurationError: something large cannot be split: names the module, its size and what to
+            do.
     """
     if size < 1:
         raise ConfigurationError(f"tensor parallelism over {size} ranks: expected at least 1")
     if size > 1:
-        needs_torch(2, 12, f"tensor parallelism over {size} ranks", "take zero3 or fsdp")  # 2.11 does not flatten what is split
-    return _Planner(model, size, plan or {}, minimum_parameter_group_size, sequence_dimension, loss_parallel, example_inputs).plan()
+        # 2.11 does not flatten what is split
+        needs_torch(2, 12, f"tensor parallelism over {size} ranks", "take zero3 or fsdp")
+    return _Planner(
+        model,
+        size,
+        plan or {},
+        minimum_parameter_group_size,
+        sequence_dimension,
+        loss_parallel,
+        example_inputs,
+    ).plan()
 
 
 @dataclass(frozen=True)
@@ -102,12 +126,19 @@ class _Planner:
 
     def plan(self) -> TensorParallelPlan:
         if any(isinstance(p, DTensor) for p in self._model.parameters()):
-            raise ConfigurationError("tensor parallelism: the model's parameters are distributed already; give it a model as it was built")
+            raise ConfigurationError(
+                "tensor parallelism: the model's parameters are distributed already; give it a "
+                "model as it was built"
+            )
         self._take_given()
         self._derive_blocks()
-        owners = [(path, module) for path, module in self._model.named_modules() if own_parameters(module)]
+        owners = [
+            (path, module) for path, module in self._model.named_modules() if own_parameters(module)
+        ]
         holders = self._holders(owners)
-        entries = {path: self._entry(path, module) for path, module in owners if path not in holders}
+        entries = {
+            path: self._entry(path, module) for path, module in owners if path not in holders
+        }
         entries |= {path: self._held(path, module) for path, module in owners if path in holders}
         return TensorParallelPlan(
             size=self._size,
@@ -116,26 +147,32 @@ class _Planner:
             loss_parallel=self._loss_parallel,
         )
 
-    # ---------------------------------------------------------------------------------------------------------------- roles
+    # ---------------------------------------------------------------------------------------- roles
 
     def _take_given(self) -> None:
         modules = dict(self._model.named_modules())
         parameters = {name for name, _ in self._model.named_parameters(remove_duplicate=False)}
         for pattern, split in self._given.items():
-            matched = [path for path in (*modules, *(parameters - set(modules))) if _matches(path, pattern)]
+            matched = [
+                path for path in (*modules, *(parameters - set(modules))) if _matches(path, pattern)
+            ]
             if not matched:
                 raise ConfigurationError(
-                    f"tensor-parallel plan: no module or parameter matches {pattern!r}; the model's modules are {sorted(modules)[1:6]} ..."
+                    f"tensor-parallel plan: no module or parameter matches {pattern!r}; the "
+                    f"model's modules are {sorted(modules)[1:6]} ..."
                 )
             for path in matched:
                 if path in parameters and split.style is not Style.REPLICATE:
                     raise ConfigurationError(
-                        f'tensor-parallel plan: {path} is a parameter, not a module: it can only be given the style "replicate"'
+                        f"tensor-parallel plan: {path} is a parameter, not a module: it can only "
+                        'be given the style "replicate"'
                     )
                 self._roles[path] = _Role(split, path, "asked for", asked=True)
                 if split.style is Style.REPLICATE and path in modules:
                     for inner, _ in modules[path].named_modules():
-                        self._roles[joined(path, inner) if inner else path] = _Role(split, path, "asked for", asked=True)
+                        self._roles[joined(path, inner) if inner else path] = _Role(
+                            split, path, "asked for", asked=True
+                        )
 
     def _derive_blocks(self) -> None:
         for path, module in self._model.named_modules():
@@ -143,25 +180,49 @@ class _Planner:
                 self._derive_multihead(path, module)
         blocks = find_blocks(self._model)
         if self._inputs is not None:
-            named = {path for block in blocks if block.kind == "mlp" or block.heads for path in (*block.columns, block.row)}
-            traced = [b for b in trace_blocks(self._model, self._inputs) if not named & {*b.columns, b.row}]
+            named = {
+                path
+                for block in blocks
+                if block.kind == "mlp" or block.heads
+                for path in (*block.columns, block.row)
+            }
+            traced = [
+                b
+                for b in trace_blocks(self._model, self._inputs)
+                if not named & {*b.columns, b.row}
+            ]
             over = {path for block in traced for path in (*block.columns, block.row)}
             blocks = [b for b in blocks if not over & {*b.columns, b.row}] + traced
         for block in blocks:
             layers = (*block.columns, block.row)
-            if not any(path in self._roles for path in layers) and not self._replicates_small(block.path, layers, block.kind):
+            if not any(path in self._roles for path in layers) and not self._replicates_small(
+                block.path, layers, block.kind
+            ):
                 self._derive_block(block)
 
     def _derive_multihead(self, path: str, module: nn.MultiheadAttention) -> None:
-        if path in self._roles or self._replicates_small(path, (path, joined(path, "out_proj")), "attention"):
+        if path in self._roles or self._replicates_small(
+            path, (path, joined(path, "out_proj")), "attention"
+        ):
             return
         kind = f"nn.MultiheadAttention(embed_dim={module.embed_dim}, num_heads={module.num_heads})"
         if module.num_heads % self._size:
-            raise self._refusal(path, module, f"{kind}: its {module.num_heads} heads do not divide by {self._size}")
+            raise self._refusal(
+                path, module, f"{kind}: its {module.num_heads} heads do not divide by {self._size}"
+            )
         if module.bias_k is not None or module.add_zero_attn:
-            raise self._refusal(path, module, f"{kind}: add_bias_kv and add_zero_attn add a position to every head, which is not supported")
-        self._roles[path] = _Role(Split(style=Style.ATTENTION, heads=module.num_heads), path, f"{module.num_heads} heads")
-        self._roles[joined(path, "out_proj")] = _Role(Split(style=Style.ROW), path, "sums the heads")
+            raise self._refusal(
+                path,
+                module,
+                f"{kind}: add_bias_kv and add_zero_attn add a position to every head, which is not "
+                "supported",
+            )
+        self._roles[path] = _Role(
+            Split(style=Style.ATTENTION, heads=module.num_heads), path, f"{module.num_heads} heads"
+        )
+        self._roles[joined(path, "out_proj")] = _Role(
+            Split(style=Style.ROW), path, "sums the heads"
+        )
 
     def _derive_block(self, block: Block) -> None:
         layers = {path: self._layer(path) for path in (*block.columns, block.row)}
@@ -169,10 +230,18 @@ class _Planner:
             self._check_heads(block, layers)
         for path, parts in block.columns.items():
             if layers[path].out_features % (parts * self._size):
-                features = f"{layers[path].out_features} output features" + (f" in {parts} parts" if parts > 1 else "")
-                raise self._refusal(path, self._model.get_submodule(path), f"its {features} do not divide by {self._size}")
+                features = f"{layers[path].out_features} output features" + (
+                    f" in {parts} parts" if parts > 1 else ""
+                )
+                raise self._refusal(
+                    path,
+                    self._model.get_submodule(path),
+                    f"its {features} do not divide by {self._size}",
+                )
         if layers[block.row].in_features % self._size:
-            what = f"its {layers[block.row].in_features} input features do not divide by {self._size}"
+            what = (
+                f"its {layers[block.row].in_features} input features do not divide by {self._size}"
+            )
             raise self._refusal(block.row, self._model.get_submodule(block.row), what)
         for path, parts in block.columns.items():
             style = Style.PACKED_COLUMN if parts > 1 else Style.COLUMN
@@ -185,23 +254,35 @@ class _Planner:
             raise self._refusal(
                 block.path,
                 module,
-                f"the number of heads of this attention block is not known ({block.reason}): none of its attributes says it",
-                remedy="Give the attention module an attribute num_heads, pass example_inputs so that it can be traced, or give a plan",
+                f"the number of heads of this attention block is not known ({block.reason}): none "
+                "of its attributes says it",
+                remedy="Give the attention module an attribute num_heads, pass example_inputs so "
+                "that it can be traced, or give a plan",
             )
-        for heads, of in ((block.heads, "attention heads"), (block.key_heads, "key and value heads")):
+        for heads, of in (
+            (block.heads, "attention heads"),
+            (block.key_heads, "key and value heads"),
+        ):
             if heads % self._size:
-                raise self._refusal(block.path, module, f"its {heads} {of} do not divide by {self._size}")
+                raise self._refusal(
+                    block.path, module, f"its {heads} {of} do not divide by {self._size}"
+                )
 
     def _replicates_small(self, block: str, paths: tuple[str, ...], kind: str) -> bool:
-        """Gives the layers of a block the style "replicate" if none of them is large enough to be worth the communication."""
+        """Gives the layers of a block the style "replicate" if none of them is large enough to be
+        worth the communication."""
         largest = max(_elements(self._model.get_submodule(path)) for path in paths)
         if largest >= self._minimum:
             return False
         for path in paths:
-            self._roles[path] = _Role(Split(style=Style.REPLICATE), block, f"{kind} block below {self._minimum} elements a layer")
+            self._roles[path] = _Role(
+                Split(style=Style.REPLICATE),
+                block,
+                f"{kind} block below {self._minimum} elements a layer",
+            )
         return True
 
-    # -------------------------------------------------------------------------------------------------------------- entries
+    # -------------------------------------------------------------------------------------- entries
 
     def _entry(self, path: str, module: nn.Module) -> PlanEntry:
         role = self._roles.get(path) or self._alone(path, module)
@@ -220,8 +301,9 @@ class _Planner:
             first_module, first = self._first.setdefault(id(parameter), (path, layout))
             if (first.stored_shape, first.dimension) != (layout.stored_shape, layout.dimension):
                 raise ConfigurationError(
-                    f"tensor parallelism: {joined(path, name)} is tied to {first.name}, but the plan splits one along dimension "
-                    f"{layout.dimension} and the other along {first.dimension}; give both modules styles that agree, such as vocabulary "
+                    f"tensor parallelism: {joined(path, name)} is tied to {first.name}, but the "
+                    f"plan splits one along dimension {layout.dimension} and the other along "
+                    f"{first.dimension}; give both modules styles that agree, such as vocabulary "
                     "and column_gathered"
                 )
             tied_to = first_module if first_module != path else tied_to
@@ -238,14 +320,23 @@ class _Planner:
         )
 
     def _holders(self, owners: Sequence[tuple[str, nn.Module]]) -> set[str]:
-        """Modules that are no layers, all of whose own parameters are also those of layers: BERT's head holds its decoder's bias. How these
-        are split is for the layers to say; a DTensor is whole to the code of whoever holds it."""
-        layers = {path for path, m in owners if linear_like(m) or is_convolution(m) or isinstance(m, nn.Embedding | nn.EmbeddingBag)}
-        known = {id(p) for path, module in owners if path in layers for _, p in own_parameters(module)}
+        """Modules that are no layers, all of whose own parameters are also those of layers: BERT's
+        head holds its decoder's bias. How these are split is for the layers to say; a DTensor is
+        whole to the code of whoever holds it."""
+        layers = {
+            path
+            for path, m in owners
+            if linear_like(m) or is_convolution(m) or isinstance(m, nn.Embedding | nn.EmbeddingBag)
+        }
+        known = {
+            id(p) for path, module in owners if path in layers for _, p in own_parameters(module)
+        }
         return {
             path
             for path, m in owners
-            if path not in layers and path not in self._roles and all(id(p) in known for _, p in own_parameters(m))
+            if path not in layers
+            and path not in self._roles
+            and all(id(p) in known for _, p in own_parameters(m))
         }
 
     def _held(self, path: str, module: nn.Module) -> PlanEntry:
@@ -265,7 +356,9 @@ class _Planner:
         elements = _elements(module)
         if isinstance(module, _NORMS) or _is_norm(module):
             return _Role(Split(style=Style.REPLICATE), path, "norm")
-        tied = next((self._first[id(p)][0] for _, p in own_parameters(module) if id(p) in self._first), None)
+        tied = next(
+            (self._first[id(p)][0] for _, p in own_parameters(module) if id(p) in self._first), None
+        )
         shared = tied is not None and self._first_dimension(module) is not None
         if elements < self._minimum and not shared:
             return _Role(Split(style=Style.REPLICATE), path, f"below {self._minimum} elements")
@@ -277,10 +370,18 @@ class _Planner:
             return _Role(Split(style=Style.EMBEDDING_DIMENSION), path, "embedding bag, by columns")
         if linear_like(module) is not None:
             if self._loss_parallel:
-                return _Role(Split(style=Style.COLUMN), path, "stands alone, output stays split for the parallel loss")
+                return _Role(
+                    Split(style=Style.COLUMN),
+                    path,
+                    "stands alone, output stays split for the parallel loss",
+                )
             return _Role(Split(style=Style.COLUMN_GATHERED), path, "stands alone, output gathered")
         if is_convolution(module):
-            return _Role(Split(style=Style.COLUMN_GATHERED), path, "convolution by output channels, output gathered")
+            return _Role(
+                Split(style=Style.COLUMN_GATHERED),
+                path,
+                "convolution by output channels, output gathered",
+            )
         asked = [self._roles.get(joined(path, name)) for name, _ in own_parameters(module)]
         large = [
             (name, p)
@@ -288,19 +389,32 @@ class _Planner:
             if role is None and p.ndim > 1 and p.numel() >= self._minimum
         ]
         if not large:
-            return _Role(Split(style=Style.REPLICATE), path, "asked for" if any(asked) else f"vectors, or below {self._minimum} elements")
+            return _Role(
+                Split(style=Style.REPLICATE),
+                path,
+                "asked for" if any(asked) else f"vectors, or below {self._minimum} elements",
+            )
         name, parameter = large[0]
         shape = "x".join(map(str, parameter.shape))
         raise self._refusal(
             path,
             module,
-            f"no style is known for {type(module).__name__}, whose parameter {name} has {parameter.numel():,} elements ({shape})",
-            remedy=f'Replicate it on purpose with plan={{"{joined(path, name) if path == "" else path}": "replicate"}}',
+            f"no style is known for {type(module).__name__}, whose parameter {name} has "
+            f"{parameter.numel():,} elements ({shape})",
+            remedy="Replicate it on purpose with "
+            f'plan={{"{joined(path, name) if path == "" else path}": "replicate"}}',
         )
 
     def _first_dimension(self, module: nn.Module) -> int | None:
         """Along which the parameter that this module shares was split where it was met first."""
-        return next((self._first[id(p)][1].dimension for _, p in own_parameters(module) if id(p) in self._first), None)
+        return next(
+            (
+                self._first[id(p)][1].dimension
+                for _, p in own_parameters(module)
+                if id(p) in self._first
+            ),
+            None,
+        )
 
     def _check(self, path: str, module: nn.Module, role: _Role) -> None:
         """That the style fits the module, and that every rank gets some of it."""
@@ -314,52 +428,96 @@ class _Planner:
         }
         if not fits.get(style, layer is not None):
             raise ConfigurationError(
-                f"tensor-parallel plan: {path or 'the model'} is a {type(module).__name__}, which the style {style.value!r} does not fit"
+                f"tensor-parallel plan: {path or 'the model'} is a {type(module).__name__}, which "
+                f"the style {style.value!r} does not fit"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and style is not Style.REPLICATE:
             odd = [n for n in ("max_norm", "sparse", "scale_grad_by_freq") if getattr(module, n)]
             if odd:
                 raise self._refusal(
-                    path, module, f"{type(module).__name__} with {odd[0]}={getattr(module, odd[0])} needs the whole table on one rank"
+                    path,
+                    module,
+                    f"{type(module).__name__} with {odd[0]}={getattr(module, odd[0])} needs the "
+                    "whole table on one rank",
                 )
         if role.asked:
             self._check_asked(path, module, role.split, layer)
-        if style is Style.EMBEDDING_DIMENSION and module.get_parameter("weight").shape[1] % self._size:
-            raise self._refusal(path, module, f"its {module.embedding_dim} columns do not divide by {self._size}")
-        if is_convolution(module) and style is Style.COLUMN_GATHERED and module.get_parameter("weight").shape[0] % self._size:
-            raise self._refusal(path, module, f"its {module.out_channels} output channels do not divide by {self._size}")
+        if (
+            style is Style.EMBEDDING_DIMENSION
+            and module.get_parameter("weight").shape[1] % self._size
+        ):
+            raise self._refusal(
+                path, module, f"its {module.embedding_dim} columns do not divide by {self._size}"
+            )
+        if (
+            is_convolution(module)
+            and style is Style.COLUMN_GATHERED
+            and module.get_parameter("weight").shape[0] % self._size
+        ):
+            raise self._refusal(
+                path,
+                module,
+                f"its {module.out_channels} output channels do not divide by {self._size}",
+            )
         rows = None
         if isinstance(module, nn.Embedding) and style is Style.VOCABULARY:
             rows = module.num_embeddings
-        elif layer is not None and style in (Style.COLUMN, Style.COLUMN_GATHERED) and role.block == path:
+        elif (
+            layer is not None
+            and style in (Style.COLUMN, Style.COLUMN_GATHERED)
+            and role.block == path
+        ):
             rows = layer.out_features
         if rows is not None and -(-rows // self._size) * (self._size - 1) >= rows:
-            raise self._refusal(path, module, f"its {rows} rows, in pieces of {-(-rows // self._size)}, leave a rank without any")
+            raise self._refusal(
+                path,
+                module,
+                f"its {rows} rows, in pieces of {-(-rows // self._size)}, leave a rank without any",
+            )
 
-    def _check_asked(self, path: str, module: nn.Module, split: Split, layer: LinearLike | None) -> None:
+    def _check_asked(
+        self, path: str, module: nn.Module, split: Split, layer: LinearLike | None
+    ) -> None:
         if split.heads is not None and split.heads % self._size:
-            raise self._refusal(path, module, f"its {split.heads} heads do not divide by {self._size}")
-        if isinstance(module, nn.MultiheadAttention) and split.style is Style.ATTENTION and module.num_heads % self._size:
-            raise self._refusal(path, module, f"its {module.num_heads} heads do not divide by {self._size}")
+            raise self._refusal(
+                path, module, f"its {split.heads} heads do not divide by {self._size}"
+            )
+        if (
+            isinstance(module, nn.MultiheadAttention)
+            and split.style is Style.ATTENTION
+            and module.num_heads % self._size
+        ):
+            raise self._refusal(
+                path, module, f"its {module.num_heads} heads do not divide by {self._size}"
+            )
         if layer is None or split.style not in _LINEAR_STYLES:
             return
-        features, of = (layer.in_features, "input") if split.style is Style.ROW else (layer.out_features, "output")
+        features, of = (
+            (layer.in_features, "input")
+            if split.style is Style.ROW
+            else (layer.out_features, "output")
+        )
         uneven = split.style in (Style.COLUMN, Style.COLUMN_GATHERED)
         if not uneven and features % (split.parts * self._size):
             parts = f" in {split.parts} parts" if split.parts > 1 else ""
-            raise self._refusal(path, module, f"its {features} {of} features{parts} do not divide by {self._size}")
+            raise self._refusal(
+                path, module, f"its {features} {of} features{parts} do not divide by {self._size}"
+            )
 
     def _layer(self, path: str) -> LinearLike:
         layer = linear_like(self._model.get_submodule(path))
         assert layer is not None
         return layer
 
-    def _refusal(self, path: str, module: nn.Module, what: str, *, remedy: str | None = None) -> ConfigurationError:
+    def _refusal(
+        self, path: str, module: nn.Module, what: str, *, remedy: str | None = None
+    ) -> ConfigurationError:
         elements = sum(p.numel() for p in module.parameters())
         replicate = f'replicate it on purpose with plan={{"{path}": "replicate"}}'
         return ConfigurationError(
-            f"tensor parallelism over {self._size} ranks cannot split {path or 'the model'} ({type(module).__name__}, {elements:,} "
-            f"elements): {what}. {remedy or f'Choose a tensor-parallel size that divides it, or {replicate}'}"
+            f"tensor parallelism over {self._size} ranks cannot split {path or 'the model'} "
+            f"({type(module).__name__}, {elements:,} elements): {what}. "
+            f"{remedy or f'Choose a tensor-parallel size that divides it, or {replicate}'}"
         )
 
 
@@ -370,16 +528,22 @@ def _elements(module: nn.Module) -> int:
 
 def _is_norm(module: nn.Module) -> bool:
     """A norm that is none of torch's: T5's or Llama's RMSNorm."""
-    return type(module).__name__.lower().endswith("norm") and all(p.ndim == 1 for _, p in own_parameters(module))
+    return type(module).__name__.lower().endswith("norm") and all(
+        p.ndim == 1 for _, p in own_parameters(module)
+    )
 
 
 def _matches(path: str, pattern: str) -> bool:
     """Component by component, as parallelize_module does."""
     parts, wanted = path.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=True))
+    return len(parts) == len(wanted) and all(
+        fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=True)
+    )
 
 
-def _stored(module: nn.Module, name: str, shape: tuple[int, ...], split: Split) -> tuple[tuple[int, ...], int | None]:
+def _stored(
+    module: nn.Module, name: str, shape: tuple[int, ...], split: Split
+) -> tuple[tuple[int, ...], int | None]:
     """The shape that a parameter is stored in, and the dimension of that which is split."""
     style = split.style
     if style is Style.REPLICATE:
@@ -403,5 +567,10 @@ def _stored(module: nn.Module, name: str, shape: tuple[int, ...], split: Split) 
     dimension = layer.output_dimension if name == "weight" else 0
     if split.parts == 1:
         return shape, dimension
-    packed = (*shape[:dimension], split.parts, shape[dimension] // split.parts, *shape[dimension + 1 :])
+    packed = (
+        *shape[:dimension],
+        split.parts,
+        shape[dimension] // split.parts,
+        *shape[dimension + 1 :],
+    )
     return packed, dimension + 1

@@ -1,11 +1,13 @@
-"""What each style makes of a module: its class gains a mixin whose `forward` works with parameters that are DTensors.
+"""What each style makes of a module: its class gains a mixin whose `forward` works with parameters
+that are DTensors.
 
-The class is changed in place, as FSDP2 does, so that names, attributes and isinstance stay as they were, and a copy of the model works by
-itself.
-Every module that contains a split one opens a region (region.py) around its forward pass: submodules can be called directly, and activation
-checkpointing can run them again by themselves.
+The class is changed in place, as FSDP2 does, so that names, attributes and isinstance stay as they
+were, and a copy of the model works by itself. Every module that contains a split one opens a region
+(region.py) around its forward pass: submodules can be called directly, and activation checkpointing
+can run them again by themselves.
 
-Lays a model out over the ranks of a tensor-parallel group, as a plan says. The result is the same module, changed in place.
+Lays a model out over the ranks of a tensor-parallel group, as a plan says. The result is the same
+module, changed in place.
 """
 
 from __future__ import annotations
@@ -24,13 +26,27 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from shoal_worker.tensor_parallel.blocks import is_convolution, linear_like, own_parameters
-from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext, grad_partial, local_offset, split_dimension, whole
+from shoal_worker.tensor_parallel.context import (
+    DropoutRandomness,
+    ParallelContext,
+    grad_partial,
+    local_offset,
+    split_dimension,
+    whole,
+)
 from shoal_worker.tensor_parallel.multihead import MultiheadForward
-from shoal_worker.tensor_parallel.plan import Distributor, PlanEntry, Share, Style, TensorParallelPlan
+from shoal_worker.tensor_parallel.plan import (
+    Distributor,
+    PlanEntry,
+    Share,
+    Style,
+    TensorParallelPlan,
+)
 from shoal_worker.tensor_parallel.region import region
 from shoal_worker.torch_internals import pytree, uncompiled
 
-# torch.compile cannot follow a region (a packed DTensor's placement fails in Dynamo): within one, the model runs as it is.
+# torch.compile cannot follow a region (a packed DTensor's placement fails in Dynamo): within one,
+# the model runs as it is.
 
 
 class Region(nn.Module):
@@ -63,9 +79,11 @@ class Root(nn.Module):
 
 
 def run_inside(root: nn.Module, run: Callable[[], Any], *, last: bool) -> Any:
-    """What `run`, which does a part of a model's forward pass, returns, with that model's region around it and as plain tensors.
+    """What `run`, which does a part of a model's forward pass, returns, with that model's region
+    around it and as plain tensors.
 
-    `last`: it is the end of the pass, where split logits are left to a parallel loss. A model that is not split runs as it is.
+    `last`: it is the end of the pass, where split logits are left to a parallel loss. A model that
+    is not split runs as it is.
     """
     if not isinstance(root, Root):
         return run()
@@ -97,7 +115,8 @@ class ColumnGathered(Column):
 
 
 class Convolution(nn.Module):
-    """A convolution by output channels, whose output is whole. The channels come before as many dimensions as its kernel has."""
+    """A convolution by output channels, whose output is whole. The channels come before as many
+    dimensions as its kernel has."""
 
     _shoal_context: ParallelContext
     weight: nn.Parameter
@@ -109,13 +128,16 @@ class Convolution(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with region(self._shoal_context, leaf=True) as mode:
             output = self._conv_forward(
-                grad_partial(mode.enter(input)), _local(self.weight), None if self.bias is None else _local(self.bias)
+                grad_partial(mode.enter(input)),
+                _local(self.weight),
+                None if self.bias is None else _local(self.bias),
             )
             return whole(self._shoal_context.sharded(output, 1 - self.weight.ndim))
 
 
 class PackedColumn(nn.Module):
-    """A linear layer whose output is several parts side by side, each split by itself. The weight has a dimension for the parts."""
+    """A linear layer whose output is several parts side by side, each split by itself. The weight
+    has a dimension for the parts."""
 
     _shoal_context: ParallelContext
     _shoal_output_dimension: int
@@ -126,9 +148,16 @@ class PackedColumn(nn.Module):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with region(self._shoal_context, leaf=True) as mode:
             local = grad_partial(mode.enter(input))
-            weight, bias = _local(self.weight), None if self.bias is None else _local(self.bias).flatten()
+            weight, bias = (
+                _local(self.weight),
+                None if self.bias is None else _local(self.bias).flatten(),
+            )
             parts = weight.shape[self._shoal_output_dimension]
-            matrix = weight.flatten(0, 1) if self._shoal_output_dimension == 0 else weight.flatten(1, 2).t()
+            matrix = (
+                weight.flatten(0, 1)
+                if self._shoal_output_dimension == 0
+                else weight.flatten(1, 2).t()
+            )
             output = F.linear(local, matrix, bias).unflatten(-1, (parts, -1))
             return self._shoal_context.sharded(output, -1).flatten(-2)
 
@@ -145,7 +174,8 @@ class Row(nn.Module):
 
 
 class Vocabulary(nn.Module):
-    """nn.Embedding by rows: each rank looks up those that it has; the others' outputs are zero, and all are summed."""
+    """nn.Embedding by rows: each rank looks up those that it has; the others' outputs are zero, and
+    all are summed."""
 
     _shoal_context: ParallelContext
 
@@ -155,23 +185,32 @@ class Vocabulary(nn.Module):
         context = self._shoal_context
         with region(context, leaf=True):
             ids = whole(input) if isinstance(input, DTensor) else input
-            first, rows = local_offset(self.weight, 0), _local(self.weight)  # type: ignore[arg-type]  # a parameter is a tensor
+            # a parameter is a tensor
+            first, rows = local_offset(self.weight, 0), _local(self.weight)  # type: ignore[arg-type]
             own = ids - first
             elsewhere = (own < 0) | (own >= rows.shape[0])
             padding = None if self.padding_idx is None else self.padding_idx - first
             if padding is not None and not 0 <= padding < rows.shape[0]:
                 padding = None
-            found = F.embedding(own.masked_fill(elsewhere, 0), rows, padding).masked_fill(elsewhere.unsqueeze(-1), 0)
-            return context.leave(DTensor.from_local(found, context.mesh, [Partial()], run_check=False))
+            found = F.embedding(own.masked_fill(elsewhere, 0), rows, padding).masked_fill(
+                elsewhere.unsqueeze(-1), 0
+            )
+            return context.leave(
+                DTensor.from_local(found, context.mesh, [Partial()], run_check=False)
+            )
 
 
 class EmbeddingDimension(nn.Module):
-    """nn.Embedding or nn.EmbeddingBag by columns, which knows any mode of bag; the output is whole."""
+    """nn.Embedding or nn.EmbeddingBag by columns, which knows any mode of bag; the output is
+    whole."""
 
     _shoal_context: ParallelContext
 
     def forward(
-        self, input: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         context = self._shoal_context
         with region(context, leaf=True):
@@ -179,7 +218,8 @@ class EmbeddingDimension(nn.Module):
                 if per_sample_weights is not None:
                     per_sample_weights = grad_partial(context.replicated(per_sample_weights))
                 output = F.embedding_bag(
-                    input, _local(self.weight), offsets, mode=self.mode, per_sample_weights=per_sample_weights,
+                    input, _local(self.weight), offsets, mode=self.mode,
+                    per_sample_weights=per_sample_weights,
                     include_last_offset=self.include_last_offset, padding_idx=self.padding_idx,
                 )  # fmt: skip
             else:
@@ -218,7 +258,8 @@ class ShoalStyle(ParallelStyle):
         loss_parallel: bool,
         runs: bool,
     ) -> None:
-        """`entry`: None for a module without parameters of its own. `runs`: it does so on this rank."""
+        """`entry`: None for a module without parameters of its own. `runs`: it does so on this
+        rank."""
         super().__init__()
         self._context = context
         self._distributor = distributor
@@ -232,29 +273,40 @@ class ShoalStyle(ParallelStyle):
         style = Style.REPLICATE if self._entry is None else self._entry.style
         layer = linear_like(module)
         if layer is not None:
-            module._shoal_output_dimension = layer.output_dimension  # type: ignore[assignment]  # a module's attributes may be anything
+            # a module's attributes may be anything
+            module._shoal_output_dimension = layer.output_dimension  # type: ignore[assignment]
         if self._entry is not None:
-            for (name, _), layout in zip(own_parameters(module), self._entry.parameters, strict=True):
+            for (name, _), layout in zip(
+                own_parameters(module), self._entry.parameters, strict=True
+            ):
                 self._distributor.distribute(module, name, layout)
         if not self._runs:
             return module
         mixins: list[type[nn.Module]] = [Root] if self._root else []
         if style is not Style.REPLICATE:
             mixins.append(Convolution if is_convolution(module) else _MIXINS[style])
-        elif self._contains_split and not self._root and not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        elif (
+            self._contains_split
+            and not self._root
+            and not isinstance(module, nn.ModuleList | nn.ModuleDict)
+        ):
             mixins.append(Region)
         if mixins:
             _add_mixins(module, mixins)
-            module._shoal_context = self._context  # type: ignore[assignment]  # a module's attributes may be anything
+            # a module's attributes may be anything
+            module._shoal_context = self._context  # type: ignore[assignment]
         if self._root:
-            module._shoal_keeps_logits = self._keeps_logits  # type: ignore[assignment]  # a module's attributes may be anything
+            # a module's attributes may be anything
+            module._shoal_keeps_logits = self._keeps_logits  # type: ignore[assignment]
         return module
 
 
 def _add_mixins(module: nn.Module, mixins: Sequence[type[nn.Module]]) -> None:
     own = type(module)
     module.__class__ = type(
-        own.__name__, (*mixins, own), {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+        own.__name__,
+        (*mixins, own),
+        {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__},
     )
 
 
@@ -262,33 +314,58 @@ _ADDED: Final = frozenset({"_shoal_context", "_shoal_keeps_logits", "_shoal_outp
 """Attributes of modules, beside their classes."""
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan, *, share: Share, dropout: DropoutRandomness) -> None:
-    """Splits the model's parameters over `mesh` and changes its modules to work with them. Collective: all ranks of the mesh call it alike.
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: TensorParallelPlan,
+    *,
+    share: Share,
+    dropout: DropoutRandomness,
+) -> None:
+    """Splits the model's parameters over `mesh` and changes its modules to work with them.
+    Collective: all ranks of the mesh call it alike.
 
-    Every rank passes the same inputs to the model afterwards and gets the same outputs and gradients. The parameters that `share` names
-    become new objects, DTensors where they are split, with any values in them. On one rank the model stays as it is.
+    Every rank passes the same inputs to the model afterwards and gets the same outputs and
+    gradients. The parameters that `share` names become new objects, DTensors where they are split,
+    with any values in them. On one rank the model stays as it is.
 
     Args:
         mesh: of one dimension; a slice of a larger one.
         share: what of the model is on this rank.
 
     Raises:
-        ConfigurationError: the plan is for another model or another number of ranks, or not the same on all of them; nothing is changed.
+        ConfigurationError: the plan is for another model or another number of ranks, or not the
+            same on all of them; nothing is changed.
     """
     _check(model, mesh, plan)
     _check_agreement(mesh, plan)
     if plan.size == 1:
         return
     kind = mesh.device_type
-    device = torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
+    device = (
+        torch.device(kind)
+        if kind == "cpu"
+        else torch.device(kind, torch.get_device_module(kind).current_device())
+    )
     context = ParallelContext(mesh, sequence_dimension=plan.sequence_dimension, dropout=dropout)
-    parallelize_module(model, mesh, _styles(model, plan, context, Distributor(mesh, share, device)), src_data_rank=None)
+    parallelize_module(
+        model,
+        mesh,
+        _styles(model, plan, context, Distributor(mesh, share, device)),
+        src_data_rank=None,
+    )
 
 
-def _styles(model: nn.Module, plan: TensorParallelPlan, context: ParallelContext, distributor: Distributor) -> dict[str, ParallelStyle]:
+def _styles(
+    model: nn.Module, plan: TensorParallelPlan, context: ParallelContext, distributor: Distributor
+) -> dict[str, ParallelStyle]:
     """For each module with parameters, and for each that contains a split one."""
     runs = distributor.share.runs
-    split = [entry.module for entry in plan.entries if entry.style is not Style.REPLICATE and runs(entry.module)]
+    split = [
+        entry.module
+        for entry in plan.entries
+        if entry.style is not Style.REPLICATE and runs(entry.module)
+    ]
     styles: dict[str, ParallelStyle] = {}
     for path, _ in model.named_modules():
         entry = plan.by_module.get(path)
@@ -307,7 +384,8 @@ def _styles(model: nn.Module, plan: TensorParallelPlan, context: ParallelContext
 
 
 def unparallelize(model: nn.Module) -> None:
-    """Gives the modules of a model their own classes back. Its parameters are as they were; put others in their places."""
+    """Gives the modules of a model their own classes back. Its parameters are as they were; put
+    others in their places."""
     for module in model.modules():
         if "_shoal_context" in module.__dict__:
             module.__class__ = type(module).__bases__[-1]
@@ -318,14 +396,20 @@ def unparallelize(model: nn.Module) -> None:
 def _check(model: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan) -> None:
     if mesh.ndim != 1 or mesh.size() != plan.size:
         raise ConfigurationError(
-            f"parallelize: the plan is for {plan.size} ranks, the mesh has the shape {tuple(mesh.mesh.shape)}; "
-            "make the plan with the size of the tensor-parallel mesh, and pass that dimension of a larger mesh only"
+            f"parallelize: the plan is for {plan.size} ranks, the mesh has the shape "
+            f"{tuple(mesh.mesh.shape)}; make the plan with the size of the tensor-parallel mesh, "
+            "and pass that dimension of a larger mesh only"
         )
-    shapes: Mapping[str, tuple[int, ...]] = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shapes: Mapping[str, tuple[int, ...]] = {
+        name: tuple(p.shape) for name, p in model.named_parameters()
+    }
     planned = {layout.name: layout.shape for layout in plan.parameters}
     if shapes != planned:
         other = sorted(set(shapes.items()) ^ set(planned.items()))[:3]
-        raise ConfigurationError(f"parallelize: the plan was made for another model; they differ in {other}. Make it anew with make_plan")
+        raise ConfigurationError(
+            f"parallelize: the plan was made for another model; they differ in {other}. Make it "
+            "anew with make_plan"
+        )
 
 
 def _check_agreement(mesh: DeviceMesh, plan: TensorParallelPlan) -> None:
@@ -334,7 +418,11 @@ def _check_agreement(mesh: DeviceMesh, plan: TensorParallelPlan) -> None:
     bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=mesh.device_type)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    # Of the group itself: dist.all_reduce would look it up in torch's world to report a failure, and raise that it is not there.
+    # Of the group itself: dist.all_reduce would look it up in torch's world to report a failure,
+    # and raise that it is not there.
     mesh.get_group().allreduce([bounds], options).wait()
     if bounds[0] != -bounds[1]:
-        raise ConfigurationError("parallelize: the ranks of the mesh have different plans; call make_plan with the same arguments on each")
+        raise ConfigurationError(
+            "parallelize: the ranks of the mesh have different plans; call make_plan with the same "
+            "arguments on each"
+        )

@@ -1,7 +1,9 @@
-"""Cross-entropy over logits that are split along the vocabulary: the full logits never exist on any rank.
+"""Cross-entropy over logits that are split along the vocabulary: the full logits never exist on any
+rank.
 
-Two all-reduces of one or two numbers a token, in the forward pass only, take the place of an all-gather of `vocabulary` numbers a token. As
-in Megatron-LM (Shoeybi et al. 2019, section 3), with torch's weight, ignore_index, reduction and label_smoothing.
+Two all-reduces of one or two numbers a token, in the forward pass only, take the place of an
+all-gather of `vocabulary` numbers a token. As in Megatron-LM (Shoeybi et al. 2019, section 3), with
+torch's weight, ignore_index, reduction and label_smoothing.
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ def vocabulary_parallel_cross_entropy(
         weight: of each class; the whole of it on every rank.
 
     Raises:
-        ConfigurationError: targets that are probabilities, an unknown reduction, a target outside the vocabulary (on a GPU, where looking
-            would mean waiting, the loss is NaN instead).
+        ConfigurationError: targets that are probabilities, an unknown reduction, a target outside
+            the vocabulary (on a GPU, where looking would mean waiting, the loss is NaN instead).
     """
     _check(target, logits, ignore_index, reduction)
     dimension = cast(int, split_dimension(logits))
@@ -63,14 +65,23 @@ def vocabulary_parallel_cross_entropy(
 
     index = target - local_offset(logits, dimension)
     elsewhere = (index < 0) | (index >= shifted.shape[-1]) | (target == ignore_index)
-    own = shifted.gather(-1, index.masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1).masked_fill(elsewhere, 0)
+    own = (
+        shifted.gather(-1, index.masked_fill(elsewhere, 0).unsqueeze(-1))
+        .squeeze(-1)
+        .masked_fill(elsewhere, 0)
+    )
     sums = [shifted.exp().sum(-1), own]
     class_weights = None if weight is None else weight.to(shifted.dtype)
     if label_smoothing:
         begin = local_offset(logits, dimension)
-        part = shifted if class_weights is None else shifted * class_weights[begin : begin + shifted.shape[-1]]
+        part = (
+            shifted
+            if class_weights is None
+            else shifted * class_weights[begin : begin + shifted.shape[-1]]
+        )
         sums.append(part.sum(-1))
-    summed: torch.Tensor = _SumOverRanks.apply(torch.stack(sums), group)  # type: ignore[no-untyped-call]  # torch's is untyped
+    # torch's is untyped
+    summed: torch.Tensor = _SumOverRanks.apply(torch.stack(sums), group)  # type: ignore[no-untyped-call]
     exp_sum, picked, *smoothed = summed.unbind(0)
 
     log_normalizer = exp_sum.log()
@@ -95,15 +106,22 @@ def _check(target: torch.Tensor, logits: DTensor, ignore_index: int, reduction: 
     expected = logits.shape[:1] + logits.shape[2:] if logits.ndim > 1 else torch.Size([])
     if target.is_floating_point() or target.shape != expected:
         raise ConfigurationError(
-            f"cross_entropy over split logits of shape {tuple(logits.shape)}: the target is {target.dtype} of shape {tuple(target.shape)}; "
-            f"expected class indices of shape {tuple(expected)} (probabilities need the whole logits: a plan without loss_parallel)"
+            f"cross_entropy over split logits of shape {tuple(logits.shape)}: the target is "
+            f"{target.dtype} of shape {tuple(target.shape)}; expected class indices of shape "
+            f"{tuple(expected)} (probabilities need the whole logits: a plan without loss_parallel)"
         )
     if reduction not in ("mean", "sum", "none"):
-        raise ConfigurationError(f'cross_entropy: reduction={reduction!r}; expected "mean", "sum" or "none"')
+        raise ConfigurationError(
+            f'cross_entropy: reduction={reduction!r}; expected "mean", "sum" or "none"'
+        )
     classes = logits.shape[min(1, logits.ndim - 1)]
-    wrong = _outside(target, classes, ignore_index) if target.device.type == "cpu" else None  # elsewhere to look would be to wait
+    # elsewhere to look would be to wait
+    wrong = _outside(target, classes, ignore_index) if target.device.type == "cpu" else None
     if wrong is not None and bool(wrong.any()):
-        raise ConfigurationError(f"cross_entropy: target {int(target[wrong][0])} is outside the {classes} classes, and is not ignore_index")
+        raise ConfigurationError(
+            f"cross_entropy: target {int(target[wrong][0])} is outside the {classes} classes, and "
+            "is not ignore_index"
+        )
 
 
 def _outside(target: torch.Tensor, classes: int, ignore_index: int) -> torch.Tensor:

@@ -1,7 +1,9 @@
-"""The plan of a tensor-parallel model: a value that says, for every module that holds parameters, how it is split and why.
+"""The plan of a tensor-parallel model: a value that says, for every module that holds parameters,
+how it is split and why.
 
-A plan is made from shapes alone (derive.py), so that every rank makes the same one, also where its parameters are on `meta`, and it can be
-looked at before anything is distributed: `print(plan)`. It holds no tensor and no process group.
+A plan is made from shapes alone (derive.py), so that every rank makes the same one, also where its
+parameters are on `meta`, and it can be looked at before anything is distributed: `print(plan)`. It
+holds no tensor and no process group.
 """
 
 from __future__ import annotations
@@ -18,23 +20,28 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-# --------------------------------------------------------------------------------------------------------------------------------- styles
+# ------------------------------------------------------------------------------------------- styles
 #
-# Styles are the words that plans are written in: how one module's parameters are split over the ranks of a tensor-parallel group. What a
-# style does to a forward pass is in layers.py.
+# Styles are the words that plans are written in: how one module's parameters are split over the
+# ranks of a tensor-parallel group. What a style does to a forward pass is in layers.py.
 
 
 class Style(StrEnum):
-    """One way to split a module. What goes in and comes out is said as the model's own code sees it."""
+    """One way to split a module. What goes in and comes out is said as the model's own code sees
+    it."""
 
     COLUMN = "column"
-    """A linear layer by output features. The output stays split; what follows works on its part, up to a `ROW`."""
+    """A linear layer by output features. The output stays split; what follows works on its part, up
+    to a `ROW`."""
     PACKED_COLUMN = "packed_column"
-    """`COLUMN` for a layer whose output is several parts side by side (query | key | value): each part is split by itself."""
+    """`COLUMN` for a layer whose output is several parts side by side (query | key | value): each
+    part is split by itself."""
     COLUMN_GATHERED = "column_gathered"
-    """A linear layer by output features, whose output is gathered at once: for a layer that has no partner."""
+    """A linear layer by output features, whose output is gathered at once: for a layer that has no
+    partner."""
     ROW = "row"
-    """A linear layer by input features. Its input is what a `COLUMN` left split, its output is summed over the ranks."""
+    """A linear layer by input features. Its input is what a `COLUMN` left split, its output is
+    summed over the ranks."""
     VOCABULARY = "vocabulary"
     """An embedding by rows: each rank looks up its own, and the outputs are summed."""
     EMBEDDING_DIMENSION = "embedding_dimension"
@@ -47,19 +54,22 @@ class Style(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A style with what it needs to know, for plans that a user gives. A bare `Style`, or its name, stands for one with defaults."""
+    """A style with what it needs to know, for plans that a user gives. A bare `Style`, or its name,
+    stands for one with defaults."""
 
     style: Style
     parts: int = 1
-    """How many equal parts lie side by side in a `PACKED_COLUMN`'s output: 3 for query | key | value."""
+    """How many equal parts lie side by side in a `PACKED_COLUMN`'s output: 3 for query | key |
+    value."""
     heads: int | None = None
-    """Attention heads that the output (per part), or the input of a `ROW`, consists of; they must divide by the group's size."""
+    """Attention heads that the output (per part), or the input of a `ROW`, consists of; they must
+    divide by the group's size."""
 
     def __post_init__(self) -> None:
         if self.parts < 1 or (self.style is Style.PACKED_COLUMN) != (self.parts > 1):
             raise ConfigurationError(
-                f"Split(style={self.style.value!r}, parts={self.parts}): packed_column needs parts of at least 2, "
-                "and no other style has more than one"
+                f"Split(style={self.style.value!r}, parts={self.parts}): packed_column needs parts "
+                "of at least 2, and no other style has more than one"
             )
 
 
@@ -75,7 +85,8 @@ def to_split(value: Split | Style | str) -> Split:
         style = Style(value)
     except ValueError:
         raise ConfigurationError(
-            f"tensor-parallel plan: {value!r} is not a style; expected one of {', '.join(s.value for s in Style)}"
+            f"tensor-parallel plan: {value!r} is not a style; expected one of "
+            f"{', '.join(s.value for s in Style)}"
         ) from None
     return Split(style=style, parts=3 if style is Style.PACKED_COLUMN else 1)
 
@@ -89,7 +100,8 @@ class ParameterLayout:
     shape: tuple[int, ...]
     """Shape of the original parameter, and so of the gathered one."""
     stored_shape: tuple[int, ...]
-    """Shape of the distributed parameter: a packed one has a dimension for its parts, so that one contiguous split cuts each of them."""
+    """Shape of the distributed parameter: a packed one has a dimension for its parts, so that one
+    contiguous split cuts each of them."""
     dimension: int | None
     """Dimension of `stored_shape` that is split; None: whole on every rank."""
     element_size: int
@@ -133,9 +145,11 @@ class PlanEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCommunication:
-    """The collectives over activations that one block needs in a step, under plain tensor parallelism.
+    """The collectives over activations that one block needs in a step, under plain tensor
+    parallelism.
 
-    With sequence parallelism an all-gather and a reduce-scatter, of the same bytes together, take the place of an all-reduce.
+    With sequence parallelism an all-gather and a reduce-scatter, of the same bytes together, take
+    the place of an all-reduce.
     """
 
     block: str
@@ -153,7 +167,8 @@ class TensorParallelPlan:
     entries: tuple[PlanEntry, ...]
     """In the order of the model's modules."""
     sequence_dimension: int | None = None
-    """Dimension of activations along which they are split between blocks; None: no sequence parallelism."""
+    """Dimension of activations along which they are split between blocks; None: no sequence
+    parallelism."""
     loss_parallel: bool = False
     """The model's logits stay split over the vocabulary, for `loss_parallel()`."""
 
@@ -174,7 +189,9 @@ class TensorParallelPlan:
     @property
     def bytes_per_rank(self) -> int:
         """Bytes of parameters on the rank that has most of them."""
-        return sum(layout.elements_per_rank(self.size) * layout.element_size for layout in self.parameters)
+        return sum(
+            layout.elements_per_rank(self.size) * layout.element_size for layout in self.parameters
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -183,21 +200,27 @@ class TensorParallelPlan:
 
     @property
     def communication(self) -> tuple[BlockCommunication, ...]:
-        """The collectives over activations a step, for each block that is split: for a transformer block two in each direction.
+        """The collectives over activations a step, for each block that is split: for a transformer
+        block two in each direction.
 
-        Backward: a block whose input needs no gradient has none; attention over another input than its own (cross-attention) has one more.
+        Backward: a block whose input needs no gradient has none; attention over another input than
+        its own (cross-attention) has one more.
         """
         found: list[BlockCommunication] = []
         if self.size == 1:
             return ()
-        for block in dict.fromkeys(entry.block for entry in self.entries if entry.style is not Style.REPLICATE):
+        for block in dict.fromkeys(
+            entry.block for entry in self.entries if entry.style is not Style.REPLICATE
+        ):
             styles = [entry.style for entry in self.entries if entry.block == block]
             enters = any(s in _ENTERING for s in styles)
             found.append(
                 BlockCommunication(
                     block=block,
                     forward_all_reduces=sum(s in (Style.ROW, Style.VOCABULARY) for s in styles),
-                    forward_all_gathers=sum(s in (Style.COLUMN_GATHERED, Style.EMBEDDING_DIMENSION) for s in styles),
+                    forward_all_gathers=sum(
+                        s in (Style.COLUMN_GATHERED, Style.EMBEDDING_DIMENSION) for s in styles
+                    ),
                     backward_all_reduces=int(enters),
                 )
             )
@@ -215,23 +238,31 @@ class TensorParallelPlan:
                     "x".join(map(str, first.shape)) if first else "-",
                     "-" if first is None or first.dimension is None else str(first.dimension),
                     f"{0 if entry.tied_to is not None else entry.bytes_per_rank(self.size):,}",
-                    entry.reason if entry.tied_to is None else f"tied to {entry.tied_to}; {entry.reason}",
+                    entry.reason
+                    if entry.tied_to is None
+                    else f"tied to {entry.tied_to}; {entry.reason}",
                 )
             )
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
         lines.insert(1, "  ".join("-" * width for width in widths))
-        lines.append(f"{self.bytes_per_rank:,} bytes of parameters per rank, of {self.total_bytes:,}, on {self.size} ranks")
+        lines.append(
+            f"{self.bytes_per_rank:,} bytes of parameters per rank, of {self.total_bytes:,}, on "
+            f"{self.size} ranks"
+        )
         return "\n".join(lines)
 
 
 _ENTERING = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, Style.ATTENTION)
 
 
-# ----------------------------------------------------------------------------------------------------------- the shards that a plan names
+# --------------------------------------------------------------------- the shards that a plan names
 #
-# `Distributor` and what stands below it turn the parameters of a module into the shards that a plan names. Called at the beginning of a
-# run.
+# `Distributor` and what stands below it turn the parameters of a module into the shards that a plan
+# names. Called at the beginning of a run.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,18 +276,22 @@ class Share:
 
     def runs(self, module: str) -> bool:
         """Whether this rank runs a module, or something that it contains."""
-        return not any(module == other or module.startswith(f"{other}.") for other in self.elsewhere)
+        return not any(
+            module == other or module.startswith(f"{other}.") for other in self.elsewhere
+        )
 
 
 class Distributor:
-    """Gives the parameters of this rank's share memory for their parts. A parameter that several modules share stays one."""
+    """Gives the parameters of this rank's share memory for their parts. A parameter that several
+    modules share stays one."""
 
     def __init__(self, mesh: DeviceMesh, share: Share, device: torch.device) -> None:
         self.share = share
         self._mesh = mesh
         self._device = device
         self._made: dict[int, nn.Parameter] = {}
-        """The parameters made so far, by the id of the one that each replaced and by their own: a tied one is met again under either."""
+        """The parameters made so far, by the id of the one that each replaced and by their own: a
+        tied one is met again under either."""
 
     def distribute(self, module: nn.Module, attribute: str, layout: ParameterLayout) -> None:
         """Puts this rank's part of a parameter in its place, with any values in it."""
@@ -272,17 +307,26 @@ class Distributor:
         if layout.dimension is None:
             return nn.Parameter(torch.empty_like(old, device=self._device), old.requires_grad)
         shape = cut_shape(layout, self._mesh.size(), self._mesh.get_local_rank())
-        new = nn.Parameter(_distributed(torch.empty(shape, dtype=old.dtype, device=self._device), layout, self._mesh))
+        new = nn.Parameter(
+            _distributed(
+                torch.empty(shape, dtype=old.dtype, device=self._device), layout, self._mesh
+            )
+        )
         _keep_gradients_placed(new)
         new.requires_grad_(old.requires_grad)
         return new
 
 
 def cut(whole: torch.Tensor, layout: ParameterLayout, size: int, part: int) -> torch.Tensor:
-    """The part that rank `part` of `size` holds of a whole tensor; a copy. Pieces are of one size, rounded up, the last one smaller."""
+    """The part that rank `part` of `size` holds of a whole tensor; a copy. Pieces are of one size,
+    rounded up, the last one smaller."""
     assert layout.dimension is not None
     begin, length = _range(layout, size, part)
-    return whole.reshape(layout.stored_shape).narrow(layout.dimension, begin, length).clone(memory_format=torch.contiguous_format)
+    return (
+        whole.reshape(layout.stored_shape)
+        .narrow(layout.dimension, begin, length)
+        .clone(memory_format=torch.contiguous_format)
+    )
 
 
 def cut_shape(layout: ParameterLayout, size: int, part: int) -> torch.Size:
@@ -305,11 +349,19 @@ def _range(layout: ParameterLayout, size: int, part: int) -> tuple[int, int]:
 def _distributed(local: torch.Tensor, layout: ParameterLayout, mesh: DeviceMesh) -> DTensor:
     assert layout.dimension is not None
     meta = torch.empty(layout.stored_shape, device="meta")
-    return DTensor.from_local(local, mesh, [Shard(layout.dimension)], run_check=False, shape=meta.shape, stride=meta.stride())
+    return DTensor.from_local(
+        local,
+        mesh,
+        [Shard(layout.dimension)],
+        run_check=False,
+        shape=meta.shape,
+        stride=meta.stride(),
+    )
 
 
 def _keep_gradients_placed(parameter: nn.Parameter) -> None:
-    """A gradient that comes as a sum yet to be made, or whole, is brought to the parameter's own layout before it is added up."""
+    """A gradient that comes as a sum yet to be made, or whole, is brought to the parameter's own
+    layout before it is added up."""
     placements = parameter.placements  # type: ignore[attr-defined]  # set where it was cut
 
     def placed(gradient: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,19 @@
 """The scope of a forward pass in which plain tensors and DTensors meet.
 
-DTensor refuses to mix with plain tensors, draws the same dropout mask on every shard on CPU, cannot run scaled_dot_product_attention there
-(it never comes back), and gathers what it has no rule for. Within a region, a torch function that is called with a DTensor
-  - gets its plain tensors as replicated DTensors. A tensor that needs a gradient is turned once for all of a block's layers that take it,
-    so that query, key and value together cost one all-reduce in the backward pass;
+DTensor refuses to mix with plain tensors, draws the same dropout mask on every shard on CPU, cannot
+run scaled_dot_product_attention there (it never comes back), and gathers what it has no rule for.
+Within a region, a torch function that is called with a DTensor
+  - gets its plain tensors as replicated DTensors. A tensor that needs a gradient is turned once for
+    all of a block's layers that take it, so that query, key and value together cost one all-reduce
+    in the backward pass;
   - runs by a rule of ours where there is one.
-Calls without a DTensor run as ever. Regions nest; only the outermost installs the mode. The open region is
-found among the thread's torch function modes, which a backward pass leaves: a checkpoint that is computed
-again in it opens a region of its own, on whichever thread autograd runs it.
+Calls without a DTensor run as ever. Regions nest; only the outermost installs the mode. The open
+region is found among the thread's torch function modes, which a backward pass leaves: a checkpoint
+that is computed again in it opens a region of its own, on whichever thread autograd runs it.
 
-Rules are for torch functions for which DTensor's own way is wrong, missing or needs communication that can be spared. A rule gets the
-region, the function and its arguments; torch functions called inside a rule see no mode.
+Rules are for torch functions for which DTensor's own way is wrong, missing or needs communication
+that can be spared. A rule gets the region, the function and its arguments; torch functions called
+inside a rule see no mode.
 """
 
 from __future__ import annotations
@@ -27,7 +30,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from shoal_worker.tensor_parallel.attention import dropout, scaled_dot_product_attention
-from shoal_worker.tensor_parallel.context import DropoutRandomness, ParallelContext, holds_dtensor, placement_of, plain, split_dimension
+from shoal_worker.tensor_parallel.context import (
+    DropoutRandomness,
+    ParallelContext,
+    holds_dtensor,
+    placement_of,
+    plain,
+    split_dimension,
+)
 from shoal_worker.tensor_parallel.loss import vocabulary_parallel_cross_entropy
 from shoal_worker.torch_internals import _StridedShard, function_modes
 
@@ -51,7 +61,9 @@ def _dropout(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -
 
 def _attention(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return scaled_dot_product_attention(
-        region.context, *region.enter_all(args), **{name: region.enter_all(v) for name, v in kwargs.items()}
+        region.context,
+        *region.enter_all(args),
+        **{name: region.enter_all(v) for name, v in kwargs.items()},
     )
 
 
@@ -74,7 +86,10 @@ def _split_cross_entropy(
 ) -> torch.Tensor:
     """With F.cross_entropy's parameters, in its order."""
     if size_average is not None or reduce is not None:
-        raise ConfigurationError("cross_entropy over split logits: size_average and reduce are deprecated in torch; use reduction=")
+        raise ConfigurationError(
+            "cross_entropy over split logits: size_average and reduce are deprecated in torch; use "
+            "reduction="
+        )
     return vocabulary_parallel_cross_entropy(
         input,
         plain(target),
@@ -91,29 +106,44 @@ def _gathered(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) 
 
 
 def _refused(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    split = [a for a in (*args, *kwargs.values()) if isinstance(a, DTensor) and not placement_of(a).is_replicate()]
+    split = [
+        a
+        for a in (*args, *kwargs.values())
+        if isinstance(a, DTensor) and not placement_of(a).is_replicate()
+    ]
     if split:
         raise ConfigurationError(
-            f"{getattr(func, '__name__', func)} draws random numbers for an activation of shape {tuple(split[0].shape)} that is split over "
-            'the tensor-parallel ranks, which is right only for dropout; give the layers around it the style "replicate"'
+            f"{getattr(func, '__name__', func)} draws random numbers for an activation of shape "
+            f"{tuple(split[0].shape)} that is split over "
+            "the tensor-parallel ranks, which is right only for dropout; give the layers around it "
+            'the style "replicate"'
         )
     return _gathered(region, func, args, kwargs)
 
 
 def _split_parts(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Takes a packed output apart (query | key | value), of which each rank holds a piece of every part: without communication."""
+    """Takes a packed output apart (query | key | value), of which each rank holds a piece of every
+    part: without communication."""
     tensor, sections = (
         args[0],
-        args[1] if len(args) > 1 else kwargs.get("split_size_or_sections", kwargs.get("chunks", kwargs.get("split_size"))),
+        args[1]
+        if len(args) > 1
+        else kwargs.get("split_size_or_sections", kwargs.get("chunks", kwargs.get("split_size"))),
     )
     dimension = args[2] if len(args) > 2 else kwargs.get("dim", 0)
     placement = placement_of(tensor) if isinstance(tensor, DTensor) else None
     if isinstance(placement, _StridedShard) and dimension % tensor.ndim == placement.dim:
         part = tensor.shape[placement.dim] // placement.split_factor
         wanted = placement.split_factor if func in _CHUNKS else part
-        equal = list(sections) == [part] * placement.split_factor if isinstance(sections, list | tuple) else sections == wanted
+        equal = (
+            list(sections) == [part] * placement.split_factor
+            if isinstance(sections, list | tuple)
+            else sections == wanted
+        )
         if equal:
-            return tensor.unflatten(placement.dim, (placement.split_factor, part)).unbind(placement.dim)
+            return tensor.unflatten(placement.dim, (placement.split_factor, part)).unbind(
+                placement.dim
+            )
     return func(*args, **kwargs)
 
 
@@ -121,19 +151,31 @@ def _slice_part(region: Region, func: Callable[..., Any], args: Any, kwargs: Any
     """The same for `qkv[..., :n]`."""
     tensor, index = args
     placement = placement_of(tensor) if isinstance(tensor, DTensor) else None
-    if isinstance(placement, _StridedShard) and placement.dim == tensor.ndim - 1 and isinstance(index, tuple) and len(index) > 1:
+    if (
+        isinstance(placement, _StridedShard)
+        and placement.dim == tensor.ndim - 1
+        and isinstance(index, tuple)
+        and len(index) > 1
+    ):
         *before, last = index
         part = tensor.shape[-1] // placement.split_factor
         if all(i is Ellipsis or i == slice(None) for i in before) and isinstance(last, slice):
             start, stop, step = last.indices(tensor.shape[-1])
-            if step == 1 and start % part == 0 and stop == start + part and (Ellipsis in before or len(before) == tensor.ndim - 1):
-                return tensor.unflatten(-1, (placement.split_factor, part)).select(-2, start // part)
+            if (
+                step == 1
+                and start % part == 0
+                and stop == start + part
+                and (Ellipsis in before or len(before) == tensor.ndim - 1)
+            ):
+                return tensor.unflatten(-1, (placement.split_factor, part)).select(
+                    -2, start // part
+                )
     return func(region.enter_all(tensor), region.enter_all(index))
 
 
 def _concatenated(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Leaves out what torch.cat passes over, tensors of the shape [0], with which caches of keys and values begin: DTensor would cut them
-    along a dimension that they lack."""
+    """Leaves out what torch.cat passes over, tensors of the shape [0], with which caches of keys
+    and values begin: DTensor would cut them along a dimension that they lack."""
     tensors, *rest = args if args else (kwargs["tensors"],)
     kwargs = {name: value for name, value in kwargs.items() if name != "tensors"}
     kept = [t for t in tensors if t.shape != (0,)]
@@ -154,19 +196,24 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _concatenated),
     torch.Tensor.__getitem__: _slice_part,
     **dict.fromkeys((torch.split, torch.Tensor.split, *_CHUNKS), _split_parts),
-    # Not in DTensor, or with buffers that are updated in place, or made of functions that would not see the mode.
+    # Not in DTensor, or with buffers that are updated in place, or made of functions that would not
+    # see the mode.
     **dict.fromkeys(
         (
-            F.batch_norm, F.instance_norm, F.group_norm, F.conv1d, F.conv2d, F.conv3d, F.embedding_bag, F.interpolate,
+            F.batch_norm, F.instance_norm, F.group_norm, F.conv1d, F.conv2d, F.conv3d,
+            F.embedding_bag, F.interpolate,
             F.multi_head_attention_forward, F.nll_loss,
         ),
         _gathered,
     ),
     **dict.fromkeys(
         (
-            F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.rrelu, F.gumbel_softmax,
-            torch.bernoulli, torch.Tensor.bernoulli, torch.Tensor.bernoulli_, torch.rand_like, torch.randn_like, torch.randint_like,
-            torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.random_, torch.Tensor.exponential_, torch.multinomial,
+            F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d,
+            F.rrelu, F.gumbel_softmax,
+            torch.bernoulli, torch.Tensor.bernoulli, torch.Tensor.bernoulli_, torch.rand_like,
+            torch.randn_like, torch.randint_like,
+            torch.Tensor.normal_, torch.Tensor.uniform_, torch.Tensor.random_,
+            torch.Tensor.exponential_, torch.multinomial,
         ),
         _refused,
     ),
@@ -181,23 +228,29 @@ class RegionMode(TorchFunctionMode):
         super().__init__()
         self.context = context
         self.entered: list[dict[tuple[int, int], tuple[torch.Tensor, DTensor]]] = [{}]
-        """For each open region, what was turned in it: by the identity and version of the tensor. Holds the tensor, so that no other gets
-        its identity meanwhile."""
+        """For each open region, what was turned in it: by the identity and version of the tensor.
+        Holds the tensor, so that no other gets its identity meanwhile."""
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if not holds_dtensor(args) and not holds_dtensor(tuple(kwargs.values())):
             return func(*args, **kwargs)
         rule = RULES.get(func)
         if rule is not None:
             return rule(self, func, args, kwargs)
-        return func(*self.enter_all(args), **{name: self.enter_all(value) for name, value in kwargs.items()})
+        return func(
+            *self.enter_all(args), **{name: self.enter_all(value) for name, value in kwargs.items()}
+        )
 
     def enter(self, tensor: torch.Tensor) -> DTensor:
         """The tensor as one that every rank holds whole: what goes into a layer that is split."""
         if isinstance(tensor, DTensor) and tensor.placements == (Replicate(),):
             return tensor
-        if not isinstance(tensor, DTensor) and not (tensor.requires_grad and torch.is_grad_enabled()):
+        if not isinstance(tensor, DTensor) and not (
+            tensor.requires_grad and torch.is_grad_enabled()
+        ):
             return self._turned(tensor)  # costs nothing, in either direction
         key = (id(tensor), 0 if tensor.is_inference() else tensor._version)
         found = self.entered[-1].get(key)
@@ -209,7 +262,9 @@ class RegionMode(TorchFunctionMode):
         """Turns the plain tensors in an argument; lists and tuples of them too."""
         if isinstance(value, torch.Tensor):
             return value if isinstance(value, DTensor) else self.enter(value)
-        if isinstance(value, list | tuple) and any(isinstance(v, torch.Tensor | list | tuple) for v in value):
+        if isinstance(value, list | tuple) and any(
+            isinstance(v, torch.Tensor | list | tuple) for v in value
+        ):
             turned = [self.enter_all(v) for v in value]
             return turned if isinstance(value, list) else tuple(turned)
         return value
@@ -226,7 +281,9 @@ def region(context: ParallelContext, *, leaf: bool = False) -> Iterator[RegionMo
 
     A `leaf` shares what was turned in the region around it.
     """
-    outer = next((mode for mode in reversed(function_modes()) if isinstance(mode, RegionMode)), None)
+    outer = next(
+        (mode for mode in reversed(function_modes()) if isinstance(mode, RegionMode)), None
+    )
     if outer is not None and outer.context.mesh is context.mesh:
         around = outer.context
         outer.context = context  # a model's block may be computed within the region of a loss
@@ -251,9 +308,13 @@ def region(context: ParallelContext, *, leaf: bool = False) -> Iterator[RegionMo
 
 @contextlib.contextmanager
 def loss_parallel(mesh: DeviceMesh) -> Iterator[None]:
-    """Within, F.cross_entropy and nn.CrossEntropyLoss take logits that are split over the vocabulary; others are as ever.
+    """Within, F.cross_entropy and nn.CrossEntropyLoss take logits that are split over the
+    vocabulary; others are as ever.
 
-    Needed only around a loss that is computed outside the model, whose plan has `loss_parallel=True`. The backward pass may be outside.
+    Needed only around a loss that is computed outside the model, whose plan has
+    `loss_parallel=True`. The backward pass may be outside.
     """
-    with region(ParallelContext(mesh, sequence_dimension=None, dropout=DropoutRandomness.PER_SHARD)):
+    with region(
+        ParallelContext(mesh, sequence_dimension=None, dropout=DropoutRandomness.PER_SHARD)
+    ):
         yield

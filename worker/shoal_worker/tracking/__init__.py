@@ -1,4 +1,5 @@
-"""A run's course in tools that people compare runs with: `shoal.track(shoal.TensorBoard("runs/digits"))`.
+"""A run's course in tools that people compare runs with:
+`shoal.track(shoal.TensorBoard("runs/digits"))`.
 
 `tracker`      which rank writes, and what belongs to which step; what a sink is
 `tensorboard`  a sink: TensorBoard's event files

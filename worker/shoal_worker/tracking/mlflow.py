@@ -1,10 +1,12 @@
 """MLflow: a run's course as one MLflow run, where MLFLOW_TRACKING_URI says.
 
-The MLflow run is found by a tag with the run's key, or made. So a rank that takes over from one that died, and a run that is resumed, go
-on in the same one. MLflow takes no points back: steps that are done again have points of both times, of which the later ones count.
+The MLflow run is found by a tag with the run's key, or made. So a rank that takes over from one
+that died, and a run that is resumed, go on in the same one. MLflow takes no points back: steps that
+are done again have points of both times, of which the later ones count.
 
-A thread of the sink's own imports mlflow and speaks to it: neither takes training's time, nor does a tracking server that is slow or away.
-What the training thread tells is queued for it; of a rank that is killed, what is in the queue is missing.
+A thread of the sink's own imports mlflow and speaks to it: neither takes training's time, nor does
+a tracking server that is slow or away. What the training thread tells is queued for it; of a rank
+that is killed, what is in the queue is missing.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ class MLflow:
         """
         if find_spec("mlflow") is None:
             raise ConfigurationError(
-                "shoal.MLflow needs the package mlflow-skinny or mlflow; install it with `pip install 'shoal[mlflow]'`"
+                "shoal.MLflow needs the package mlflow-skinny or mlflow; install it with `pip "
+                "install 'shoal[mlflow]'`"
             )
         if not experiment:
             raise ConfigurationError("shoal.MLflow(''): expected the name of an experiment")
@@ -63,20 +66,26 @@ class MLflow:
         def log(client: MlflowClient, run_id: str) -> None:
             from mlflow.entities import Metric
 
-            client.log_batch(run_id, metrics=[Metric(name, value, now_ms, step) for name, value in points.items()])
+            client.log_batch(
+                run_id,
+                metrics=[Metric(name, value, now_ms, step) for name, value in points.items()],
+            )
 
         self._opened.put(log)
 
     def event(self, step: int, text: str) -> None:
         """The newest one is a tag of the MLflow run."""
-        self._opened.put(lambda client, run_id: client.set_tag(run_id, _EVENT_TAG, f"step {step}: {text}"))
+        self._opened.put(
+            lambda client, run_id: client.set_tag(run_id, _EVENT_TAG, f"step {step}: {text}")
+        )
 
     def flush(self) -> None:
         """Nothing: it is sent as soon as MLflow takes it."""
 
     def close(self, *, ended: bool) -> None:
-        """At the end of this rank's part: marks the MLflow run as finished, and waits for that; whoever goes on with it marks it as running
-        again. Else another rank goes on, or this one does: what is left is sent behind its back."""
+        """At the end of this rank's part: marks the MLflow run as finished, and waits for that;
+        whoever goes on with it marks it as running again. Else another rank goes on, or this one
+        does: what is left is sent behind its back."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -97,7 +106,9 @@ class _Writer:
     def __init__(self, experiment: str, run: TrackedRun) -> None:
         self._tasks: queue.Queue[_Task | None] = queue.Queue(_MOST_WAITING)
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._write, args=(experiment, run), name="shoal-mlflow", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write, args=(experiment, run), name="shoal-mlflow", daemon=True
+        )
         self._thread.start()
 
     def put(self, task: _Task | None) -> None:
@@ -106,7 +117,9 @@ class _Writer:
         try:
             self._tasks.put_nowait(task)
         except queue.Full:
-            raise UnavailableError(f"MLflow has not taken {_MOST_WAITING} points and texts that wait for it") from None
+            raise UnavailableError(
+                f"MLflow has not taken {_MOST_WAITING} points and texts that wait for it"
+            ) from None
 
     def finish(self) -> None:
         self.put(lambda client, run_id: client.set_terminated(run_id, "FINISHED"))
@@ -115,7 +128,9 @@ class _Writer:
         if self._error is not None:
             raise self._error
         if self._thread.is_alive():
-            raise UnavailableError(f"waited {_CLOSE_S:g} s for MLflow to take what was left of the run")
+            raise UnavailableError(
+                f"waited {_CLOSE_S:g} s for MLflow to take what was left of the run"
+            )
 
     def _write(self, experiment: str, run: TrackedRun) -> None:
         try:
@@ -132,7 +147,11 @@ class _Writer:
 def _run_id(client: MlflowClient, experiment: str, run: TrackedRun) -> str:
     """The MLflow run of this run, which is running from here on."""
     experiment_id = _experiment_id(client, experiment)
-    found = client.search_runs([experiment_id], filter_string=f"tags.`{_KEY_TAG}` = '{run.key}'", order_by=["attributes.start_time ASC"])
+    found = client.search_runs(
+        [experiment_id],
+        filter_string=f"tags.`{_KEY_TAG}` = '{run.key}'",
+        order_by=["attributes.start_time ASC"],
+    )
     if found:
         run_id: str = found[0].info.run_id
         client.update_run(run_id, status="RUNNING")

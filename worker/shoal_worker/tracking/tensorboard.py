@@ -1,8 +1,9 @@
 """TensorBoard's event files: scalars and texts of a run, in one directory.
 
-Each opening makes a file of its own: the rank that writes may be another by then. TensorBoard shows all files of a directory as one run.
-What a file begins with makes void what older ones have of its first step and of later ones, so steps that were done again appear once.
-Ranks on several machines need a directory that all of them see, else each machine has its part.
+Each opening makes a file of its own: the rank that writes may be another by then. TensorBoard shows
+all files of a directory as one run. What a file begins with makes void what older ones have of its
+first step and of later ones, so steps that were done again appear once. Ranks on several machines
+need a directory that all of them see, else each machine has its part.
 """
 
 from __future__ import annotations
@@ -25,13 +26,18 @@ class TensorBoard:
     """Writes a run's course for TensorBoard. Give it to `shoal.track`."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """`directory`: of this run alone; `tensorboard --logdir` shows it or a directory of such. It is made if it is not there.
+        """`directory`: of this run alone; `tensorboard --logdir` shows it or a directory of such.
+        It is made if it is not there.
 
         Raises ConfigurationError if the package is not installed.
         """
         if find_spec("tensorboard") is None:
-            raise ConfigurationError("shoal.TensorBoard needs the package tensorboard; install it with `pip install 'shoal[tensorboard]'`")
-        self._directory = Path(directory).absolute()  # it is opened, and by other ranks again, long after this
+            raise ConfigurationError(
+                "shoal.TensorBoard needs the package tensorboard; install it with `pip install "
+                "'shoal[tensorboard]'`"
+            )
+        # it is opened, and by other ranks again, long after this
+        self._directory = Path(directory).absolute()
         self._writer: SummaryWriter | None = None
 
     def open(self, *, run: TrackedRun, step: int) -> None:

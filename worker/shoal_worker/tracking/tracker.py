@@ -1,8 +1,10 @@
 """Tells sinks how a run goes, from one rank at a time, each step once.
 
-Every rank follows the run; the first one writes. When ranks are dealt anew another may be the first: it opens the sinks, goes on with the
-next step, and the one before closes its own. Where steps are done again (a resume, a return to a checkpoint) sinks are opened anew at the
-first of them, and what they had of it and of later ones is void. Of a rank that is killed, what it has not flushed is missing.
+Every rank follows the run; the first one writes. When ranks are dealt anew another may be the
+first: it opens the sinks, goes on with the next step, and the one before closes its own. Where
+steps are done again (a resume, a return to a checkpoint) sinks are opened anew at the first of
+them, and what they had of it and of later ones is void. Of a rank that is killed, what it has not
+flushed is missing.
 
 All is on the training thread.
 """
@@ -34,16 +36,19 @@ class TrackedRun:
     def of(cls, session: Session) -> Self:
         """Returns the run that a session is in."""
         settings, key = session.settings, session.run
-        if session.is_asynchronous or not key:  # its workers begin at any time; or it began over what it had saved before
+        if session.is_asynchronous or not key:
+            # its workers begin at any time; or it began over what it had saved before
             key = f"{settings.job_id} {settings.run}"
         return cls(job=settings.job_id if session.elastic else "", key=key)
 
 
 class Sink(Protocol):
-    """Where the course of a run is written. Opened by the rank that writes, as often as that changes."""
+    """Where the course of a run is written. Opened by the rank that writes, as often as that
+    changes."""
 
     def open(self, *, run: TrackedRun, step: int) -> None:
-        """What is there of this step and of later ones is void. `run` is the same, whoever opens it and as often as that is."""
+        """What is there of this step and of later ones is void. `run` is the same, whoever opens it
+        and as often as that is."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers of one step."""
@@ -55,7 +60,8 @@ class Sink(Protocol):
         """What was written is there for others."""
 
     def close(self, *, ended: bool) -> None:
-        """Flushes. May be opened again. `ended`: this rank leaves the run; else training waits for this call, and goes on."""
+        """Flushes. May be opened again. `ended`: this rank leaves the run; else training waits for
+        this call, and goes on."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,8 @@ class Tracker:
         self._written = 0
         """The newest step that has points, while the sinks are open."""
         self._committed: int | None = None
-        """The step that this rank committed last, if it was the first rank then: losses told until the next one begins are of it."""
+        """The step that this rank committed last, if it was the first rank then: losses told until
+        the next one begins are of it."""
         self._loss_due: tuple[int, int] | None = None
         """Ordinal of the loss that is to be written, and the step that it is of."""
         self._told = session.progress.loss.told
@@ -95,7 +102,8 @@ class Tracker:
         session.on_close(lambda: self._close(ended=True))
 
     def _begun(self) -> None:
-        """A step begins: what was told of the loss since the last one was committed is that one's."""
+        """A step begins: what was told of the loss since the last one was committed is that
+        one's."""
         self._take_loss(self._committed)
         self._write_loss()
         self._committed = None
@@ -165,14 +173,23 @@ class Tracker:
             try:
                 call(sink)
             except Exception as error:
-                _log.error("%s cannot be written to, and is given up: %s: %s", type(sink).__name__, type(error).__name__, error)
+                _log.error(
+                    "%s cannot be written to, and is given up: %s: %s",
+                    type(sink).__name__,
+                    type(error).__name__,
+                    error,
+                )
                 self._sinks = tuple(other for other in self._sinks if other is not sink)
 
 
 def _changes(before: Standing, now: Standing) -> list[str]:
     told = []
     if now.lost_steps > before.lost_steps:
-        told.append(f"a fault made {now.lost_steps - before.lost_steps} step(s) void; they were done again")
+        told.append(
+            f"a fault made {now.lost_steps - before.lost_steps} step(s) void; they were done again"
+        )
     if now.generation != before.generation:
-        told.append(f"generation {now.generation}: {now.world_size} ranks, {before.world_size} before")
+        told.append(
+            f"generation {now.generation}: {now.world_size} ranks, {before.world_size} before"
+        )
     return told

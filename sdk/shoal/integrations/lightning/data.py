@@ -1,4 +1,5 @@
-"""Loaders of a Trainer under Lightning as Shoal's: the batches of each step are dealt to whatever ranks there are."""
+"""Loaders of a Trainer under Lightning as Shoal's: the batches of each step are dealt to whatever
+ranks there are."""
 
 from __future__ import annotations
 
@@ -24,16 +25,24 @@ _INSTEAD = "give a torch DataLoader over a dataset with a length, or a shoal.Ela
 
 
 def training_loader(
-    given: Any, *, accumulated: int, seed: int, deterministic: bool, limit: float = 1.0, in_order: bool = False
+    given: Any,
+    *,
+    accumulated: int,
+    seed: int,
+    deterministic: bool,
+    limit: float = 1.0,
+    in_order: bool = False,
 ) -> ElasticDataLoader:
-    """The loader of the training steps. A DataLoader's batch is one of `accumulated` parts of a step, which all ranks take together.
+    """The loader of the training steps. A DataLoader's batch is one of `accumulated` parts of a
+    step, which all ranks take together.
 
     Args:
         given: what the Trainer was given.
         accumulated: the Trainer's `accumulate_grad_batches`.
         seed: of the order of samples.
         deterministic: sums are to be the same on any number of ranks.
-        limit: batches of an epoch (int), or their part of the dataset's (float): the Trainer's `limit_train_batches`.
+        limit: batches of an epoch (int), or their part of the dataset's (float): the Trainer's
+            `limit_train_batches`.
         in_order: samples come in the dataset's order, as `overfit_batches` has them.
 
     Raises:
@@ -43,26 +52,34 @@ def training_loader(
     if isinstance(loader, ElasticDataLoader):
         if accumulated != 1:
             raise ConfigurationError(
-                f"accumulate_grad_batches={accumulated} with a shoal.ElasticDataLoader, whose global_batch_size is a whole step's: leave "
-                "the argument out; micro_batch_size= cuts the step into parts"
+                f"accumulate_grad_batches={accumulated} with a shoal.ElasticDataLoader, whose "
+                "global_batch_size is a whole step's: leave the argument out; micro_batch_size= "
+                "cuts the step into parts"
             )
         _refuse_limit(limit, "limit_train_batches", "train_dataloader")
         return loader
     order = {"shuffle": False} if in_order else _order(loader, "train_dataloader")
     batches = _limited(loader, limit, "limit_train_batches")
     if batches is not None:
-        order = {"sampler": FirstSamples(SequentialSampler(loader.dataset) if in_order else loader.sampler, batches * loader.batch_size)}
+        order = {
+            "sampler": FirstSamples(
+                SequentialSampler(loader.dataset) if in_order else loader.sampler,
+                batches * loader.batch_size,
+            )
+        }
     if deterministic and accumulated == 1:
         raise ConfigurationError(
-            "ShoalStrategy(deterministic=True) with accumulate_grad_batches=1: a step is then cut by the number of workers, which changes "
-            "its last digits; give the batch in parts, as DataLoader(batch_size=8) with accumulate_grad_batches=4"
+            "ShoalStrategy(deterministic=True) with accumulate_grad_batches=1: a step is then cut "
+            "by the number of workers, which changes its last digits; give the batch in parts, as "
+            "DataLoader(batch_size=8) with accumulate_grad_batches=4"
         )
     return ElasticDataLoader(
         loader.dataset,
         global_batch_size=(loader.batch_size or 0) * accumulated,
         micro_batch_size=loader.batch_size if accumulated > 1 else None,
         seed=seed,
-        drop_last=loader.drop_last and batches is None,  # those that are left are whole, or the last of all
+        # those that are left are whole, or the last of all
+        drop_last=loader.drop_last and batches is None,
         name="lightning",
         **order,
         **_fetching(loader),
@@ -90,13 +107,16 @@ class FirstSamples(Sampler[int]):
         return min(self._count, length)
 
 
-def evaluation_loaders(given: Any, what: str, *, limit: float = 1.0, in_order: bool = False) -> list[ElasticDataLoader]:
+def evaluation_loaders(
+    given: Any, what: str, *, limit: float = 1.0, in_order: bool = False
+) -> list[ElasticDataLoader]:
     """The loaders of an evaluation's batches, of which each batch is computed on one rank.
 
     Args:
         given: one loader, or several, of which one is evaluated after the other.
         what: names them in errors.
-        limit: batches of each (int), or their part of all (float): the Trainer's `limit_val_batches` and its like.
+        limit: batches of each (int), or their part of all (float): the Trainer's
+            `limit_val_batches` and its like.
         in_order: those that shuffle are taken in the dataset's order, as `overfit_batches` does.
 
     Raises:
@@ -104,7 +124,10 @@ def evaluation_loaders(given: Any, what: str, *, limit: float = 1.0, in_order: b
     """
     if isinstance(given, CombinedLoader):
         if given._mode != "sequential":
-            raise ConfigurationError(f"{what}: a CombinedLoader of mode {given._mode!r}: expected 'sequential', or a list of loaders")
+            raise ConfigurationError(
+                f"{what}: a CombinedLoader of mode {given._mode!r}: expected 'sequential', or a "
+                "list of loaders"
+            )
         given = given.iterables
     if isinstance(given, (list, tuple)):
         return [_evaluation_loader(one, what, limit, in_order=in_order) for one in given]
@@ -125,13 +148,16 @@ def _evaluation_loader(given: Any, what: str, limit: float, *, in_order: bool) -
     order = _order(loader, what)
     if (order != {"shuffle": False} and not in_order) or loader.drop_last:
         raise ConfigurationError(
-            f"{what}: the DataLoader shuffles, draws from a sampler or drops its last batch, so an evaluation would not be of the "
-            "whole dataset, or another each time: make it with shuffle=False, without a sampler and without drop_last"
+            f"{what}: the DataLoader shuffles, draws from a sampler or drops its last batch, so an "
+            "evaluation would not be of the whole dataset, or another each time: make it with "
+            "shuffle=False, without a sampler and without drop_last"
         )
     dataset, batches = loader.dataset, _limited(loader, limit, argument)
     if batches is not None:
         dataset = Subset(dataset, range(min(batches * loader.batch_size, len(dataset))))
-    return ElasticDataLoader(dataset, global_batch_size=loader.batch_size, train=False, **_fetching(loader))
+    return ElasticDataLoader(
+        dataset, global_batch_size=loader.batch_size, train=False, **_fetching(loader)
+    )
 
 
 def _limited(loader: DataLoader[Any], limit: float, argument: str) -> int | None:
@@ -140,7 +166,8 @@ def _limited(loader: DataLoader[Any], limit: float, argument: str) -> int | None
     batches = min(full, limit) if isinstance(limit, int) else int(full * limit)
     if batches == 0 and full > 0:
         raise ConfigurationError(
-            f"{argument}={limit} of {full} batches is less than one: give at least {1 / full:.3g}, or a number of batches (an int)"
+            f"{argument}={limit} of {full} batches is less than one: give at least {1 / full:.3g}, "
+            "or a number of batches (an int)"
         )
     return None if batches == full else batches
 
@@ -148,8 +175,9 @@ def _limited(loader: DataLoader[Any], limit: float, argument: str) -> int | None
 def _refuse_limit(limit: float, argument: str, what: str) -> None:
     if type(limit) is not float or limit != 1.0:
         raise ConfigurationError(
-            f"{argument}={limit} with a shoal.ElasticDataLoader as {what}, whose batches are not Lightning's to count: give a torch "
-            "DataLoader, or the loader a smaller dataset (torch.utils.data.Subset)"
+            f"{argument}={limit} with a shoal.ElasticDataLoader as {what}, whose batches are not "
+            "Lightning's to count: give a torch DataLoader, or the loader a smaller dataset "
+            "(torch.utils.data.Subset)"
         )
 
 
@@ -159,15 +187,18 @@ def _alone(given: Any, what: str) -> Any:
         given = given.iterables if isinstance(given, CombinedLoader) else given[0]
     if isinstance(given, (Sequence, dict)):
         raise ConfigurationError(
-            f"{what}: found {len(given)} loaders, and one is supported: {_INSTEAD}, whose samples have all parts "
-            "(torch.utils.data.StackDataset puts datasets side by side)"
+            f"{what}: found {len(given)} loaders, and one is supported: {_INSTEAD}, whose samples "
+            "have all parts (torch.utils.data.StackDataset puts datasets side by side)"
         )
     if not isinstance(given, (DataLoader, ElasticDataLoader)):
-        raise ConfigurationError(f"{what}: found a {type(given).__name__}, and one loader is supported: {_INSTEAD}")
+        raise ConfigurationError(
+            f"{what}: found a {type(given).__name__}, and one loader is supported: {_INSTEAD}"
+        )
     if isinstance(given.dataset, IterableDataset) or not hasattr(given.dataset, "__len__"):
         raise ConfigurationError(
-            f"{what}: its dataset, a {type(given.dataset).__name__}, is a stream without a length, and Lightning's epochs need one: "
-            f"{_INSTEAD}; or write the loop out (docs/migration/trainers.md)"
+            f"{what}: its dataset, a {type(given.dataset).__name__}, is a stream without a length, "
+            f"and Lightning's epochs need one: {_INSTEAD}; or write the loop out "
+            "(docs/migration/trainers.md)"
         )
     return given
 
@@ -177,19 +208,29 @@ def _order(loader: DataLoader[Any], what: str) -> dict[str, Any]:
     sampler = loader.sampler
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise ConfigurationError(
-            f"{what}: the DataLoader has batches of its own (a batch_sampler, or batch_size=None), and Shoal deals them: {_INSTEAD}"
+            f"{what}: the DataLoader has batches of its own (a batch_sampler, or batch_size=None), "
+            f"and Shoal deals them: {_INSTEAD}"
         )
     if isinstance(sampler, DistributedSampler):
         raise ConfigurationError(
-            f"{what}: a {type(sampler).__name__} deals samples to a fixed number of ranks, and Shoal deals them to those that there are: "
-            "leave the sampler out, with shuffle=True for a new order each epoch"
+            f"{what}: a {type(sampler).__name__} deals samples to a fixed number of ranks, and "
+            "Shoal deals them to those that there are: leave the sampler out, with shuffle=True "
+            "for a new order each epoch"
         )
     if type(sampler) is SequentialSampler:
         return {"shuffle": False}
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
+    if (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    ):
         return {"shuffle": True}
     return {"sampler": sampler}
 
 
 def _fetching(loader: DataLoader[Any]) -> dict[str, Any]:
-    return {"collate_fn": loader.collate_fn, "num_workers": loader.num_workers, "pin_memory": loader.pin_memory}
+    return {
+        "collate_fn": loader.collate_fn,
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+    }

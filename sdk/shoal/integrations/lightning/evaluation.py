@@ -1,7 +1,9 @@
-"""Lightning's validations, tests and predictions with the batches dealt to all ranks: those of one that dies, again.
+"""Lightning's validations, tests and predictions with the batches dealt to all ranks: those of one
+that dies, again.
 
-Each rank evaluates its batches, and what they gave is gathered; then every rank logs that of all batches, in their order, as one process
-would. Hooks of single batches are called on the rank that evaluates the batch; all others on all ranks.
+Each rank evaluates its batches, and what they gave is gathered; then every rank logs that of all
+batches, in their order, as one process would. Hooks of single batches are called on the rank that
+evaluates the batch; all others on all ranks.
 """
 
 from __future__ import annotations
@@ -41,11 +43,14 @@ def _on_device(trainer: pl.Trainer, batch: Any, loader: int) -> Any:
 
 
 class ElasticEvaluation(_EvaluationLoop):
-    """Takes the place of a Trainer's loop of validation within a fit, of `validate`, or of `test`."""
+    """Takes the place of a Trainer's loop of validation within a fit, of `validate`, or of
+    `test`."""
 
     def __init__(self, trainer: pl.Trainer, before: _EvaluationLoop) -> None:
         """`before`: the Trainer's own, which knows the loaders that it was given."""
-        super().__init__(trainer, before._trainer_fn, before._stage, verbose=before.verbose, inference_mode=False)
+        super().__init__(
+            trainer, before._trainer_fn, before._stage, verbose=before.verbose, inference_mode=False
+        )
         self._data_source = before._data_source
         self._results: Results = Results(training=False)
         self._loaders: list[ElasticDataLoader] = []
@@ -59,7 +64,12 @@ class ElasticEvaluation(_EvaluationLoop):
         if self._loaders or limit == 0 or not is_overridden(step, trainer.lightning_module):
             return
         in_order = self._trainer_fn is TrainerFn.FITTING and trainer.overfit_batches > 0
-        self._loaders = evaluation_loaders(_request_dataloader(self._data_source), f"{kind}_dataloaders", limit=limit, in_order=in_order)
+        self._loaders = evaluation_loaders(
+            _request_dataloader(self._data_source),
+            f"{kind}_dataloaders",
+            limit=limit,
+            in_order=in_order,
+        )
         self._combined_loader = CombinedLoader(self._loaders, "sequential")
         self._max_batches = [len(loader) for loader in self._loaders]
 
@@ -83,7 +93,9 @@ class ElasticEvaluation(_EvaluationLoop):
             if number > 0:
                 self._store_dataloader_outputs()
             measure = functools.partial(self._measure, number)
-            _, told = evaluate_on_all(session, model, loader.evaluation_batches(), measure, gathers=True)
+            _, told = evaluate_on_all(
+                session, model, loader.evaluation_batches(), measure, gathers=True
+            )
             trainer._logger_connector.epoch_end_reached()
             results.dataloader_idx = number if len(self._loaders) > 1 else None
             self._has_run = True
@@ -93,7 +105,9 @@ class ElasticEvaluation(_EvaluationLoop):
                 self.batch_progress.increment_ready()
                 results.log_batch(one)
                 self.batch_progress.increment_completed()
-                trainer._logger_connector.update_eval_step_metrics(self._seen_batches_per_dataloader[number])
+                trainer._logger_connector.update_eval_step_metrics(
+                    self._seen_batches_per_dataloader[number]
+                )
                 self._seen_batches_per_dataloader[number] += 1
         self._store_dataloader_outputs()
         outputs: list[Any] = self.on_run_end()
@@ -115,16 +129,21 @@ class ElasticEvaluation(_EvaluationLoop):
         results.hold(held)
         call._call_callback_hooks(trainer, f"on_{kind}_batch_start", batch, number, *several)
         call._call_lightning_module_hook(trainer, f"on_{kind}_batch_start", batch, number, *several)
-        arguments = self._build_step_args_from_hook_kwargs(self._build_kwargs(batch, number, loader if several else None), f"{kind}_step")
+        arguments = self._build_step_args_from_hook_kwargs(
+            self._build_kwargs(batch, number, loader if several else None), f"{kind}_step"
+        )
         output = call._call_strategy_hook(trainer, f"{kind}_step", *arguments)
         call._call_callback_hooks(trainer, f"on_{kind}_batch_end", output, batch, number, *several)
-        call._call_lightning_module_hook(trainer, f"on_{kind}_batch_end", output, batch, number, *several)
+        call._call_lightning_module_hook(
+            trainer, f"on_{kind}_batch_end", output, batch, number, *several
+        )
         results.hold(None)
         return {}, held.told(results.metrics_of_module.take())
 
 
 class ElasticPrediction(_PredictionLoop):
-    """Takes the place of a Trainer's loop of `predict`. All ranks return the predictions of all batches."""
+    """Takes the place of a Trainer's loop of `predict`. All ranks return the predictions of all
+    batches."""
 
     def __init__(self, trainer: pl.Trainer, before: _PredictionLoop) -> None:
         """`before`: the Trainer's own, which knows the loaders that it was given."""
@@ -140,7 +159,9 @@ class ElasticPrediction(_PredictionLoop):
         limit = self.trainer.limit_predict_batches
         if self._loaders or limit == 0:
             return
-        self._loaders = evaluation_loaders(_request_dataloader(self._data_source), "predict_dataloaders", limit=limit)
+        self._loaders = evaluation_loaders(
+            _request_dataloader(self._data_source), "predict_dataloaders", limit=limit
+        )
         self._combined_loader = CombinedLoader(self._loaders, "sequential")
         self.max_batches = [len(loader) for loader in self._loaders]
         self._sizes = [samples_in(loader) for loader in self._loaders]
@@ -160,15 +181,21 @@ class ElasticPrediction(_PredictionLoop):
         self._predictions, self.epoch_batch_indices = [], []
         for number, loader in enumerate(self._loaders):
             measure = functools.partial(self._measure, number)
-            _, told = evaluate_on_all(session, model, loader.evaluation_batches(), measure, gathers=gathers)
+            _, told = evaluate_on_all(
+                session, model, loader.evaluation_batches(), measure, gathers=gathers
+            )
             self._predictions.append(told)
-            self.epoch_batch_indices.append([self._samples_of(number, batch) for batch in range(len(told))])
+            self.epoch_batch_indices.append(
+                [self._samples_of(number, batch) for batch in range(len(told))]
+            )
         return self.on_run_end()
 
     def _samples_of(self, loader: int, batch: int) -> list[int]:
         """The samples of a batch, by their place in the dataset."""
         size = self._sizes[loader]
-        return list(range(batch * size, min((batch + 1) * size, len(self._loaders[loader].dataset))))
+        return list(
+            range(batch * size, min((batch + 1) * size, len(self._loaders[loader].dataset)))
+        )
 
     def _measure(self, loader: int, number: int, batch: Any) -> tuple[dict[str, float], Any]:
         """The predictions of one batch."""
@@ -178,18 +205,24 @@ class ElasticPrediction(_PredictionLoop):
         self.current_batch_indices = self._samples_of(loader, number)
         with _without_writers(trainer, current_session().is_joining):
             call._call_callback_hooks(trainer, "on_predict_batch_start", batch, number, *several)
-            call._call_lightning_module_hook(trainer, "on_predict_batch_start", batch, number, *several)
+            call._call_lightning_module_hook(
+                trainer, "on_predict_batch_start", batch, number, *several
+            )
             arguments = self._build_step_args_from_hook_kwargs(
                 self._build_kwargs(batch, number, loader if several else None), "predict_step"
             )
             told = call._call_strategy_hook(trainer, "predict_step", *arguments)
-            call._call_callback_hooks(trainer, "on_predict_batch_end", told, batch, number, *several)
-            call._call_lightning_module_hook(trainer, "on_predict_batch_end", told, batch, number, *several)
+            call._call_callback_hooks(
+                trainer, "on_predict_batch_end", told, batch, number, *several
+            )
+            call._call_lightning_module_hook(
+                trainer, "on_predict_batch_end", told, batch, number, *several
+            )
         return {}, move_data_to_device(told, torch.device("cpu"))
 
     def _on_predict_epoch_end(self) -> Any:
-        """Lightning calls it: hooks of the end, with all predictions. Writers of these are called in one process, and in another if that
-        one dies meanwhile."""
+        """Lightning calls it: hooks of the end, with all predictions. Writers of these are called
+        in one process, and in another if that one dies meanwhile."""
         trainer, session = self.trainer, current_session()
         with _without_writers(trainer, True):
             told = super()._on_predict_epoch_end()
@@ -207,7 +240,9 @@ class ElasticPrediction(_PredictionLoop):
 def _without_writers(trainer: pl.Trainer, said: bool) -> Iterator[None]:
     """Inside, if `said`, the Trainer has no writers of predictions among its callbacks."""
     before = trainer.callbacks
-    trainer.callbacks = [one for one in before if not (said and isinstance(one, BasePredictionWriter))]
+    trainer.callbacks = [
+        one for one in before if not (said and isinstance(one, BasePredictionWriter))
+    ]
     try:
         yield
     finally:

@@ -1,8 +1,9 @@
-"""The fit. Its loop is Shoal's, as scripts write it (an `ElasticDataLoader`, `as_distributed`, `if optimizer.step():`); what Lightning has
-users write is called in it as in Lightning's own: `training_step`, hooks, callbacks, schedules, what is logged and validated, and when.
+"""The fit. Its loop is Shoal's, as scripts write it (an `ElasticDataLoader`, `as_distributed`,
+`if optimizer.step():`); what Lightning has users write is called in it as in Lightning's own:
+`training_step`, hooks, callbacks, schedules, what is logged and validated, and when.
 
-Steps and epochs are counted by the loader alone, and written into Lightning's counters from there: so a step that was void is no step, and
-a worker that joins has the others' counts.
+Steps and epochs are counted by the loader alone, and written into Lightning's counters from there:
+so a step that was void is no step, and a worker that joins has the others' counts.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class _Counters(_TrainingEpochLoop):
         self.val_loop: ElasticEvaluation = ElasticEvaluation(trainer, before.val_loop)
 
     def stand(self, *, in_epoch: int, of: float, in_all: int, committed: int) -> None:
-        """The script is at step `in_epoch`, from 1, of `of` of its epoch; with it there are `in_all`, of which `committed` count."""
+        """The script is at step `in_epoch`, from 1, of `of` of its epoch; with it there are
+        `in_all`, of which `committed` count."""
         progress = self.batch_progress
         for counts, value in ((progress.current, in_epoch), (progress.total, in_all)):
             counts.ready = counts.started = counts.processed = counts.completed = value
@@ -84,7 +86,9 @@ class _Counters(_TrainingEpochLoop):
 class ElasticFit(_FitLoop):
     """Takes the place of Lightning's own in a Trainer, for one fit."""
 
-    def __init__(self, trainer: pl.Trainer, strategy: Trains, checkpoints: Checkpoints | None) -> None:
+    def __init__(
+        self, trainer: pl.Trainer, strategy: Trains, checkpoints: Checkpoints | None
+    ) -> None:
         before = trainer.fit_loop
         super().__init__(trainer, min_epochs=before.min_epochs, max_epochs=before.max_epochs)
         self.epoch_loop: _Counters = _Counters(trainer, before.epoch_loop)
@@ -95,7 +99,8 @@ class ElasticFit(_FitLoop):
         self._loader: ElasticDataLoader | None = None
         self._in_step = InStep(current_session())
         self._is_new = True
-        trainer.accumulate_grad_batches = 1  # parts of a step are the loader's micro-batches: Lightning sees one batch a step
+        # parts of a step are the loader's micro-batches: Lightning sees one batch a step
+        trainer.accumulate_grad_batches = 1
 
     def setup_data(self) -> None:
         """Lightning calls it, for `estimated_stepping_batches` also: asks for the loader, once."""
@@ -109,17 +114,25 @@ class ElasticFit(_FitLoop):
             seed=self._strategy.seed,
             deterministic=bool(self._strategy.options.get("deterministic")),
             # A loader of Shoal's own is left by max_steps, which fast_dev_run sets as well.
-            limit=1.0 if trainer.fast_dev_run and isinstance(given, ElasticDataLoader) else trainer.limit_train_batches,
+            limit=1.0
+            if trainer.fast_dev_run and isinstance(given, ElasticDataLoader)
+            else trainer.limit_train_batches,
             in_order=trainer.overfit_batches > 0,
         )
         self._combined_loader = CombinedLoader(self._loader, "max_size_cycle")
         self.max_batches = len(self._loader)
         interval = trainer.val_check_interval
-        trainer.val_check_batch = interval if isinstance(interval, int) else max(1, int(self.max_batches * interval))
-        if trainer.check_val_every_n_epoch is not None and trainer.val_check_batch > self.max_batches and trainer.enable_validation:
+        trainer.val_check_batch = (
+            interval if isinstance(interval, int) else max(1, int(self.max_batches * interval))
+        )
+        if (
+            trainer.check_val_every_n_epoch is not None
+            and trainer.val_check_batch > self.max_batches
+            and trainer.enable_validation
+        ):
             raise ConfigurationError(
-                f"val_check_interval={interval}, and an epoch has {self.max_batches} steps: give at most that, or "
-                "check_val_every_n_epoch=None to count over epochs"
+                f"val_check_interval={interval}, and an epoch has {self.max_batches} steps: give "
+                "at most that, or check_val_every_n_epoch=None to count over epochs"
             )
 
     @property
@@ -129,7 +142,7 @@ class ElasticFit(_FitLoop):
         assert self._loader is not None
         return self._loader
 
-    # ------------------------------------------------------------------------------------------------------------- the loops
+    # ------------------------------------------------------------------------------------ the loops
 
     def run(self) -> None:
         """Trains, until the epochs or steps are done, a callback says so, or the job is stopped."""
@@ -141,7 +154,8 @@ class ElasticFit(_FitLoop):
             api.resume(self._checkpoints.directory)
         max_epochs: int = self.max_epochs
         remaining = loader.epochs(sys.maxsize if max_epochs < 0 else max_epochs)
-        first = next(remaining, None)  # in a worker that joins, the state is the others' from here on
+        # in a worker that joins, the state is the others' from here on
+        first = next(remaining, None)
         self._stand(loader.epoch)
         self._strategy.note_who_writes()
         self.on_run_start()
@@ -158,7 +172,9 @@ class ElasticFit(_FitLoop):
 
     def _is_enough(self) -> bool:
         steps = self.epoch_loop.max_steps
-        return 0 <= steps <= self.loader.global_step or bool(self.trainer.should_stop and self._can_stop_early)
+        return 0 <= steps <= self.loader.global_step or bool(
+            self.trainer.should_stop and self._can_stop_early
+        )
 
     def _stand(self, epoch: int) -> None:
         """Writes the loader's counts into Lightning's, for the step that is next."""
@@ -176,7 +192,10 @@ class ElasticFit(_FitLoop):
         for step in loader.steps():
             self._strategy.note_who_writes()
             self.epoch_loop.stand(
-                in_epoch=step.number + 1, of=self.max_batches, in_all=loader.global_step + 1, committed=loader.global_step
+                in_epoch=step.number + 1,
+                of=self.max_batches,
+                in_all=loader.global_step + 1,
+                committed=loader.global_step,
             )
             committed, told = self._train_step(step, step.number)
             if committed:
@@ -186,14 +205,24 @@ class ElasticFit(_FitLoop):
                     break
                 if self._checkpoints is not None and not over:
                     self._checkpoints.step_is_over()
-        if session.is_joining or session.is_redoing or (loader.epoch <= epoch and not over and not self._is_enough()):
+        if (
+            session.is_joining
+            or session.is_redoing
+            or (loader.epoch <= epoch and not over and not self._is_enough())
+        ):
             return  # some of the epoch comes again, or the job was stopped within it
         self._epoch_is_over(epoch)
 
     def _train_step(self, batches: Iterable[Any], number: int) -> tuple[bool, tuple[Any, Any]]:
-        """One step over all ranks. True: it counts, on all of them; the loader hands it out again if not. With it come the outputs of
-        `training_step` and the batch, for hooks; None on a rank that had no part of the step."""
-        trainer, session, strategy, results = self.trainer, current_session(), self._strategy, self.epoch_loop._results
+        """One step over all ranks. True: it counts, on all of them; the loader hands it out again
+        if not. With it come the outputs of `training_step` and the batch, for hooks; None on a rank
+        that had no part of the step."""
+        trainer, session, strategy, results = (
+            self.trainer,
+            current_session(),
+            self._strategy,
+            self.epoch_loop._results,
+        )
         optimizer, outputs, batch = strategy.optimizer, {}, None
         losses: list[tuple[float, float]] = []
         around = Held(-1, lambda: 1.0)  # of hooks around the parts
@@ -204,16 +233,22 @@ class ElasticFit(_FitLoop):
             if not losses:
                 self._step_begins(batch, number)
             weight = (session.step.micro_batch or 0.0) if session.step is not None else 1.0
-            held = Held((session.step.micro_batch_index or 0) if session.step is not None else 0, functools.partial(float, weight))
+            held = Held(
+                (session.step.micro_batch_index or 0) if session.step is not None else 0,
+                functools.partial(float, weight),
+            )
             results.hold(held)
             results.metrics_of_module.empty()
             output = call._call_strategy_hook(
-                trainer, "training_step", *self.epoch_loop._build_kwargs(OrderedDict(), batch, number).values()
+                trainer,
+                "training_step",
+                *self.epoch_loop._build_kwargs(OrderedDict(), batch, number).values(),
             )
             closed = ClosureResult.from_training_step_output(output)
             if closed.closure_loss is None:
                 raise ConfigurationError(
-                    "training_step returned None: a step is all ranks', and none can leave it out: return a loss of zero (0.0 * loss)"
+                    "training_step returned None: a step is all ranks', and none can leave it out: "
+                    "return a loss of zero (0.0 * loss)"
                 )
             call._call_strategy_hook(trainer, "backward", closed.closure_loss, optimizer)
             counted = results.metrics_of_module.take()
@@ -231,7 +266,12 @@ class ElasticFit(_FitLoop):
         if trainer.gradient_clip_val:
             strategy.sharded.clip_grad_norm_(float(trainer.gradient_clip_val))
         step, ranks = session.step, session.world_size
-        own = {"new": self._is_new, "elsewhere": results.take_elsewhere(), "parts": [around.told({}), *told], "losses": losses}
+        own = {
+            "new": self._is_new,
+            "elsewhere": results.take_elsewhere(),
+            "parts": [around.told({}), *told],
+            "losses": losses,
+        }
         everyones = self._in_step.gather(own, kind="self.log")
         committed = bool(optimizer.step())
         call._call_callback_hooks(trainer, "on_before_zero_grad", optimizer)
@@ -245,23 +285,41 @@ class ElasticFit(_FitLoop):
         loss = torch.tensor(math.nan if mean_loss is None else mean_loss)
         return True, ({"loss": loss, **outputs} if losses else None, batch)
 
-    def _log(self, results: Results, own: dict[str, Any], everyones: list[Any] | None, step: Step | None, ranks: int) -> None:
-        """The step counts: logs what its parts gave, on all `ranks` that took it; what was logged outside of steps since the last one is
-        compared. `everyones`: as gathered within the step; None: a rank died meanwhile. Others may have it."""
+    def _log(
+        self,
+        results: Results,
+        own: dict[str, Any],
+        everyones: list[Any] | None,
+        step: Step | None,
+        ranks: int,
+    ) -> None:
+        """The step counts: logs what its parts gave, on all `ranks` that took it; what was logged
+        outside of steps since the last one is compared. `everyones`: as gathered within the step;
+        None: a rank died meanwhile. Others may have it."""
         told, missing = everyones, None
         if any(collectives.gather(current_session(), everyones is None, kind="self.log")):
-            answers = collectives.gather(current_session(), {"own": own, "everyones": everyones}, kind="self.log")
-            told = next((answer["everyones"] for answer in answers if answer["everyones"] is not None), None)
+            answers = collectives.gather(
+                current_session(), {"own": own, "everyones": everyones}, kind="self.log"
+            )
+            told = next(
+                (answer["everyones"] for answer in answers if answer["everyones"] is not None), None
+            )
             if told is None:
                 told = [answer["own"] for answer in answers]
-                missing = None if step is None or len(told) == ranks else Missing(step.mean_loss, step.weight_of_all)
+                missing = (
+                    None
+                    if step is None or len(told) == ranks
+                    else Missing(step.mean_loss, step.weight_of_all)
+                )
         assert told is not None
         self._is_new = False
         # A worker that has just come has not logged what the others did behind the step before.
         if known := [one["elsewhere"] for one in told if not one["new"]]:
             check_alike(known)
         losses = [pair for one in told for pair in one["losses"]]
-        results.log_step([part for one in told for part in one["parts"]], missing=missing, losses=losses)
+        results.log_step(
+            [part for one in told for part in one["parts"]], missing=missing, losses=losses
+        )
 
     def _to_device(self, batch: Any) -> Any:
         trainer = self.trainer
@@ -275,12 +333,13 @@ class ElasticFit(_FitLoop):
         call._call_callback_hooks(trainer, "on_train_batch_start", batch, number)
         if call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, number) == -1:
             raise ConfigurationError(
-                "on_train_batch_start returned -1, to leave out the rest of the epoch: all ranks would have to do so at one step; set "
-                "trainer.should_stop where all see the same, or use a smaller dataset"
+                "on_train_batch_start returned -1, to leave out the rest of the epoch: all ranks "
+                "would have to do so at one step; set trainer.should_stop where all see the same, "
+                "or use a smaller dataset"
             )
         call._call_strategy_hook(trainer, "on_train_batch_start", batch, number)
 
-    # ------------------------------------------------------------------------------------------------- when something is over
+    # ----------------------------------------------------------------------- when something is over
 
     def _step_is_over(self, number: int, told: tuple[Any, Any]) -> None:
         """A step counts: what Lightning does behind one, in its order."""
@@ -306,17 +365,20 @@ class ElasticFit(_FitLoop):
         counters._batches_that_stepped = in_all
 
     def _check_untouched(self, before: Mapping[str, int]) -> None:
-        """Raises ConfigurationError if a hook has updated a metric, which then counts this worker's samples alone."""
+        """Raises ConfigurationError if a hook has updated a metric, which then counts this worker's
+        samples alone."""
         now = self.epoch_loop._results.metrics_of_module.updates()
         for name in now:
             if now[name] > before.get(name, 0):
                 raise ConfigurationError(
-                    f"{name}, a torchmetrics module, was updated in on_train_batch_end, where this worker has the last part of its own "
-                    "samples: update it in training_step, whose parts of all workers count"
+                    f"{name}, a torchmetrics module, was updated in on_train_batch_end, where this "
+                    "worker has the last part of its own samples: update it in training_step, "
+                    "whose parts of all workers count"
                 )
 
     def _epoch_is_over(self, epoch: int) -> None:
-        """The steps of an epoch are done, or training ends within it: what Lightning does then, in its order."""
+        """The steps of an epoch are done, or training ends within it: what Lightning does then, in
+        its order."""
         trainer, counters = self.trainer, self.epoch_loop
         trainer._logger_connector.epoch_end_reached()
         for counts in (self.epoch_progress.current, self.epoch_progress.total):

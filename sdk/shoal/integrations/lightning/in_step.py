@@ -1,8 +1,9 @@
 """What ranks tell each other in the middle of a step.
 
-Where a rank dies before it has told the others, that is missing with some of them, or with all. The step may count all the same, if its
-gradients were summed before: under ddp in the last backward pass, under the other strategies behind this. Whether all have it is asked
-behind the step (`fit_loop.py`).
+Where a rank dies before it has told the others, that is missing with some of them, or with all. The
+step may count all the same, if its gradients were summed before: under ddp in the last backward
+pass, under the other strategies behind this. Whether all have it is asked behind the step
+(`fit_loop.py`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class InStep:
         self._ranks = RanksInPasses(session, "what was logged")
 
     def gather(self, value: Any, *, kind: str) -> list[Any] | None:
-        """Everybody's `value`, in rank order; None: a rank was lost. Every rank calls it, in the step, before `optimizer.step()`.
+        """Everybody's `value`, in rank order; None: a rank was lost. Every rank calls it, in the
+        step, before `optimizer.step()`.
 
         Args:
             value: what `shoal.gather` takes.
@@ -35,9 +37,16 @@ class InStep:
         """
         own = collectives.packed(value, kind)
         session = self._session
-        if session.step is None or session.is_joining or session.group is None or session.group.world_size == 1:
+        if (
+            session.step is None
+            or session.is_joining
+            or session.group is None
+            or session.group.world_size == 1
+        ):
             return [collectives.unpacked(own)]
-        data = torch.frombuffer(bytearray(len(own).to_bytes(_LENGTH, "little") + own), dtype=torch.uint8)
+        data = torch.frombuffer(
+            bytearray(len(own).to_bytes(_LENGTH, "little") + own), dtype=torch.uint8
+        )
         first = self._ranks.gather(_padded(data[:_FIRST], _FIRST))
         if first is None:
             return None
@@ -48,7 +57,10 @@ class InStep:
             if more is None:
                 return None
             first = torch.cat([first, more], 1)
-        return [collectives.unpacked(row[_LENGTH : _LENGTH + length].numpy().tobytes()) for row, length in zip(first, lengths, strict=True)]
+        return [
+            collectives.unpacked(row[_LENGTH : _LENGTH + length].numpy().tobytes())
+            for row, length in zip(first, lengths, strict=True)
+        ]
 
 
 def _padded(data: torch.Tensor, length: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """torchmetrics' modules of a LightningModule, over all ranks.
 
-A metric adds each batch to what it has counted, which would be this rank's batches. So before a batch it is emptied, and what the batch
-alone gave is taken out behind it; the batches of all ranks are then added to each rank's metric, in their order, as one process would.
+A metric adds each batch to what it has counted, which would be this rank's batches. So before a
+batch it is emptied, and what the batch alone gave is taken out behind it; the batches of all ranks
+are then added to each rank's metric, in their order, as one process would.
 """
 
 from __future__ import annotations
@@ -13,7 +14,13 @@ import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.utilities.data import dim_zero_cat, dim_zero_max, dim_zero_mean, dim_zero_min, dim_zero_sum
+from torchmetrics.utilities.data import (
+    dim_zero_cat,
+    dim_zero_max,
+    dim_zero_mean,
+    dim_zero_min,
+    dim_zero_sum,
+)
 
 Counted = dict[str, Any]
 """What a metric has counted: "updates", and "states" by name, of tensors and lists of them."""
@@ -32,7 +39,8 @@ _ADD: Final[dict[Any, Callable[[Sequence[torch.Tensor]], torch.Tensor]]] = {
     dim_zero_min: lambda states: torch.stack(list(states)).amin(0),
     dim_zero_cat: lambda states: torch.cat([torch.atleast_1d(each) for each in states]),
 }
-"""How tensors of several batches become one, by what the metric says that processes do with theirs."""
+"""How tensors of several batches become one, by what the metric says that processes do with
+theirs."""
 
 
 class Metrics:
@@ -57,10 +65,12 @@ class Metrics:
             _clear(one)
 
     def take(self) -> dict[str, Counted]:
-        """The batch is over: returns what metrics have counted of it; they have what was set aside again."""
+        """The batch is over: returns what metrics have counted of it; they have what was set aside
+        again."""
         for one in self._module.modules():
             if isinstance(one, MetricCollection):
-                one.values(copy_state=True)  # those that count alike are updated once, and the others get it here
+                # those that count alike are updated once, and the others get it here
+                one.values(copy_state=True)
         found = {}
         for name, one in self._named.items():
             if one._update_count > 0:
@@ -98,12 +108,18 @@ class Metrics:
 
 
 def _counted(one: Metric) -> Counted:
-    states = {name: list(value) if isinstance(value := getattr(one, name), list) else value for name in one._defaults}
+    states = {
+        name: list(value) if isinstance(value := getattr(one, name), list) else value
+        for name in one._defaults
+    }
     return {"updates": one._update_count, "states": states}
 
 
 def _nothing(one: Metric) -> Counted:
-    defaults = {name: [] if isinstance(value, list) else value.detach().clone() for name, value in one._defaults.items()}
+    defaults = {
+        name: [] if isinstance(value, list) else value.detach().clone()
+        for name, value in one._defaults.items()
+    }
     return {"updates": 0, "states": defaults}
 
 
@@ -113,7 +129,11 @@ def _clear(one: Metric) -> None:
 
 def _put(one: Metric, counted: Counted) -> None:
     for name, value in counted["states"].items():
-        moved = [each.to(one.device) for each in value] if isinstance(value, list) else value.to(one.device)
+        moved = (
+            [each.to(one.device) for each in value]
+            if isinstance(value, list)
+            else value.to(one.device)
+        )
         setattr(one, name, moved)
     one._update_count, one._computed = counted["updates"], None
 
@@ -125,18 +145,23 @@ def _added(name: str, one: Metric, own: list[Counted], told: list[Counted]) -> C
     for state, reduction in one._reductions.items():
         values = [each["states"][state] for each in everything]
         if any(isinstance(each, list) for each in values):
-            states[state] = [part for each in values for part in (each if isinstance(each, list) else [each])]
+            states[state] = [
+                part for each in values for part in (each if isinstance(each, list) else [each])
+            ]
             continue
         values = [each.to(one.device) for each in values]
-        if len(values) == 1 or (reduction is dim_zero_mean and all(torch.equal(each, values[0]) for each in values)):
+        if len(values) == 1 or (
+            reduction is dim_zero_mean and all(torch.equal(each, values[0]) for each in values)
+        ):
             states[state] = values[0]
         elif reduction in _ADD:
             states[state] = _ADD[reduction](values)
         elif reduction is dim_zero_mean or own:
             raise ConfigurationError(
-                f"{name}, a torchmetrics {type(one).__name__}: what several batches give for its state {state!r} cannot be added to one "
-                "(its dist_reduce_fx is no sum, min, max or cat): use it in evaluations alone, or another metric, or evaluate in a loop of "
-                "your own (docs/guides/metrics.md)"
+                f"{name}, a torchmetrics {type(one).__name__}: what several batches give for its "
+                f"state {state!r} cannot be added to one (its dist_reduce_fx is no sum, min, max "
+                "or cat): use it in evaluations alone, or another metric, or evaluate in a loop "
+                "of your own (docs/guides/metrics.md)"
             )
         else:
             stacked = torch.stack(values)

@@ -1,7 +1,8 @@
 """`prepare_data` of modules and data modules: once on each machine, before anybody there goes on.
 
-Lightning calls it in the first process alone, and the others wait in a collective. Here each worker is a process of its own to Lightning:
-they wait for the first one of their machine by a lock on a file (`first_of_machine.py`), and a worker that replaces another finds it done.
+Lightning calls it in the first process alone, and the others wait in a collective. Here each worker
+is a process of its own to Lightning: they wait for the first one of their machine by a lock on a
+file (`first_of_machine.py`), and a worker that replaces another finds it done.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def preparers(trainer: pl.Trainer) -> Iterator[Any]:
 
 
 def prepare_data(trainer: pl.Trainer) -> None:
-    """In the place of the Trainer's own. One that raises, or whose process dies, is followed by another worker's.
+    """In the place of the Trainer's own. One that raises, or whose process dies, is followed by
+    another worker's.
 
     Raises:
         DeadlineError: the first worker of this machine took longer than 6 hours.
@@ -39,7 +41,8 @@ def prepare_data(trainer: pl.Trainer) -> None:
         worker = WorkerSettings()
         started = f"{worker.job_id} {worker.launcher_id} {trainer.state.fn} {number}"
         scope = f"prepare_data {started} {Path.cwd()} {type(owner).__qualname__}"
-        # Without a launcher nothing tells a worker that replaces another from one of a run that begins anew.
+        # Without a launcher nothing tells a worker that replaces another from one of a run that
+        # begins anew.
         with main_first(scope, timeout=_TIMEOUT, once=bool(worker.launcher_id)) as is_first:
             if is_first:
                 owner.prepare_data()

@@ -1,4 +1,5 @@
-"""What a fit has counted beside steps, as registered state: joiners get it, and checkpoints have it. Steps and epochs are the loader's."""
+"""What a fit has counted beside steps, as registered state: joiners get it, and checkpoints have
+it. Steps and epochs are the loader's."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ _METRICS = ("_callback_metrics", "_logged_metrics")
 
 
 class Progress:
-    """The epoch's sums of what was logged, what torchmetrics' modules have counted, the metrics of the last epoch, and the states of
-    callbacks: registered state."""
+    """The epoch's sums of what was logged, what torchmetrics' modules have counted, the metrics of
+    the last epoch, and the states of callbacks: registered state."""
 
     def __init__(self, trainer: pl.Trainer, results: Results) -> None:
         self._trainer = trainer
@@ -27,7 +28,10 @@ class Progress:
         connector = self._trainer._logger_connector
         counted = {
             "results": self._results.state_dict(),
-            "metrics": [{name: float(value) for name, value in getattr(connector, each).items()} for each in _METRICS],
+            "metrics": [
+                {name: float(value) for name, value in getattr(connector, each).items()}
+                for each in _METRICS
+            ],
             "should_stop": bool(self._trainer.should_stop),
         }
         return {
@@ -41,7 +45,11 @@ class Progress:
         self._results.metrics_of_module.load_state_dict(state["modules"])
         self._results.load_state_dict(counted["results"])
         for name, values in zip(_METRICS, counted["metrics"], strict=True):
-            setattr(trainer._logger_connector, name, {metric: torch.tensor(value) for metric, value in values.items()})
+            setattr(
+                trainer._logger_connector,
+                name,
+                {metric: torch.tensor(value) for metric, value in values.items()},
+            )
         trainer.should_stop = counted["should_stop"]
         for callback in trainer.callbacks:
             if callback.state_key in state["callbacks"]:

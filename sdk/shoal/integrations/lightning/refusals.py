@@ -1,4 +1,5 @@
-"""What a Trainer with Shoal's strategy does not do: refused before it trains, by one error that says what to do instead."""
+"""What a Trainer with Shoal's strategy does not do: refused before it trains, by one error that
+says what to do instead."""
 
 from __future__ import annotations
 
@@ -19,31 +20,38 @@ from shoal.integrations.lightning.checkpoints import Checkpoints
 from shoal.integrations.lightning.preparing import preparers
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
-"""Under which a module's own forward and backward passes train it. The others take a batch through `train_step`, or are no synchronous
-data parallelism."""
+"""Under which a module's own forward and backward passes train it. The others take a batch through
+`train_step`, or are no synchronous data parallelism."""
 
-_CHECKPOINTS: Final = "use shoal.integrations.lightning.Checkpoints(directory, every_n_steps=..., keep=...)"
+_CHECKPOINTS: Final = (
+    "use shoal.integrations.lightning.Checkpoints(directory, every_n_steps=..., keep=...)"
+)
 
 _CALLBACKS: Final[dict[type[Any], str]] = {
     callbacks.Checkpoint: _CHECKPOINTS,
     callbacks.OnExceptionCheckpoint: _CHECKPOINTS,
-    callbacks.GradientAccumulationScheduler: "the batch of a step is the same throughout: give accumulate_grad_batches",
+    callbacks.GradientAccumulationScheduler: "the batch of a step is the same throughout: give "
+    "accumulate_grad_batches",
     callbacks.StochasticWeightAveraging: "average in a loop of your own (docs/guides/averages.md)",
     callbacks.WeightAveraging: "average in a loop of your own (docs/guides/averages.md)",
     callbacks.Timer: "clocks differ by worker, which would stop at different steps: give max_steps",
     callbacks.BatchSizeFinder: "give the batch's size",
     callbacks.LearningRateFinder: "give the learning rate",
     callbacks.ModelPruning: "the layout of the parameters is fixed when training begins",
-    callbacks.BaseFinetuning: "give the optimizer all parameters from the start, and freeze with requires_grad_(False)",
+    callbacks.BaseFinetuning: "give the optimizer all parameters from the start, and freeze with "
+    "requires_grad_(False)",
 }
 """Callbacks that cannot be kept, with what to do instead."""
 
 _MODULE: Final = {
-    "optimizer_step": "a step may be void: set learning rates by a schedule, and gradients in on_before_optimizer_step",
+    "optimizer_step": "a step may be void: set learning rates by a schedule, and gradients in "
+    "on_before_optimizer_step",
     "optimizer_zero_grad": "the strategy clears gradients",
     "configure_gradient_clipping": "gradients may be cut over the ranks: give gradient_clip_val",
-    "on_save_checkpoint": "checkpoints are Shoal's: add what is to be saved by shoal.register_state(name=object)",
-    "on_load_checkpoint": "checkpoints are Shoal's: add what is to be saved by shoal.register_state(name=object)",
+    "on_save_checkpoint": "checkpoints are Shoal's: add what is to be saved by "
+    "shoal.register_state(name=object)",
+    "on_load_checkpoint": "checkpoints are Shoal's: add what is to be saved by "
+    "shoal.register_state(name=object)",
 }
 """Methods of a LightningModule that are not called, or would do harm, with what to do instead."""
 
@@ -66,7 +74,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
         if not owner.prepare_data_per_node:
             raise _refuse(
                 f"{type(owner).__name__}.prepare_data_per_node=False",
-                "it prepares on each machine; where machines share a directory, have prepare_data look for what is there already",
+                "it prepares on each machine; where machines share a directory, have prepare_data "
+                "look for what is there already",
             )
 
 
@@ -79,8 +88,16 @@ def _check_arguments(trainer: pl.Trainer) -> None:
             ("auto", 1, "1"),
             "a worker has one device: `shoal run --nproc-per-node` says how many there are",
         ),
-        "num_nodes": (connector._num_nodes_flag, (1,), "the hosts of a job are those where `shoal run` was started"),
-        "sync_batchnorm": (connector._layer_sync is not None, (False,), "give the module nn.SyncBatchNorm, which Shoal's ranks share"),
+        "num_nodes": (
+            connector._num_nodes_flag,
+            (1,),
+            "the hosts of a job are those where `shoal run` was started",
+        ),
+        "sync_batchnorm": (
+            connector._layer_sync is not None,
+            (False,),
+            "give the module nn.SyncBatchNorm, which Shoal's ranks share",
+        ),
         "reload_dataloaders_every_n_epochs": (
             trainer.reload_dataloaders_every_n_epochs,
             (0,),
@@ -93,14 +110,20 @@ def _check_arguments(trainer: pl.Trainer) -> None:
         ),
     }
     for name, (value, allowed, instead) in given.items():
-        if not any(type(value) is type(one) and value == one for one in allowed) and value is not None:
+        if (
+            not any(type(value) is type(one) and value == one for one in allowed)
+            and value is not None
+        ):
             raise _refuse(f"{name}={value!r}", instead)
     if trainer.state.fn is TrainerFn.FITTING and trainer.limit_train_batches == 0:
         raise _refuse(
-            f"fit() with limit_train_batches={trainer.limit_train_batches}", "nothing would be trained: call validate() or test()"
+            f"fit() with limit_train_batches={trainer.limit_train_batches}",
+            "nothing would be trained: call validate() or test()",
         )
     if getattr(trainer, "_val_check_time_interval", None) is not None:
-        raise _refuse("val_check_interval as a time", "clocks differ by worker: give a number of steps")
+        raise _refuse(
+            "val_check_interval as a time", "clocks differ by worker: give a number of steps"
+        )
     scaled = isinstance(precision, MixedPrecision) and precision.scaler is not None
     if scaled or type(precision) not in (Precision, MixedPrecision):
         raise _refuse(f"precision={precision.precision!r}", "use '32-true' or 'bf16-mixed'")
@@ -121,14 +144,16 @@ def _check_callbacks(trainer: pl.Trainer) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, Checkpoints) or _is_default(callback):
             continue
-        instead = next((text for kind, text in _CALLBACKS.items() if isinstance(callback, kind)), None)
+        instead = next(
+            (text for kind, text in _CALLBACKS.items() if isinstance(callback, kind)), None
+        )
         if instead is not None:
             raise _refuse(type(callback).__name__, instead)
 
 
 def use_checkpoints(trainer: pl.Trainer) -> Checkpoints | None:
-    """Takes out the ModelCheckpoint that a Trainer has by itself, whose files no elastic fit could go on from; returns what the fit saves,
-    if it does.
+    """Takes out the ModelCheckpoint that a Trainer has by itself, whose files no elastic fit could
+    go on from; returns what the fit saves, if it does.
 
     Raises:
         ConfigurationError: there are several.
@@ -139,7 +164,9 @@ def use_checkpoints(trainer: pl.Trainer) -> Checkpoints | None:
     trainer.callbacks = kept
     found = [one for one in kept if isinstance(one, Checkpoints)]
     if len(found) > 1:
-        raise ConfigurationError(f"callbacks: found {len(found)} Checkpoints, expected one: leave the others out")
+        raise ConfigurationError(
+            f"callbacks: found {len(found)} Checkpoints, expected one: leave the others out"
+        )
     return found[0] if found else None
 
 
@@ -148,22 +175,26 @@ def _check_module(module: pl.LightningModule) -> None:
     if not module.automatic_optimization:
         raise _refuse(
             f"{kind}.automatic_optimization=False",
-            "a step may be void, which a script must ask about: write the loop out, with one optimizer or several "
-            "(docs/migration/trainers.md, docs/guides/several-models.md)",
+            "a step may be void, which a script must ask about: write the loop out, with one "
+            "optimizer or several (docs/migration/trainers.md, docs/guides/several-models.md)",
         )
     for name, instead in _MODULE.items():
         if is_overridden(name, module):
             raise _refuse(f"{kind}.{name}", instead)
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
-        raise _refuse(f"{kind}.training_step(dataloader_iter)", "take the batch: training_step(self, batch, batch_idx)")
+        raise _refuse(
+            f"{kind}.training_step(dataloader_iter)",
+            "take the batch: training_step(self, batch, batch_idx)",
+        )
 
 
 def check_metrics(module: pl.LightningModule) -> None:
-    """Raises ConfigurationError if the module, which is whole by now, has metrics that cannot be taken together over ranks."""
+    """Raises ConfigurationError if the module, which is whole by now, has metrics that cannot be
+    taken together over ranks."""
     for name, one in module.named_modules():
         if isinstance(one, (WrapperMetric, MetricTracker)):
             raise _refuse(
                 f"{type(module).__name__}.{name}, a torchmetrics {type(one).__name__}",
-                "what it keeps is in no state of a metric, and would be this worker's alone: make the metrics that it wraps attributes of "
-                "the module, and log these",
+                "what it keeps is in no state of a metric, and would be this worker's alone: make "
+                "the metrics that it wraps attributes of the module, and log these",
             )

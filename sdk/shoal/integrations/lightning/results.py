@@ -1,9 +1,11 @@
 """What `self.log` is given: over all ranks, and not before the step counts in which it was.
 
-Lightning adds a value to what an epoch is made of when it is logged. A step may be void, and its values are this rank's. So what is logged
-of a batch waits here; when the step counts, or the evaluation is done, that of all ranks is logged in its place, the same on all.
+Lightning adds a value to what an epoch is made of when it is logged. A step may be void, and its
+values are this rank's. So what is logged of a batch waits here; when the step counts, or the
+evaluation is done, that of all ranks is logged in its place, the same on all.
 
-What is logged elsewhere is logged at once, and noted: it has to be the same on all ranks, and they compare it.
+What is logged elsewhere is logged at once, and noted: it has to be the same on all ranks, and they
+compare it.
 """
 
 from __future__ import annotations
@@ -27,7 +29,11 @@ _log = logging.getLogger(__name__)
 _ARGUMENTS: Final = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
 """Arguments of `log` that go with a value."""
 
-_REDUCTIONS: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {"sum": math.fsum, "max": max, "min": min}
+_REDUCTIONS: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
+    "sum": math.fsum,
+    "max": max,
+    "min": min,
+}
 """What becomes of the values of a step's parts, by the argument `reduce_fx`, beside means."""
 
 
@@ -46,7 +52,11 @@ class _Known:
     @property
     def arguments(self) -> dict[str, Any]:
         named: dict[str, Any] = dict(zip(_ARGUMENTS, self.flags, strict=True))
-        return {**named, "reduce_fx": getattr(torch, self.reduction), "metric_attribute": self.metric}
+        return {
+            **named,
+            "reduce_fx": getattr(torch, self.reduction),
+            "metric_attribute": self.metric,
+        }
 
     def text(self) -> str:
         return json.dumps([self.fx, self.name, self.reduction, self.metric, list(self.flags)])
@@ -68,13 +78,15 @@ class Missing:
 
 
 class Held:
-    """Keeps what is logged of one part of a step, or of one batch of an evaluation, until it counts."""
+    """Keeps what is logged of one part of a step, or of one batch of an evaluation, until it
+    counts."""
 
     def __init__(self, part: int, weight: Callable[[], float]) -> None:
         """
         Args:
             part: its number over all ranks.
-            weight: gives how many samples it has, or what else it weighs; asked for where `log` was not told a `batch_size`.
+            weight: gives how many samples it has, or what else it weighs; asked for where `log` was
+                not told a `batch_size`.
         """
         self.part = part
         self._weight = weight
@@ -91,7 +103,8 @@ class Held:
         self._entries.append([known.text(), value, weight])
 
     def told(self, counted: Mapping[str, Counted]) -> dict[str, Any]:
-        """Returns what was logged of the part, for other ranks, with what metrics have counted of it."""
+        """Returns what was logged of the part, for other ranks, with what metrics have counted of
+        it."""
         return {"part": self.part, "entries": self._entries, "counted": dict(counted)}
 
 
@@ -124,26 +137,52 @@ class Results(_ResultCollection):
         if self._held is None:
             super().log(fx, name, value, **arguments)
             if not arguments.get("rank_zero_only"):
-                self._elsewhere.append([fx, name, None if isinstance(value, Metric) else float(value)])
+                self._elsewhere.append(
+                    [fx, name, None if isinstance(value, Metric) else float(value)]
+                )
             return
         reduction = arguments.get("reduce_fx", "mean")
-        reduction = reduction.lower() if isinstance(reduction, str) else getattr(reduction, "__name__", str(reduction))
+        reduction = (
+            reduction.lower()
+            if isinstance(reduction, str)
+            else getattr(reduction, "__name__", str(reduction))
+        )
         reduction = "mean" if reduction == "avg" else reduction
         if reduction != "mean" and reduction not in _REDUCTIONS:
-            raise ConfigurationError(f"self.log({name!r}, reduce_fx={reduction!r}) in {fx}: expected 'mean', 'sum', 'min' or 'max'")
+            raise ConfigurationError(
+                f"self.log({name!r}, reduce_fx={reduction!r}) in {fx}: expected 'mean', 'sum', "
+                "'min' or 'max'"
+            )
         known = _Known(
             fx,
             name,
             reduction,
             arguments.get("metric_attribute"),
-            tuple(bool(arguments.get(each, each not in ("prog_bar", "on_step"))) for each in _ARGUMENTS),
+            tuple(
+                bool(arguments.get(each, each not in ("prog_bar", "on_step")))
+                for each in _ARGUMENTS
+            ),
         )
         if isinstance(value, Metric) and known.metric is None:
-            raise ConfigurationError(f"self.log({name!r}, a {type(value).__name__}) in {fx}: make the metric an attribute of the module")
-        self._held.log(known, None if isinstance(value, Metric) else float(value.detach()), arguments.get("batch_size"))
+            raise ConfigurationError(
+                f"self.log({name!r}, a {type(value).__name__}) in {fx}: make the metric an "
+                "attribute of the module"
+            )
+        self._held.log(
+            known,
+            None if isinstance(value, Metric) else float(value.detach()),
+            arguments.get("batch_size"),
+        )
 
-    def log_step(self, told: Iterable[Mapping[str, Any]], *, missing: Missing | None, losses: Sequence[Sequence[float]]) -> None:
-        """A step counts: adds its parts to the metrics, and logs one value for all parts of each name.
+    def log_step(
+        self,
+        told: Iterable[Mapping[str, Any]],
+        *,
+        missing: Missing | None,
+        losses: Sequence[Sequence[float]],
+    ) -> None:
+        """A step counts: adds its parts to the metrics, and logs one value for all parts of each
+        name.
 
         Args:
             told: the parts, of all ranks.
@@ -158,8 +197,9 @@ class Results(_ResultCollection):
         if missing is not None and not self._warned:
             self._warned = True
             _log.warning(
-                "a worker died between a step and the gathering of what it had logged: that step's values and metrics are those of the "
-                "other workers' samples (the loss is exact, and so are the weights)"
+                "a worker died between a step and the gathering of what it had logged: that "
+                "step's values and metrics are those of the other workers' samples (the loss is "
+                "exact, and so are the weights)"
             )
         self._note_batch_values([one["counted"] for one in parts], values)
         self.metrics_of_module.add([one["counted"] for one in parts])
@@ -172,40 +212,54 @@ class Results(_ResultCollection):
             elif not numbers:
                 continue  # stand-in batches
             elif missing is not None and known.reduction == "mean":
-                is_loss = missing.mean_loss is not None and sorted(map(list, pairs)) == sorted(map(list, losses))
+                is_loss = missing.mean_loss is not None and sorted(map(list, pairs)) == sorted(
+                    map(list, losses)
+                )
                 mean = math.fsum(value * each for value, each in numbers) / weight
                 self._log(known, missing.mean_loss if is_loss else mean, missing.weight or weight)
             elif known.reduction == "mean":
-                self._log(known, math.fsum(value * each for value, each in numbers) / weight, weight)
+                self._log(
+                    known, math.fsum(value * each for value, each in numbers) / weight, weight
+                )
             else:
-                self._log(known, _REDUCTIONS[known.reduction]([value for value, _ in numbers]), weight)
+                self._log(
+                    known, _REDUCTIONS[known.reduction]([value for value, _ in numbers]), weight
+                )
 
     def log_batch(self, told: Mapping[str, Any]) -> None:
-        """Logs what was logged of one batch of an evaluation, as if it were done here and now. What metrics have counted of it is not added
-        to them: that of all batches is, at once."""
+        """Logs what was logged of one batch of an evaluation, as if it were done here and now. What
+        metrics have counted of it is not added to them: that of all batches is, at once."""
         self._note_batch_values([told["counted"]], {known for known, _, _ in told["entries"]})
         for text, value, weight in told["entries"]:
             self._log(_Known.of(text), value, weight)
 
-    def _note_batch_values(self, batches: Sequence[Mapping[str, Counted]], texts: Iterable[str]) -> None:
+    def _note_batch_values(
+        self, batches: Sequence[Mapping[str, Counted]], texts: Iterable[str]
+    ) -> None:
         for known in map(_Known.of, texts):
             if known.metric is not None and known.arguments["on_step"]:
                 self.metrics_of_module.note_batch_value(known.metric, batches)
 
     def _log(self, known: _Known, value: float | None, weight: float) -> None:
-        given: Any = self.metrics_of_module.find(known.metric) if known.metric is not None else torch.tensor(value)
+        given: Any = (
+            self.metrics_of_module.find(known.metric)
+            if known.metric is not None
+            else torch.tensor(value)
+        )
         super().log(known.fx, known.name, given, batch_size=weight, **known.arguments)
 
-    # ---------------------------------------------------------------------------------------------- what was logged elsewhere
+    # -------------------------------------------------------------------- what was logged elsewhere
 
     def take_elsewhere(self) -> list[list[Any]]:
-        """Returns what was logged outside of batches since this was last called: lists of hook, name and value."""
+        """Returns what was logged outside of batches since this was last called: lists of hook,
+        name and value."""
         told, self._elsewhere = self._elsewhere, []
         return told
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        """Lightning calls it: at the end of an epoch, and for a hook's first values in one. Those are the epoch's first without it, and in
-        a worker that joined within the epoch they are not."""
+        """Lightning calls it: at the end of an epoch, and for a hook's first values in one. Those
+        are the epoch's first without it, and in a worker that joined within the epoch they are
+        not."""
         if fx is None:
             super().reset(metrics, fx)
 
@@ -216,7 +270,9 @@ class Results(_ResultCollection):
                 key,
                 self._known(key).text(),
                 float(one.value) if one.is_tensor else None,
-                float(one.cumulated_batch_size) if one.is_tensor and one.meta.is_mean_reduction else 1.0,
+                float(one.cumulated_batch_size)
+                if one.is_tensor and one.meta.is_mean_reduction
+                else 1.0,
             ]
             for key, one in self.items()
             if not one.has_reset and one.meta.on_epoch
@@ -240,22 +296,27 @@ class Results(_ResultCollection):
 
 
 def check_alike(everyones: Sequence[list[list[Any]]]) -> None:
-    """Raises PreconditionError, on all ranks, unless all of them logged the same outside of batches."""
+    """Raises PreconditionError, on all ranks, unless all of them logged the same outside of
+    batches."""
     first = everyones[0]
     for rank, told in enumerate(everyones):
         for one, other in zip(first, told, strict=False):
-            if one != other and not (one[:2] == other[:2] and one[2] != one[2] and other[2] != other[2]):
+            if one != other and not (
+                one[:2] == other[:2] and one[2] != one[2] and other[2] != other[2]
+            ):
                 raise PreconditionError(
-                    f"self.log({one[1]!r}) in {one[0]}: rank 0 logged {one[2]}, and rank {rank} {other[1]!r} with {other[2]}: each worker "
-                    "has seen its own batches. Log it in training_step, validation_step or test_step, where all ranks' batches count; or "
-                    "take all ranks' values together first, by shoal.gather; or log it with rank_zero_only=True, which logs one "
-                    "rank's value",
+                    f"self.log({one[1]!r}) in {one[0]}: rank 0 logged {one[2]}, and rank {rank} "
+                    f"{other[1]!r} with {other[2]}: each worker has seen its own batches. Log it "
+                    "in training_step, validation_step or test_step, where all ranks' batches "
+                    "count; or take all ranks' values together first, by shoal.gather; or log it "
+                    "with rank_zero_only=True, which logs one rank's value",
                     reason="RANKS_DIVERGED",
                 )
         if len(first) != len(told):
             names = sorted({f"{fx}: {name}" for fx, name, _ in [*first, *told]})
             raise PreconditionError(
-                f"self.log outside of batches: rank 0 logged {len(first)} values, rank {rank} {len(told)} ({', '.join(names)}): log the "
-                "same on every rank, without asking which it is; or with rank_zero_only=True",
+                f"self.log outside of batches: rank 0 logged {len(first)} values, rank {rank} "
+                f"{len(told)} ({', '.join(names)}): log the same on every rank, without asking "
+                "which it is; or with rank_zero_only=True",
                 reason="RANKS_DIVERGED",
             )

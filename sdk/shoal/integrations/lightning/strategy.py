@@ -1,7 +1,8 @@
 """The strategy that a Lightning Trainer is given: `Trainer(strategy=ShoalStrategy("zero2"))`.
 
-To Lightning each worker is one process alone, on `shoal.device()`: it opens no process group, and waits for nobody. The fit's loop is
-Shoal's (`fit_loop.py`), put into the Trainer before it trains. What cannot be done so is refused then (`refusals.py`, decision 274).
+To Lightning each worker is one process alone, on `shoal.device()`: it opens no process group, and
+waits for nobody. The fit's loop is Shoal's (`fit_loop.py`), put into the Trainer before it trains.
+What cannot be done so is refused then (`refusals.py`, decision 274).
 """
 
 from __future__ import annotations
@@ -28,14 +29,20 @@ from shoal.integrations.lightning.checkpoints import Checkpoints
 from shoal.integrations.lightning.evaluation import ElasticEvaluation, ElasticPrediction
 from shoal.integrations.lightning.fit_loop import ElasticFit
 from shoal.integrations.lightning.preparing import prepare_data
-from shoal.integrations.lightning.refusals import STRATEGIES, check_metrics, check_trainer, use_checkpoints
+from shoal.integrations.lightning.refusals import (
+    STRATEGIES,
+    check_metrics,
+    check_trainer,
+    use_checkpoints,
+)
 
 
 class ShoalStrategy(Strategy):
-    """Trains and evaluates a LightningModule on the workers of a job, which may die, leave and join meanwhile.
+    """Trains and evaluates a LightningModule on the workers of a job, which may die, leave and join
+    meanwhile.
 
-    Every rank makes the Trainer and calls the same methods in the same order: `fit`, once; `validate`, `test` and `predict` behind it, or
-    without it.
+    Every rank makes the Trainer and calls the same methods in the same order: `fit`, once;
+    `validate`, `test` and `predict` behind it, or without it.
     """
 
     strategy_name = "shoal"
@@ -44,7 +51,8 @@ class ShoalStrategy(Strategy):
         """
         Args:
             strategy: "ddp", "zero1", "zero2", "zero3", "fsdp" or "hsdp".
-            seed: of the order of samples, where the Trainer is given a DataLoader with shuffle=True, and of each batch's random numbers.
+            seed: of the order of samples, where the Trainer is given a DataLoader with
+                shuffle=True, and of each batch's random numbers.
             options: further arguments of `shoal.as_distributed`.
 
         Raises:
@@ -53,7 +61,8 @@ class ShoalStrategy(Strategy):
         super().__init__()
         if strategy not in STRATEGIES:
             raise ConfigurationError(
-                f"ShoalStrategy({strategy!r}): expected one of {', '.join(STRATEGIES)}; the others need a loop of your own (docs/migration)"
+                f"ShoalStrategy({strategy!r}): expected one of {', '.join(STRATEGIES)}; the others "
+                "need a loop of your own (docs/migration)"
             )
         self.name = strategy
         self.seed = seed
@@ -63,7 +72,7 @@ class ShoalStrategy(Strategy):
         self._module: pl.LightningModule | None = None
         """Whose model that is."""
 
-    # ------------------------------------------------------------------------------------------------ what Lightning is told
+    # ----------------------------------------------------------------------- what Lightning is told
 
     @property
     def root_device(self) -> torch.device:
@@ -72,7 +81,8 @@ class ShoalStrategy(Strategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the one process that writes and logs; another one is when that one dies."""
+        """Whether this is the one process that writes and logs; another one is when that one
+        dies."""
         return current_session().is_first
 
     @property
@@ -95,7 +105,7 @@ class ShoalStrategy(Strategy):
         """Loggers ask Lightning's `rank_zero_only` whether they write."""
         rank_zero_only.rank = self.global_rank
 
-    # --------------------------------------------------------------------------------------------------------------- the model
+    # ------------------------------------------------------------------------------------ the model
 
     @property
     def sharded(self) -> ShardedModel:
@@ -105,7 +115,10 @@ class ShoalStrategy(Strategy):
             PreconditionError: neither a fit nor an evaluation has begun.
         """
         if self._sharded is None:
-            raise PreconditionError("ShoalStrategy.sharded: there is none before fit() has begun: look in on_fit_start or later")
+            raise PreconditionError(
+                "ShoalStrategy.sharded: there is none before fit() has begun: look in on_fit_start "
+                "or later"
+            )
         return self._sharded
 
     @property
@@ -123,13 +136,15 @@ class ShoalStrategy(Strategy):
         check_trainer(trainer)
         if trainer.state.fn is TrainerFn.FITTING and self._sharded is not None:
             raise PreconditionError(
-                "fit() behind another fit(), validate(), test() or predict() of this process: a process of a job trains one model, once, "
-                "and makes it the job's by what comes first; start another job for another run"
+                "fit() behind another fit(), validate(), test() or predict() of this process: a "
+                "process of a job trains one model, once, and makes it the job's by what comes "
+                "first; start another job for another run"
             )
         if self._module is not None and self._module is not module:
             raise PreconditionError(
-                f"Trainer.{trainer.state.fn.value}() of another {type(module).__name__} than this process has trained or evaluated before: "
-                "a process of a job has one; leave the model out, or start another job for this one"
+                f"Trainer.{trainer.state.fn.value}() of another {type(module).__name__} than this "
+                "process has trained or evaluated before: a process of a job has one; leave the "
+                "model out, or start another job for this one"
             )
         if trainer.state.fn is TrainerFn.FITTING:
             self._checkpoints = use_checkpoints(trainer)
@@ -140,7 +155,8 @@ class ShoalStrategy(Strategy):
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Lightning calls it, when the module is whole: puts Shoal's loops into the Trainer, and makes model and optimizer the job's."""
+        """Lightning calls it, when the module is whole: puts Shoal's loops into the Trainer, and
+        makes model and optimizer the job's."""
         module = self.lightning_module
         assert self.accelerator is not None
         assert module is not None
@@ -159,10 +175,14 @@ class ShoalStrategy(Strategy):
         optimizers: list[Any] = self._optimizers
         if len(optimizers) != 1 or isinstance(optimizers[0], _MockOptimizer):
             raise ConfigurationError(
-                f"{type(module).__name__}.configure_optimizers gave {'none' if len(optimizers) == 1 else len(optimizers)}: ShoalStrategy "
-                "expects one optimizer: use parameter groups, or write the loop out (docs/guides/several-models.md)"
+                f"{type(module).__name__}.configure_optimizers gave "
+                f"{'none' if len(optimizers) == 1 else len(optimizers)}: ShoalStrategy expects one "
+                "optimizer: use parameter groups, or write the loop out "
+                "(docs/guides/several-models.md)"
             )
-        model, optimizer = api.as_distributed(module, optimizers[0], strategy=self.name, **self.options)
+        model, optimizer = api.as_distributed(
+            module, optimizers[0], strategy=self.name, **self.options
+        )
         assert isinstance(model, ShardedModel)
         self._sharded = self.model = model
         self.optimizers = [optimizer]
@@ -174,7 +194,8 @@ class ShoalStrategy(Strategy):
         if self._sharded is None:
             self.model_to_device()
             backend = {name: value for name, value in self.options.items() if name == "backend"}
-            model = api.as_distributed(module, **backend)  # nothing is trained: whole on each rank, as every evaluation has it
+            # nothing is trained: whole on each rank, as every evaluation has it
+            model = api.as_distributed(module, **backend)
             assert isinstance(model, ShardedModel)
             self._sharded = model
         self.model = self._sharded
@@ -185,12 +206,13 @@ class ShoalStrategy(Strategy):
         self.lightning_module.to(self.root_device)
 
     def teardown(self) -> None:
-        """Lightning calls it at the end of a fit. The model stays where it is: its parameters may be cut over the ranks."""
+        """Lightning calls it at the end of a fit. The model stays where it is: its parameters may
+        be cut over the ranks."""
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
 
-    # ------------------------------------------------------------------------------------------------------ what ranks do together
+    # ----------------------------------------------------------------------- what ranks do together
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for nobody: what ranks do together is Shoal's."""
@@ -205,7 +227,10 @@ class ShoalStrategy(Strategy):
         Raises:
             ConfigurationError: always.
         """
-        raise ConfigurationError("strategy.reduce: call shoal.all_reduce(value, op) instead, between steps, on every rank")
+        raise ConfigurationError(
+            "strategy.reduce: call shoal.all_reduce(value, op) instead, between steps, on every "
+            "rank"
+        )
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> NoReturn:
         """Refused.
@@ -213,13 +238,19 @@ class ShoalStrategy(Strategy):
         Raises:
             ConfigurationError: always.
         """
-        raise ConfigurationError("self.all_gather: call shoal.gather(value) instead, between steps, on every rank")
+        raise ConfigurationError(
+            "self.all_gather: call shoal.gather(value) instead, between steps, on every rank"
+        )
 
-    # ------------------------------------------------------------------------------------------------------------------ files
+    # ---------------------------------------------------------------------------------------- files
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The whole model's state, under the module's own names. Every rank calls it."""
-        return self._sharded.full_state_dict() if self._sharded is not None else super().lightning_module_state_dict()
+        return (
+            self._sharded.full_state_dict()
+            if self._sharded is not None
+            else super().lightning_module_state_dict()
+        )
 
     def optimizer_state(self, optimizer: Any) -> NoReturn:
         """Refused.
@@ -228,12 +259,16 @@ class ShoalStrategy(Strategy):
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            "trainer.save_checkpoint(path): what training goes on from are Shoal's checkpoints, which the callback "
-            "shoal.integrations.lightning.Checkpoints(directory) saves; trainer.save_checkpoint(path, weights_only=True) writes the model"
+            "trainer.save_checkpoint(path): what training goes on from are Shoal's checkpoints, "
+            "which the callback shoal.integrations.lightning.Checkpoints(directory) saves; "
+            "trainer.save_checkpoint(path, weights_only=True) writes the model"
         )
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes what `trainer.save_checkpoint(path, weights_only=True)` has gathered, in the one process that writes. Every rank calls it.
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
+    ) -> None:
+        """Writes what `trainer.save_checkpoint(path, weights_only=True)` has gathered, in the one
+        process that writes. Every rank calls it.
 
         Raises:
             UnavailableError (FILE_NOT_WRITTEN): that process died meanwhile.
@@ -241,27 +276,40 @@ class ShoalStrategy(Strategy):
         writes = self.is_global_zero
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if not any(collectives.gather(current_session(), writes)):
-            raise UnavailableError(f"{filepath}: the worker that was writing it has died: save it again", reason="FILE_NOT_WRITTEN")
+            raise UnavailableError(
+                f"{filepath}: the worker that was writing it has died: save it again",
+                reason="FILE_NOT_WRITTEN",
+            )
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning calls it, for `validate`, `test` and `predict` with `ckpt_path`: reads a file that `trainer.save_checkpoint` wrote, or
-        the newest checkpoint in the directory of a `Checkpoints`.
+    def load_checkpoint(
+        self, checkpoint_path: Any, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Lightning calls it, for `validate`, `test` and `predict` with `ckpt_path`: reads a file
+        that `trainer.save_checkpoint` wrote, or the newest checkpoint in the directory of a
+        `Checkpoints`.
 
         Raises:
-            ConfigurationError: it is to train from there, or to evaluate other weights than those that were trained in this process.
+            ConfigurationError: it is to train from there, or to evaluate other weights than those
+                that were trained in this process.
         """
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn is TrainerFn.FITTING:
             raise ConfigurationError(
-                f"fit(ckpt_path={str(checkpoint_path)!r}): training goes on from Shoal's checkpoints: give the Trainer the callback "
-                "shoal.integrations.lightning.Checkpoints(directory, resume=True), and leave ckpt_path out"
+                f"fit(ckpt_path={str(checkpoint_path)!r}): training goes on from Shoal's "
+                "checkpoints: give the Trainer the callback "
+                "shoal.integrations.lightning.Checkpoints(directory, resume=True), and leave "
+                "ckpt_path out"
             )
         if self._sharded is not None:
             raise ConfigurationError(
-                f"ckpt_path={str(checkpoint_path)!r}: this process has a model already, whose weights may be cut over the ranks: leave "
-                "ckpt_path out to evaluate it as it is, or evaluate the checkpoint in a job of its own"
+                f"ckpt_path={str(checkpoint_path)!r}: this process has a model already, whose "
+                "weights may be cut over the ranks: leave ckpt_path out to evaluate it as it is, "
+                "or evaluate the checkpoint in a job of its own"
             )
         if Path(checkpoint_path).is_dir():
-            return {"state_dict": api.load_full_state(checkpoint_path), "pytorch-lightning_version": pl.__version__}
+            return {
+                "state_dict": api.load_full_state(checkpoint_path),
+                "pytorch-lightning_version": pl.__version__,
+            }
         loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         return loaded

@@ -1,4 +1,5 @@
-"""transformers' Trainer in an elastic job: `Trainer(..., strategy="zero2")` and `TrainingArguments` (docs/guides/trainers.md)."""
+"""transformers' Trainer in an elastic job: `Trainer(..., strategy="zero2")` and `TrainingArguments`
+(docs/guides/trainers.md)."""
 
 from shoal.integrations.transformers.arguments import TrainingArguments
 from shoal.integrations.transformers.trainer import Trainer

@@ -1,4 +1,5 @@
-"""What `TrainingArguments` say to a process of an elastic job, and which of them the Trainer there does not have."""
+"""What `TrainingArguments` say to a process of an elastic job, and which of them the Trainer there
+does not have."""
 
 from __future__ import annotations
 
@@ -21,19 +22,28 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import has_length
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
-"""Under which the Trainer's own forward and backward passes train the model. The others take a batch through `train_step`, or are no
-synchronous data parallelism."""
+"""Under which the Trainer's own forward and backward passes train the model. The others take a
+batch through `train_step`, or are no synchronous data parallelism."""
 
 _REFUSED: Final[Mapping[str, tuple[Any, str]]] = {
     "auto_find_batch_size": (False, "the batch is the job's, and the same on all workers"),
-    "batch_eval_metrics": (False, "batches are evaluated on all workers; compute_metrics gets all predictions at the end"),
+    "batch_eval_metrics": (
+        False,
+        "batches are evaluated on all workers; compute_metrics gets all predictions at the end",
+    ),
     "deepspeed": (None, "strategy= says how the model is cut"),
-    "enable_jit_checkpoint": (False, "workers that are asked to leave stop at one border, and train() saves there by itself"),
+    "enable_jit_checkpoint": (
+        False,
+        "workers that are asked to leave stop at one border, and train() saves there by itself",
+    ),
     "fp16": (False, "use bf16=True, which needs no scaler"),
     "fsdp": (None, "strategy='fsdp' is Shoal's"),
     "include_for_metrics": ([], "predictions and labels alone are gathered"),
     "include_num_input_tokens_seen": ("no", "each worker sees tokens of its own"),
-    "load_best_model_at_end": (False, "load it with shoal.load_full_state, or save it in a callback"),
+    "load_best_model_at_end": (
+        False,
+        "load it with shoal.load_full_state, or save it in a callback",
+    ),
     "parallelism_config": (None, "strategy= says how the model is cut"),
     "push_to_hub": (False, "call trainer.save_model(directory), and upload that"),
     "torch_compile": (False, "give the Trainer a compiled model: torch.compile(model)"),
@@ -51,7 +61,8 @@ _SURROUNDINGS: Final = (
 
 @contextmanager
 def _alone(device: torch.device) -> Iterator[None]:
-    """What Accelerate reads of its surroundings in here says that this process is alone, on `device`."""
+    """What Accelerate reads of its surroundings in here says that this process is alone, on
+    `device`."""
     before = {name: os.environ.pop(name) for name in _SURROUNDINGS if name in os.environ}
     os.environ["ACCELERATE_TORCH_DEVICE"] = str(device)
     try:
@@ -62,7 +73,8 @@ def _alone(device: torch.device) -> Iterator[None]:
 
 
 class TrainingArguments(transformers.TrainingArguments):
-    """transformers' own, of a process that is alone as far as transformers knows, on `shoal.device()`.
+    """transformers' own, of a process that is alone as far as transformers knows, on
+    `shoal.device()`.
 
     Made before the Trainer, it joins the job (`shoal.init()`).
     """
@@ -78,7 +90,10 @@ class TrainingArguments(transformers.TrainingArguments):
     def _setup_devices(self) -> torch.device:
         device = current_session().device
         if self.use_cpu and device.type != "cpu":
-            raise ConfigurationError("use_cpu=True, and this worker has a GPU: set CUDA_VISIBLE_DEVICES= (empty) for `shoal run` instead")
+            raise ConfigurationError(
+                "use_cpu=True, and this worker has a GPU: set CUDA_VISIBLE_DEVICES= (empty) for "
+                "`shoal run` instead"
+            )
         AcceleratorState._reset_state(reset_partial_state=True)
         with _alone(device):
             self.distributed_state = PartialState(cpu=device.type == "cpu")
@@ -101,21 +116,26 @@ def check_arguments(args: Any, strategy: str, options: Mapping[str, Any]) -> Non
     """Raises ConfigurationError for what this Trainer does not do."""
     if not isinstance(args, TrainingArguments):
         raise ConfigurationError(
-            f"args is a {type(args).__module__}.{type(args).__name__}: expected a shoal.integrations.transformers.TrainingArguments, which "
-            "opens no process group of a fixed size; import both from shoal.integrations.transformers"
+            f"args is a {type(args).__module__}.{type(args).__name__}: expected a "
+            "shoal.integrations.transformers.TrainingArguments, which opens no process group of a "
+            "fixed size; import both from shoal.integrations.transformers"
         )
     if strategy not in STRATEGIES:
         raise ConfigurationError(
-            f"strategy={strategy!r}: expected one of {', '.join(STRATEGIES)}; the others need a loop of your own (docs/migration)"
+            f"strategy={strategy!r}: expected one of {', '.join(STRATEGIES)}; the others need a "
+            "loop of your own (docs/migration)"
         )
     for name, (unless_given, instead) in _REFUSED.items():
         value = getattr(args, name, unless_given)
         if value != unless_given and value:
-            raise ConfigurationError(f"{name}={value!r}: Shoal's Trainer does not do that: {instead}")
+            raise ConfigurationError(
+                f"{name}={value!r}: Shoal's Trainer does not do that: {instead}"
+            )
     if options.get("deterministic") and args.gradient_accumulation_steps < 2:
         raise ConfigurationError(
-            "strategy_options deterministic=True with gradient_accumulation_steps=1: a step is then cut by the number of workers, which "
-            "changes its last digits; give the batch in parts, as per_device_train_batch_size=8, gradient_accumulation_steps=4"
+            "strategy_options deterministic=True with gradient_accumulation_steps=1: a step is "
+            "then cut by the number of workers, which changes its last digits; give the batch in "
+            "parts, as per_device_train_batch_size=8, gradient_accumulation_steps=4"
         )
 
 
@@ -125,7 +145,10 @@ def order_of(dataset: Any, sampler_fn: Callable[[Any], Any] | None) -> dict[str,
         return {}
     sampler = sampler_fn(dataset) if sampler_fn is not None else None
     if isinstance(sampler, (BatchSampler, BatchRebalanceSampler)):
-        raise ConfigurationError(f"{type(sampler).__name__} makes batches, which Shoal deals itself: use another train_sampling_strategy")
+        raise ConfigurationError(
+            f"{type(sampler).__name__} makes batches, which Shoal deals itself: use another "
+            "train_sampling_strategy"
+        )
     if type(sampler) in (RandomSampler, SequentialSampler):
         return {"shuffle": type(sampler) is RandomSampler}
     return {"shuffle": False} if sampler is None else {"sampler": sampler}
@@ -134,7 +157,8 @@ def order_of(dataset: Any, sampler_fn: Callable[[Any], Any] | None) -> dict[str,
 def lengths(args: TrainingArguments, loader: ElasticDataLoader) -> tuple[int, int, int]:
     """Steps in an epoch, epochs, and steps in all."""
     if not has_length(loader):
-        return args.max_steps, sys.maxsize, args.max_steps  # transformers has seen to it that max_steps is given
+        # transformers has seen to it that max_steps is given
+        return args.max_steps, sys.maxsize, args.max_steps
     steps = len(loader)
     if args.max_steps > 0:
         return steps, math.ceil(args.max_steps / steps), args.max_steps

@@ -1,4 +1,5 @@
-"""What the Trainer's loop has counted, as registered state: joiners get it, and checkpoints have it."""
+"""What the Trainer's loop has counted, as registered state: joiners get it, and checkpoints have
+it."""
 
 from __future__ import annotations
 
@@ -9,8 +10,17 @@ from typing import Any, Final
 import transformers
 from transformers.trainer_callback import ExportableState
 
-_PROGRESS: Final = ("epoch", "global_step", "total_flos", "log_history", "best_metric", "best_global_step", "best_model_checkpoint")
-"""Fields of TrainerState that the loop moves on; the others follow from the arguments, or differ by rank."""
+_PROGRESS: Final = (
+    "epoch",
+    "global_step",
+    "total_flos",
+    "log_history",
+    "best_metric",
+    "best_global_step",
+    "best_model_checkpoint",
+)
+"""Fields of TrainerState that the loop moves on; the others follow from the arguments, or differ by
+rank."""
 
 _SPEEDS: Final = ("_runtime", "_per_second")
 """Endings of what the Trainer logs of its own speed."""
@@ -25,9 +35,16 @@ class Progress:
     def state_dict(self) -> dict[str, Any]:
         trainer = self._trainer
         counted = {
-            "state": {name: getattr(trainer.state, name) for name in _PROGRESS} | {"log_history": self._history()},
-            "losses": [float(trainer._tr_loss), trainer._total_loss_scalar, trainer._globalstep_last_logged],
-            "callbacks": [[type(one).__name__, one.state()["attributes"]] for one in self._exportable()],
+            "state": {name: getattr(trainer.state, name) for name in _PROGRESS}
+            | {"log_history": self._history()},
+            "losses": [
+                float(trainer._tr_loss),
+                trainer._total_loss_scalar,
+                trainer._globalstep_last_logged,
+            ],
+            "callbacks": [
+                [type(one).__name__, one.state()["attributes"]] for one in self._exportable()
+            ],
         }
         return {"trainer": json.dumps(counted)}
 
@@ -47,7 +64,14 @@ class Progress:
 
     def _history(self) -> list[dict[str, Any]]:
         """The Trainer's log without speeds, which differ from rank to rank."""
-        return [{name: value for name, value in entry.items() if not name.endswith(_SPEEDS)} for entry in self._trainer.state.log_history]
+        return [
+            {name: value for name, value in entry.items() if not name.endswith(_SPEEDS)}
+            for entry in self._trainer.state.log_history
+        ]
 
     def _exportable(self) -> list[Any]:
-        return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+        return [
+            one
+            for one in self._trainer.callback_handler.callbacks
+            if isinstance(one, ExportableState)
+        ]

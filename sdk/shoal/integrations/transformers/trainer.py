@@ -1,9 +1,11 @@
-"""The Trainer. The training loop is Shoal's, as scripts write it (an `ElasticDataLoader`, `as_distributed`, `if optimizer.step():`). All
-else is the Trainer's: the loss, the optimizer and its schedule, callbacks, what is logged, evaluated and saved, and when.
+"""The Trainer. The training loop is Shoal's, as scripts write it (an `ElasticDataLoader`,
+`as_distributed`, `if optimizer.step():`). All else is the Trainer's: the loss, the optimizer and
+its schedule, callbacks, what is logged, evaluated and saved, and when.
 
-To transformers and Accelerate each worker is one process alone, so they open no process group. The arguments say what one process would do,
-and the job does that whatever its workers are: a step takes `per_device_train_batch_size * gradient_accumulation_steps` samples, over all
-ranks. What cannot be done so is refused when the Trainer is made (decision 263).
+To transformers and Accelerate each worker is one process alone, so they open no process group. The
+arguments say what one process would do, and the job does that whatever its workers are: a step
+takes `per_device_train_batch_size * gradient_accumulation_steps` samples, over all ranks. What
+cannot be done so is refused when the Trainer is made (decision 263).
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize
 
 from shoal.integrations.dealt import evaluate_on_all
-from shoal.integrations.transformers.arguments import TrainingArguments, check_arguments, lengths, order_of
+from shoal.integrations.transformers.arguments import (
+    TrainingArguments,
+    check_arguments,
+    lengths,
+    order_of,
+)
 from shoal.integrations.transformers.evaluation import concatenated
 from shoal.integrations.transformers.progress import Progress
 
@@ -37,8 +44,8 @@ from shoal.integrations.transformers.progress import Progress
 class Trainer(transformers.Trainer):
     """transformers' own, whose training survives the death of workers, and lets others join.
 
-    Every rank makes it and calls the same methods in the same order: `train`, `evaluate`, `predict`, `save_model`. A process trains one
-    model, so `train` is called once.
+    Every rank makes it and calls the same methods in the same order: `train`, `evaluate`,
+    `predict`, `save_model`. A process trains one model, so `train` is called once.
     """
 
     def __init__(
@@ -52,7 +59,8 @@ class Trainer(transformers.Trainer):
     ) -> None:
         """
         Args:
-            model, args, rest, named: as of transformers' own; `args` is a `TrainingArguments` of this module.
+            model, args, rest, named: as of transformers' own; `args` is a `TrainingArguments` of
+                this module.
             strategy: "ddp", "zero1", "zero2", "zero3", "fsdp" or "hsdp".
             strategy_options: further arguments of `shoal.as_distributed`.
 
@@ -70,7 +78,8 @@ class Trainer(transformers.Trainer):
     model_wrapped: Any
     """The model that trains: a `ShardedModel`, from the first call that needs it on."""
     optimizer: Any
-    """The model's optimizer: a `ShardedOptimizer` from the first call that needs the model distributed."""
+    """The model's optimizer: a `ShardedOptimizer` from the first call that needs the model
+    distributed."""
     control: Any
     """transformers' TrainerControl."""
 
@@ -79,21 +88,25 @@ class Trainer(transformers.Trainer):
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ConfigurationError(
-                "Accelerate's environment (ACCELERATE_USE_DEEPSPEED, ACCELERATE_USE_FSDP) has it cut the model, which strategy= does here: "
-                "start the script by `shoal run` instead of `accelerate launch`"
+                "Accelerate's environment (ACCELERATE_USE_DEEPSPEED, ACCELERATE_USE_FSDP) has it "
+                "cut the model, which strategy= does here: start the script by `shoal run` "
+                "instead of `accelerate launch`"
             )
         unwrap = self.accelerator.unwrap_model
 
         def unwrap_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return unwrap(model.module if isinstance(model, ShardedModel) else model, *args, **kwargs)
+            return unwrap(
+                model.module if isinstance(model, ShardedModel) else model, *args, **kwargs
+            )
 
         self.accelerator.unwrap_model = unwrap_model
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """The context that transformers computes the loss in: autocast in bfloat16 with bf16=True, else nothing."""
+        """The context that transformers computes the loss in: autocast in bfloat16 with bf16=True,
+        else nothing."""
         return self.accelerator.autocast()
 
-    # ----------------------------------------------------------------------------------------------------------------- data
+    # ----------------------------------------------------------------------------------------- data
 
     def _get_dataloader(
         self,
@@ -109,7 +122,11 @@ class Trainer(transformers.Trainer):
             dataset = self._remove_unused_columns(dataset, description=description)
         else:
             collator = self._get_collator_with_removed_columns(collator, description=description)
-        common = {"collate_fn": collator, "num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
+        common = {
+            "collate_fn": collator,
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory,
+        }
         if not is_training:
             return ElasticDataLoader(dataset, global_batch_size=batch_size, train=False, **common)
         in_parts = args.gradient_accumulation_steps > 1
@@ -128,11 +145,12 @@ class Trainer(transformers.Trainer):
         )
 
     def _weight(self, batch: Any) -> float:
-        """What a batch weighs in the mean over a step, where the model divides its loss by a number of items: that number."""
+        """What a batch weighs in the mean over a step, where the model divides its loss by a number
+        of items: that number."""
         items = self._get_num_items_in_batch([batch], self.args.device)
         return float(find_batch_size(batch) or 1) if items is None else float(items)
 
-    # -------------------------------------------------------------------------------------------------------------- training
+    # ------------------------------------------------------------------------------------- training
 
     def _distribute(self) -> ShardedModel:
         """The model, once it and its optimizer are the job's."""
@@ -140,16 +158,24 @@ class Trainer(transformers.Trainer):
             return self.model_wrapped
         if self.optimizer is None:
             self.create_optimizer()
-        model, self.optimizer = api.as_distributed(self.model, self.optimizer, strategy=self._strategy, **self._options)
+        model, self.optimizer = api.as_distributed(
+            self.model, self.optimizer, strategy=self._strategy, **self._options
+        )
         assert isinstance(model, ShardedModel)
         self.model_wrapped = model
         return model
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None) -> Any:
+    def train(
+        self,
+        resume_from_checkpoint: str | bool | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: Any = None,
+    ) -> Any:
         """Trains as transformers' own does, and lets workers die and join.
 
         Args:
-            resume_from_checkpoint: True, or a directory: goes on from the newest checkpoint in `output_dir`, or there, if there is one.
+            resume_from_checkpoint: True, or a directory: goes on from the newest checkpoint in
+                `output_dir`, or there, if there is one.
             trial: None.
             ignore_keys_for_eval: as of transformers' own.
 
@@ -158,12 +184,20 @@ class Trainer(transformers.Trainer):
             ConfigurationError: a trial was given.
         """
         if trial is not None:
-            raise ConfigurationError("train(trial=...): a search trains many models, and a job trains one: start a job for each trial")
+            raise ConfigurationError(
+                "train(trial=...): a search trains many models, and a job trains one: start a job "
+                "for each trial"
+            )
         if self._trained:
-            raise PreconditionError("train() was called a second time: a process of a job trains once; start another job for another run")
+            raise PreconditionError(
+                "train() was called a second time: a process of a job trains once; start another "
+                "job for another run"
+            )
         self._trained = True
         if resume_from_checkpoint:
-            self._resume_from = Path(self.args.output_dir if resume_from_checkpoint is True else resume_from_checkpoint)
+            self._resume_from = Path(
+                self.args.output_dir if resume_from_checkpoint is True else resume_from_checkpoint
+            )
         return super().train(None, None, ignore_keys_for_eval)
 
     def _inner_training_loop(
@@ -179,8 +213,9 @@ class Trainer(transformers.Trainer):
         model, loader = self._distribute(), self.get_train_dataloader()
         if not isinstance(loader, ElasticDataLoader):
             raise ConfigurationError(
-                f"get_train_dataloader() gave a {type(loader).__name__}: expected a shoal.ElasticDataLoader, which deals its samples to "
-                "whatever workers there are; give the Trainer a train_dataset and leave the method as it is"
+                f"get_train_dataloader() gave a {type(loader).__name__}: expected a "
+                "shoal.ElasticDataLoader, which deals its samples to whatever workers there are; "
+                "give the Trainer a train_dataset and leave the method as it is"
             )
         steps_in_epoch, epochs, max_steps = lengths(args, loader)
         self.create_scheduler(num_training_steps=max_steps)
@@ -199,7 +234,8 @@ class Trainer(transformers.Trainer):
             api.resume(self._resume_from)
 
         remaining = loader.epochs(epochs)
-        first = next(remaining, None)  # in a worker that joins the state is the others' from here on
+        # in a worker that joins the state is the others' from here on
+        first = next(remaining, None)
         self._note_who_writes()
         start_time = time.time()
         self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
@@ -209,22 +245,41 @@ class Trainer(transformers.Trainer):
             if self.state.global_step >= max_steps:
                 break
             self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
-            self._train_epoch(model, loader, epoch, steps_in_epoch, start_time, ignore_keys_for_eval)
+            self._train_epoch(
+                model, loader, epoch, steps_in_epoch, start_time, ignore_keys_for_eval
+            )
             if self.control.should_training_stop:
                 break
-        if self.state.global_step < max_steps and not self.control.should_training_stop and args.save_strategy != "no":
+        if (
+            self.state.global_step < max_steps
+            and not self.control.should_training_stop
+            and args.save_strategy != "no"
+        ):
             self._save_checkpoint(model, None)  # all were asked to leave
         return self._finalize_training(None, max_steps * loader.plan.global_batch_size, start_time)
 
     def _train_epoch(
-        self, model: ShardedModel, loader: ElasticDataLoader, epoch: int, steps_in_epoch: int, start_time: float, ignore_keys: Any
+        self,
+        model: ShardedModel,
+        loader: ElasticDataLoader,
+        epoch: int,
+        steps_in_epoch: int,
+        start_time: float,
+        ignore_keys: Any,
     ) -> None:
         session, told = current_session(), {"grad_norm": None, "learning_rate": None}
 
         def log_save_evaluate() -> None:
             self._note_who_writes()
             self._maybe_log_save_evaluate(
-                self._tr_loss, told["grad_norm"], model, None, epoch, ignore_keys, start_time, learning_rate=told["learning_rate"]
+                self._tr_loss,
+                told["grad_norm"],
+                model,
+                None,
+                epoch,
+                ignore_keys,
+                start_time,
+                learning_rate=told["learning_rate"],
             )
 
         for step in loader.steps():
@@ -232,7 +287,9 @@ class Trainer(transformers.Trainer):
             if self._train_step(model, step, told):
                 self.state.global_step = loader.global_step
                 self.state.epoch = epoch + (step.number + 1) / steps_in_epoch
-                self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+                self.control = self.callback_handler.on_step_end(
+                    self.args, self.state, self.control
+                )
                 log_save_evaluate()
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 break
@@ -242,21 +299,32 @@ class Trainer(transformers.Trainer):
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
         log_save_evaluate()
 
-    def _train_step(self, model: ShardedModel, batches: Iterable[Any], told: dict[str, Any]) -> bool:
-        """One step over all ranks. True: it counts, on all of them; the loader hands it out again if not."""
+    def _train_step(
+        self, model: ShardedModel, batches: Iterable[Any], told: dict[str, Any]
+    ) -> bool:
+        """One step over all ranks. True: it counts, on all of them; the loader hands it out again
+        if not."""
         args, session, handler = self.args, current_session(), self.callback_handler
         self.control = handler.on_step_begin(args, self.state, self.control)
-        self.current_gradient_accumulation_steps = 1  # the mean over parts is the step's, by what they weigh
+        # the mean over parts is the step's, by what they weigh
+        self.current_gradient_accumulation_steps = 1
         total = weights = 0.0
         for number, inputs in enumerate(batches):
             if number:
                 self.control = handler.on_substep_end(args, self.state, self.control)
             items = self._get_num_items_in_batch([inputs], args.device)
-            loss = float(self.training_step(model, inputs, None if items is None else items.clamp(min=1)))
+            loss = float(
+                self.training_step(model, inputs, None if items is None else items.clamp(min=1))
+            )
             if session.step is not None and session.step.micro_batch:
-                total, weights = total + loss * session.step.micro_batch, weights + session.step.micro_batch
+                total, weights = (
+                    total + loss * session.step.micro_batch,
+                    weights + session.step.micro_batch,
+                )
                 session.step.loss = total / weights
-        told["grad_norm"] = model.clip_grad_norm_(args.max_grad_norm) if args.max_grad_norm > 0 else None
+        told["grad_norm"] = (
+            model.clip_grad_norm_(args.max_grad_norm) if args.max_grad_norm > 0 else None
+        )
         self.control = handler.on_pre_optimizer_step(args, self.state, self.control)
         step = session.step
         committed = bool(self.optimizer.step())
@@ -271,13 +339,18 @@ class Trainer(transformers.Trainer):
 
     @property
     def _scheduled_by_metric(self) -> bool:
-        return isinstance(self.lr_scheduler, (torch.optim.lr_scheduler.ReduceLROnPlateau, transformers.optimization.GreedyLR))
+        return isinstance(
+            self.lr_scheduler,
+            (torch.optim.lr_scheduler.ReduceLROnPlateau, transformers.optimization.GreedyLR),
+        )
 
     def _add_loss(self, loss: float | None) -> None:
-        """Adds a step's loss, over all of its samples: the same on all ranks. As in transformers, one that is no number counts as the mean
-        of those before."""
+        """Adds a step's loss, over all of its samples: the same on all ranks. As in transformers,
+        one that is no number counts as the mean of those before."""
         if loss is None or (self.args.logging_nan_inf_filter and not math.isfinite(loss)):
-            self._tr_loss += self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+            self._tr_loss += self._tr_loss / (
+                1 + self.state.global_step - self._globalstep_last_logged
+            )
         else:
             self._tr_loss += loss
 
@@ -286,7 +359,7 @@ class Trainer(transformers.Trainer):
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.state.is_world_process_zero = self.is_world_process_zero()
 
-    # ------------------------------------------------------------------------------------------------------------ evaluation
+    # ----------------------------------------------------------------------------------- evaluation
 
     def evaluation_loop(
         self,
@@ -296,48 +369,77 @@ class Trainer(transformers.Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluates as transformers' own does, with the batches dealt to all ranks: those of one that dies, again."""
+        """Evaluates as transformers' own does, with the batches dealt to all ranks: those of one
+        that dies, again."""
         if not isinstance(dataloader, ElasticDataLoader):
             raise ConfigurationError(
-                f"evaluation with a {type(dataloader).__name__}: expected a shoal.ElasticDataLoader(train=False); give the Trainer an "
-                "eval_dataset and leave get_eval_dataloader as it is"
+                f"evaluation with a {type(dataloader).__name__}: expected a "
+                "shoal.ElasticDataLoader(train=False); give the Trainer an eval_dataset and leave "
+                "get_eval_dataloader as it is"
             )
         args, model = self.args, self._distribute()
-        loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        loss_only = (
+            args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        )
         self.callback_handler.eval_dataloader = dataloader
 
         def measure(_: int, inputs: Any) -> tuple[dict[str, float], Any]:
             samples = float(find_batch_size(inputs) or 1)
-            loss, logits, labels = self.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+            loss, logits, labels = self.prediction_step(
+                model, inputs, loss_only, ignore_keys=ignore_keys
+            )
             if logits is not None and self.preprocess_logits_for_metrics is not None:
                 logits = self.preprocess_logits_for_metrics(logits, labels)
             self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
             counts = loss is not None and (math.isfinite(loss) or not args.logging_nan_inf_filter)
             weight = samples if counts else 0.0
-            return {"loss": float(loss) * weight if counts else 0.0, "weight": weight, "samples": samples}, (logits, labels)
+            return {
+                "loss": float(loss) * weight if counts else 0.0,
+                "weight": weight,
+                "samples": samples,
+            }, (logits, labels)
 
         batches = dataloader.evaluation_batches()
-        sums, kept = evaluate_on_all(current_session(), model, batches, measure, gathers=not loss_only)
-        predictions = concatenated((logits for logits, _ in kept), concatenates=args.eval_do_concat_batches)
-        label_ids = concatenated((labels for _, labels in kept), concatenates=args.eval_do_concat_batches)
+        sums, kept = evaluate_on_all(
+            current_session(), model, batches, measure, gathers=not loss_only
+        )
+        predictions = concatenated(
+            (logits for logits, _ in kept), concatenates=args.eval_do_concat_batches
+        )
+        label_ids = concatenated(
+            (labels for _, labels in kept), concatenates=args.eval_do_concat_batches
+        )
         metrics: dict[str, Any] = {}
         if self.compute_metrics is not None and predictions is not None and label_ids is not None:
-            metrics = denumpify_detensorize(self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=label_ids)))
+            metrics = denumpify_detensorize(
+                self.compute_metrics(EvalPrediction(predictions=predictions, label_ids=label_ids))
+            )
         if sums.get("weight"):
             metrics[f"{metric_key_prefix}_loss"] = sums["loss"] / sums["weight"]
         prefix = f"{metric_key_prefix}_"
-        named = {name if name.startswith(prefix) else prefix + name: value for name, value in metrics.items()}
-        return EvalLoopOutput(predictions=predictions, label_ids=label_ids, metrics=named, num_samples=int(sums.get("samples", 0)))
+        named = {
+            name if name.startswith(prefix) else prefix + name: value
+            for name, value in metrics.items()
+        }
+        return EvalLoopOutput(
+            predictions=predictions,
+            label_ids=label_ids,
+            metrics=named,
+            num_samples=int(sums.get("samples", 0)),
+        )
 
-    # ---------------------------------------------------------------------------------------------------------------- saving
+    # --------------------------------------------------------------------------------------- saving
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Shoal's checkpoint, in `output_dir/step-<n>`, with the Trainer's state."""
         if not current_session().is_redoing:
-            api.save_checkpoint(self.args.output_dir, keep=self.args.save_total_limit or sys.maxsize)
+            api.save_checkpoint(
+                self.args.output_dir, keep=self.args.save_total_limit or sys.maxsize
+            )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the whole model, as transformers' own does, on the one rank that writes. Every rank calls it."""
+        """Writes the whole model, as transformers' own does, on the one rank that writes. Every
+        rank calls it."""
         state = self._distribute().full_state_dict()
         self._save(output_dir or self.args.output_dir, state_dict=state)
 
@@ -347,7 +449,10 @@ class Trainer(transformers.Trainer):
         Raises:
             ConfigurationError: always.
         """
-        raise ConfigurationError("hyperparameter_search trains many models, and a job trains one: start a job for each trial")
+        raise ConfigurationError(
+            "hyperparameter_search trains many models, and a job trains one: start a job for each "
+            "trial"
+        )
 
 
 def _is_hf_dataset(dataset: Any) -> bool:

@@ -1,6 +1,8 @@
-"""What users do with torch's DDP, each as a small training run that gives its parameters in the end: what such a case is made of.
+"""What users do with torch's DDP, each as a small training run that gives its parameters in the
+end: what such a case is made of.
 
-A case runs twice: alone, in plain torch on the whole batch, and on the ranks of a job, each with its part of it. See ddp_ranks.py.
+A case runs twice: alone, in plain torch on the whole batch, and on the ranks of a job, each with
+its part of it. See ddp_ranks.py.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class Alone:
 
     rank, size = 0, 1
 
-    def distribute(self, net: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> tuple[Any, Any]:
+    def distribute(
+        self, net: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> tuple[Any, Any]:
         net.no_sync = contextlib.nullcontext
         net.clip_grad_norm_ = lambda norm: nn.utils.clip_grad_norm_(net.parameters(), norm)
         return net, optimizer
@@ -44,7 +48,9 @@ class Ranks:
     def rank(self) -> int:
         return shoal.rank()
 
-    def distribute(self, net: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> tuple[Any, Any]:
+    def distribute(
+        self, net: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+    ) -> tuple[Any, Any]:
         return shoal.as_distributed(net, optimizer, **options)
 
     def part(self, batch: torch.Tensor) -> torch.Tensor:
@@ -60,7 +66,9 @@ def case(run: Callable[[Place], State]) -> Callable[[Place], State]:
     return run
 
 
-def cases(**variants: Any) -> Callable[[Callable[[Place, Any], State]], Callable[[Place, Any], State]]:
+def cases(
+    **variants: Any,
+) -> Callable[[Callable[[Place, Any], State]], Callable[[Place, Any], State]]:
     def register(run: Callable[[Place, Any], State]) -> Callable[[Place, Any], State]:
         for name, variant in variants.items():
             CASES[f"{run.__name__}[{name}]"] = lambda place, variant=variant: run(place, variant)
@@ -87,7 +95,12 @@ def state(net: Any) -> State:
     return {name: tensor.detach().clone() for name, tensor in net.state_dict().items()}
 
 
-def train(place: Place, net: nn.Module, loss_of: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor], **options: Any) -> State:
+def train(
+    place: Place,
+    net: nn.Module,
+    loss_of: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor],
+    **options: Any,
+) -> State:
     """The usual loop, over `net` with SGD."""
     model, optimizer = place.distribute(net, sgd(net), **options)
     for x, y in batches():

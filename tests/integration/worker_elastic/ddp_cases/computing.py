@@ -9,7 +9,19 @@ from shoal_worker.elastic.worker_process import current_session
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.integration.worker_elastic.ddp_cases.case import Place, Ranks, State, batches, case, cases, mse, network, sgd, state, train
+from tests.integration.worker_elastic.ddp_cases.case import (
+    Place,
+    Ranks,
+    State,
+    batches,
+    case,
+    cases,
+    mse,
+    network,
+    sgd,
+    state,
+    train,
+)
 
 
 @case
@@ -58,7 +70,11 @@ def channels_last_convolutions(place: Place) -> State:
     net = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Flatten(), nn.LazyLinear(3))
     net(torch.zeros(1, 2, 4, 4))
     net = net.to(memory_format=torch.channels_last)
-    return train(place, net, lambda model, x, y: mse(model, x.new_ones(len(x), 2, 4, 4) * x.sum(1).view(-1, 1, 1, 1), y))
+    return train(
+        place,
+        net,
+        lambda model, x, y: mse(model, x.new_ones(len(x), 2, 4, 4) * x.sum(1).view(-1, 1, 1, 1), y),
+    )
 
 
 class TwoDtypes(nn.Module):
@@ -98,7 +114,8 @@ def training_in_evaluation_mode(place: Place) -> State:
     for x, y in batches():
         optimizer.zero_grad()
         with torch.no_grad():
-            model(place.part(x))  # a loop without a loader: its step begins with a forward pass in training mode
+            # a loop without a loader: its step begins with a forward pass in training mode
+            model(place.part(x))
         if isinstance(place, Ranks):
             current_session().ensure_step()
         model.eval()
@@ -108,7 +125,10 @@ def training_in_evaluation_mode(place: Place) -> State:
     return state(net)
 
 
-@cases(sgd=lambda p: torch.optim.SGD(p, 0.1), sparse_adam=lambda p: torch.optim.SparseAdam(list(p), 0.1))
+@cases(
+    sgd=lambda p: torch.optim.SGD(p, 0.1),
+    sparse_adam=lambda p: torch.optim.SparseAdam(list(p), 0.1),
+)
 def sparse_gradients(place: Place, make: Any) -> State:
     table = nn.Embedding(20, 3, sparse=True)
     model, optimizer = place.distribute(table, make(table.parameters()))
@@ -127,7 +147,9 @@ class Averages(nn.Module):
         super().__init__()
         self.net = network()
         self.register_buffer("average", torch.zeros(4))
-        self.register_buffer("constant", torch.tensor([0.1, 1 / 3, -float("inf"), 7e5], dtype=torch.float32))
+        self.register_buffer(
+            "constant", torch.tensor([0.1, 1 / 3, -float("inf"), 7e5], dtype=torch.float32)
+        )
         self.register_buffer("cache", torch.zeros(0), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +169,8 @@ def buffers_that_are_assigned_anew(place: Place) -> State:
 
 @case
 def buffers_that_are_changed_behind_the_backward_pass(place: Place) -> State:
-    """Each rank changes buffers by its own samples, as codebooks are updated, and one rank alone changes a counter."""
+    """Each rank changes buffers by its own samples, as codebooks are updated, and one rank alone
+    changes a counter."""
     net = Averages()
     net.register_buffer("counter", torch.zeros((), dtype=torch.int64))
     model, optimizer = place.distribute(net, sgd(net))

@@ -7,7 +7,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.integration.worker_elastic.ddp_cases.case import Alone, Place, State, batches, case, cases, mse, network, sgd, state, train
+from tests.integration.worker_elastic.ddp_cases.case import (
+    Alone,
+    Place,
+    State,
+    batches,
+    case,
+    cases,
+    mse,
+    network,
+    sgd,
+    state,
+    train,
+)
 
 
 @cases(mean={}, sum={"loss_reduction": "sum"})
@@ -45,7 +57,9 @@ def accumulation_without_synchronization(place: Place, options: dict[str, str]) 
         optimizer.zero_grad()
         whole = place.part(x), place.part(y)
         with model.no_sync():
-            nn.functional.mse_loss(model(whole[0][:2]), whole[1][:2], reduction=reduction).backward()
+            nn.functional.mse_loss(
+                model(whole[0][:2]), whole[1][:2], reduction=reduction
+            ).backward()
         nn.functional.mse_loss(model(whole[0]), whole[1], reduction=reduction).backward()
         with model.no_sync():  # the last one is reduced at the step
             nn.functional.l1_loss(model(whole[0]), whole[1], reduction=reduction).backward()
@@ -102,7 +116,12 @@ class Branches(nn.Module):
 
     def forward(self, x: torch.Tensor, heads: tuple[int, ...]) -> torch.Tensor:
         hidden = self.trunk(x).tanh()
-        return torch.cat([self.heads[head](part) for head, part in zip(heads, hidden.chunk(len(heads)), strict=True)])
+        return torch.cat(
+            [
+                self.heads[head](part)
+                for head, part in zip(heads, hidden.chunk(len(heads)), strict=True)
+            ]
+        )
 
 
 @cases(same_on_all_ranks=(0, 0), differs_by_rank=(0, 1))

@@ -10,13 +10,28 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from tests.integration.worker_elastic.ddp_cases.case import Alone, Place, Ranks, State, batches, case, cases, mse, network, sgd, state
+from tests.integration.worker_elastic.ddp_cases.case import (
+    Alone,
+    Place,
+    Ranks,
+    State,
+    batches,
+    case,
+    cases,
+    mse,
+    network,
+    sgd,
+    state,
+)
 
 
 @case
 def parameter_groups_with_settings_of_their_own(place: Place) -> State:
     net = network()
-    groups = [{"params": net[0].parameters(), "lr": 0.01}, {"params": net[2].parameters(), "weight_decay": 0.1}]
+    groups = [
+        {"params": net[0].parameters(), "lr": 0.01},
+        {"params": net[2].parameters(), "weight_decay": 0.1},
+    ]
     model, optimizer = place.distribute(net, torch.optim.AdamW(groups, 0.1))
     for x, y in batches():
         optimizer.zero_grad()
@@ -30,7 +45,9 @@ def parameter_groups_with_settings_of_their_own(place: Place) -> State:
     cosine=lambda o: lr_scheduler.CosineAnnealingLR(o, 6),
     one_cycle=lambda o: lr_scheduler.OneCycleLR(o, 0.2, total_steps=8),
     cyclic=lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.2, step_size_up=2),
-    sequential=lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.ConstantLR(o), lr_scheduler.StepLR(o, 1)], [2]),
+    sequential=lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.ConstantLR(o), lr_scheduler.StepLR(o, 1)], [2]
+    ),
     plateau=lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
 )
 def learning_rate_schedules(place: Place, make: Any) -> State:
@@ -43,7 +60,9 @@ def learning_rate_schedules(place: Place, make: Any) -> State:
         optimizer.zero_grad()
         mse(model, place.part(x), place.part(y)).backward()
         optimizer.step()
-        scheduler.step(*([float(number)] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+        scheduler.step(
+            *([float(number)] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else [])
+        )
     return state(net) | {"lr": torch.tensor([g["lr"] for g in optimizer.param_groups])}
 
 
@@ -70,7 +89,9 @@ def a_gradient_scaler(place: Place) -> State:
     for number, (x, y) in enumerate(batches(6)):
         optimizer.zero_grad()
         bad = number == 3 and place.rank == 0  # on one rank alone: all must skip the step
-        scaler.scale(mse(model, place.part(x), place.part(y)) * (float("inf") if bad else 1.0)).backward()
+        scaler.scale(
+            mse(model, place.part(x), place.part(y)) * (float("inf") if bad else 1.0)
+        ).backward()
         if number % 2:
             scaler.unscale_(optimizer)
             model.clip_grad_norm_(0.1)

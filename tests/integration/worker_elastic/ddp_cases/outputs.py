@@ -10,7 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tests.integration.worker_elastic.ddp_cases.case import Place, State, case, cases, network, train
+from tests.integration.worker_elastic.ddp_cases.case import (
+    Place,
+    State,
+    case,
+    cases,
+    network,
+    train,
+)
 
 
 @case
@@ -29,7 +36,8 @@ class Output:
     loss: torch.Tensor | None = None
 
 
-class ModelOutput(collections.OrderedDict):  # as Hugging Face's, which torch's pytree does not know either until it is registered
+class ModelOutput(collections.OrderedDict):
+    # as Hugging Face's, which torch's pytree does not know either until it is registered
     pass
 
 
@@ -61,4 +69,6 @@ class Returning(nn.Module):
 )
 def an_output_in_a_structure(place: Place, variant: Any) -> State:
     make, get = variant
-    return train(place, Returning(make), lambda model, x, y: nn.functional.mse_loss(get(model(x)), y))
+    return train(
+        place, Returning(make), lambda model, x, y: nn.functional.mse_loss(get(model(x)), y)
+    )

@@ -1,15 +1,20 @@
-"""Gloo: collectives over TCP, for CPU clusters, with an abort that frees every waiting rank within a fraction of a second.
+"""Gloo: collectives over TCP, for CPU clusters, with an abort that frees every waiting rank within
+a fraction of a second.
 
-Gloo's own abort and shutdown do nothing, and a rank that waits for a stuck peer waits out its whole timeout. Here an abort breaks the
-group's own connections (sockets.py) and ends what waits for them (interruptible.py). At the peers it fails what waits for this rank at
-once, and the rest when their watch has noticed (sockets.GRACE_S). The same happens when a rank dies. So a group ends for all of its ranks
-when it ends for one; a rank that leaves in good order does so after a collective that all take part in.
+Gloo's own abort and shutdown do nothing, and a rank that waits for a stuck peer waits out its whole
+timeout. Here an abort breaks the group's own connections (sockets.py) and ends what waits for them
+(interruptible.py). At the peers it fails what waits for this rank at once, and the rest when their
+watch has noticed (sockets.GRACE_S). The same happens when a rank dies. So a group ends for all of
+its ranks when it ends for one; a rank that leaves in good order does so after a collective that all
+take part in.
 
-Importing this module also makes torch know `init_process_group("shoal_gloo")`: the same groups as torch's own default group and sub-groups,
-for code that needs torch's world. (The name is not "gloo": torch ignores what is registered under a built-in name.) Beyond torch's "gloo",
-these can be ended, from any thread, by `group.abort()` (`torch.distributed.group.WORLD.abort()`), and let go of their sockets in forked
-children. Such an abort ends the group on this rank, and at a peer what waits for this rank; other than a GlooBackend it does not end by
-itself when a peer leaves, since a script may go on with the others. Timeouts, new_group and destroy_process_group are torch's.
+Importing this module also makes torch know `init_process_group("shoal_gloo")`: the same groups as
+torch's own default group and sub-groups, for code that needs torch's world. (The name is not
+"gloo": torch ignores what is registered under a built-in name.) Beyond torch's "gloo", these can be
+ended, from any thread, by `group.abort()` (`torch.distributed.group.WORLD.abort()`), and let go of
+their sockets in forked children. Such an abort ends the group on this rank, and at a peer what
+waits for this rank; other than a GlooBackend it does not end by itself when a peer leaves, since a
+script may go on with the others. Timeouts, new_group and destroy_process_group are torch's.
 """
 
 from __future__ import annotations
@@ -47,7 +52,9 @@ class GlooBackend(CommunicationBackend):
         self._store: Store | None = None
         """Kept for the group, which holds only the C++ half of a store written in Python."""
 
-    def _connect(self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None) -> dist.ProcessGroup:
+    def _connect(
+        self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None
+    ) -> dist.ProcessGroup:
         forming = FormingGroup(
             store,
             self.rank,
@@ -61,7 +68,11 @@ class GlooBackend(CommunicationBackend):
         if self._reason is not None:
             forming.give_up(self._reason)
         try:
-            with store.on_abort(forming.give_up) if isinstance(store, RedisStore) else contextlib.nullcontext():
+            with (
+                store.on_abort(forming.give_up)
+                if isinstance(store, RedisStore)
+                else contextlib.nullcontext()
+            ):
                 formed = forming.wait()
         finally:
             self._forming = None
@@ -78,7 +89,8 @@ class GlooBackend(CommunicationBackend):
         return group
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """See `CommunicationBackend`: by messages of the training thread's own, where Gloo's all-reduce goes through its threads."""
+        """See `CommunicationBackend`: by messages of the training thread's own, where Gloo's
+        all-reduce goes through its threads."""
         group = self.process_group
         assert isinstance(group, InterruptibleGroup)
         group.all_reduce_short(tensor)
@@ -119,7 +131,8 @@ def register() -> None:
 
 
 def _create(options: _DistributedBackendOptions, _: Any) -> InterruptibleGroup:
-    """Called by torch for the default group and each new_group. As with torch's gloo, a peer may take the whole timeout to come."""
+    """Called by torch for the default group and each new_group. As with torch's gloo, a peer may
+    take the whole timeout to come."""
     formed = connect_gloo(
         options.store,
         options.group_rank,

@@ -1,9 +1,11 @@
 """Connecting the ranks of one Gloo group, in a way that can be given up.
 
-Gloo's constructor blocks until all peers are connected and cannot be interrupted, so it runs in a thread of its own: whoever waits for it
-leaves at once when the group is given up, and the thread ends by itself within the connect timeout, dropping what it made.
+Gloo's constructor blocks until all peers are connected and cannot be interrupted, so it runs in a
+thread of its own: whoever waits for it leaves at once when the group is given up, and the thread
+ends by itself within the connect timeout, dropping what it made.
 
-This module knows nothing of collectives. Threads: `FormingGroup` is made, started and waited for by one thread; `give_up` is for any.
+This module knows nothing of collectives. Threads: `FormingGroup` is made, started and waited for by
+one thread; `give_up` is for any.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _DEVICE_ATTEMPTS: Final = 10
 _MOST_NAMED: Final = 8
 _NUMBERS: Final = itertools.count()
 _LISTENER_LOCK: Final = threading.Lock()
-"""Held while a device is made, so that its listening socket can be told from others by being new."""
+"""Held while a device is made, so that its listening socket can be told from others by being
+new."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +46,8 @@ class GlooGroup:
     """A connected group, its connections, and how long its collectives and messages may take."""
 
     process_group: dist.ProcessGroup
-    """What torch's parallel code takes; made as torch's new_group does, but known to nobody else in the process."""
+    """What torch's parallel code takes; made as torch's new_group does, but known to nobody else in
+    the process."""
     sockets: GroupSockets
     sums: ShortSums | None
     """None: it has none."""
@@ -66,9 +70,11 @@ def connect_gloo(
     timeout: timedelta,
     sums_with: Callable[[ShortSums], None] | None = None,
 ) -> GlooGroup:
-    """Connects to all peers; blocks. Ranks tell each other through the store where they listen, to know connections apart.
+    """Connects to all peers; blocks. Ranks tell each other through the store where they listen, to
+    know connections apart.
 
-    `sums_with`: on all ranks or on none; the group has connections for sums of a few numbers, which it gets as soon as these are begun.
+    `sums_with`: on all ranks or on none; the group has connections for sums of a few numbers, which
+    it gets as soon as these are begun.
     """
     deadline = time.monotonic() + connect_timeout.total_seconds()
     device, listener = _make_device(hostname)
@@ -85,12 +91,23 @@ def connect_gloo(
         except RuntimeError:
             _check_families(names, world_size)
             raise
-        told = [name.decode().partition("|") for name in names.multi_get([str(peer) for peer in range(world_size)])]
+        told = [
+            name.decode().partition("|")
+            for name in names.multi_get([str(peer) for peer in range(world_size)])
+        ]
         endpoints = [endpoint.rsplit(" ", 1) for endpoint, _, _ in told]
-        sockets = GroupSockets(listener, {(host, int(port)) for peer, (host, port) in enumerate(endpoints) if peer != rank})
+        sockets = GroupSockets(
+            listener,
+            {(host, int(port)) for peer, (host, port) in enumerate(endpoints) if peer != rank},
+        )
         undo.callback(sockets.close)
         if sums is not None and all(door for _, _, door in told):
-            _connect_sums(sums, {peer: Door.parse(door) for peer, (_, _, door) in enumerate(told)}, deadline, timeout)
+            _connect_sums(
+                sums,
+                {peer: Door.parse(door) for peer, (_, _, door) in enumerate(told)},
+                deadline,
+                timeout,
+            )
         elif sums is not None:
             sums.close()
             sums = None
@@ -99,24 +116,28 @@ def connect_gloo(
 
 
 def _check_families(names: Store, world_size: int) -> None:
-    """Raises ConfigurationError where some ranks listen at IPv4 addresses and others at IPv6 ones: Gloo connects no two of them, whatever
-    generation they meet in."""
+    """Raises ConfigurationError where some ranks listen at IPv4 addresses and others at IPv6 ones:
+    Gloo connects no two of them, whatever generation they meet in."""
     everybody = [str(rank) for rank in range(world_size)]
     if not names.check(everybody):
         return
-    hosts = [told.decode().partition("|")[0].rpartition(" ")[0] for told in names.multi_get(everybody)]
+    hosts = [
+        told.decode().partition("|")[0].rpartition(" ")[0] for told in names.multi_get(everybody)
+    ]
     sixes = [rank for rank, host in enumerate(hosts) if ":" in host]
     fours = [rank for rank, host in enumerate(hosts) if ":" not in host]
     if sixes and fours:
         raise ConfigurationError(
-            f"rank {fours[0]} listens at {hosts[fours[0]]} and rank {sixes[0]} at {hosts[sixes[0]]}: Gloo connects ranks of one family "
-            f"alone, IPv4 or IPv6; {REACHED_ELSEWHERE}",
+            f"rank {fours[0]} listens at {hosts[fours[0]]} and rank {sixes[0]} at "
+            f"{hosts[sixes[0]]}: Gloo connects ranks of one family alone, IPv4 or IPv6; "
+            f"{REACHED_ELSEWHERE}",
             reason="ADDRESS_FAMILIES_DIFFER",
         )
 
 
 def _listen(host: str, rank: int, world_size: int) -> ShortSums | None:
-    """None: not at such an address, as one that is valid on one link alone; then the group goes without."""
+    """None: not at such an address, as one that is valid on one link alone; then the group goes
+    without."""
     with _LISTENER_LOCK:  # a listener that comes while Gloo's is looked for could be taken for that
         try:
             return ShortSums(host, rank, world_size)
@@ -126,7 +147,9 @@ def _listen(host: str, rank: int, world_size: int) -> ShortSums | None:
             raise
 
 
-def _connect_sums(sums: ShortSums, doors: dict[int, Door], deadline: float, timeout: timedelta) -> None:
+def _connect_sums(
+    sums: ShortSums, doors: dict[int, Door], deadline: float, timeout: timedelta
+) -> None:
     try:
         sums.connect(doors, deadline=deadline, timeout=timeout)
     except OSError as error:
@@ -134,9 +157,15 @@ def _connect_sums(sums: ShortSums, doors: dict[int, Door], deadline: float, time
 
 
 def _connect_native(
-    device: Any, store: Store, rank: int, world_size: int, connect_timeout: timedelta, timeout: timedelta
+    device: Any,
+    store: Store,
+    rank: int,
+    world_size: int,
+    connect_timeout: timedelta,
+    timeout: timedelta,
 ) -> dist.ProcessGroup:
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # torch's stub calls it Options
+    # torch's stub calls it Options
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [device]
     options._timeout = connect_timeout
     backend = ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)
@@ -144,7 +173,9 @@ def _connect_native(
     return _as_process_group(store, rank, world_size, backend)
 
 
-def _as_process_group(store: Store, rank: int, world_size: int, backend: ProcessGroupGloo) -> dist.ProcessGroup:
+def _as_process_group(
+    store: Store, rank: int, world_size: int, backend: ProcessGroupGloo
+) -> dist.ProcessGroup:
     group = dist.ProcessGroup(PrefixStore("group", store), rank, world_size)
     kind = dist.ProcessGroup.BackendType.GLOO
     group._set_default_backend(kind)
@@ -156,7 +187,8 @@ def _as_process_group(store: Store, rank: int, world_size: int, backend: Process
 
 
 class FormingGroup:
-    """`connect_gloo` in a thread. It is no daemon: ending the interpreter under it would crash, so the interpreter waits for it."""
+    """`connect_gloo` in a thread. It is no daemon: ending the interpreter under it would crash, so
+    the interpreter waits for it."""
 
     def __init__(
         self,
@@ -184,11 +216,17 @@ class FormingGroup:
             "timeout": timeout,
             "sums_with": self._begin_sums if short_sums else None,
         }
-        thread = threading.Thread(target=self._run, args=(store, rank, world_size), kwargs=arguments, name="shoal-gloo-forming")
+        thread = threading.Thread(
+            target=self._run,
+            args=(store, rank, world_size),
+            kwargs=arguments,
+            name="shoal-gloo-forming",
+        )
         thread.start()
 
     def give_up(self, reason: str) -> None:
-        """Makes `wait` raise GroupEndedError(reason) at once, and the group be dropped when it is made. Too late: does nothing."""
+        """Makes `wait` raise GroupEndedError(reason) at once, and the group be dropped when it is
+        made. Too late: does nothing."""
         with self._changed:
             if self._reason is None:
                 self._reason = reason
@@ -198,7 +236,8 @@ class FormingGroup:
             sums.shut_down()
 
     def wait(self) -> GlooGroup:
-        """The group. Raises MembershipChanged (given up, or a peer went away), DeadlineError (one did not come), or a store's error."""
+        """The group. Raises MembershipChanged (given up, or a peer went away), DeadlineError (one
+        did not come), or a store's error."""
         deadline = time.monotonic() + self._connect_timeout.total_seconds()
         try:
             with self._changed:
@@ -224,7 +263,8 @@ class FormingGroup:
         try:
             group = connect_gloo(*arguments, **options)
         except Exception as caught:
-            # The traceback must not keep the half-made group's sockets open for as long as somebody keeps the error.
+            # The traceback must not keep the half-made group's sockets open for as long as somebody
+            # keeps the error.
             traceback.clear_frames(caught.__traceback__)
             error = caught
         with self._changed:
@@ -242,7 +282,8 @@ class FormingGroup:
             sums.shut_down()
 
     def _let_go(self) -> None:
-        """Closes the group that was made, if `wait` has not handed it to anybody, and forgets the error."""
+        """Closes the group that was made, if `wait` has not handed it to anybody, and forgets the
+        error."""
         with self._changed:
             group, self._group, self._error = self._group, None, None
         if group is not None:
@@ -254,31 +295,47 @@ class FormingGroup:
         who = (
             f"ranks {absent} did not come"
             if absent
-            else f"all ranks came, but not all could connect to each other ({self._listening(names)}); {REACHED_ELSEWHERE}"
+            else "all ranks came, but not all could connect to each other "
+            f"({self._listening(names)}); {REACHED_ELSEWHERE}"
         )
         return DeadlineError(
-            f"connecting {self._world_size} ranks took longer than connect_timeout={self._connect_timeout.total_seconds():g} s: {who}",
+            f"connecting {self._world_size} ranks took longer than "
+            f"connect_timeout={self._connect_timeout.total_seconds():g} s: {who}",
             reason="CONNECT_TIMEOUT",
         )
 
     def _listening(self, names: Store) -> str:
         """Where ranks listen, for people."""
         named = [str(rank) for rank in range(min(self._world_size, _MOST_NAMED))]
-        addresses = [told.decode().partition("|")[0].rpartition(" ") for told in names.multi_get(named)]
+        addresses = [
+            told.decode().partition("|")[0].rpartition(" ") for told in names.multi_get(named)
+        ]
         more = "" if self._world_size <= _MOST_NAMED else ", ..."
-        return ", ".join(f"rank {rank} listens at {Address(host, int(port))}" for rank, (host, _, port) in enumerate(addresses)) + more
+        return (
+            ", ".join(
+                f"rank {rank} listens at {Address(host, int(port))}"
+                for rank, (host, _, port) in enumerate(addresses)
+            )
+            + more
+        )
 
     def _translated(self, error: Exception) -> Exception:
         # The store's, Shoal's own or one of torch's: it has waited for what an absent rank writes.
-        if isinstance(error, DeadlineError) or (isinstance(error, dist.DistStoreError) and "timeout" in str(error).lower()):
+        if isinstance(error, DeadlineError) or (
+            isinstance(error, dist.DistStoreError) and "timeout" in str(error).lower()
+        ):
             return self._too_late()
         if isinstance(error, ShoalError) or not isinstance(error, RuntimeError):
             return error
-        return GroupEndedError(f"connecting {self._world_size} ranks with Gloo failed: {cause_of(error)}; {REACHED_ELSEWHERE}")
+        return GroupEndedError(
+            f"connecting {self._world_size} ranks with Gloo failed: {cause_of(error)}; "
+            f"{REACHED_ELSEWHERE}"
+        )
 
 
 def _make_device(hostname: str | None) -> tuple[Any, Listener]:
-    """A Gloo device and its listening socket, which is the one that is new. If another thread opened one meanwhile, another try tells."""
+    """A Gloo device and its listening socket, which is the one that is new. If another thread
+    opened one meanwhile, another try tells."""
     for _ in range(_DEVICE_ATTEMPTS):
         with _LISTENER_LOCK:
             before = listeners()
@@ -286,11 +343,14 @@ def _make_device(hostname: str | None) -> tuple[Any, Listener]:
             new = [one for inode, one in listeners().items() if inode not in before]
         if len(new) == 1:
             return device, new[0]
-    raise InternalError(f"Gloo's listening socket could not be told from others in {_DEVICE_ATTEMPTS} attempts")
+    raise InternalError(
+        f"Gloo's listening socket could not be told from others in {_DEVICE_ATTEMPTS} attempts"
+    )
 
 
 def _create_device(hostname: str | None) -> Any:
-    # Connections are made now and all (no lazy_init), whatever TORCH_GLOO_LAZY_INIT says: later ones would escape an abort.
+    # Connections are made now and all (no lazy_init), whatever TORCH_GLOO_LAZY_INIT says: later
+    # ones would escape an abort.
     interface = gloo_interface()
     try:
         if hostname is not None:
@@ -300,7 +360,9 @@ def _create_device(hostname: str | None) -> Any:
         return ProcessGroupGloo.create_default_device(lazy_init=False)
     except RuntimeError as error:
         raise ConfigurationError(
-            f"hostname={hostname!r}, GLOO_SOCKET_IFNAME={interface!r}: Gloo cannot listen there ({cause_of(error)}); "
-            "expected an address or name of this host, or one of its interfaces (--local-addr, SHOAL_LOCAL_ADDR). Gloo "
-            "tells its peers where it listens, so that ranks behind NAT cannot form a group: there async_sgd trains, which needs none"
+            f"hostname={hostname!r}, GLOO_SOCKET_IFNAME={interface!r}: Gloo cannot listen there "
+            f"({cause_of(error)}); expected an address or name of this host, or one of its "
+            "interfaces (--local-addr, SHOAL_LOCAL_ADDR). Gloo tells its peers where it listens, "
+            "so that ranks behind NAT cannot form a group: there async_sgd trains, which needs "
+            "none"
         ) from error

@@ -1,12 +1,15 @@
 """A Gloo process group that can be ended while its collectives wait.
 
-Breaking a group's connections does not end all that waits on them. When a connection breaks in the middle of a message, Gloo tells the
-operations queued before and after that message, and not the one that is at it (in Pair::signalException): that one sleeps until the group's
-timeout. So callers do not wait for Gloo's work but for ours. It completes with Gloo's, or a moment after `abort` whatever Gloo does. The
-moment is for the operations that were told: until they end they may write into their tensors. One that sleeps (native_threads.py) never
-does so again; it is left to its timeout, and the group is destroyed after that.
+Breaking a group's connections does not end all that waits on them. When a connection breaks in the
+middle of a message, Gloo tells the operations queued before and after that message, and not the one
+that is at it (in Pair::signalException): that one sleeps until the group's timeout. So callers do
+not wait for Gloo's work but for ours. It completes with Gloo's, or a moment after `abort` whatever
+Gloo does. The moment is for the operations that were told: until they end they may write into their
+tensors. One that sleeps (native_threads.py) never does so again; it is left to its timeout, and the
+group is destroyed after that.
 
-Point-to-point transfers are ended in the same way (works.Transfer). Sums of a few numbers do not go through Gloo (short_sums.py).
+Point-to-point transfers are ended in the same way (works.Transfer). Sums of a few numbers do not go
+through Gloo (short_sums.py).
 
 Threads: one thread issues collectives; they complete in Gloo's threads; `abort` is for any thread.
 """
@@ -35,21 +38,28 @@ from shoal_worker.backends.gloo.works import AllOf, InterruptibleWork, Transfer,
 from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.backends.waits import Waits
 from shoal_worker.scratch import ScratchMemory, in_host_memory
-from shoal_worker.torch_internals import AllgatherOptions, BroadcastOptions, ReduceScatterOptions, Work, native_collective
+from shoal_worker.torch_internals import (
+    AllgatherOptions,
+    BroadcastOptions,
+    ReduceScatterOptions,
+    Work,
+    native_collective,
+)
 
-# -------------------------------------------------------------------------------------------------------------------- memory that is kept
+# ------------------------------------------------------------------------------ memory that is kept
 #
 # Memory that collectives need again and again, kept between them.
 #
-# What is freed to the system comes back as pages that the kernel has to clear first: for 64 MiB that takes longer than to receive them
-# (docs/decisions/0090). A few buffers are kept, for as long as their group. Threads: any.
+# What is freed to the system comes back as pages that the kernel has to clear first: for 64 MiB
+# that takes longer than to receive them (docs/decisions/0090). A few buffers are kept, for as long
+# as their group. Threads: any.
 
 
 _MOST_SCRATCH: Final = 2
 """Blocks of memory kept: so many collectives of one kind overlap."""
 
 
-# ---------------------------------------------------------------------------------------------------------------------- the process group
+# -------------------------------------------------------------------------------- the process group
 
 _MANY: Final = 64
 
@@ -57,7 +67,8 @@ _open: weakref.WeakSet[InterruptibleGroup] = weakref.WeakSet()
 """Groups that were not shut down yet: the end of the process shuts them down."""
 
 BROADCASTS_FROM_BYTES: Final = 1 << 18
-"""All-gathers of so many bytes on (the gathered whole) go by broadcasts, or by an exchange (docs/decisions/0090)."""
+"""All-gathers of so many bytes on (the gathered whole) go by broadcasts, or by an exchange
+(docs/decisions/0090)."""
 
 _Numbers = TypeVar("_Numbers")
 _Sum = TypeVar("_Sum")
@@ -66,18 +77,25 @@ _Sum = TypeVar("_Sum")
 class InterruptibleGroup(ForwardingGroup):
     """Issues collectives on a native group, and takes over that and its connections.
 
-    `ended(reason)` is called once, from any thread, when the group is over: by `abort`, or by the failure of a collective.
+    `ended(reason)` is called once, from any thread, when the group is over: by `abort`, or by the
+    failure of a collective.
     """
 
     backend_name: ClassVar[str] = "shoal_gloo"
 
-    def __init__(self, formed: GlooGroup, ended: Callable[[str], None] | None = None, waits: Waits | None = None) -> None:
+    def __init__(
+        self,
+        formed: GlooGroup,
+        ended: Callable[[str], None] | None = None,
+        waits: Waits | None = None,
+    ) -> None:
         """`waits` notes the waits for its works."""
         native, sockets, sums = formed.process_group, formed.sockets, formed.sums
         super().__init__(native.rank(), native.size(), native.group_name)
         self.waits = waits or Waits()
         self.timeout = formed.timeout
-        """How long a send or receive may take. Without it Gloo would allow the time that was allowed for connecting."""
+        """How long a send or receive may take. Without it Gloo would allow the time that was
+        allowed for connecting."""
         self.reason: str | None = None
         """Why the group is over; None: it is not."""
         self._native: dist.ProcessGroup | None = native
@@ -109,7 +127,8 @@ class InterruptibleGroup(ForwardingGroup):
         self._sockets.watch(lost)
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Ends what is pending, here and soon at the peers, and refuses what comes, with GroupEndedError(reason). Any thread."""
+        """Ends what is pending, here and soon at the peers, and refuses what comes, with
+        GroupEndedError(reason). Any thread."""
         with self._lock:
             if self.reason is not None:
                 return
@@ -119,7 +138,9 @@ class InterruptibleGroup(ForwardingGroup):
         if self._sums is not None:
             self._sums.shut_down()
         if unfinished:
-            native_threads.start(partial(end_works, unfinished, reason, self._sockets.drain), name="shoal-gloo-abort")
+            native_threads.start(
+                partial(end_works, unfinished, reason, self._sockets.drain), name="shoal-gloo-abort"
+            )
         if self._ended is not None:
             self._ended(reason)
 
@@ -128,7 +149,8 @@ class InterruptibleGroup(ForwardingGroup):
         return self._sockets.traffic()
 
     def shutdown(self) -> None:
-        """Ends the group and lets go of everything; what Gloo still has to do keeps it alive, but not the caller. Idempotent."""
+        """Ends the group and lets go of everything; what Gloo still has to do keeps it alive, but
+        not the caller. Idempotent."""
         self.abort("the process group was shut down")
         _open.discard(self)
         self._closer()
@@ -139,59 +161,91 @@ class InterruptibleGroup(ForwardingGroup):
             return
         with self._lock:
             self._shut_down = True
-            unfinished = self._unfinished = {work for work in self._unfinished if not work.native_completed}
+            unfinished = self._unfinished = {
+                work for work in self._unfinished if not work.native_completed
+            }
             if not unfinished:
                 self._idle.set()
         for work in list(unfinished):
             work.follow()
         native_threads.drop(references, when=self._idle)
 
-    # Gloo's all-gather passes parts around a ring, one step after the other. Broadcasts from all ranks at once send as many bytes, and none
-    # waits for another; between two ranks an exchange is one collective instead of two.
+    # Gloo's all-gather passes parts around a ring, one step after the other. Broadcasts from all
+    # ranks at once send as many bytes, and none waits for another; between two ranks an exchange is
+    # one collective instead of two.
 
-    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: AllgatherOptions | None = None) -> Work:
+    def allgather(
+        self,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        opts: AllgatherOptions | None = None,
+    ) -> Work:
         """`ProcessGroup.allgather`, interruptible."""
         if len(inputs) != 1 or not self._gathers_at_once(outputs[0], inputs[0]):
             return self._issue("allgather", (outputs, inputs, opts or AllgatherOptions()), {})
         return self._gather_at_once(outputs[0], inputs[0], outputs)
 
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions | None = None) -> Work:
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions | None = None
+    ) -> Work:
         """`ProcessGroup.all_gather_single`, interruptible."""
-        parts = output.view(self.size(), -1).unbind(0) if output.is_contiguous() and output.numel() % self.size() == 0 else []
+        parts = (
+            output.view(self.size(), -1).unbind(0)
+            if output.is_contiguous() and output.numel() % self.size() == 0
+            else []
+        )
         if not self._gathers_at_once(parts, input):
             return self._issue("all_gather_single", (output, input, opts or AllgatherOptions()), {})
         return self._gather_at_once(parts, input, [output])
 
     _allgather_base: Any = all_gather_single
 
-    # Gloo's reduce-scatter is an all-reduce of which each rank then takes its part: twice the bytes, and a work without a future. Here
-    # each rank gets its parts from all others and sums them itself.
+    # Gloo's reduce-scatter is an all-reduce of which each rank then takes its part: twice the
+    # bytes, and a work without a future. Here each rank gets its parts from all others and sums
+    # them itself.
 
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions | None = None) -> Work:
+    def reduce_scatter_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions | None = None
+    ) -> Work:
         """`ProcessGroup.reduce_scatter_single`, interruptible."""
         return self._reduce_scatter([output], input.reshape(self.size(), -1), opts)
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: ReduceScatterOptions | None = None
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: ReduceScatterOptions | None = None,
     ) -> Work:
         """`ProcessGroup.reduce_scatter_single_coalesced`, interruptible."""
-        return self._reduce_scatter(outputs, torch.cat([one.reshape(self.size(), -1) for one in inputs], dim=1), opts)
+        return self._reduce_scatter(
+            outputs, torch.cat([one.reshape(self.size(), -1) for one in inputs], dim=1), opts
+        )
 
     def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: ReduceScatterOptions | None = None
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[list[torch.Tensor]],
+        opts: ReduceScatterOptions | None = None,
     ) -> Work:
         """`ProcessGroup.reduce_scatter`, interruptible. Its parts must be of one size."""
-        return self._reduce_scatter(outputs, torch.stack([part.reshape(-1) for part in inputs[0]]), opts)
+        return self._reduce_scatter(
+            outputs, torch.stack([part.reshape(-1) for part in inputs[0]]), opts
+        )
 
     _reduce_scatter_base: Any = reduce_scatter_single
     reduce_scatter_tensor_coalesced: Any = reduce_scatter_single_coalesced
 
-    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Work:  # noqa: N803 - torch's names
+    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Work:  # noqa: N803
+        # torch's names
         """`ProcessGroup.send`."""
-        held = [on_devices.host_copy(tensor) if on_devices.is_elsewhere(tensor) else tensor for tensor in tensors]
+        held = [
+            on_devices.host_copy(tensor) if on_devices.is_elsewhere(tensor) else tensor
+            for tensor in tensors
+        ]
         return self._transfer("send", held, dstRank, tag)
 
-    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> Work:  # noqa: N803 - torch's names
+    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> Work:  # noqa: N803
+        # torch's names
         """`ProcessGroup.recv`."""
         return self._receive("recv", tensors, srcRank, tag)
 
@@ -222,7 +276,9 @@ class InterruptibleGroup(ForwardingGroup):
             with self.waits.of("all_reduce"):
                 return add_up(mine)
         except OSError as error:
-            self.abort(f"all_reduce on rank {self.rank()} of {self.size()} failed: {cause_of(error)}")
+            self.abort(
+                f"all_reduce on rank {self.rank()} of {self.size()} failed: {cause_of(error)}"
+            )
             raise GroupEndedError(str(self.reason)) from error
         except ShoalError:
             raise  # the caller ends the group, once it has told the other ranks why
@@ -233,27 +289,39 @@ class InterruptibleGroup(ForwardingGroup):
     # What torch asks of a process group written in Python.
 
     @property
-    def _device_types(self) -> list[torch.device]:  # DCP saves in the background only with a group that takes CPU tensors
+    def _device_types(self) -> list[torch.device]:
+        # DCP saves in the background only with a group that takes CPU tensors
         return self._live()._device_types
 
     # How collectives are followed.
 
     def _gathers_at_once(self, parts: Sequence[torch.Tensor], input: torch.Tensor) -> bool:
-        """Whether that is quicker, or works at all: what does not fit together is left to Gloo to refuse."""
+        """Whether that is quicker, or works at all: what does not fit together is left to Gloo to
+        refuse."""
         return (
             self.size() > 1
             and self.size() * input.nbytes >= BROADCASTS_FROM_BYTES
             and len(parts) == self.size()
-            and all(part.is_contiguous() and part.numel() == input.numel() and part.dtype == input.dtype for part in parts)
+            and all(
+                part.is_contiguous() and part.numel() == input.numel() and part.dtype == input.dtype
+                for part in parts
+            )
         )
 
-    def _gather_at_once(self, parts: Sequence[torch.Tensor], input: torch.Tensor, value: Any) -> Work:
-        """Each rank's `input` to the part of that rank, everywhere. This rank copies its own while the others' are on their way."""
+    def _gather_at_once(
+        self, parts: Sequence[torch.Tensor], input: torch.Tensor, value: Any
+    ) -> Work:
+        """Each rank's `input` to the part of that rank, everywhere. This rank copies its own while
+        the others' are on their way."""
         mine, given = parts[self.rank()].data, input.data
         if not given.is_contiguous():
             given = mine.copy_(given.reshape(mine.shape))
         directly = self.size() == 2 and given.is_cpu
-        work = self._exchange(parts, given, value) if directly else AllOf(self._broadcasts(parts, given), value)
+        work = (
+            self._exchange(parts, given, value)
+            if directly
+            else AllOf(self._broadcasts(parts, given), value)
+        )
         if mine.data_ptr() != given.data_ptr():
             mine.copy_(given.view_as(mine))
         return work
@@ -263,7 +331,9 @@ class InterruptibleGroup(ForwardingGroup):
         for rank, part in enumerate(parts):
             options = BroadcastOptions()
             options.rootRank = rank
-            works.append(self._issue("broadcast", ([given if rank == self.rank() else part], options), {}))
+            works.append(
+                self._issue("broadcast", ([given if rank == self.rank() else part], options), {})
+            )
         return works
 
     def _exchange(self, parts: Sequence[torch.Tensor], given: torch.Tensor, value: Any) -> Work:
@@ -271,14 +341,27 @@ class InterruptibleGroup(ForwardingGroup):
         peer = 1 - self.rank()
         sizes = [0, 0]
         sizes[peer] = given.numel()
-        return self._issue("all_to_all_single", (parts[peer].data.view(-1), given.view(-1), sizes, sizes), {}, lambda: value)
+        return self._issue(
+            "all_to_all_single",
+            (parts[peer].data.view(-1), given.view(-1), sizes, sizes),
+            {},
+            lambda: value,
+        )
 
-    def _reduce_scatter(self, outputs: list[torch.Tensor], parts: torch.Tensor, opts: ReduceScatterOptions | None) -> Work:
-        """`parts`: (ranks, elements), the row of a rank is for it. The outputs hold one row between them."""
+    def _reduce_scatter(
+        self, outputs: list[torch.Tensor], parts: torch.Tensor, opts: ReduceScatterOptions | None
+    ) -> Work:
+        """`parts`: (ranks, elements), the row of a rank is for it. The outputs hold one row between
+        them."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         check_op(op, parts.dtype)
-        kept = in_host_memory(parts.device)  # a device's allocator keeps memory by itself, and knows which streams still use it
-        received = self._scratch.take(parts.shape, parts.dtype, parts.device) if kept else torch.empty_like(parts)
+        # a device's allocator keeps memory by itself, and knows which streams still use it
+        kept = in_host_memory(parts.device)
+        received = (
+            self._scratch.take(parts.shape, parts.dtype, parts.device)
+            if kept
+            else torch.empty_like(parts)
+        )
 
         def finish() -> list[torch.Tensor]:
             columns = received.split([output.numel() for output in outputs], dim=1)
@@ -292,9 +375,17 @@ class InterruptibleGroup(ForwardingGroup):
             return outputs
 
         rows: list[int] = []
-        return self._issue("all_to_all_single", (received, parts.contiguous(), rows, rows), {}, finish)
+        return self._issue(
+            "all_to_all_single", (received, parts.contiguous(), rows, rows), {}, finish
+        )
 
-    def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any], finish: Callable[[], Any] | None = None) -> Work:
+    def _issue(
+        self,
+        name: str,
+        arguments: tuple[Any, ...],
+        options: dict[str, Any],
+        finish: Callable[[], Any] | None = None,
+    ) -> Work:
         """`finish` runs once Gloo is done, and gives the value of the work's future."""
         try:
             native = native_collective(self._live(), name)(*arguments, **options)
@@ -310,20 +401,27 @@ class InterruptibleGroup(ForwardingGroup):
         with self._lock:
             if len(self._unfinished) >= _MANY:
                 # Works that nobody waited for.
-                self._unfinished = {known for known in self._unfinished if not known.native_completed}
+                self._unfinished = {
+                    known for known in self._unfinished if not known.native_completed
+                }
             if not work.native_completed:
                 self._unfinished.add(work)
         if self.reason is not None:
             end_works([work], self.reason, self._sockets.drain)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
         """`ProcessGroup.monitored_barrier`; not interruptible."""
-        self._live().monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]  # missing in torch's stub
+        # missing in torch's stub
+        self._live().monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
 
     def _receive(self, name: str, tensors: list[torch.Tensor], *arguments: int) -> Work:
         if len(tensors) == 1 and on_devices.is_elsewhere(tensors[0]):
             host = on_devices.host_memory_for(tensors[0])
-            return on_devices.ArrivingElsewhere(self._transfer(name, [host], *arguments), host, tensors[0])
+            return on_devices.ArrivingElsewhere(
+                self._transfer(name, [host], *arguments), host, tensors[0]
+            )
         return self._transfer(name, tensors, *arguments)
 
     def _transfer(self, name: str, tensors: list[torch.Tensor], *arguments: int) -> Transfer:
@@ -347,9 +445,11 @@ class InterruptibleGroup(ForwardingGroup):
                 self._idle.set()
 
     def loss(self, name: str, error: RuntimeError) -> str | None:
-        """Why the group is over after this error: all later collectives fail too, and peers must hear of it now, not at their timeout.
+        """Why the group is over after this error: all later collectives fail too, and peers must
+        hear of it now, not at their timeout.
 
-        None for other errors (an unsupported dtype, say): they are the caller's, and leave the group as it is.
+        None for other errors (an unsupported dtype, say): they are the caller's, and leave the
+        group as it is.
         """
         if self.reason is None and "gloo/transport" in str(error):
             self.abort(f"{name} on rank {self.rank()} of {self.size()} failed: {cause_of(error)}")
@@ -363,6 +463,7 @@ class InterruptibleGroup(ForwardingGroup):
 
 @atexit.register
 def _shut_down_all() -> None:
-    """Gloo must have nothing to say any more when the interpreter finalizes (see native_threads.py)."""
+    """Gloo must have nothing to say any more when the interpreter finalizes (see
+    native_threads.py)."""
     for group in list(_open):
         group.shutdown()

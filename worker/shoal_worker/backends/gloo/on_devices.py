@@ -1,13 +1,18 @@
-"""What Gloo's collectives and messages need beyond host memory, where the tensors are on a CUDA device.
+"""What Gloo's collectives and messages need beyond host memory, where the tensors are on a CUDA
+device.
 
-Collectives of such tensors are Gloo's own: it copies them to pinned memory and back, on streams of its own (ProcessGroupGloo.cpp, torch
-2.13). Whoever waits for such a work has the current stream of its thread come after the copy back, and so has Gloo's thread, with its own
-current stream, before it says that the work is complete. What Shoal computes from the result may run in either thread: `StreamOrder` has it
-run on the stream on which the collective was issued, and has every stream that waits come after that.
+Collectives of such tensors are Gloo's own: it copies them to pinned memory and back, on streams of
+its own (ProcessGroupGloo.cpp, torch 2.13). Whoever waits for such a work has the current stream of
+its thread come after the copy back, and so has Gloo's thread, with its own current stream, before
+it says that the work is complete. What Shoal computes from the result may run in either thread:
+`StreamOrder` has it run on the stream on which the collective was issued, and has every stream that
+waits come after that.
 
-Messages are different: Gloo's send and recv take the tensor's address as one of host memory. Here they go by a copy in host memory.
+Messages are different: Gloo's send and recv take the tensor's address as one of host memory. Here
+they go by a copy in host memory.
 
-Threads: a `StreamOrder` is made by the thread that issues, and entered by the one that finishes; what waits is any.
+Threads: a `StreamOrder` is made by the thread that issues, and entered by the one that finishes;
+what waits is any.
 """
 
 from __future__ import annotations
@@ -26,16 +31,19 @@ class Order(Protocol):
     """In which order a device computes what comes before, from and after one collective."""
 
     def finishing(self) -> contextlib.AbstractContextManager[None]:
-        """Entered once, where Gloo's work is complete: what is queued inside comes after the collective's result."""
+        """Entered once, where Gloo's work is complete: what is queued inside comes after the
+        collective's result."""
         ...
 
     def come_after(self) -> None:
-        """What the calling thread queues from here on comes after all that was queued in `finishing`."""
+        """What the calling thread queues from here on comes after all that was queued in
+        `finishing`."""
         ...
 
 
 class StreamOrder:
-    """That of a collective that is issued now, on the calling thread's current stream of `device`. An `Order`."""
+    """That of a collective that is issued now, on the calling thread's current stream of `device`.
+    An `Order`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -57,8 +65,8 @@ class StreamOrder:
 
 
 def order_of(arguments: Iterable[Any]) -> Order | None:
-    """The order of a collective that is issued now on such arguments: tensors, lists of them, and others. None: there is no tensor on a
-    CUDA device among them, and the host's own order holds."""
+    """The order of a collective that is issued now on such arguments: tensors, lists of them, and
+    others. None: there is no tensor on a CUDA device among them, and the host's own order holds."""
     device = _first_device(arguments)
     return StreamOrder(device) if device is not None and device.type == "cuda" else None
 
@@ -88,7 +96,8 @@ def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ArrivingElsewhere(Work):
-    """A message that Gloo receives into host memory, and that is copied from there to where it is wanted when somebody waits for it."""
+    """A message that Gloo receives into host memory, and that is copied from there to where it is
+    wanted when somebody waits for it."""
 
     def __init__(self, received: Any, host: torch.Tensor, into: torch.Tensor) -> None:
         """`received`: the transfer into `host`."""
@@ -98,7 +107,8 @@ class ArrivingElsewhere(Work):
         self._into = into
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for the transfer, as that does; the tensor is in place for what the calling thread queues next."""
+        """Waits for the transfer, as that does; the tensor is in place for what the calling thread
+        queues next."""
         self._received.wait(timeout)
         host, self._host = self._host, None
         if host is not None:

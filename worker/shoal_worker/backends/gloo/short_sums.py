@@ -1,15 +1,19 @@
-"""Sums of a few numbers over all ranks of a group, over connections of their own, from training thread to training thread.
+"""Sums of a few numbers over all ranks of a group, over connections of their own, from training
+thread to training thread.
 
-At each step every rank waits for such a sum. What counts is how soon the last one goes on, and that is decided by threads: a message of
-Gloo's is read by a thread of Gloo's, which has to be woken, and then wakes the one that waits. On cores that have other work both may have
-to wait for a core. Here a rank reads its messages itself (docs/decisions/0184).
+At each step every rank waits for such a sum. What counts is how soon the last one goes on, and that
+is decided by threads: a message of Gloo's is read by a thread of Gloo's, which has to be woken, and
+then wakes the one that waits. On cores that have other work both may have to wait for a core. Here
+a rank reads its messages itself (docs/decisions/0184).
 
-Every rank gets all ranks' numbers and adds them up in the order of the ranks, so all have the same bits. A few ranks send theirs to all
-others at once. Of more, what a rank knows doubles in each of ceil(log2(ranks)) rounds: in round k it sends all it knows to the rank 2^k
-before it, and gets as much from the rank 2^k after it (Bruck et al. 1997, IEEE TPDS 8(11), "Efficient Algorithms for All-to-All
-Communications in Multiport Message-Passing Systems", section 3).
+Every rank gets all ranks' numbers and adds them up in the order of the ranks, so all have the same
+bits. A few ranks send theirs to all others at once. Of more, what a rank knows doubles in each of
+ceil(log2(ranks)) rounds: in round k it sends all it knows to the rank 2^k before it, and gets as
+much from the rank 2^k after it (Bruck et al. 1997, IEEE TPDS 8(11), "Efficient Algorithms for
+All-to-All Communications in Multiport Message-Passing Systems", section 3).
 
-Threads: one thread connects, one sums; `shut_down` is for any, and so is `close`, which waits for a sum to end.
+Threads: one thread connects, one sums; `shut_down` is for any, and so is `close`, which waits for a
+sum to end.
 """
 
 from __future__ import annotations
@@ -38,7 +42,8 @@ MOST_BYTES: Final = 1 << 14
 """What a rank gets in one sum at the most. For more, an all-reduce sends less."""
 
 _FEW: Final = 4
-"""So many ranks send to all others at once: a message costs less than a round in which the training thread sleeps."""
+"""So many ranks send to all others at once: a message costs less than a round in which the training
+thread sleeps."""
 _HELLO: Final = struct.Struct("<16sI")
 """The door's token, and who is there."""
 _HEADER: Final = struct.Struct("<II")
@@ -72,38 +77,56 @@ class _Swap:
     source: socket.socket
     source_rank: int
     rows: int
-    """The numbers of so many ranks go, this one's and those of the ranks after it; and so many come."""
+    """The numbers of so many ranks go, this one's and those of the ranks after it; and so many
+    come."""
 
 
 class ShortSums:
-    """One rank's part in them. `connect` comes first, then sums, on all ranks in the same order; at last `close`."""
+    """One rank's part in them. `connect` comes first, then sums, on all ranks in the same order; at
+    last `close`."""
 
     def __init__(self, host: str, rank: int, size: int) -> None:
         """Listens on `host`, a numeric address. Raises OSError."""
         self._rank, self._size = rank, size
-        self._listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64)
-        self.door = Door(host=host, port=self._listener.getsockname()[1], token=secrets.token_hex(8))
+        self._listener = socket.create_server(
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64
+        )
+        self.door = Door(
+            host=host, port=self._listener.getsockname()[1], token=secrets.token_hex(8)
+        )
         self._rounds: list[list[_Swap]] = []
         self._sockets: list[socket.socket] = []
-        """All connections, also those that are being made. Only added to, by the thread that connects."""
+        """All connections, also those that are being made. Only added to, by the thread that
+        connects."""
         self._given_up = False
         self._timeout_ms = 0
         self._number = 0
         self._summing = threading.Lock()
-        """Held during a sum: nobody closes a socket under its reader, whose number another file could get."""
+        """Held during a sum: nobody closes a socket under its reader, whose number another file
+        could get."""
         _LIVE.add(self)
 
     def connect(self, doors: Mapping[int, Door], *, deadline: float, timeout: timedelta) -> None:
-        """Connects to the ranks that it has to do with, until `deadline` (time.monotonic()). `timeout`: of a message, later.
+        """Connects to the ranks that it has to do with, until `deadline` (time.monotonic()).
+        `timeout`: of a message, later.
 
         Raises OSError when a rank does not come or `shut_down` was called.
         """
         self._timeout_ms = round(timeout.total_seconds() * 1000)
         few = self._size <= _FEW
-        distances = [*range(1, self._size)] if few else [1 << k for k in range((self._size - 1).bit_length())]
+        distances = (
+            [*range(1, self._size)]
+            if few
+            else [1 << k for k in range((self._size - 1).bit_length())]
+        )
         try:
-            to = {distance: self._knock(doors[(self._rank - distance) % self._size], deadline) for distance in distances}
-            sources = self._let_in({(self._rank + distance) % self._size for distance in distances}, deadline)
+            to = {
+                distance: self._knock(doors[(self._rank - distance) % self._size], deadline)
+                for distance in distances
+            }
+            sources = self._let_in(
+                {(self._rank + distance) % self._size for distance in distances}, deadline
+            )
         except OSError as error:
             if self._given_up:  # whatever the socket says of it
                 raise OSError("connecting to the other ranks was given up") from error
@@ -115,7 +138,13 @@ class ShortSums:
             source = (self._rank + distance) % self._size
             rows = 1 if few else min(distance, self._size - distance)
             to_rank = (self._rank - distance) % self._size
-            swap = _Swap(to=to[distance], to_rank=to_rank, source=sources[source], source_rank=source, rows=rows)
+            swap = _Swap(
+                to=to[distance],
+                to_rank=to_rank,
+                source=sources[source],
+                source_rank=source,
+                rows=rows,
+            )
             if few and self._rounds:
                 self._rounds[0].append(swap)
             else:
@@ -130,8 +159,10 @@ class ShortSums:
         """Sums a contiguous tensor on the CPU, of a dtype that numpy has, in place. Blocks.
 
         Raises:
-            OSError: a connection has ended, or a rank does not come; the sums of this group are over.
-            PreconditionError: another rank sums something else: RANKS_DIVERGED. The sums of this group are over.
+            OSError: a connection has ended, or a rank does not come; the sums of this group are
+                over.
+            PreconditionError: another rank sums something else: RANKS_DIVERGED. The sums of this
+                group are over.
         """
         mine = tensor.numpy().reshape(-1)
         numbers = np.frombuffer(self._gather(mine.tobytes()), mine.dtype)
@@ -144,7 +175,9 @@ class ShortSums:
         """Returns the sums over all ranks of an array of type "d". Raises as `all_reduce`."""
         numbers = array("d")
         numbers.frombytes(self._gather(values.tobytes()))
-        rows = [numbers[len(values) * rank : len(values) * (rank + 1)] for rank in range(self._size)]
+        rows = [
+            numbers[len(values) * rank : len(values) * (rank + 1)] for rank in range(self._size)
+        ]
         total = rows[-self._rank].tolist()
         for rank in range(1, self._size):
             total = list(map(operator.add, total, rows[rank - self._rank]))
@@ -167,7 +200,8 @@ class ShortSums:
         return known
 
     def shut_down(self) -> None:
-        """Ends what waits here, and at the ranks that are connected to this one. Never blocks; idempotent."""
+        """Ends what waits here, and at the ranks that are connected to this one. Never blocks;
+        idempotent."""
         self._given_up = True
         for connection in [self._listener, *self._sockets]:
             with contextlib.suppress(OSError):  # broken already, not connected yet, or closed
@@ -180,8 +214,8 @@ class ShortSums:
             self.close_copies()
 
     def close_copies(self) -> None:
-        """Closes the sockets and leaves the connections as they are: in a forked child, which would keep them open beyond this rank's
-        death."""
+        """Closes the sockets and leaves the connections as they are: in a forked child, which would
+        keep them open beyond this rank's death."""
         for connection in [self._listener, *self._sockets]:
             connection.close()
 
@@ -195,7 +229,8 @@ class ShortSums:
         return connection
 
     def _let_in(self, expected: set[int], deadline: float) -> dict[int, socket.socket]:
-        """Who says the token and an expected rank. Strangers may come, say nothing, or go: nobody waits for one of them."""
+        """Who says the token and an expected rank. Strangers may come, say nothing, or go: nobody
+        waits for one of them."""
         found: dict[int, socket.socket] = {}
         said: dict[socket.socket, bytes] = {}
         self._listener.setblocking(False)
@@ -205,12 +240,16 @@ class ShortSums:
                 events = ready.select(_left(deadline))
                 self._check_wanted()
                 if not events and time.monotonic() >= deadline:
-                    raise TimeoutError(f"ranks {sorted(expected - found.keys())} did not connect for sums of a few numbers")
+                    raise TimeoutError(
+                        f"ranks {sorted(expected - found.keys())} did not connect for sums of a "
+                        "few numbers"
+                    )
                 for key, _ in events:
                     connection = key.fileobj
                     assert isinstance(connection, socket.socket)
                     if connection is self._listener:
-                        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # it has gone again
+                        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+                            # it has gone again
                             stranger, _ = self._listener.accept()
                             stranger.setblocking(False)
                             self._sockets.append(stranger)
@@ -229,7 +268,8 @@ class ShortSums:
         return found
 
     def _who(self, connection: socket.socket, said: dict[socket.socket, bytes]) -> int | None:
-        """The rank that has said who it is; -1: a stranger, or one that has gone; None: that is still to come."""
+        """The rank that has said who it is; -1: a stranger, or one that has gone; None: that is
+        still to come."""
         try:
             more = connection.recv(_HELLO.size - len(said[connection]))
         except BlockingIOError:
@@ -263,20 +303,24 @@ class ShortSums:
         return message[_HEADER.size :]
 
     def _late(self, rank: int) -> TimeoutError:
-        return TimeoutError(f"Timed out waiting {self._timeout_ms}ms for rank {rank}, or one that it waits for")
+        return TimeoutError(
+            f"Timed out waiting {self._timeout_ms}ms for rank {rank}, or one that it waits for"
+        )
 
     def _check(self, swap: _Swap, header: tuple[int, int], size: int) -> None:
         if header != (self._number, size):
             raise PreconditionError(
-                f"rank {swap.source_rank} sends {header[1]} bytes for sum {header[0]} where this rank expects {size} for sum "
-                f"{self._number}: the ranks' scripts went different ways, or train different models",
+                f"rank {swap.source_rank} sends {header[1]} bytes for sum {header[0]} where this "
+                f"rank expects {size} for sum {self._number}: the ranks' scripts went different "
+                "ways, or train different models",
                 reason="RANKS_DIVERGED",
             )
 
 
 def _wait_in_kernel(connection: socket.socket, timeout: timedelta) -> None:
-    """Reads and writes of `connection` wait so long (then: BlockingIOError). A timeout of Python's would poll before each of them. After a
-    signal that the script handles, the kernel begins anew."""
+    """Reads and writes of `connection` wait so long (then: BlockingIOError). A timeout of Python's
+    would poll before each of them. After a signal that the script handles, the kernel begins
+    anew."""
     connection.settimeout(None)
     seconds, microseconds = divmod(max(1, round(timeout.total_seconds() * 1e6)), 10**6)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

@@ -1,13 +1,16 @@
-"""The TCP sockets of one Gloo group: which they are, breaking them, and noticing that a peer has broken one.
+"""The TCP sockets of one Gloo group: which they are, breaking them, and noticing that a peer has
+broken one.
 
-Gloo keeps a collective waiting until the one socket it waits for closes: its abort and shutdown close none, and the loss of another
-connection of the same group does not end the wait. So we learn which sockets of this process are a group's, and keep a copy (dup) of each.
-Shutting down a copy breaks the connection itself, which fails what waits for it here and is seen by the peer. One thread per group
-watches the copies: some time after any connection has ended it says so, and the group that is then broken altogether fails on all ranks,
-whoever waits for whom. Not at once: a rank that leaves in good order has completed the last collective a little before its peers.
+Gloo keeps a collective waiting until the one socket it waits for closes: its abort and shutdown
+close none, and the loss of another connection of the same group does not end the wait. So we learn
+which sockets of this process are a group's, and keep a copy (dup) of each. Shutting down a copy
+breaks the connection itself, which fails what waits for it here and is seen by the peer. One thread
+per group watches the copies: some time after any connection has ended it says so, and the group
+that is then broken altogether fails on all ranks, whoever waits for whom. Not at once: a rank that
+leaves in good order has completed the last collective a little before its peers.
 
-Listening sockets are left alone, and so is every socket that is not the group's (gRPC, Redis). Linux only (/proc/self/fd, epoll).
-Threads: everything here may be called from any thread.
+Listening sockets are left alone, and so is every socket that is not the group's (gRPC, Redis).
+Linux only (/proc/self/fd, epoll). Threads: everything here may be called from any thread.
 """
 
 from __future__ import annotations
@@ -31,13 +34,15 @@ from shoal_worker.settings import gloo_interface
 from shoal_worker.store.redis_store import RedisStore
 from shoal_worker.torch_internals import PrefixStore, Store, TCPStore
 
-# -------------------------------------------------------------------------------------------------------------------- this host's address
+# ------------------------------------------------------------------------------ this host's address
 #
-# Which address of this host peers can reach it under, without asking what its hostname resolves to (often 127.0.1.1, or nothing).
+# Which address of this host peers can reach it under, without asking what its hostname resolves to
+# (often 127.0.1.1, or nothing).
 
 
 def address_for(store: Store) -> str | None:
-    """The address of the interface that leads to the store's server; None: let Gloo choose, by GLOO_SOCKET_IFNAME or the hostname."""
+    """The address of the interface that leads to the store's server; None: let Gloo choose, by
+    GLOO_SOCKET_IFNAME or the hostname."""
     if gloo_interface():
         return None
     while isinstance(store, PrefixStore):
@@ -53,16 +58,18 @@ def address_for(store: Store) -> str | None:
 Endpoint = tuple[str, int]
 """Numeric address and port."""
 
-# ---------------------------------------------------------------------------------------------------------------------- a group's sockets
+# -------------------------------------------------------------------------------- a group's sockets
 
 GRACE_S: Final = 0.25
 """How much later than its first rank the last one may complete a collective."""
 
 _SEND_BYTES: Final = 1 << 19
-"""What a connection within this host takes at once to send; the kernel doubles it for its own needs.
+"""What a connection within this host takes at once to send; the kernel doubles it for its own
+needs.
 
-By default it takes 4 MiB, copied under a lock for which Gloo's other thread spins in epoll_wait meanwhile: a quarter of all processor time
-(docs/decisions/0090). Between hosts more has to be under way, and the kernel's own measure stays."""
+By default it takes 4 MiB, copied under a lock for which Gloo's other thread spins in epoll_wait
+meanwhile: a quarter of all processor time (docs/decisions/0090). Between hosts more has to be under
+way, and the kernel's own measure stays."""
 
 _PIECE_BYTES: Final = 1 << 18
 
@@ -73,12 +80,14 @@ _TCP_INFO_BYTES: Final = 176
 """Offsets in the kernel's struct tcp_info (linux/tcp.h), which only grows at its end."""
 
 _SCANNING: Final = threading.Lock()
-"""Held during a look at all sockets, which copies each for a moment: no other look may take those for sockets."""
+"""Held during a look at all sockets, which copies each for a moment: no other look may take those
+for sockets."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """A listening TCP socket of this process. The inode tells it from a later one with the same descriptor."""
+    """A listening TCP socket of this process. The inode tells it from a later one with the same
+    descriptor."""
 
     descriptor: int
     inode: int
@@ -93,12 +102,15 @@ def listeners() -> dict[int, Listener]:
             with copy:
                 if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     inode = os.fstat(copy.fileno()).st_ino
-                    found[inode] = Listener(descriptor=descriptor, inode=inode, endpoint=copy.getsockname()[:2])
+                    found[inode] = Listener(
+                        descriptor=descriptor, inode=inode, endpoint=copy.getsockname()[:2]
+                    )
     return found
 
 
 class GroupSockets:
-    """Copies of the connections of one group: those that came in through its listener, and those that lead to a peer's."""
+    """Copies of the connections of one group: those that came in through its listener, and those
+    that lead to a peer's."""
 
     def __init__(self, listener: Listener, peers: Collection[Endpoint]) -> None:
         self._copies: list[socket.socket] = []
@@ -106,7 +118,9 @@ class GroupSockets:
         with _SCANNING:
             for descriptor, copy in _tcp_copies():
                 remote = _remote(copy)
-                if remote is not None and (copy.getsockname()[:2] == listener.endpoint or remote in peers):
+                if remote is not None and (
+                    copy.getsockname()[:2] == listener.endpoint or remote in peers
+                ):
                     self._copies.append(copy)
                     if remote[0] == copy.getsockname()[0]:
                         copy.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BYTES)
@@ -123,14 +137,16 @@ class GroupSockets:
         return len(self._copies)
 
     def traffic(self) -> dict[str, Traffic]:
-        """What the connections have sent so far, by the address they lead to; those to one address together. Any thread."""
+        """What the connections have sent so far, by the address they lead to; those to one address
+        together. Any thread."""
         found: dict[str, Traffic] = {}
         for copy in self._copies:
             with contextlib.suppress(OSError):  # closed meanwhile, or broken
                 sent, address = _sent(copy), copy.getpeername()[0]
                 before = found.get(address, Traffic(acknowledged_bytes=0, busy_s=0.0))
                 found[address] = Traffic(
-                    acknowledged_bytes=before.acknowledged_bytes + sent.acknowledged_bytes, busy_s=max(before.busy_s, sent.busy_s)
+                    acknowledged_bytes=before.acknowledged_bytes + sent.acknowledged_bytes,
+                    busy_s=max(before.busy_s, sent.busy_s),
                 )
         return found
 
@@ -142,8 +158,9 @@ class GroupSockets:
                 copy.shutdown(socket.SHUT_RDWR)
 
     def drain(self) -> None:
-        """Takes what the kernel still holds of the broken connections: Gloo's loop, which would read it into tensors even now, finds their
-        end. The kernel takes no more for them. Never blocks; idempotent."""
+        """Takes what the kernel still holds of the broken connections: Gloo's loop, which would
+        read it into tensors even now, finds their end. The kernel takes no more for them. Never
+        blocks; idempotent."""
         with self._closing:
             self._drain()
 
@@ -154,13 +171,17 @@ class GroupSockets:
                     pass
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Calls `lost(what happened)` once, from a thread, when a connection of the group has ended GRACE_S ago. Until `close`."""
+        """Calls `lost(what happened)` once, from a thread, when a connection of the group has ended
+        GRACE_S ago. Until `close`."""
         arguments = (self._stop, list(self._copies), lost)
-        self._watcher = threading.Thread(target=_watch, args=arguments, name="shoal-gloo-watch", daemon=True)
+        self._watcher = threading.Thread(
+            target=_watch, args=arguments, name="shoal-gloo-watch", daemon=True
+        )
         self._watcher.start()
 
     def close(self) -> None:
-        """Ends the watch and lets go of the copies; connections that Gloo still holds stay as they are. Idempotent."""
+        """Ends the watch and lets go of the copies; connections that Gloo still holds stay as they
+        are. Idempotent."""
         with self._closing:
             if self._closed:
                 return
@@ -174,8 +195,8 @@ class GroupSockets:
         os.close(self._stop)
 
     def let_go_in_child(self, null: int) -> None:
-        """In a forked child: drops its copies of the connections. Gloo's numbers stay taken, by `null`: its objects there still know
-        them."""
+        """In a forked child: drops its copies of the connections. Gloo's numbers stay taken, by
+        `null`: its objects there still know them."""
         for copy in self._copies:
             copy.close()
         for descriptor, inode in self._originals:
@@ -202,7 +223,8 @@ def _watch(stop: int, copies: list[socket.socket], lost: Callable[[str], None]) 
 
 
 def _tcp_copies() -> Iterator[tuple[int, socket.socket]]:
-    """Each TCP socket's descriptor and a copy of it. A look at a copy cannot mix up descriptors that are reused meanwhile.
+    """Each TCP socket's descriptor and a copy of it. A look at a copy cannot mix up descriptors
+    that are reused meanwhile.
 
     Under `_SCANNING`, until all copies that are not wanted are closed again.
     """
@@ -228,7 +250,10 @@ def _sent(copy: socket.socket) -> Traffic:
     told = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     if len(told) < _TCP_INFO_BYTES:  # a kernel before 4.10
         return Traffic(acknowledged_bytes=0, busy_s=0.0)
-    (acknowledged,), (busy_us,) = _U64.unpack_from(told, _BYTES_ACKED_AT), _U64.unpack_from(told, _BUSY_TIME_AT)
+    (acknowledged,), (busy_us,) = (
+        _U64.unpack_from(told, _BYTES_ACKED_AT),
+        _U64.unpack_from(told, _BUSY_TIME_AT),
+    )
     return Traffic(acknowledged_bytes=acknowledged, busy_s=busy_us / 1e6)
 
 
@@ -252,7 +277,8 @@ _LIVE: Final[weakref.WeakSet[GroupSockets]] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
-    """A DataLoader's forked worker holds copies of the sockets: peers would not see this rank's death before that child's."""
+    """A DataLoader's forked worker holds copies of the sockets: peers would not see this rank's
+    death before that child's."""
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for sockets in _LIVE:
         sockets.let_go_in_child(null)

@@ -1,6 +1,8 @@
-"""What a caller waits for on an interruptible Gloo group, in place of Gloo's own works. See interruptible.py for why.
+"""What a caller waits for on an interruptible Gloo group, in place of Gloo's own works. See
+interruptible.py for why.
 
-Threads: `wait` and `get_future` are for the thread that issued the work; Gloo's threads and `end_works` complete it.
+Threads: `wait` and `get_future` are for the thread that issued the work; Gloo's threads and
+`end_works` complete it.
 """
 
 from __future__ import annotations
@@ -24,18 +26,21 @@ from shoal_worker.backends.waits import Waits
 from shoal_worker.torch_internals import Work
 
 _MOMENT_S: Final = 10.0
-"""The longest such moment. Operations that Gloo tells of a broken connection end within a millisecond, or some under load; as long as a
-thread of Gloo's runs, it may write into tensors that a redo of the step would use. One that computes for longer than this is not waited
-for any more: nothing in a step does."""
+"""The longest such moment. Operations that Gloo tells of a broken connection end within a
+millisecond, or some under load; as long as a thread of Gloo's runs, it may write into tensors that
+a redo of the step would use. One that computes for longer than this is not waited for any more:
+nothing in a step does."""
 
 _ONE_PIECE_BYTES: Final = 1024
 """So much is in one TCP segment, with Gloo's header, on every network."""
 
 _MOMENT_OF_A_MESSAGE_S: Final = 0.25
-"""The same, of a message. Its bytes are written by Gloo's loop, which is never asleep for the kernel."""
+"""The same, of a message. Its bytes are written by Gloo's loop, which is never asleep for the
+kernel."""
 
 _MOMENT_AT_EXIT_S: Final = 1.0
-"""How long the end of the process waits for the thread in which messages are waited for. One in the middle of a message sleeps on."""
+"""How long the end of the process waits for the thread in which messages are waited for. One in the
+middle of a message sleeps on."""
 
 _WHILE: Final = timedelta(milliseconds=10)
 """How long a wait stays in C++ before it looks whether the group was ended."""
@@ -70,9 +75,15 @@ class InterruptibleWork(Work):
     """A collective that was issued. It is over when Gloo's work is, or when it is ended."""
 
     def __init__(
-        self, name: str, native: Work, group: Owner, finish: Callable[[], Any] | None, order: on_devices.Order | None = None
+        self,
+        name: str,
+        native: Work,
+        group: Owner,
+        finish: Callable[[], Any] | None,
+        order: on_devices.Order | None = None,
     ) -> None:
-        """`finish` runs once Gloo is done, and gives the value of the future. `order`: of what a device does before and after it."""
+        """`finish` runs once Gloo is done, and gives the value of the future. `order`: of what a
+        device does before and after it."""
         super().__init__()
         self._name = name
         self._native: Work | None = native
@@ -82,7 +93,8 @@ class InterruptibleWork(Work):
         self._order = order
         self._over = False
         self._over_soon: threading.Event | None = None
-        """For whoever watches Gloo meanwhile. Made when needed: it costs more than all else in here."""
+        """For whoever watches Gloo meanwhile. Made when needed: it costs more than all else in
+        here."""
         self._value: Callable[[], Any] = lambda: None
         self._failure: tuple[type[Exception], str] | None = None
         self._settled: torch.futures.Future[None] | None = None
@@ -96,7 +108,8 @@ class InterruptibleWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the result is in place; `timeout` None or 0: however long it takes.
 
-        Raises GroupEndedError when the group is over, RuntimeError for other failures and when it takes longer than `timeout`.
+        Raises GroupEndedError when the group is over, RuntimeError for other failures and when it
+        takes longer than `timeout`.
         """
         deadline = time.monotonic() + timeout.total_seconds() if timeout else float("inf")
         with self._waits.of(self._name):
@@ -165,7 +178,8 @@ class InterruptibleWork(Work):
         _complete(settled)
 
     def _wait_for_native(self) -> None:
-        """Waits a while in C++, which is the quickest to notice that Gloo is done; but it does not notice an end."""
+        """Waits a while in C++, which is the quickest to notice that Gloo is done; but it does not
+        notice an end."""
         native = self._native
         if native is None:
             return  # it has just been settled
@@ -208,10 +222,16 @@ class InterruptibleWork(Work):
             return lambda: value, None
         except RuntimeError as error:
             reason = group.loss(self._name, error)
-            return lambda: None, (RuntimeError, str(error)) if reason is None else (GroupEndedError, reason)
+            return lambda: None, (RuntimeError, str(error)) if reason is None else (
+                GroupEndedError,
+                reason,
+            )
 
-    def _settle(self, value: Callable[[], Any], failure: tuple[type[Exception], str] | None) -> torch.futures.Future[None] | None:
-        """The first call counts. Returns what is to be completed, without any lock: it runs the callbacks of others."""
+    def _settle(
+        self, value: Callable[[], Any], failure: tuple[type[Exception], str] | None
+    ) -> torch.futures.Future[None] | None:
+        """The first call counts. Returns what is to be completed, without any lock: it runs the
+        callbacks of others."""
         with self._lock:
             if self._over:
                 return None
@@ -227,7 +247,8 @@ class InterruptibleWork(Work):
         return self._value()
 
     def _raise_failure(self) -> None:
-        """A new error each time: one that is kept would keep, by its traceback, all that the caller had."""
+        """A new error each time: one that is kept would keep, by its traceback, all that the caller
+        had."""
         if self._failure is not None:
             kind, text = self._failure
             raise kind(text)
@@ -236,8 +257,9 @@ class InterruptibleWork(Work):
 class Transfer(Work):
     """A point-to-point transfer.
 
-    A message of few bytes travels in one piece, and its wait is Gloo's own. In the middle of a longer one a connection can break, and then
-    Gloo's wait goes on until its timeout. So another thread waits in Gloo for that, and the caller for the thread, or for the group's end.
+    A message of few bytes travels in one piece, and its wait is Gloo's own. In the middle of a
+    longer one a connection can break, and then Gloo's wait goes on until its timeout. So another
+    thread waits in Gloo for that, and the caller for the thread, or for the group's end.
     """
 
     def __init__(self, name: str, native: Work, group: Owner, tensors: list[torch.Tensor]) -> None:
@@ -283,7 +305,8 @@ class Transfer(Work):
         """Somebody does already."""
 
     def await_native(self, seconds: float) -> None:
-        """Waits for Gloo to be done, for a while: what the connection still held may be written into the tensor."""
+        """Waits for Gloo to be done, for a while: what the connection still held may be written
+        into the tensor."""
         if self._over is not None:
             self._over.wait(min(seconds, _MOMENT_OF_A_MESSAGE_S))
 
@@ -294,8 +317,11 @@ class Transfer(Work):
     def _wait_apart(self, limit: timedelta) -> bool:
         if self._over is None:
             self._over = threading.Event()
-            self._group.issued(self)  # an end of the group sets the event from here on, and has done so if it is over
-            if self._over.is_set() or not self._group.waiter.wait_for(lambda: self._wait_in_gloo(limit)):
+            # an end of the group sets the event from here on, and has done so if it is over
+            self._group.issued(self)
+            if self._over.is_set() or not self._group.waiter.wait_for(
+                lambda: self._wait_in_gloo(limit)
+            ):
                 self.native_completed = True  # nobody waits for it in Gloo
                 self._settle((GroupEndedError, "the process group was shut down"))
                 self._group.finished(self)
@@ -306,13 +332,18 @@ class Transfer(Work):
         return True
 
     def _wait_in_gloo(self, limit: timedelta) -> None:
-        failure: tuple[type[Exception], str] | None = (RuntimeError, f"{self._name}: the thread that waited for it failed")
+        failure: tuple[type[Exception], str] | None = (
+            RuntimeError,
+            f"{self._name}: the thread that waited for it failed",
+        )
         try:
             self._native.wait(limit)
             failure = None
         except Exception as error:
             failure = (RuntimeError, str(error))
-            reason = self._group.loss(self._name, error) if isinstance(error, RuntimeError) else None
+            reason = (
+                self._group.loss(self._name, error) if isinstance(error, RuntimeError) else None
+            )
             if reason is not None:
                 failure = (GroupEndedError, reason)
         finally:  # the caller waits for nothing else
@@ -331,9 +362,11 @@ class Transfer(Work):
 
 
 class Waiter:
-    """A thread of a group's that waits in Gloo for one message after the other. It begins with the first, and ends with `close`.
+    """A thread of a group's that waits in Gloo for one message after the other. It begins with the
+    first, and ends with `close`.
 
-    For the one thread that issues transfers: two that wait at the same time would wait for each other's messages.
+    For the one thread that issues transfers: two that wait at the same time would wait for each
+    other's messages.
     """
 
     def __init__(self) -> None:
@@ -342,12 +375,17 @@ class Waiter:
         self._lock = threading.Lock()
 
     def wait_for(self, wait: Callable[[], None]) -> bool:
-        """Calls `wait`, which raises nothing, when those before it have returned. False: it is closed, and will not."""
+        """Calls `wait`, which raises nothing, when those before it have returned. False: it is
+        closed, and will not."""
         with self._lock:
             if self._closed:
                 return False
             if not self._begun:
-                native_threads.start(partial(_wait_in_turn, self._waits), name="shoal-gloo-transfers", most_s=_MOMENT_AT_EXIT_S)
+                native_threads.start(
+                    partial(_wait_in_turn, self._waits),
+                    name="shoal-gloo-transfers",
+                    most_s=_MOMENT_AT_EXIT_S,
+                )
                 self._begun = True
             self._waits.put(wait)
             return True
@@ -370,9 +408,12 @@ def _complete(settled: torch.futures.Future[None] | None) -> None:
         settled.set_result(None)
 
 
-def end_works(works: Sequence[InterruptibleWork | Transfer], reason: str, drain: Callable[[], None]) -> None:
-    """Ends them, once Gloo is done with them or asleep. `drain` takes what their connections, which are broken, still hold: from then on
-    Gloo's loop has nothing that it could write into a tensor."""
+def end_works(
+    works: Sequence[InterruptibleWork | Transfer], reason: str, drain: Callable[[], None]
+) -> None:
+    """Ends them, once Gloo is done with them or asleep. `drain` takes what their connections, which
+    are broken, still hold: from then on Gloo's loop has nothing that it could write into a
+    tensor."""
     deadline = time.monotonic() + _MOMENT_S
     for work in works:
         work.follow()
@@ -383,12 +424,12 @@ def end_works(works: Sequence[InterruptibleWork | Transfer], reason: str, drain:
         work.end(reason)
 
 
-# ------------------------------------------------------------------------------------------------------------------- several works as one
+# ----------------------------------------------------------------------------- several works as one
 #
 # Several works as one: a collective that is made of others, such as an all-gather of broadcasts.
 #
-# Each part is followed, ended and accounted for by its group as if it had been issued alone; nothing of that is here. Threads: as the
-# parts.
+# Each part is followed, ended and accounted for by its group as if it had been issued alone;
+# nothing of that is here. Threads: as the parts.
 
 
 class AllOf(Work):
@@ -402,14 +443,17 @@ class AllOf(Work):
         """`wait` has raised; the parts after the one that failed may end later."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the result is in place, or raises what the first part to fail raises. `timeout` None or 0: however long it takes."""
+        """Returns when the result is in place, or raises what the first part to fail raises.
+        `timeout` None or 0: however long it takes."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
         self._failed = True
         for part in self._parts:
             if deadline is None:
                 part.wait()
             else:
-                part.wait(max(timedelta(milliseconds=1), timedelta(seconds=deadline - time.monotonic())))
+                part.wait(
+                    max(timedelta(milliseconds=1), timedelta(seconds=deadline - time.monotonic()))
+                )
         self._failed = False
         return True
 
@@ -427,7 +471,9 @@ class AllOf(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the output tensors."""
-        return torch.futures.collect_all([part.get_future() for part in self._parts]).then(self._outcome)
+        return torch.futures.collect_all([part.get_future() for part in self._parts]).then(
+            self._outcome
+        )
 
     def _outcome(self, done: torch.futures.Future[Any]) -> Any:
         for part in done.value():

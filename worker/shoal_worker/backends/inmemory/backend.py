@@ -1,7 +1,8 @@
-"""Ranks as threads of one process, for notebooks, tests and debugging: `shoal.launch(fn, world_size=4)`.
+"""Ranks as threads of one process, for notebooks, tests and debugging:
+`shoal.launch(fn, world_size=4)`.
 
-Results do not depend on timing: reductions go by rank, and ranks that `launch` starts take turns (turns.py). A rank that fails
-ends the group for all, with its reason. It is not for speed.
+Results do not depend on timing: reductions go by rank, and ranks that `launch` starts take turns
+(turns.py). A rank that fails ends the group for all, with its reason. It is not for speed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from shoal_worker.backends.inmemory.room import Meeting, Reception, Room, room_f
 from shoal_worker.backends.python_group import PythonGroup
 from shoal_worker.torch_internals import Work, _DistributedBackendOptions
 
-# ---------------------------------------------------------------------------------------------------------------------- the process group
+# -------------------------------------------------------------------------------- the process group
 #
 # A torch process group whose ranks are threads of one process. Their meeting is room.py's.
 #
@@ -40,7 +41,8 @@ class InMemoryGroup(PythonGroup):
         self._leave = weakref.finalize(self, room.leave, rank, "has let go of the group")
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Ends the group on all ranks: what is pending and what comes raises GroupEndedError(reason)."""
+        """Ends the group on all ranks: what is pending and what comes raises
+        GroupEndedError(reason)."""
         self.room.end(GroupEndedError(reason))
 
     def shutdown(self) -> None:
@@ -54,9 +56,15 @@ class InMemoryGroup(PythonGroup):
     def _issue(self, call: Collective) -> Work:
         for one in call.inputs if call.op is not None else ():
             check_op(call.op, one.dtype)
-        if len(call.dtypes) > 1 and len({one.dtype for one in call.inputs}) == 1 and call.inputs is not call.outputs:
+        if (
+            len(call.dtypes) > 1
+            and len({one.dtype for one in call.inputs}) == 1
+            and call.inputs is not call.outputs
+        ):
             raise InvalidRequestError(f"{call}: outputs are of another dtype than inputs")
-        return CollectiveWork(self.room, self.room.issue(self.rank(), call), self.rank(), self._timeout)
+        return CollectiveWork(
+            self.room, self.room.issue(self.rank(), call), self.rank(), self._timeout
+        )
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         self.room.send(self.rank(), peer, tag, tensor)
@@ -68,10 +76,11 @@ class InMemoryGroup(PythonGroup):
 
 
 class _InMemoryWork(Work):
-    """What a collective or a message returns. Its future is complete when it is handed out: so callbacks run in the thread of their own
-    rank, not in a peer's.
+    """What a collective or a message returns. Its future is complete when it is handed out: so
+    callbacks run in the thread of their own rank, not in a peer's.
 
-    DDP and functional collectives wait for the future in C++, where no other rank could have its turn.
+    DDP and functional collectives wait for the future in C++, where no other rank could have its
+    turn.
     """
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -106,8 +115,8 @@ class CollectiveWork(_InMemoryWork):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the result is in place. `timeout` None or 0: the group's.
 
-        Raises GroupEndedError when the group is over, or is ended because not all came in time, UnmatchedCollectiveError when the ranks'
-        collectives do not fit together.
+        Raises GroupEndedError when the group is over, or is ended because not all came in time,
+        UnmatchedCollectiveError when the ranks' collectives do not fit together.
         """
         self._room.await_meeting(self._meeting, self._rank, timeout or self._timeout)
         return True
@@ -175,13 +184,14 @@ class ReceiveWork(_InMemoryWork):
         return self._reception.source
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- the backend
+# -------------------------------------------------------------------------------------- the backend
 
 NAME: Final = "shoal_inmemory"
 
 
 class InMemoryBackend(CommunicationBackend):
-    """A group of threads. The store only says which threads belong together: a `torch.distributed.HashStore` will do."""
+    """A group of threads. The store only says which threads belong together: a
+    `torch.distributed.HashStore` will do."""
 
     name: ClassVar[str] = "inmemory"
     averages_natively: ClassVar[bool] = True
@@ -195,7 +205,9 @@ class InMemoryBackend(CommunicationBackend):
         """Whether collectives can be issued: initialized, and not over for any rank."""
         return super().is_initialized and self._room is not None and self._room.ended is None
 
-    def _connect(self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None) -> dist.ProcessGroup:
+    def _connect(
+        self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None
+    ) -> dist.ProcessGroup:
         room = self._room = room_for(store, self.rank, self.world_size, "inmemory")
         if self._reason is not None:
             room.end(GroupEndedError(self._reason))
@@ -231,6 +243,7 @@ def register() -> None:
 
 
 def _create(options: _DistributedBackendOptions, _: Any) -> InMemoryGroup:
-    """Called by torch for the default group and each new_group. Waits for the others with the first collective."""
+    """Called by torch for the default group and each new_group. Waits for the others with the first
+    collective."""
     room = room_for(options.store, options.group_rank, options.group_size, options.group_id)
     return InMemoryGroup(room, options.group_rank, options.timeout)

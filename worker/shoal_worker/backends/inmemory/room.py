@@ -1,9 +1,12 @@
-"""Where the threads that are ranks of one in-memory group meet: matches their collectives and transfers, and fails all when one fails.
+"""Where the threads that are ranks of one in-memory group meet: matches their collectives and
+transfers, and fails all when one fails.
 
-The nth collective that a rank issues meets the nth of every other. The last rank to come does the arithmetic for all of them, so a
-collective is complete on all ranks at one moment. Whoever waits learns at the deadline which ranks have arrived and what the others are at.
+The nth collective that a rank issues meets the nth of every other. The last rank to come does the
+arithmetic for all of them, so a collective is complete on all ranks at one moment. Whoever waits
+learns at the deadline which ranks have arrived and what the others are at.
 
-Threads: any, each for its own rank; state is guarded by `turns.LOCK`. The arithmetic runs without it.
+Threads: any, each for its own rank; state is guarded by `turns.LOCK`. The arithmetic runs without
+it.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ class Meeting:
 
 
 class Reception:
-    """A transfer that a rank waits for. `source` is the sender; None until it is known, if any may be."""
+    """A transfer that a rank waits for. `source` is the sender; None until it is known, if any may
+    be."""
 
     def __init__(self, rank: int, source: int | None, tag: int, tensor: torch.Tensor) -> None:
         self.rank, self.source, self.tag, self.tensor = rank, source, tag, tensor
@@ -53,7 +57,10 @@ class Reception:
         return self.rank == destination and self.tag == tag and self.source in (None, source)
 
     def __str__(self) -> str:
-        return f"recv(from {'any rank' if self.source is None else f'rank {self.source}'}, tag {self.tag})"
+        return (
+            f"recv(from {'any rank' if self.source is None else f'rank {self.source}'}, tag "
+            f"{self.tag})"
+        )
 
 
 class Message:
@@ -87,8 +94,9 @@ class Room:
         with LOCK:
             if size != self.size or rank in self._members:
                 raise ConfigurationError(
-                    f"rank {rank} of {size} enters the in-memory group {self.name}, which has {self.size} ranks"
-                    f"{' and this one already' if rank in self._members else ''}: expected each rank once"
+                    f"rank {rank} of {size} enters the in-memory group {self.name}, which has "
+                    f"{self.size} ranks{' and this one already' if rank in self._members else ''}: "
+                    "expected each rank once"
                 )
             turns = own_turns()
             if self._members and turns is not self._turns:
@@ -102,24 +110,31 @@ class Room:
             self._changed()
 
     def await_all(self, rank: int, timeout: timedelta) -> None:
-        """Until all ranks have entered. Raises DeadlineError naming those that have not, or the error that ended the room."""
+        """Until all ranks have entered. Raises DeadlineError naming those that have not, or the
+        error that ended the room."""
         full = turns.wait(
-            self, lambda: len(self._members) == self.size or self.ended is not None, timeout.total_seconds(), "for the others to come"
+            self,
+            lambda: len(self._members) == self.size or self.ended is not None,
+            timeout.total_seconds(),
+            "for the others to come",
         )
         self.check_live()
         if not full:
             absent = sorted(set(range(self.size)) - self._members)
             raise DeadlineError(
-                f"connecting {self.size} in-memory ranks took longer than connect_timeout={timeout.total_seconds():g} s: "
-                f"ranks {absent} did not come",
+                f"connecting {self.size} in-memory ranks took longer than "
+                f"connect_timeout={timeout.total_seconds():g} s: ranks {absent} did not come",
                 reason="CONNECT_TIMEOUT",
             )
 
     def leave(self, rank: int, how: str = "left the group") -> None:
-        """`rank` takes no further part: what needs it fails, what it has given its part to does not."""
+        """`rank` takes no further part: what needs it fails, what it has given its part to does
+        not."""
         with LOCK:
             self._left.setdefault(rank, how)
-            if any(rank not in meeting.calls for meeting in self._meetings.values()) or any(one.source == rank for one in self._receptions):
+            if any(rank not in meeting.calls for meeting in self._meetings.values()) or any(
+                one.source == rank for one in self._receptions
+            ):
                 self._end_without(rank)
 
     def end_for(self, reason: str) -> None:
@@ -131,7 +146,8 @@ class Room:
         self.end(UnmatchedCollectiveError(text))
 
     def end(self, error: Ending) -> None:
-        """All that is pending or comes later fails with such an error, on all ranks. The first error stays."""
+        """All that is pending or comes later fails with such an error, on all ranks. The first
+        error stays."""
         with LOCK:
             if self.ended is None:
                 self.ended = error
@@ -142,7 +158,8 @@ class Room:
     # --- collectives
 
     def issue(self, rank: int, call: Collective) -> Meeting:
-        """Gives `rank`'s part in the next collective. Raises the error that ended the room, or UnmatchedCollectiveError, which ends it."""
+        """Gives `rank`'s part in the next collective. Raises the error that ended the room, or
+        UnmatchedCollectiveError, which ends it."""
         with LOCK:
             self._check(rank)
             number = self._counts[rank] = self._counts[rank] + 1
@@ -160,13 +177,19 @@ class Room:
         return meeting
 
     def await_meeting(self, meeting: Meeting, rank: int, timeout: timedelta) -> None:
-        """Until all ranks have come to it. Raises the error that ended the room; after `timeout`, it ends the room."""
+        """Until all ranks have come to it. Raises the error that ended the room; after `timeout`,
+        it ends the room."""
         what = f"in {meeting.calls[rank]} (collective {meeting.number} of group {self.name})"
-        ready = turns.wait(self, lambda: meeting.done or self.ended is not None, timeout.total_seconds(), what)
+        ready = turns.wait(
+            self, lambda: meeting.done or self.ended is not None, timeout.total_seconds(), what
+        )
         if not ready:
             arrived = sorted(meeting.calls)
             others = sorted(set(range(self.size)) - meeting.calls.keys())
-            self._end_late(f"rank {rank} waited {timeout.total_seconds():g} s {what}: ranks {arrived} have arrived; {self._at(others)}")
+            self._end_late(
+                f"rank {rank} waited {timeout.total_seconds():g} s {what}: ranks {arrived} have "
+                f"arrived; {self._at(others)}"
+            )
         if not meeting.done:
             self.check_live()
 
@@ -179,7 +202,9 @@ class Room:
             self._last[rank] = f"has sent to rank {destination}, tag {tag}"
             message = Message(rank, destination, tag, tensor.data.clone())
             _synchronize([message.tensor])
-            reception = next((one for one in self._receptions if one.takes(rank, destination, tag)), None)
+            reception = next(
+                (one for one in self._receptions if one.takes(rank, destination, tag)), None
+            )
             if reception is None:
                 self._messages.append(message)
                 return
@@ -192,7 +217,14 @@ class Room:
             self._check(rank)
             reception = Reception(rank, source, tag, tensor)
             self._last[rank] = f"is at {reception}"
-            message = next((one for one in self._messages if reception.takes(one.source, one.destination, one.tag)), None)
+            message = next(
+                (
+                    one
+                    for one in self._messages
+                    if reception.takes(one.source, one.destination, one.tag)
+                ),
+                None,
+            )
             if message is not None:
                 self._messages.remove(message)
                 self._deliver(message, reception)
@@ -203,17 +235,25 @@ class Room:
             return reception
 
     def await_reception(self, reception: Reception, rank: int, timeout: timedelta) -> None:
-        """Until the message is there. Raises the error that ended the room; after `timeout`, it ends the room."""
+        """Until the message is there. Raises the error that ended the room; after `timeout`, it
+        ends the room."""
         what = f"in {reception} of group {self.name}"
-        ready = turns.wait(self, lambda: reception.done or self.ended is not None, timeout.total_seconds(), what)
+        ready = turns.wait(
+            self, lambda: reception.done or self.ended is not None, timeout.total_seconds(), what
+        )
         if not ready:
-            others = [one for one in range(self.size) if one != rank and reception.source in (None, one)]
-            self._end_late(f"rank {rank} waited {timeout.total_seconds():g} s {what}; {self._at(others)}")
+            others = [
+                one for one in range(self.size) if one != rank and reception.source in (None, one)
+            ]
+            self._end_late(
+                f"rank {rank} waited {timeout.total_seconds():g} s {what}; {self._at(others)}"
+            )
         if not reception.done:
             self.check_live()
 
     def check_live(self) -> None:
-        """Raises an error like the one that ended the room. A copy: an error belongs to the thread that raises it."""
+        """Raises an error like the one that ended the room. A copy: an error belongs to the thread
+        that raises it."""
         if self.ended is not None:
             raise type(self.ended)(str(self.ended))
 
@@ -231,8 +271,9 @@ class Room:
         call = meeting.calls[rank]
         if call.signature != first.signature:
             error = UnmatchedCollectiveError(
-                f"collective {meeting.number} of group {self.name} is {first} on rank {meeting.first}, but {call} on rank {rank}: "
-                "expected the same one, in the same order, on all ranks"
+                f"collective {meeting.number} of group {self.name} is {first} on rank "
+                f"{meeting.first}, but {call} on rank {rank}: expected the same one, in the same "
+                "order, on all ranks"
             )
             self.end(error)
             raise error
@@ -259,8 +300,9 @@ class Room:
         if given.dtype != tensor.dtype or given.numel() != tensor.numel():
             self.end(
                 UnmatchedCollectiveError(
-                    f"rank {message.source} sent {given.dtype} {list(given.shape)} with tag {message.tag}, but rank {reception.rank} "
-                    f"expects {tensor.dtype} {list(tensor.shape)}"
+                    f"rank {message.source} sent {given.dtype} {list(given.shape)} with tag "
+                    f"{message.tag}, but rank {reception.rank} expects {tensor.dtype} "
+                    f"{list(tensor.shape)}"
                 )
             )
             return
@@ -277,7 +319,9 @@ class Room:
     def _end_late(self, text: str) -> None:
         holder = self._turns.running if self._turns is not None else None
         if holder is not None:
-            text += f"; rank {holder} of the launch has run all that time without waiting for others"
+            text += (
+                f"; rank {holder} of the launch has run all that time without waiting for others"
+            )
         self.end(GroupEndedError(text))
 
     def _at(self, ranks: Sequence[int]) -> str:
@@ -288,13 +332,15 @@ class Room:
 
 
 def _synchronize(tensors: Sequence[torch.Tensor]) -> None:
-    """Ranks have streams of their own on a GPU: one waits for the device before it takes what another has left there."""
+    """Ranks have streams of their own on a GPU: one waits for the device before it takes what
+    another has left there."""
     for device in {one.device for one in tensors if one.is_cuda}:
         torch.cuda.synchronize(device)
 
 
 def room_for(store: Store, rank: int, size: int, name: str) -> Room:
-    """The room of the group that meets over `store`, which the calling thread enters as `rank`. Blocks in no store.
+    """The room of the group that meets over `store`, which the calling thread enters as `rank`.
+    Blocks in no store.
 
     Raises ConfigurationError when other ranks are in other processes.
     """
@@ -302,8 +348,9 @@ def room_for(store: Store, rank: int, size: int, name: str) -> Room:
     agreed = bytes(store.compare_set("room", "", token)).decode()
     if agreed.partition("-")[0] != str(os.getpid()):
         raise ConfigurationError(
-            f"backend='inmemory': process {agreed.partition('-')[0]} uses this store as well; the ranks of an in-memory group are threads "
-            "of one process (shoal.launch); for processes use backend='gloo'"
+            f"backend='inmemory': process {agreed.partition('-')[0]} uses this store as well; the "
+            "ranks of an in-memory group are threads of one process (shoal.launch); for processes "
+            "use backend='gloo'"
         )
     # A group may be made anew over the same store: the nth entry of every rank is to the same room.
     entry = store.add(f"entries of rank {rank}", 1)

@@ -1,11 +1,14 @@
-"""Ranks of one `launch` take turns: one thread runs until it waits for others, then the next one does.
+"""Ranks of one `launch` take turns: one thread runs until it waits for others, then the next one
+does.
 
-Why: torch and Python keep much in globals that processes have to themselves, above all the random generators; with turns each rank has its
-own, nothing that is cached per process is touched by two ranks at once, and a run is the same every time. And when every rank waits, that
-is known at once. What is given up is speed: ranks do not compute side by side.
+Why: torch and Python keep much in globals that processes have to themselves, above all the random
+generators; with turns each rank has its own, nothing that is cached per process is touched by two
+ranks at once, and a run is the same every time. And when every rank waits, that is known at once.
+What is given up is speed: ranks do not compute side by side.
 
-A turn passes in waits of in-memory groups, and while an errand is run (`run_aside`). A rank that waits for another one in any other way (a
-threading.Event, a sleep until a file is there) keeps its turn: then those who wait for it say so at their deadline.
+A turn passes in waits of in-memory groups, and while an errand is run (`run_aside`). A rank that
+waits for another one in any other way (a threading.Event, a sleep until a file is there) keeps its
+turn: then those who wait for it say so at their deadline.
 
 Threads: everything is guarded by `LOCK`, the one lock of all in-memory ranks of the process.
 """
@@ -77,7 +80,8 @@ class Turns:
         self._started: set[int] = set()
 
     def begin(self, rank: int) -> None:
-        """The calling thread is `rank`; returns when it has its first turn. Rank 0 has it once all have begun."""
+        """The calling thread is `rank`; returns when it has its first turn. Rank 0 has it once all
+        have begun."""
         _current.turns, _current.rank = self, rank
         with LOCK:
             self._started.add(rank)
@@ -114,8 +118,11 @@ class Turns:
         """Whose turn it is."""
         return self._running
 
-    def wait(self, rank: int, on: Waitable, ready: Callable[[], bool], timeout: float, what: str) -> bool:
-        """Until `ready()`, while the others have their turns; False: not within `timeout` seconds."""
+    def wait(
+        self, rank: int, on: Waitable, ready: Callable[[], bool], timeout: float, what: str
+    ) -> bool:
+        """Until `ready()`, while the others have their turns; False: not within `timeout`
+        seconds."""
         deadline = time.monotonic() + timeout
         with LOCK:
             if ready() or self._free_for_all:
@@ -138,17 +145,22 @@ class Turns:
             self._wake()
 
     def _await_turn(self, rank: int, timeout: float | None) -> bool:
-        came = self._mine[rank].wait_for(lambda: self._running == rank or self._free_for_all, timeout)
+        came = self._mine[rank].wait_for(
+            lambda: self._running == rank or self._free_for_all, timeout
+        )
         self._parked.pop(rank, None)
         return came
 
     def _pass_on(self, rank: int) -> None:
-        """To the next rank after `rank` that can go on; to none if nobody waits, or all wait for outsiders."""
+        """To the next rank after `rank` that can go on; to none if nobody waits, or all wait for
+        outsiders."""
         self._running = self._next(rank)
         self._wake()
         rooms = [parked.on for parked in self._parked.values() if parked.on is not None]
         if self._running is None and rooms and not any(room.has_outsiders for room in rooms):
-            waiting = "; ".join(f"rank {one} waits {parked.what}" for one, parked in sorted(self._parked.items()))
+            waiting = "; ".join(
+                f"rank {one} waits {parked.what}" for one, parked in sorted(self._parked.items())
+            )
             text = f"no rank can go on: {waiting}{self._ended()}"
             for room in rooms:
                 room.end_deadlocked(text)  # and so calls `look`
@@ -160,7 +172,9 @@ class Turns:
 
     def _next(self, rank: int) -> int | None:
         after = ((rank + step) % self._size for step in range(1, self._size + 1))
-        return next((one for one in after if one in self._parked and self._parked[one].ready()), None)
+        return next(
+            (one for one in after if one in self._parked and self._parked[one].ready()), None
+        )
 
     def _ended(self) -> str:
         ended = [rank for rank in range(self._size) if rank not in self._parked]
@@ -209,9 +223,11 @@ class _Errand:
 
 
 def run_aside(work: Callable[[], T], what: str) -> T:
-    """Returns `work()`, which waits for other ranks by other means than a group; they have their turns meanwhile.
+    """Returns `work()`, which waits for other ranks by other means than a group; they have their
+    turns meanwhile.
 
-    `work` has a deadline of its own, and touches nothing that two ranks might touch at once. `what` completes "rank 0 waits ...".
+    `work` has a deadline of its own, and touches nothing that two ranks might touch at once. `what`
+    completes "rank 0 waits ...".
 
     Raises:
         GroupEndedError: another rank has failed; `work` is left to itself.
@@ -224,8 +240,15 @@ def run_aside(work: Callable[[], T], what: str) -> T:
         turns.rooms.add(errand)
         if turns.over is not None:
             raise GroupEndedError(turns.over)
-    threading.Thread(target=errand.run, args=(work,), name=f"shoal-rank-{_current.rank}-aside", daemon=True).start()
-    wait(errand, lambda: errand.future.done() or errand.ended is not None, threading.TIMEOUT_MAX, what)
+    threading.Thread(
+        target=errand.run, args=(work,), name=f"shoal-rank-{_current.rank}-aside", daemon=True
+    ).start()
+    wait(
+        errand,
+        lambda: errand.future.done() or errand.ended is not None,
+        threading.TIMEOUT_MAX,
+        what,
+    )
     if errand.ended is not None and not errand.future.done():
         raise GroupEndedError(errand.ended)
     result: T = errand.future.result()
@@ -233,14 +256,16 @@ def run_aside(work: Callable[[], T], what: str) -> T:
 
 
 def changed(turns: Turns | None) -> None:
-    """To be called with the lock held when something may have become ready for threads without turns, or by one of them."""
+    """To be called with the lock held when something may have become ready for threads without
+    turns, or by one of them."""
     _CHANGED.notify_all()
     if turns is not None:
         turns.look()
 
 
 def _random_states() -> tuple[Any, ...]:
-    """Returns the states of the random generators that ranks, as processes, would have each for themselves."""
+    """Returns the states of the random generators that ranks, as processes, would have each for
+    themselves."""
     devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return (
         torch.default_generator.get_state(),

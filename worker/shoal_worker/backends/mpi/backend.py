@@ -1,10 +1,12 @@
-"""MPI, through mpi4py: for clusters whose own launcher and network stack is MPI. `mpiexec -n 4 python train.py`.
+"""MPI, through mpi4py: for clusters whose own launcher and network stack is MPI.
+`mpiexec -n 4 python train.py`.
 
 Rank and size are those of MPI's world, so no store is needed: `MPIBackend().initialize()`, or
 `init_process_group("shoal_mpi", init_method="mpi://")`. Each group has a communicator of its own.
 
-Start scripts with `mpiexec -n 4 python -m mpi4py train.py`: then an exception that ends one rank ends all. MPI itself ends the whole job
-when a process dies, so a group on MPI does not shrink: elastic training wants "gloo" or "nccl".
+Start scripts with `mpiexec -n 4 python -m mpi4py train.py`: then an exception that ends one rank
+ends all. MPI itself ends the whole job when a process dies, so a group on MPI does not shrink:
+elastic training wants "gloo" or "nccl".
 """
 
 from __future__ import annotations
@@ -18,7 +20,12 @@ import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from shoal_worker.backends.base import DEFAULT_CONNECT_TIMEOUT, DEFAULT_TIMEOUT, CommunicationBackend, GroupEndedError
+from shoal_worker.backends.base import (
+    DEFAULT_CONNECT_TIMEOUT,
+    DEFAULT_TIMEOUT,
+    CommunicationBackend,
+    GroupEndedError,
+)
 from shoal_worker.backends.worlds import Seat
 from shoal_worker.torch_internals import HashStore, Store, _DistributedBackendOptions
 
@@ -31,9 +38,10 @@ NAME: Final = "shoal_mpi"
 class MPIBackend(CommunicationBackend):
     """All ranks of MPI's world, on CPU tensors, over a communicator of its own.
 
-    `abort` tells the other ranks by a message: they learn of it, with its reason, in their waits and when they issue something. MPI cannot
-    take back what is pending: that is left to itself, its buffers are kept to the end of the process, and the MPI library may refuse to end
-    in good order. A rank that is gone without a word is noticed by MPI's launcher, or at the timeout.
+    `abort` tells the other ranks by a message: they learn of it, with its reason, in their waits
+    and when they issue something. MPI cannot take back what is pending: that is left to itself, its
+    buffers are kept to the end of the process, and the MPI library may refuse to end in good order.
+    A rank that is gone without a word is noticed by MPI's launcher, or at the timeout.
     """
 
     name: ClassVar[str] = "mpi"
@@ -54,7 +62,8 @@ class MPIBackend(CommunicationBackend):
         hostname: str | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Joins MPI's world, whose rank and world size are the only ones that it takes; `store` and `hostname` are not used."""
+        """Joins MPI's world, whose rank and world size are the only ones that it takes; `store` and
+        `hostname` are not used."""
         world = _mpi().COMM_WORLD
         super().initialize(
             rank=world.rank if rank is None else rank,
@@ -66,7 +75,9 @@ class MPIBackend(CommunicationBackend):
             members=members,
         )
 
-    def _connect(self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None) -> dist.ProcessGroup:
+    def _connect(
+        self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None
+    ) -> dist.ProcessGroup:
         from shoal_worker.backends.mpi.group import MPIGroup
 
         world = _mpi().COMM_WORLD
@@ -84,8 +95,9 @@ class MPIBackend(CommunicationBackend):
                 raise GroupEndedError(self._reason)
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"connecting {self.world_size} MPI ranks took longer than connect_timeout={connect_timeout.total_seconds():g} s: "
-                    "not all ranks called initialize()",
+                    f"connecting {self.world_size} MPI ranks took longer than "
+                    f"connect_timeout={connect_timeout.total_seconds():g} s: not all ranks called "
+                    "initialize()",
                     reason="CONNECT_TIMEOUT",
                 )
             time.sleep(0.0002)
@@ -94,7 +106,8 @@ class MPIBackend(CommunicationBackend):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether collectives can be issued: initialized, and not over, as far as this rank has heard."""
+        """Whether collectives can be issued: initialized, and not over, as far as this rank has
+        heard."""
         return super().is_initialized and self._group is not None and self._group.reason is None
 
     def _break(self) -> None:
@@ -103,7 +116,8 @@ class MPIBackend(CommunicationBackend):
             group.abort(reason or "")
 
     def shutdown(self) -> None:
-        """This rank lets go of the group. It tells nobody: leave after a collective that all take part in. Idempotent."""
+        """This rank lets go of the group. It tells nobody: leave after a collective that all take
+        part in. Idempotent."""
         group = self._group
         if group is not None:
             group.shutdown()
@@ -125,18 +139,26 @@ def own_seat(timeout: timedelta) -> Seat:
         ConfigurationError: there is no mpi4py, or no MPI library.
     """
     world = _mpi().COMM_WORLD
-    return Seat(rank=world.rank, world_size=world.size, store=HashStore(), timeout=timeout, backend=MPIBackend.name)
+    return Seat(
+        rank=world.rank,
+        world_size=world.size,
+        store=HashStore(),
+        timeout=timeout,
+        backend=MPIBackend.name,
+    )
 
 
 def register() -> None:
-    """Makes torch know the backend "shoal_mpi" and `init_method="mpi://"`. Does not import mpi4py, which starts MPI."""
+    """Makes torch know the backend "shoal_mpi" and `init_method="mpi://"`. Does not import mpi4py,
+    which starts MPI."""
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
         register_rendezvous_handler("mpi", _rendezvous)
 
 
 def _create(options: _DistributedBackendOptions, _: Any) -> MPIGroup:
-    """Called by torch for the default group and each new_group, on the members alone. MPI lets it wait for them without a deadline."""
+    """Called by torch for the default group and each new_group, on the members alone. MPI lets it
+    wait for them without a deadline."""
     from shoal_worker.backends.mpi.group import MPIGroup
 
     mpi = _mpi()
@@ -146,7 +168,9 @@ def _create(options: _DistributedBackendOptions, _: Any) -> MPIGroup:
     return MPIGroup(communicator, options.group_id, options.timeout)
 
 
-def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Iterator[tuple[Store, int, int]]:
+def _rendezvous(
+    url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any
+) -> Iterator[tuple[Store, int, int]]:
     """Rank and size from MPI. The store is this process's alone: groups on MPI need none."""
     world = _mpi().COMM_WORLD
     yield HashStore(), world.rank, world.size
@@ -155,8 +179,8 @@ def _rendezvous(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any) -> Ite
 def _check_place(rank: int, size: int, communicator: Any) -> None:
     if (rank, size) != (communicator.rank, communicator.size):
         raise ConfigurationError(
-            f"rank={rank}, world_size={size}: MPI started this process as rank {communicator.rank} of {communicator.size}; "
-            f"start it with `mpiexec -n {size}`, or leave both out"
+            f"rank={rank}, world_size={size}: MPI started this process as rank {communicator.rank} "
+            f"of {communicator.size}; start it with `mpiexec -n {size}`, or leave both out"
         )
 
 
@@ -165,5 +189,8 @@ def _mpi() -> Any:
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
-        raise ConfigurationError(f"backend='mpi' needs mpi4py and an MPI library ({error}): pip install shoal-worker[mpi]") from error
+        raise ConfigurationError(
+            f"backend='mpi' needs mpi4py and an MPI library ({error}): pip install "
+            "shoal-worker[mpi]"
+        ) from error
     return MPI

@@ -1,10 +1,12 @@
 """A torch process group over one MPI communicator.
 
-Data goes as bytes out of and into the tensors' own memory, wherever their parts lie side by side. What MPI reduces itself (all-reduce,
-reduce) it reduces in an order of its own; half precision, which MPI does not know, goes as float32 and is rounded once. A reduce-scatter is
-an all-to-all of which each rank sums its parts in rank order, as on Gloo: there half precision travels as it is.
+Data goes as bytes out of and into the tensors' own memory, wherever their parts lie side by side.
+What MPI reduces itself (all-reduce, reduce) it reduces in an order of its own; half precision,
+which MPI does not know, goes as float32 and is rounded once. A reduce-scatter is an all-to-all of
+which each rank sums its parts in rank order, as on Gloo: there half precision travels as it is.
 
-Importing this module starts MPI. Threads: one thread issues; works are completed there or by works.py; `abort` is for any.
+Importing this module starts MPI. Threads: one thread issues; works are completed there or by
+works.py; `abort` is for any.
 """
 
 from __future__ import annotations
@@ -22,18 +24,26 @@ from mpi4py import MPI
 from shoal_common.errors import InvalidRequestError
 
 from shoal_worker.backends.base import GroupEndedError
-from shoal_worker.backends.collective import Collective, Kind, check_op, op_name, premultiplier, reduce_parts
+from shoal_worker.backends.collective import (
+    Collective,
+    Kind,
+    check_op,
+    op_name,
+    premultiplier,
+    reduce_parts,
+)
 from shoal_worker.backends.mpi.works import MPIWork
 from shoal_worker.backends.python_group import PythonGroup
 from shoal_worker.torch_internals import Work
 
-# -------------------------------------------------------------------------------------------------------------------------------- buffers
+# ------------------------------------------------------------------------------------------ buffers
 #
 # Tensors as MPI sees them: bytes with counts for what is moved, typed arrays for what MPI reduces.
 #
-# Parts that lie side by side in memory, as those of one tensor do, are given to MPI where they are; others by way of a copy. MPI gets
-# tensors by DLPack: once a tensor was a numpy array, its memory can never be given back by resizing it, which is what zero3 does after each
-# block. Importing this module starts MPI.
+# Parts that lie side by side in memory, as those of one tensor do, are given to MPI where they are;
+# others by way of a copy. MPI gets tensors by DLPack: once a tensor was a numpy array, its memory
+# can never be given back by resizing it, which is what zero3 does after each block. Importing this
+# module starts MPI.
 
 _TYPES: Final = {
     torch.float32: MPI.FLOAT,
@@ -67,11 +77,17 @@ class Packed:
     def __init__(self, parts: Sequence[torch.Tensor], *, filled: bool) -> None:
         """`filled`: their values count; else they are to be received."""
         if len({part.dtype for part in parts}) > 1:
-            raise InvalidRequestError(f"parts of dtypes {[str(part.dtype) for part in parts]}: expected one dtype")
+            raise InvalidRequestError(
+                f"parts of dtypes {[str(part.dtype) for part in parts]}: expected one dtype"
+            )
         self._parts = [part.data for part in parts]
         joined = _joined(self._parts)
         self._copied = joined is None
-        self._whole = torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype) if joined is None else joined
+        self._whole = (
+            torch.empty(sum(part.numel() for part in parts), dtype=parts[0].dtype)
+            if joined is None
+            else joined
+        )
         if filled and self._copied:
             for index, part in enumerate(self._parts):
                 self._run(index).copy_(part.reshape(-1))
@@ -83,9 +99,14 @@ class Packed:
 
     @property
     def parts_buffer(self) -> list[Any]:
-        """All parts in one buffer, as MPI's calls take one of several parts: bytes, (lengths, positions) in bytes, and their datatype."""
+        """All parts in one buffer, as MPI's calls take one of several parts: bytes, (lengths,
+        positions) in bytes, and their datatype."""
         counts = [part.nbytes for part in self._parts]
-        return [_bytes_of(self._whole), (counts, list(itertools.accumulate(counts, initial=0))[:-1]), MPI.BYTE]
+        return [
+            _bytes_of(self._whole),
+            (counts, list(itertools.accumulate(counts, initial=0))[:-1]),
+            MPI.BYTE,
+        ]
 
     def set_part(self, index: int, tensor: torch.Tensor) -> None:
         """Fills one part."""
@@ -110,7 +131,8 @@ class Reduced:
     def __init__(self, tensor: torch.Tensor, op: Any, size: int) -> None:
         if tensor.is_sparse:
             raise InvalidRequestError(
-                "backend 'mpi' cannot reduce sparse tensors: make embeddings with sparse=False, or take another strategy than ddp, or gloo"
+                "backend 'mpi' cannot reduce sparse tensors: make embeddings with sparse=False, or "
+                "take another strategy than ddp, or gloo"
             )
         self._tensor, self._size = tensor.data, size
         self._name = op_name(op)
@@ -123,7 +145,9 @@ class Reduced:
         booleans = values.dtype == torch.bool
         self.op = (_OPS_OF_BOOLEANS if booleans else _OPS)[self._name]
         """MPI's."""
-        self.buffer = [_bytes_of(values), MPI.UINT8_T] if booleans else [values.view(-1), _type_of(values)]
+        self.buffer = (
+            [_bytes_of(values), MPI.UINT8_T] if booleans else [values.view(-1), _type_of(values)]
+        )
 
     def finish(self) -> None:
         """Puts the result into the tensor."""
@@ -161,7 +185,7 @@ def _type_of(tensor: torch.Tensor) -> Any:
         raise InvalidRequestError(f"backend 'mpi' cannot reduce {tensor.dtype}") from None
 
 
-# ---------------------------------------------------------------------------------------------------------------------- the process group
+# -------------------------------------------------------------------------------- the process group
 
 _ABORT_TAG: Final[Any] = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
 """For messages that say why a group is over."""
@@ -202,8 +226,11 @@ class MPIGroup(PythonGroup):
             self.reason = reason
         message = reason.encode()
         peers = [peer for peer in range(self.size()) if peer != self.rank()]
-        # Nobody may ever receive these: they are short enough to go unasked, and are kept for as long as the group.
-        self._told = [(message, self._comm.Isend([message, MPI.BYTE], peer, _ABORT_TAG)) for peer in peers]
+        # Nobody may ever receive these: they are short enough to go unasked, and are kept for as
+        # long as the group.
+        self._told = [
+            (message, self._comm.Isend([message, MPI.BYTE], peer, _ABORT_TAG)) for peer in peers
+        ]
 
     def shutdown(self) -> None:
         """Lets go of the communicator, if nothing is pending on it. Tells nobody. Idempotent."""
@@ -226,7 +253,8 @@ class MPIGroup(PythonGroup):
         """Raises GroupEndedError when the group is over here, or another rank said so."""
         if self.reason is None:
             status = MPI.Status()
-            told = self._comm.Improbe(MPI.ANY_SOURCE, _ABORT_TAG, status)  # taken at once: another thread may look, too
+            # taken at once: another thread may look, too
+            told = self._comm.Improbe(MPI.ANY_SOURCE, _ABORT_TAG, status)
             if told is not None:
                 message = bytearray(status.Get_count(MPI.BYTE))
                 told.Recv([message, MPI.BYTE])
@@ -252,13 +280,21 @@ class MPIGroup(PythonGroup):
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         self.check_live()
         packed = Packed([tensor], filled=True)
-        return self._work(f"send to rank {peer}", Issued([self._comm.Isend(packed.buffer, peer, tag)], [], [packed]), [tensor])
+        return self._work(
+            f"send to rank {peer}",
+            Issued([self._comm.Isend(packed.buffer, peer, tag)], [], [packed]),
+            [tensor],
+        )
 
     def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
         self.check_live()
         packed = Packed([tensor], filled=False)
         request = self._comm.Irecv(packed.buffer, MPI.ANY_SOURCE if peer is None else peer, tag)
-        return self._work(f"recv from {'any rank' if peer is None else f'rank {peer}'}", Issued([request], [packed.unpack]), [tensor])
+        return self._work(
+            f"recv from {'any rank' if peer is None else f'rank {peer}'}",
+            Issued([request], [packed.unpack]),
+            [tensor],
+        )
 
     def _work(self, what: str, issued: Issued, result: list[Any]) -> MPIWork:
         work = MPIWork(what, self, issued.requests, issued.finish, issued.kept, result)
@@ -268,19 +304,29 @@ class MPIGroup(PythonGroup):
 
 def _all_reduce(comm: Any, call: Collective) -> Issued:
     reduced = [Reduced(one, call.op, comm.size) for one in call.inputs]
-    return Issued([comm.Iallreduce(MPI.IN_PLACE, one.buffer, one.op) for one in reduced], [one.finish for one in reduced])
+    return Issued(
+        [comm.Iallreduce(MPI.IN_PLACE, one.buffer, one.op) for one in reduced],
+        [one.finish for one in reduced],
+    )
 
 
 def _reduce(comm: Any, call: Collective) -> Issued:
     reduced = [Reduced(one, call.op, comm.size) for one in call.inputs]
     if comm.rank != call.root:
-        return Issued([comm.Ireduce(one.buffer, None, one.op, call.root) for one in reduced], kept=reduced)
-    return Issued([comm.Ireduce(MPI.IN_PLACE, one.buffer, one.op, call.root) for one in reduced], [one.finish for one in reduced])
+        return Issued(
+            [comm.Ireduce(one.buffer, None, one.op, call.root) for one in reduced], kept=reduced
+        )
+    return Issued(
+        [comm.Ireduce(MPI.IN_PLACE, one.buffer, one.op, call.root) for one in reduced],
+        [one.finish for one in reduced],
+    )
 
 
 def _broadcast(comm: Any, call: Collective) -> Issued:
     packed = [Packed([one], filled=comm.rank == call.root) for one in call.inputs]
-    return Issued([comm.Ibcast(one.buffer, call.root) for one in packed], [one.unpack for one in packed])
+    return Issued(
+        [comm.Ibcast(one.buffer, call.root) for one in packed], [one.unpack for one in packed]
+    )
 
 
 def _all_gather(comm: Any, call: Collective) -> Issued:
@@ -289,12 +335,16 @@ def _all_gather(comm: Any, call: Collective) -> Issued:
         parts = call.outputs[index * comm.size : (index + 1) * comm.size]
         if parts[comm.rank].nbytes != one.nbytes:
             raise InvalidRequestError(
-                f"{call}: this rank's part of the output holds {parts[comm.rank].nbytes} bytes, its input {one.nbytes}"
+                f"{call}: this rank's part of the output holds {parts[comm.rank].nbytes} bytes, "
+                f"its input {one.nbytes}"
             )
         packed = Packed(parts, filled=False)
         packed.set_part(comm.rank, one)
         gathered.append(packed)
-    return Issued([comm.Iallgatherv(MPI.IN_PLACE, one.parts_buffer) for one in gathered], [one.unpack for one in gathered])
+    return Issued(
+        [comm.Iallgatherv(MPI.IN_PLACE, one.parts_buffer) for one in gathered],
+        [one.unpack for one in gathered],
+    )
 
 
 def _reduce_scatter(comm: Any, call: Collective) -> Issued:
@@ -308,7 +358,9 @@ def _reduce_scatter(comm: Any, call: Collective) -> Issued:
     return issued
 
 
-def _reduce_into(output: torch.Tensor, parts: Sequence[torch.Tensor], op: Any, _sent: Packed) -> None:
+def _reduce_into(
+    output: torch.Tensor, parts: Sequence[torch.Tensor], op: Any, _sent: Packed
+) -> None:
     output.data.copy_(reduce_parts(parts, op))
 
 
@@ -317,7 +369,9 @@ def _gather(comm: Any, call: Collective) -> Issued:
     if comm.rank != call.root:
         return Issued([comm.Igatherv(sent.buffer, None, call.root)], kept=[sent])
     received = Packed(call.outputs, filled=False)
-    return Issued([comm.Igatherv(sent.buffer, received.parts_buffer, call.root)], [received.unpack], [sent])
+    return Issued(
+        [comm.Igatherv(sent.buffer, received.parts_buffer, call.root)], [received.unpack], [sent]
+    )
 
 
 def _scatter(comm: Any, call: Collective) -> Issued:
@@ -325,12 +379,16 @@ def _scatter(comm: Any, call: Collective) -> Issued:
     if comm.rank != call.root:
         return Issued([comm.Iscatterv(None, received.buffer, call.root)], [received.unpack])
     sent = Packed(call.inputs, filled=True)
-    return Issued([comm.Iscatterv(sent.parts_buffer, received.buffer, call.root)], [received.unpack], [sent])
+    return Issued(
+        [comm.Iscatterv(sent.parts_buffer, received.buffer, call.root)], [received.unpack], [sent]
+    )
 
 
 def _all_to_all(comm: Any, call: Collective) -> Issued:
     sent, received = Packed(call.inputs, filled=True), Packed(call.outputs, filled=False)
-    return Issued([comm.Ialltoallv(sent.parts_buffer, received.parts_buffer)], [received.unpack], [sent])
+    return Issued(
+        [comm.Ialltoallv(sent.parts_buffer, received.parts_buffer)], [received.unpack], [sent]
+    )
 
 
 def _barrier(comm: Any, call: Collective) -> Issued:

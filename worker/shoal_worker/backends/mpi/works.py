@@ -1,10 +1,12 @@
 """What a caller waits for on an MPI group: requests that are tested again and again.
 
-MPI moves data only while somebody calls it. So waits poll, with longer and longer pauses, and see meanwhile whether the group has ended and
-their deadline has passed. While a future is outstanding, one thread per process polls for all of them, because whoever waits for a future
-does so in torch's C++ code.
+MPI moves data only while somebody calls it. So waits poll, with longer and longer pauses, and see
+meanwhile whether the group has ended and their deadline has passed. While a future is outstanding,
+one thread per process polls for all of them, because whoever waits for a future does so in torch's
+C++ code.
 
-Importing this module starts MPI. Threads: a work may be advanced by the thread that waits and by the polling one, kept apart by its lock.
+Importing this module starts MPI. Threads: a work may be advanced by the thread that waits and by
+the polling one, kept apart by its lock.
 """
 
 from __future__ import annotations
@@ -54,7 +56,13 @@ class MPIWork(Work):
     """A collective or a transfer that was issued."""
 
     def __init__(
-        self, what: str, group: Owner, requests: list[Any], finish: list[Callable[[], None]], kept: Sequence[Any], result: list[Any]
+        self,
+        what: str,
+        group: Owner,
+        requests: list[Any],
+        finish: list[Callable[[], None]],
+        kept: Sequence[Any],
+        result: list[Any],
     ) -> None:
         """`finish` puts the result in place once MPI is done, `kept` is let go of then."""
         super().__init__()
@@ -73,8 +81,8 @@ class MPIWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the result is in place. `timeout` None or 0: the group's.
 
-        Raises GroupEndedError when the group is over, or is ended because this took longer, InvalidRequestError for a message that is
-        longer than what it is received into.
+        Raises GroupEndedError when the group is over, or is ended because this took longer,
+        InvalidRequestError for a message that is longer than what it is received into.
         """
         limit = timeout or self._group.timeout
         deadline = time.monotonic() + limit.total_seconds()
@@ -86,7 +94,9 @@ class MPIWork(Work):
             else:
                 time.sleep(min(_LONGEST_PAUSE_S, 1e-5 * tests))
             if time.monotonic() > deadline:
-                self._group.abort(f"{self._what}: waited {limit.total_seconds():g} s for the other ranks")
+                self._group.abort(
+                    f"{self._what}: waited {limit.total_seconds():g} s for the other ranks"
+                )
         if self._failure is not None:
             kind, text = self._failure
             raise kind(text)
@@ -155,10 +165,19 @@ class MPIWork(Work):
         return int(self._statuses[0].Get_source())
 
     def _failure_of(self, error: Any) -> tuple[type[Exception], str]:
-        codes = [status.Get_error() for status in self._statuses if error.Get_error_class() == MPI.ERR_IN_STATUS]
-        failed = [code for code in codes if code not in (MPI.SUCCESS, MPI.ERR_PENDING)] or [error.Get_error_code()]
+        codes = [
+            status.Get_error()
+            for status in self._statuses
+            if error.Get_error_class() == MPI.ERR_IN_STATUS
+        ]
+        failed = [code for code in codes if code not in (MPI.SUCCESS, MPI.ERR_PENDING)] or [
+            error.Get_error_code()
+        ]
         if MPI.Get_error_class(failed[0]) == MPI.ERR_TRUNCATE:
-            return InvalidRequestError, f"{self._what}: what was sent is longer than the tensor it is received into"
+            return (
+                InvalidRequestError,
+                f"{self._what}: what was sent is longer than the tensor it is received into",
+            )
         reason = f"{self._what} failed: {MPI.Get_error_string(failed[0])}"
         self._group.abort(reason)
         return GroupEndedError, reason
@@ -178,7 +197,9 @@ class _Poller:
         with self._changed:
             self._works.append(work)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="shoal-mpi-progress", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name="shoal-mpi-progress", daemon=True
+                )
                 self._thread.start()
                 atexit.register(self._end)
             self._changed.notify()

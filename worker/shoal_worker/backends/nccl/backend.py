@@ -1,14 +1,18 @@
-"""NCCL: collectives between NVIDIA GPUs, and beside them a Gloo group for what the hosts tell each other.
+"""NCCL: collectives between NVIDIA GPUs, and beside them a Gloo group for what the hosts tell each
+other.
 
-NCCL finds its interfaces by itself (NCCL_SOCKET_IFNAME), so `hostname` is that of the Gloo group. The group is bound to the current CUDA
-device: call torch.cuda.set_device first. It has not run on a GPU yet; what needs none is tested on a stand-in (docs/gpu.md).
+NCCL finds its interfaces by itself (NCCL_SOCKET_IFNAME), so `hostname` is that of the Gloo group.
+The group is bound to the current CUDA device: call torch.cuda.set_device first. It has not run on a
+GPU yet; what needs none is tested on a stand-in (docs/gpu.md).
 
-The hosts' own group carries what hosts read at once: control words, numbers, messages between steps. On the device each of these would be
-queued behind all that computes. It is connected first: NCCL is asked only when all ranks are there, since what it is asked for can hardly
-be taken back. And it notices within a quarter of a second that a peer is gone, which NCCL often does not notice at all: a kernel that
-waits for that peer spins until it is aborted. Either group ends the other.
+The hosts' own group carries what hosts read at once: control words, numbers, messages between
+steps. On the device each of these would be queued behind all that computes. It is connected first:
+NCCL is asked only when all ranks are there, since what it is asked for can hardly be taken back.
+And it notices within a quarter of a second that a peer is gone, which NCCL often does not notice at
+all: a kernel that waits for that peer spins until it is aborted. Either group ends the other.
 
-Connecting blocks in C++, so it runs in a thread of its own, which ends when the library lets go of it, at the latest after its limit.
+Connecting blocks in C++, so it runs in a thread of its own, which ends when the library lets go of
+it, at the latest after its limit.
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ from shoal_worker.backends.nccl.sharing import check_own_device
 from shoal_worker.torch_internals import BarrierOptions
 
 CONNECT_LIMIT: Final = timedelta(seconds=60)
-"""How long NCCL may take to connect once all ranks are there; a longer connect_timeout holds instead. It takes 2 to 10 s the first time."""
+"""How long NCCL may take to connect once all ranks are there; a longer connect_timeout holds
+instead. It takes 2 to 10 s the first time."""
 
 _NUMBERS: Final = itertools.count()
 _LOOK_S: Final = 0.02
@@ -62,7 +67,9 @@ class NCCLBackend(CommunicationBackend):
     averages_natively: ClassVar[bool] = True
     finalizes: ClassVar[bool] = True
 
-    def __init__(self, device: Device | None = None, *, connect_limit: timedelta = CONNECT_LIMIT) -> None:
+    def __init__(
+        self, device: Device | None = None, *, connect_limit: timedelta = CONNECT_LIMIT
+    ) -> None:
         """`device`: None: the current CUDA device. `connect_limit`: see CONNECT_LIMIT.
 
         Raises:
@@ -84,7 +91,9 @@ class NCCLBackend(CommunicationBackend):
         self._ended = ended
         self._host = _HostGroup(ended)
 
-    def _connect(self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None) -> dist.ProcessGroup:
+    def _connect(
+        self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None
+    ) -> dist.ProcessGroup:
         self._host.waits = self.waits
         try:
             self._host.initialize(
@@ -100,19 +109,31 @@ class NCCLBackend(CommunicationBackend):
             split = self._split(limit)
             if self._device.blocks:
                 self._ending.connects(limit)
-            native = within(limit, lambda: self._connected(store, limit, split), given_up=lambda: self._reason)
+            native = within(
+                limit, lambda: self._connected(store, limit, split), given_up=lambda: self._reason
+            )
             name = f"shoal_nccl_{next(_NUMBERS)}"
             self._group = DeviceGroup(
-                native, device=self._device, ending=self._ending, name=name, timeout=timeout, ended=self._ended, waits=self.waits
+                native,
+                device=self._device,
+                ending=self._ending,
+                name=name,
+                timeout=timeout,
+                ended=self._ended,
+                waits=self.waits,
             )
         except BaseException as error:
             cause = error.__cause__
             if isinstance(cause, RuntimeError) and self._device.has_failed(cause):
                 self._ending.failed(cause_of(cause))
-            self.abort(f"connecting failed: {cause_of(error) if isinstance(error, Exception) else type(error).__name__}")
+            self.abort(
+                "connecting failed: "
+                f"{cause_of(error) if isinstance(error, Exception) else type(error).__name__}"
+            )
             self._host.shutdown()
             raise
-        if self._reason is not None:  # ended while it connected, when there was nothing to break yet
+        if self._reason is not None:
+            # ended while it connected, when there was nothing to break yet
             self._break()
         return self._group
 
@@ -134,7 +155,9 @@ class NCCLBackend(CommunicationBackend):
         comes_from = self._comes_from
         try:
             check_own_device(self._device, store, self.rank, self.world_size)
-            return self._device.connect(store, self.rank, self.world_size, limit, self._ending, split)
+            return self._device.connect(
+                store, self.rank, self.world_size, limit, self._ending, split
+            )
         finally:
             self._ending.has_connected()
             if comes_from is not None:
@@ -152,7 +175,8 @@ class NCCLBackend(CommunicationBackend):
         return self._host.process_group
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """See `CommunicationBackend`: over the hosts' own group. A tensor on a device is waited for, and copied there and back."""
+        """See `CommunicationBackend`: over the hosts' own group. A tensor on a device is waited
+        for, and copied there and back."""
         here = tensor.cpu()
         self._host.all_reduce_short(here)
         if here is not tensor:
@@ -184,12 +208,14 @@ class NCCLBackend(CommunicationBackend):
             self._group.settle()
 
     def rest(self) -> None:
-        """See `CommunicationBackend`: an abort has returned, and the device has done all that was queued."""
+        """See `CommunicationBackend`: an abort has returned, and the device has done all that was
+        queued."""
         if self._reason is not None:
             self._ending.wait()
 
     def all_leave(self, within: timedelta) -> bool:
-        """See `CommunicationBackend`: by the hosts' own group, once the device is at rest, in this group's parts and elsewhere."""
+        """See `CommunicationBackend`: by the hosts' own group, once the device is at rest, in this
+        group's parts and elsewhere."""
         deadline = time.monotonic() + within.total_seconds()
         if not self._ending.at_rest(within):
             return False
@@ -200,7 +226,8 @@ class NCCLBackend(CommunicationBackend):
             return False
 
     def finalize(self) -> Callable[[], None]:
-        """See `CommunicationBackend`. The hosts' own group stands meanwhile: a rank may not have heard yet that all leave."""
+        """See `CommunicationBackend`. The hosts' own group stands meanwhile: a rank may not have
+        heard yet that all leave."""
         self._ending.finalize()
         return self._ending.wait
 
@@ -222,13 +249,21 @@ class NCCLBackend(CommunicationBackend):
         return False  # the group raises MembershipChanged itself
 
 
-def within(limit: timedelta, connect: Callable[[], dist.ProcessGroup], *, given_up: Callable[[], str | None]) -> dist.ProcessGroup:
+def within(
+    limit: timedelta,
+    connect: Callable[[], dist.ProcessGroup],
+    *,
+    given_up: Callable[[], str | None],
+) -> dist.ProcessGroup:
     """What `connect` returns, in a thread of its own.
 
-    Raises MembershipChanged when it was given up or failed, ConfigurationError where the library says that it cannot work, DeadlineError
-    after `limit`, and what else `connect` raises. What it returns after that is dropped.
+    Raises MembershipChanged when it was given up or failed, ConfigurationError where the library
+    says that it cannot work, DeadlineError after `limit`, and what else `connect` raises. What it
+    returns after that is dropped.
     """
-    answers: queue.SimpleQueue[tuple[dist.ProcessGroup | None, Exception | None]] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[tuple[dist.ProcessGroup | None, Exception | None]] = (
+        queue.SimpleQueue()
+    )
 
     def run() -> None:
         try:
@@ -241,7 +276,9 @@ def within(limit: timedelta, connect: Callable[[], dist.ProcessGroup], *, given_
     while given_up() is None:
         if time.monotonic() > deadline:
             raise DeadlineError(
-                f"connecting with NCCL took longer than {limit.total_seconds():g} s, though all ranks were there", reason="CONNECT_TIMEOUT"
+                f"connecting with NCCL took longer than {limit.total_seconds():g} s, though all "
+                "ranks were there",
+                reason="CONNECT_TIMEOUT",
             )
         try:
             connected, error = answers.get(timeout=_LOOK_S)
@@ -252,7 +289,9 @@ def within(limit: timedelta, connect: Callable[[], dist.ProcessGroup], *, given_
         if given_up() is not None:
             break  # for which the library fails in its own words
         if isinstance(error, dist.DistError) and is_refusal(error):
-            raise ConfigurationError(f"backend='nccl' cannot connect these ranks: {error}", reason="NCCL_REFUSED") from error
+            raise ConfigurationError(
+                f"backend='nccl' cannot connect these ranks: {error}", reason="NCCL_REFUSED"
+            ) from error
         if isinstance(error, RuntimeError) and not isinstance(error, ShoalError):
             raise GroupEndedError(f"connecting with NCCL failed: {cause_of(error)}") from error
         assert error is not None

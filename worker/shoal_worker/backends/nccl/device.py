@@ -1,13 +1,16 @@
-"""The CUDA device of this process, and torch's ProcessGroupNCCL on it: all that this package asks of either.
+"""The CUDA device of this process, and torch's ProcessGroupNCCL on it: all that this package asks
+of either.
 
-torch gives that class a watchdog of its own, a thread for each group. Left as it is it ends the process on an error or a timeout, or sleeps
-for a minute with a lock that the next collective needs. Shoal keeps the time itself, so the watchdog is told to look and do nothing: by
-environment variables, which it reads when a group is made, and by a timeout that never comes. What can be read in torch 2.13's sources
-(ProcessGroupNCCL.cpp) stands beside each variable.
+torch gives that class a watchdog of its own, a thread for each group. Left as it is it ends the
+process on an error or a timeout, or sleeps for a minute with a lock that the next collective needs.
+Shoal keeps the time itself, so the watchdog is told to look and do nothing: by environment
+variables, which it reads when a group is made, and by a timeout that never comes. What can be read
+in torch 2.13's sources (ProcessGroupNCCL.cpp) stands beside each variable.
 
-Communicators do not block, unless SHOAL_NCCL_BLOCKING is set: one that blocks cannot be aborted until
-all ranks have come, since torch has no handle of it before. torch itself uses communicators that block
-by default since 2.7.1 (pytorch#153960), so most of its users never see the others; hence the setting.
+Communicators do not block, unless SHOAL_NCCL_BLOCKING is set: one that blocks cannot be aborted
+until all ranks have come, since torch has no handle of it before. torch itself uses communicators
+that block by default since 2.7.1 (pytorch#153960), so most of its users never see the others; hence
+the setting.
 """
 
 from __future__ import annotations
@@ -30,17 +33,20 @@ from shoal_worker.torch_internals import AllreduceOptions, DebugLevel, Work, get
 _log = logging.getLogger(__name__)
 
 WATCHDOG: Final = {
-    # What the watchdog does about an error or a timeout: 0 is nothing; 3, the default, ends the process.
+    # What the watchdog does about an error or a timeout: 0 is nothing; 3, the default, ends the
+    # process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     # Waits that block in C++, and no watchdog: an abort could not free them.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
     # Sets the first of these back to 3, and writes each collective into the store.
     "TORCH_NCCL_DESYNC_DEBUG": "0",
-    # A second thread that ends the process when the watchdog stands still, or when a rank asks all for a dump.
+    # A second thread that ends the process when the watchdog stands still, or when a rank asks all
+    # for a dump.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
-    # After an error the watchdog sleeps four times as long, and holds the lock that the next collective needs.
+    # After an error the watchdog sleeps four times as long, and holds the lock that the next
+    # collective needs.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
     # An error of one group is none of all, and one of CUDA is found where it is waited for.
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
@@ -66,17 +72,20 @@ class Native(Protocol):
     """What ends: a ProcessGroupNCCL."""
 
     def abort(self) -> None:
-        """Ends its kernels, and returns when they have ended. May be called while it connects; blocks then until it has given up."""
+        """Ends its kernels, and returns when they have ended. May be called while it connects;
+        blocks then until it has given up."""
         ...
 
     def shutdown(self) -> None:
-        """Finalizes and destroys the communicator, which waits for all ranks to do so; nothing can free it, and no abort may follow."""
+        """Finalizes and destroys the communicator, which waits for all ranks to do so; nothing can
+        free it, and no abort may follow."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The group that a new one is split off, and the number of the new one. All ranks of `whole` split at once."""
+    """The group that a new one is split off, and the number of the new one. All ranks of `whole`
+    split at once."""
 
     whole: Native
     part: int
@@ -90,11 +99,13 @@ class Life(Protocol):
         ...
 
     def check_wanted(self, native: Native) -> None:
-        """Aborts a group that has connected after its end had begun, and raises GroupEndedError then."""
+        """Aborts a group that has connected after its end had begun, and raises GroupEndedError
+        then."""
         ...
 
     def has_ended(self, work: Work) -> bool:
-        """Returns whether a work has completed or failed, or the group's end has begun. Does not block."""
+        """Returns whether a work has completed or failed, or the group's end has begun. Does not
+        block."""
         ...
 
 
@@ -117,7 +128,8 @@ class Device(Protocol):
 
     @property
     def splits(self) -> bool:
-        """Whether groups are to be split off others, and the library can; the same for all ranks with one environment."""
+        """Whether groups are to be split off others, and the library can; the same for all ranks
+        with one environment."""
         ...
 
     @property
@@ -125,21 +137,32 @@ class Device(Protocol):
         """Whether nothing frees `connect` before all ranks have come."""
         ...
 
-    def connect(self, store: Store, rank: int, size: int, timeout: timedelta, life: Life, split: Split | None = None) -> dist.ProcessGroup:
+    def connect(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        life: Life,
+        split: Split | None = None,
+    ) -> dist.ProcessGroup:
         """Connects a group of its own to that of all ranks; blocks.
 
         While it is split off another, that one cannot be aborted, for as long as `timeout` says.
 
-        Raises DeadlineError or RuntimeError when a rank does not come within `timeout`, and RuntimeError for what the library says.
+        Raises DeadlineError or RuntimeError when a rank does not come within `timeout`, and
+        RuntimeError for what the library says.
         """
         ...
 
     def synchronize(self) -> None:
-        """Blocks until all that was queued has ended. Raises RuntimeError when the device has failed."""
+        """Blocks until all that was queued has ended. Raises RuntimeError when the device has
+        failed."""
         ...
 
     def has_failed(self, error: RuntimeError) -> bool:
-        """Whether `error` says that the device can do nothing more in this process. Does not block."""
+        """Whether `error` says that the device can do nothing more in this process. Does not
+        block."""
         ...
 
 
@@ -151,9 +174,15 @@ class CudaDevice:
     def __init__(self) -> None:
         """Raises ConfigurationError where torch has no CUDA or no NCCL."""
         if not dist.is_nccl_available():
-            raise ConfigurationError("backend='nccl': this torch is built without NCCL; install a CUDA build, or use backend='gloo'")
+            raise ConfigurationError(
+                "backend='nccl': this torch is built without NCCL; install a CUDA build, or use "
+                "backend='gloo'"
+            )
         if not torch.cuda.is_available():
-            raise ConfigurationError("backend='nccl': no CUDA device; check the driver and CUDA_VISIBLE_DEVICES, or use backend='gloo'")
+            raise ConfigurationError(
+                "backend='nccl': no CUDA device; check the driver and CUDA_VISIBLE_DEVICES, or use "
+                "backend='gloo'"
+            )
         self.device = self._current()
 
     @property
@@ -179,7 +208,15 @@ class CudaDevice:
         """See `Device`."""
         return WorkerSettings().nccl_blocking
 
-    def connect(self, store: Store, rank: int, size: int, timeout: timedelta, life: Life, split: Split | None = None) -> dist.ProcessGroup:
+    def connect(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        life: Life,
+        split: Split | None = None,
+    ) -> dist.ProcessGroup:
         """See `Device`."""
         keep_watchdog_still(timeout)
         deadline = time.monotonic() + timeout.total_seconds()
@@ -194,13 +231,15 @@ class CudaDevice:
         native.eager_connect_single_device(self.device)
         if self.blocks:
             life.check_wanted(native)
-        # The first collective waits, in C++, until the communicator stands; a communicator that is asked for nothing never says so.
+        # The first collective waits, in C++, until the communicator stands; a communicator that is
+        # asked for nothing never says so.
         ready = torch.zeros(1, device=self.device)
         work = native.allreduce([ready], AllreduceOptions())
         while not life.has_ended(work):
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"the first collective of {size} ranks with NCCL took longer than {timeout.total_seconds():g} s",
+                    f"the first collective of {size} ranks with NCCL took longer than "
+                    f"{timeout.total_seconds():g} s",
                     reason="CONNECT_TIMEOUT",
                 )
             time.sleep(_LOOK_S)
@@ -212,8 +251,10 @@ class CudaDevice:
         torch.cuda.synchronize(self.device)
 
     def has_failed(self, error: RuntimeError) -> bool:
-        """See `Device`. An error that stays is given by every later call; others, as of a kernel that could not be launched, are not."""
-        if not isinstance(error, torch.AcceleratorError | dist.DistError):  # the other: NCCL has met it
+        """See `Device`. An error that stays is given by every later call; others, as of a kernel
+        that could not be launched, are not."""
+        if not isinstance(error, torch.AcceleratorError | dist.DistError):
+            # the other: NCCL has met it
             return False
         try:
             torch.cuda.current_stream(self.device).query()
@@ -239,23 +280,33 @@ class CudaDevice:
 
 
 def keep_watchdog_still(connect_timeout: timedelta) -> None:
-    """Sets what ProcessGroupNCCL reads from the environment when it is made, whatever the user has set.
+    """Sets what ProcessGroupNCCL reads from the environment when it is made, whatever the user has
+    set.
 
     Raises:
-        ConfigurationError: TORCH_DISTRIBUTED_DEBUG is DETAIL, which torch has read when it was imported.
+        ConfigurationError: TORCH_DISTRIBUTED_DEBUG is DETAIL, which torch has read when it was
+            imported.
     """
     if get_debug_level() == DebugLevel.DETAIL:
         raise ConfigurationError(
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL with backend='nccl': torch's watchdog then ends the process when a peer is lost, and Shoal "
-            "could not go on without that peer. Set it to INFO or OFF before the process starts",
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL with backend='nccl': torch's watchdog then ends the "
+            "process when a peer is lost, and Shoal could not go on without that peer. Set it to "
+            "INFO or OFF before the process starts",
             reason="DEBUG_LEVEL_DETAIL",
         )
     force_environment(QUIET)
-    # Of a communicator that does not block: how long its first use waits for it, and an abort for that. Read once in a process.
-    waits = {"TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, math.ceil(connect_timeout.total_seconds())))}
+    # Of a communicator that does not block: how long its first use waits for it, and an abort for
+    # that. Read once in a process.
+    waits = {
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, math.ceil(connect_timeout.total_seconds())))
+    }
     overruled = dict(force_environment({**WATCHDOG, **waits}))
     if overruled.get(_OF_LAUNCHERS[0]) == _OF_LAUNCHERS[1]:  # no user has set that
         del overruled[_OF_LAUNCHERS[0]]
     if overruled:
         given = ", ".join(f"{name}={value}" for name, value in sorted(overruled.items()))
-        _log.warning("%s is overruled: Shoal keeps the time of collectives, and torch's watchdog must not end the process", given)
+        _log.warning(
+            "%s is overruled: Shoal keeps the time of collectives, and torch's watchdog must not "
+            "end the process",
+            given,
+        )

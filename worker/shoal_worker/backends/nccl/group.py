@@ -1,17 +1,21 @@
 """A process group whose collectives run on a device's streams, made safe to commit on.
 
-NCCL's `wait` returns when the kernel is queued, not when it has run, and an abort ends kernels without an error: what they leave in their
-tensors looks like a result. A step must be applied only when all its collectives completed. So a wait here lasts until the device is done,
-and then asks whether the group was ended meanwhile. A wait that fails because the group has ended raises only when no kernel of it is left
-(ending.py), so that who catches it may use the memory again.
+NCCL's `wait` returns when the kernel is queued, not when it has run, and an abort ends kernels
+without an error: what they leave in their tensors looks like a result. A step must be applied only
+when all its collectives completed. So a wait here lasts until the device is done, and then asks
+whether the group was ended meanwhile. A wait that fails because the group has ended raises only
+when no kernel of it is left (ending.py), so that who catches it may use the memory again.
 
-Within a step that would have the host stand still at every block. So there is a second way: `order` has the device wait and not the host,
-and `settle`, before the step is sealed, has the host wait for all of them and asks once. What was computed meanwhile from the results of a
-collective that was lost goes with the step. ordered.py keeps the time of what was ordered, for a host that does not come to settle it.
+Within a step that would have the host stand still at every block. So there is a second way: `order`
+has the device wait and not the host, and `settle`, before the step is sealed, has the host wait for
+all of them and asks once. What was computed meanwhile from the results of a collective that was
+lost goes with the step. ordered.py keeps the time of what was ordered, for a host that does not
+come to settle it.
 
-What an error means is told by its type and by where it is raised, not by its text. torch checks arguments before it asks NCCL, and raises
-ValueError, TypeError or RuntimeError: those are the caller's, and the group goes on. DistBackendError is NCCL's: the group is over. What
-CUDA raises again at every later call means that the device has failed: the process ends.
+What an error means is told by its type and by where it is raised, not by its text. torch checks
+arguments before it asks NCCL, and raises ValueError, TypeError or RuntimeError: those are the
+caller's, and the group goes on. DistBackendError is NCCL's: the group is over. What CUDA raises
+again at every later call means that the device has failed: the process ends.
 
 Threads: one thread issues collectives and waits; `abort` and `overdue` are for any thread.
 """
@@ -37,11 +41,13 @@ from shoal_worker.torch_internals import AllgatherOptions, AllToAllOptions, Work
 
 _PAUSE_S: Final = 20e-6
 _REFUSALS: Final = ("ncclInvalidArgument", "ncclInvalidUsage")
-"""NCCL's own names of results that say that a call could not work; torch puts them into the message of its DistBackendError."""
+"""NCCL's own names of results that say that a call could not work; torch puts them into the message
+of its DistBackendError."""
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether `error`, raised where something was asked of the library, says that it cannot work, now or when it is asked again."""
+    """Whether `error`, raised where something was asked of the library, says that it cannot work,
+    now or when it is asked again."""
     if isinstance(error, dist.DistError):
         return any(name in str(error) for name in _REFUSALS)
     return True
@@ -59,7 +65,8 @@ class DeviceWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Returns when the device has the result in place. `timeout` None or 0: the group's.
 
-        Raises GroupEndedError when the group is over, which it also is when this takes too long; no kernel of the group runs then.
+        Raises GroupEndedError when the group is over, which it also is when this takes too long; no
+        kernel of the group runs then.
         """
         self._group.raise_if_ended()
         if not self._has_ended():
@@ -69,7 +76,8 @@ class DeviceWork(Work):
         return True
 
     def order(self) -> None:
-        """Has the caller's stream wait, and returns at once. `DeviceGroup.settle` tells what became of the collective.
+        """Has the caller's stream wait, and returns at once. `DeviceGroup.settle` tells what became
+        of the collective.
 
         Raises GroupEndedError as `wait`, where the group is over already.
         """
@@ -121,7 +129,8 @@ class DeviceWork(Work):
         return self._native.result()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the output tensors, in the order of the device's streams. It does not tell that the group was ended: `wait` does."""
+        """A future of the output tensors, in the order of the device's streams. It does not tell
+        that the group was ended: `wait` does."""
         return self._native.get_future()
 
     def source_rank(self) -> int:
@@ -139,12 +148,18 @@ class DeviceWork(Work):
 
 
 class SparseWork(Work):
-    """An all-reduce of a sparse tensor: its indices and values are gathered from all ranks, and added up by `wait`."""
+    """An all-reduce of a sparse tensor: its indices and values are gathered from all ranks, and
+    added up by `wait`."""
 
     def __init__(
-        self, tensor: torch.Tensor, gathered: list[tuple[torch.Tensor, torch.Tensor]], works: list[Work], counts: list[int]
+        self,
+        tensor: torch.Tensor,
+        gathered: list[tuple[torch.Tensor, torch.Tensor]],
+        works: list[Work],
+        counts: list[int],
     ) -> None:
-        """`gathered`: of each rank, its indices and values, padded to the longest; `counts`: how many of each are its own."""
+        """`gathered`: of each rank, its indices and values, padded to the longest; `counts`: how
+        many of each are its own."""
         super().__init__()
         self._tensor = tensor
         self._gathered = gathered
@@ -157,9 +172,22 @@ class SparseWork(Work):
         for work in works:
             work.wait()
         if works:
-            indices = torch.cat([each[:, :count] for (each, _), count in zip(self._gathered, self._counts, strict=True)], dim=1)
-            values = torch.cat([each[:count] for (_, each), count in zip(self._gathered, self._counts, strict=True)])
-            summed = torch.sparse_coo_tensor(indices, values, self._tensor.shape, check_invariants=False).coalesce()
+            indices = torch.cat(
+                [
+                    each[:, :count]
+                    for (each, _), count in zip(self._gathered, self._counts, strict=True)
+                ],
+                dim=1,
+            )
+            values = torch.cat(
+                [
+                    each[:count]
+                    for (_, each), count in zip(self._gathered, self._counts, strict=True)
+                ]
+            )
+            summed = torch.sparse_coo_tensor(
+                indices, values, self._tensor.shape, check_invariants=False
+            ).coalesce()
             self._gathered.clear()
             self._tensor.copy_(summed)
         return True
@@ -174,7 +202,8 @@ class SparseWork(Work):
 
 
 class DeviceGroup(ForwardingGroup):
-    """Issues collectives on a `native` group. `ended(reason)` is called once, from any thread, when it is over, and begins its `ending`."""
+    """Issues collectives on a `native` group. `ended(reason)` is called once, from any thread, when
+    it is over, and begins its `ending`."""
 
     backend_name: ClassVar[str] = "shoal_nccl"
 
@@ -189,7 +218,8 @@ class DeviceGroup(ForwardingGroup):
         ended: Callable[[str], None],
         waits: Waits | None = None,
     ) -> None:
-        """`timeout`: the longest that a collective may take. `waits` notes the waits for its works."""
+        """`timeout`: the longest that a collective may take. `waits` notes the waits for its
+        works."""
         super().__init__(native.rank(), native.size(), name)
         self.waits = waits or Waits()
         self.timeout = timeout
@@ -203,7 +233,8 @@ class DeviceGroup(ForwardingGroup):
         """What streams wait for, and the host has not waited for yet."""
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Ends what is pending and refuses what comes, with GroupEndedError(reason). The first reason stays. Any thread."""
+        """Ends what is pending and refuses what comes, with GroupEndedError(reason). The first
+        reason stays. Any thread."""
         if self.reason is None:
             self.reason = reason
             self._ended(reason)
@@ -214,13 +245,15 @@ class DeviceGroup(ForwardingGroup):
         self.abort(f"{name} on rank {self.rank()} of {self.size()} takes longer than {allowed}")
 
     def settle(self) -> None:
-        """Returns when all that was ordered has ended well. Raises GroupEndedError: not all has; no kernel of the group runs then."""
+        """Returns when all that was ordered has ended well. Raises GroupEndedError: not all has; no
+        kernel of the group runs then."""
         for work in self.ordered.take():
             work.wait()
         self.raise_if_ended()
 
     def shutdown(self) -> None:
-        """Ends the group, waits until no kernel of it runs, and lets go of the native one. Idempotent."""
+        """Ends the group, waits until no kernel of it runs, and lets go of the native one.
+        Idempotent."""
         self.abort("the process group was shut down")
         self.ending.wait()
         self._native = None
@@ -232,7 +265,8 @@ class DeviceGroup(ForwardingGroup):
             raise GroupEndedError(self.reason)
 
     def lost(self, name: str, error: RuntimeError) -> NoReturn:
-        """Ends the group for that failure of a collective, and raises GroupEndedError; ends the process where the device has failed."""
+        """Ends the group for that failure of a collective, and raises GroupEndedError; ends the
+        process where the device has failed."""
         if self._device.has_failed(error):
             self.ending.failed(cause_of(error))
         self.abort(f"{name} on rank {self.rank()} of {self.size()} failed: {cause_of(error)}")
@@ -246,25 +280,35 @@ class DeviceGroup(ForwardingGroup):
         return self._issue("allreduce", (tensors,) if opts is None else (tensors, opts), {})
 
     def all_to_all_single(
-        self, output: torch.Tensor, input: torch.Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
     ) -> Work:
         """`ProcessGroup.all_to_all_single`, with sizes for equal parts, too.
 
-        For parts without sizes torch calls ncclAlltoAll (2.11: all2all_single_equal_split). It takes
-        ncclInProgress for an error, which a communicator that does not block may return. Nor does it
-        compare the tensors: NCCL would write past the end of a shorter `output`.
+        For parts without sizes torch calls ncclAlltoAll (2.11: all2all_single_equal_split). It
+        takes ncclInProgress for an error, which a communicator that does not block may return. Nor
+        does it compare the tensors: NCCL would write past the end of a shorter `output`.
         """
         if not output_sizes and not input_sizes:
             parts = self.size()
             divide = all(each.dim() and each.shape[0] % parts == 0 for each in (output, input))
             if not divide or output.numel() != input.numel() or output.dtype != input.dtype:
                 raise InvalidRequestError(
-                    f"all_to_all_single on rank {self.rank()} of {parts} without sizes: output of {list(output.shape)} "
-                    f"{output.dtype} and input of {list(input.shape)} {input.dtype}; expected as many elements of one dtype, "
-                    f"and first dimensions that divide by {parts}"
+                    f"all_to_all_single on rank {self.rank()} of {parts} without sizes: output of "
+                    f"{list(output.shape)} {output.dtype} and input of {list(input.shape)} "
+                    f"{input.dtype}; expected as many elements of one dtype, and first dimensions "
+                    f"that divide by {parts}"
                 )
             output_sizes = [output.shape[0] // parts] * parts
-        return self._issue("all_to_all_single", (output, input, output_sizes, input_sizes, opts or AllToAllOptions()), {})
+        return self._issue(
+            "all_to_all_single",
+            (output, input, output_sizes, input_sizes, opts or AllToAllOptions()),
+            {},
+        )
 
     alltoall_base: Any = all_to_all_single
 
@@ -282,11 +326,25 @@ class DeviceGroup(ForwardingGroup):
         indices[:, : own._nnz()] = own.indices()
         values = own.values().new_zeros(longest, *own.values().shape[1:])
         values[: own._nnz()] = own.values()
-        gathered = [(torch.empty_like(indices), torch.empty_like(values)) for _ in range(self.size())]
+        gathered = [
+            (torch.empty_like(indices), torch.empty_like(values)) for _ in range(self.size())
+        ]
         works = []
         if longest:
-            works.append(self._issue("allgather", ([[each for each, _ in gathered]], [indices], AllgatherOptions()), {}))
-            works.append(self._issue("allgather", ([[each for _, each in gathered]], [values], AllgatherOptions()), {}))
+            works.append(
+                self._issue(
+                    "allgather",
+                    ([[each for each, _ in gathered]], [indices], AllgatherOptions()),
+                    {},
+                )
+            )
+            works.append(
+                self._issue(
+                    "allgather",
+                    ([[each for _, each in gathered]], [values], AllgatherOptions()),
+                    {},
+                )
+            )
         return SparseWork(tensor, gathered, works, counts)
 
     def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Work:
@@ -296,9 +354,13 @@ class DeviceGroup(ForwardingGroup):
         try:
             return DeviceWork(name, native_collective(native, name)(*arguments, **options), self)
         except (RuntimeError, ValueError, TypeError) as error:
-            if isinstance(error, RuntimeError) and (self._device.has_failed(error) or not is_refusal(error)):
+            if isinstance(error, RuntimeError) and (
+                self._device.has_failed(error) or not is_refusal(error)
+            ):
                 self.lost(name, error)
-            self.raise_if_ended()  # what an ended group says of its arguments is not the caller's mistake
+            # what an ended group says of its arguments is not the caller's mistake
+            self.raise_if_ended()
             raise InvalidRequestError(
-                f"{name} on rank {self.rank()} of {self.size()} cannot be done with NCCL: {cause_of(error)}"
+                f"{name} on rank {self.rank()} of {self.size()} cannot be done with NCCL: "
+                f"{cause_of(error)}"
             ) from error

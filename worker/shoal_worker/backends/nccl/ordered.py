@@ -1,10 +1,13 @@
-"""Works that a device's streams wait for and the host does not: those that the host has yet to ask about, and how long they take.
+"""Works that a device's streams wait for and the host does not: those that the host has yet to ask
+about, and how long they take.
 
-The host may come late to ask, or be held up: whoever reads a loss waits in CUDA for all that is queued before it, a collective of a rank
-that stands still among it. So a thread looks at the oldest work that has not ended, and says when that takes longer than it may. It begins
-with the first work, and ends with the group.
+The host may come late to ask, or be held up: whoever reads a loss waits in CUDA for all that is
+queued before it, a collective of a rank that stands still among it. So a thread looks at the oldest
+work that has not ended, and says when that takes longer than it may. It begins with the first work,
+and ends with the group.
 
-Threads: the one that issues collectives adds and takes; the looking thread reads; `close` is for any. The lock guards the works.
+Threads: the one that issues collectives adds and takes; the looking thread reads; `close` is for
+any. The lock guards the works.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ class OrderedWorks:
     """The works of one group, in the order in which its device runs them."""
 
     def __init__(self, allowed: timedelta, overdue: Callable[[str, timedelta], None]) -> None:
-        """`overdue(name, allowed)` is called, on a thread of its own, when a work has not ended for so long after those before it."""
+        """`overdue(name, allowed)` is called, on a thread of its own, when a work has not ended for
+        so long after those before it."""
         self._allowed = allowed
         self._overdue = overdue
         self._lock = threading.Lock()
@@ -57,7 +61,8 @@ class OrderedWorks:
         return bool(self._works)
 
     def add(self, work: OrderedWork) -> None:
-        """A stream waits for `work`. Those before it that have run are asked about now, and let go of; raises what they raise."""
+        """A stream waits for `work`. Those before it that have run are asked about now, and let go
+        of; raises what they raise."""
         while self._works and self._works[0].ended:
             with self._lock:
                 first = self._works.popleft()

@@ -1,4 +1,5 @@
-"""Refuses what ranks must have alike or apart, before NCCL is asked: it would fail on some ranks, and leave others waiting."""
+"""Refuses what ranks must have alike or apart, before NCCL is asked: it would fail on some ranks,
+and leave others waiting."""
 
 from __future__ import annotations
 
@@ -12,14 +13,18 @@ from shoal_worker.backends.nccl.device import Device
 
 
 def check_own_device(device: Device, store: Store, rank: int, size: int) -> None:
-    """Tells the other ranks which device this one has, and raises on all ranks if two have the same, or if some would split parts off the
-    group and others not. Waits for all ranks.
+    """Tells the other ranks which device this one has, and raises on all ranks if two have the
+    same, or if some would split parts off the group and others not. Waits for all ranks.
 
     Raises:
-        ConfigurationError: two ranks use one device (DEVICE_SHARED), or ranks differ in `Device.splits` (NCCL_SPLIT_DIFFERS).
+        ConfigurationError: two ranks use one device (DEVICE_SHARED), or ranks differ in
+            `Device.splits` (NCCL_SPLIT_DIFFERS).
     """
     told = PrefixStore("device", store)
-    told.set(str(rank), json.dumps([device.identity(), device.where, socket.gethostname(), device.splits]))
+    told.set(
+        str(rank),
+        json.dumps([device.identity(), device.where, socket.gethostname(), device.splits]),
+    )
     first: dict[str, int] = {}
     splitting: dict[bool, list[int]] = {True: [], False: []}
     for other, said in enumerate(told.multi_get([str(each) for each in range(size)])):
@@ -27,15 +32,17 @@ def check_own_device(device: Device, store: Store, rank: int, size: int) -> None
         splitting[splits].append(other)
         if identity in first:
             raise ConfigurationError(
-                f"ranks {first[identity]} and {other} are both on {where} ({identity}) of host {host}, and NCCL takes one rank for each "
-                "device: start no more workers than there are devices (`--nproc-per-node gpu`), or use backend='gloo'",
+                f"ranks {first[identity]} and {other} are both on {where} ({identity}) of host "
+                f"{host}, and NCCL takes one rank for each device: start no more workers than "
+                "there are devices (`--nproc-per-node gpu`), or use backend='gloo'",
                 reason="DEVICE_SHARED",
             )
         first[identity] = other
     if splitting[True] and splitting[False]:
         raise ConfigurationError(
-            f"parts would be split off the communicator of all ranks on {_named(splitting[True])}, and not on {_named(splitting[False])}: "
-            "set SHOAL_NCCL_SPLIT to the same value in all workers, and give all of them NCCL 2.18 or newer, or set it to 0",
+            f"parts would be split off the communicator of all ranks on {_named(splitting[True])}, "
+            f"and not on {_named(splitting[False])}: set SHOAL_NCCL_SPLIT to the same value in all "
+            "workers, and give all of them NCCL 2.18 or newer, or set it to 0",
             reason="NCCL_SPLIT_DIFFERS",
         )
 

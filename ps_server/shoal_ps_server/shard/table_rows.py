@@ -17,6 +17,7 @@ import torch
 from shoal_common.errors import InvalidRequestError, LimitError
 from shoal_common.tables.rows import Rows, RowsImage
 from shoal_common.tables.values import Ids
+from typing_extensions import override
 
 from shoal_ps_server.shard.layout import Bucket, PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings, is_calm
@@ -51,8 +52,8 @@ class TableRows(Partition):
         )
 
     @classmethod
+    @override
     def restored(cls, image: PartitionImage, optimizer: OptimizerSettings | None) -> TableRows:
-        """See `Partition.restored`."""
         assert image.rows is not None, "it is of a bucket"
         made = cls.empty(image.spec)
         bucket = _bucket(image.spec)
@@ -71,6 +72,7 @@ class TableRows(Partition):
             dict(_bucket(self.spec).spec.hyperparameters)
         )
 
+    @override
     def check_trial(
         self,
         gradient: torch.Tensor,
@@ -78,7 +80,6 @@ class TableRows(Partition):
         optimizer: OptimizerSettings,
         base: int = 0,
     ) -> None:
-        """See `Partition.check_trial`."""
         ids, gradients = split_rows(gradient, _bucket(self.spec).dim)
         made = self.rows.updated(ids, gradients, self.version)
         for name, array in (("values", made.values), *made.state.items()):
@@ -117,15 +118,15 @@ class TableRows(Partition):
                 reason="MEMORY_EXHAUSTED",
             ) from error
 
+    @override
     def admit(self, push: UploadHeader, finished: Container[int], *, applies: bool) -> int:
-        """See `Partition.admit`."""
         self.coming += push.rows * applies
         return super().admit(push, finished, applies=applies)
 
+    @override
     def arrived(
         self, push: UploadHeader, finished: Container[int], *, applies: bool, refused: bool = False
     ) -> None:
-        """See `Partition.arrived`."""
         self.coming -= push.rows * applies
         super().arrived(push, finished, applies=applies, refused=refused)
 

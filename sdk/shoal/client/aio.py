@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
 
 from shoal_common.rpc.channel import ChannelSettings
+from typing_extensions import override
 
 from shoal.client.event import Event
 from shoal.client.job import Job, JobSummary, Member, Server
@@ -39,10 +40,10 @@ class AsyncClient:
     belongs to one event loop. A call that is cancelled is over for its caller at once; what was
     asked of a coordinator by then may be done."""
 
+    @override
     def __init__(
         self, coordinator: str | ChannelSettings | None = None, *, timeout: timedelta = CALL_TIMEOUT
     ) -> None:
-        """See `Client`."""
         self._client = Client(coordinator, timeout=timeout)
         self._threads = ThreadPoolExecutor(
             max_workers=_MOST_THREADS, thread_name_prefix="shoal-client"

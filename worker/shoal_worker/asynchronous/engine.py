@@ -22,6 +22,7 @@ import torch
 from shoal_common import codecs
 from shoal_common.errors import ConfigurationError, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
+from typing_extensions import override
 
 from shoal_worker.asynchronous.handover import Handover
 from shoal_worker.asynchronous.job import Job
@@ -265,8 +266,8 @@ class AsyncEngine(Engine):
         loss.backward()
         return loss.detach()
 
+    @override
     def zero_grad(self, clear: Callable[[], None]) -> None:
-        """See `Engine`."""
         clear()
         self._tables.drop_gradients()
 
@@ -327,8 +328,8 @@ class AsyncEngine(Engine):
         return 0 if self._outer is None else self._outer.steps
 
     @property
+    @override
     def within_round(self) -> bool:
-        """See `TrainingEngine`."""
         return self.steps_in_round > 0
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -409,8 +410,8 @@ class AsyncEngine(Engine):
 
     # -------------------------------------------------------------- TrainingEngine: for the session
 
+    @override
     def step_begins(self) -> None:
-        """See `TrainingEngine`."""
         source = self._session.step.source if self._session.step is not None else None
         if self._outer is not None:
             self._outer.step_begins(source)
@@ -457,6 +458,7 @@ class AsyncEngine(Engine):
                 _move_to_epoch(source, self._leases.newest_epoch(source.name, source.epoch))
                 self._placed = True
 
+    @override
     def lease_batches(
         self,
         *,
@@ -467,7 +469,6 @@ class AsyncEngine(Engine):
         want: int,
         at_hand: int | None = None,
     ) -> Leases:
-        """See `LoaderSession`."""
         participation = self._require_participation()
         try:
             answer = self._leases.lease(
@@ -527,25 +528,26 @@ class AsyncEngine(Engine):
         optimizers.restore(state["optimizer"])
 
     @property
+    @override
     def row_store(self) -> RowStore | None:
-        """See `TrainingEngine`."""
         return self._tables.store
 
+    @override
     def has_values(self) -> bool:
-        """See `TrainingEngine`."""
         return not any(tensor.is_meta for tensor in ModuleState(self.module).tensors.values())
 
     def micro_batch_begins(self) -> None:
         """See `TrainingEngine`. Loaders with micro-batches are refused when the step begins."""
 
+    @override
     def micro_batch_ends(self, weight: float) -> None:
-        """See `TrainingEngine`."""
+        pass
 
     def finish_reduction(self) -> None:
         """See `TrainingEngine`: nothing is reduced."""
 
+    @override
     def discard_step(self) -> None:
-        """See `TrainingEngine`."""
         for parameter in self.module.parameters():
             parameter.grad = None
         self._tables.drop_gradients()

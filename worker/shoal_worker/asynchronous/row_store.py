@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Final
 from shoal_common.errors import DeadlineError, MembershipChanged
 from shoal_common.failpoints import failpoint
 from shoal_protos.v1 import parameter_server_pb2 as pb
+from typing_extensions import override
 
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.row_reader import RowReader
@@ -222,8 +223,8 @@ class StepRowStore(ServerRowStore):
         self._expected_version = expected
         self._found = found
 
+    @override
     def settle(self) -> None:
-        """See `RowStore`."""
         self._settle()
 
     def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: threading.Event) -> int:

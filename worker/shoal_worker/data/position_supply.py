@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shoal_common.errors import CorruptDataError
+from typing_extensions import override
 
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.sampling import Block, EpochPlan
@@ -44,8 +45,8 @@ class PositionSupply(StreamSupply):
         self._reader: Reader | None = None
         self._told: tuple[DealtStep | None, Mark, dict[str, Any]] | None = None
 
+    @override
     def items_at(self, positions: Sequence[int]) -> list[Any]:
-        """See `StreamSupply`."""
         if self._reader is None:
             raise left_behind()
         return self._reader.items(positions)
@@ -81,8 +82,8 @@ class PositionSupply(StreamSupply):
             compare_first(reader.items([positions[0]])[0], session, loader)
         return self.current
 
+    @override
     def plan(self, epoch: int) -> EpochPlan:
-        """See `Supply`."""
         return self._plan(
             self._reader.end if self._reader is not None and epoch == self._epoch else None
         )
@@ -117,8 +118,8 @@ class PositionSupply(StreamSupply):
         return self._told[2]
 
     @property
+    @override
     def ends_epoch(self) -> bool:
-        """See `Supply`."""
         return self.current is not None and not self.plan(self.current.epoch).step(
             self.current.positions.stop
         )
@@ -135,8 +136,8 @@ class PositionSupply(StreamSupply):
             self._mark = self._reader.mark(stop)
             self._reader.drop(stop)
 
+    @override
     def capture(self) -> dict[str, Any]:
-        """See `Supply`."""
         mark = self._committed_mark()
         if not mark.position:
             return {}
@@ -148,8 +149,8 @@ class PositionSupply(StreamSupply):
             }
         }
 
+    @override
     def load(self, state: Mapping[str, Any], *, loader: str) -> None:
-        """See `Supply`."""
         position = state["samples"]
         if position:
             of_stream = part_of_stream(state, loader)

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import xxhash
 from shoal_common.errors import CorruptDataError, PreconditionError
+from typing_extensions import override
 
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.lanes import Allotment, Place, Report, ShardsRead
@@ -78,8 +79,8 @@ class ShardSupply(StreamSupply):
         """That item."""
         self._warned_of_length = False
 
+    @override
     def items_at(self, positions: Sequence[int]) -> list[Any]:
-        """See `StreamSupply`."""
         given: list[Any] = []
         for place, neighbours in itertools.groupby(
             map(self._items.__getitem__, positions), key=lambda at: at[0]
@@ -155,8 +156,8 @@ class ShardSupply(StreamSupply):
         )
         return self.current
 
+    @override
     def plan(self, epoch: int) -> EpochPlan:
-        """See `Supply`."""
         dealt, allotment = self.current, self._allotment
         if dealt is None or allotment is None or epoch != dealt.epoch:
             return self._plan(None)
@@ -187,8 +188,8 @@ class ShardSupply(StreamSupply):
         return {STREAMED: xxhash.xxh3_64_hexdigest(repr((places, read.next_shard, first)).encode())}
 
     @property
+    @override
     def ends_epoch(self) -> bool:
-        """See `Supply`."""
         return self.current is not None and not self.plan(self.current.epoch).step(
             self.current.positions.stop
         )
@@ -209,12 +210,12 @@ class ShardSupply(StreamSupply):
         for place, reader in self._readers.items():
             reader.drop(places[place])
 
+    @override
     def capture(self) -> dict[str, Any]:
-        """See `Supply`."""
         return {STATE: self._committed().to_state()} if self._progress.cursor.samples else {}
 
+    @override
     def load(self, state: Mapping[str, Any], *, loader: str) -> None:
-        """See `Supply`."""
         read = (
             ShardsRead.from_state(part_of_stream(state, loader))
             if state["samples"]

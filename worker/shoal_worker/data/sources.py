@@ -27,6 +27,7 @@ from typing import Any, Final
 
 import torch
 from shoal_common.errors import ConfigurationError, InternalError, PreconditionError
+from typing_extensions import override
 
 from shoal_worker.data.fetch import tie_to_parent
 from shoal_worker.data.stream_reader import Mark, Reader, SourceReader
@@ -109,14 +110,14 @@ class RemoteReader(Reader):
         """What the worker was asked to fill up to, and the number of that question."""
         self._id = worker.open(number, tuple(key), name, at)
 
+    @override
     def expect(self, upto: int, *, states_at: Container[int] = ()) -> None:
-        """See `Reader`."""
         self._forget()
         if self.end is None and self.stop < upto:
             self._expected = upto, self._worker.ask("fill", self._id, self.stop, upto, states_at)
 
+    @override
     def fill(self, upto: int, *, states_at: Container[int] = ()) -> None:
-        """See `Reader`."""
         if self.end is not None or self.stop >= upto:
             return
         if self._expected is None or self._expected[0] != upto:
@@ -134,14 +135,14 @@ class RemoteReader(Reader):
         )
         return given
 
+    @override
     def drop(self, position: int) -> None:
-        """See `Reader`."""
         if position > self.first:
             self._worker.ask("drop", self._id, position)
         super().drop(position)
 
+    @override
     def close(self) -> None:
-        """See `Reader`."""
         self._forget()
         self._worker.close(self._id)
         self._prints.clear()

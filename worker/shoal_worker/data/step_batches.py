@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from shoal_common.errors import PreconditionError
+from typing_extensions import override
 
 from shoal_worker.data.cursor import Cursor, LoaderProgress
 from shoal_worker.data.fetch import Request
@@ -389,20 +390,20 @@ class IndexedSupply(Supply):
         self._dealer = dealer
         self._told: tuple[int, dict[str, Any]] | None = None
 
+    @override
     def request(self, dealt: DealtStep, block: Block) -> Request:
-        """See `Supply`."""
         return self._dealer.request(dealt, block)
 
+    @override
     def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
-        """See `Supply`."""
         return self._dealer.account(dealt, block)
 
+    @override
     def plan(self, epoch: int) -> EpochPlan:
-        """See `Supply`."""
         return self._dealer.announced_plan(epoch)
 
+    @override
     def dealing(self, epoch: int) -> dict[str, Any]:
-        """See `Supply`."""
         if self._told is None or self._told[0] != epoch:
             self._told = epoch, {DRAWN: self._dealer.drawn(epoch)}
         return self._told[1]
@@ -419,17 +420,17 @@ class DealtSupply(IndexedSupply):
             self._progress.end_epoch()
         return self.current
 
+    @override
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
-        """See `Supply`."""
         return self._dealer.following(dealt, request)
 
+    @override
     def upcoming(self, dealt: DealtStep, request: Request) -> Request | None:
-        """See `Supply`."""
         return next(itertools.islice(self.following(dealt, request), 1, None), None)
 
     @property
+    @override
     def ends_epoch(self) -> bool:
-        """See `Supply`."""
         return self.current is not None and self._after(self.current).epoch > self.current.epoch
 
     def _advance(self, dealt: DealtStep) -> None:
@@ -450,8 +451,8 @@ class LeasedSupply(IndexedSupply):
         self._ahead = ahead
         self._leases: LeasedBatches | None = None
 
+    @override
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
-        """See `Supply`."""
         epoch = self._progress.cursor.epoch
         if self._leases is None or self._leases.epoch != epoch:
             batches = len(self._dealer.plan(epoch))
@@ -466,13 +467,13 @@ class LeasedSupply(IndexedSupply):
             self._progress.end_epoch()
         return None
 
+    @override
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
-        """See `Supply`."""
         assert self._leases is not None
         return self._dealer.following_leases(dealt, self._leases.coming())
 
+    @override
     def upcoming(self, dealt: DealtStep, request: Request) -> Request | None:
-        """See `Supply`."""
         assert self._leases is not None
         return next(self._dealer.following_leases(dealt, self._leases.held), None)
 
@@ -492,7 +493,7 @@ class LeasedSupply(IndexedSupply):
         self._leases.finish()
         self._progress.cursor = self._progress.cursor.after_leased_batch()
 
+    @override
     def acknowledge(self, session: LoaderSession) -> None:
-        """See `Supply`."""
         if self._leases is not None:
             self._leases.acknowledge(session)

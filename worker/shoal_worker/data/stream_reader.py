@@ -28,6 +28,7 @@ from typing import Any, Final
 
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
+from typing_extensions import override
 
 from shoal_worker.data.fetch import seed
 from shoal_worker.data.fingerprints import chained, fingerprint
@@ -163,16 +164,16 @@ class SourceReader(Reader):
         """What the item at `stop` has to be, if that is known."""
         self._source, self._iterator = self._open(at)
 
+    @override
     def items(self, positions: Iterable[int]) -> list[Any]:
-        """See `Reader`."""
         return [_copied(self._items[position - self.first]) for position in positions]
 
     def raw_items(self, positions: Iterable[int]) -> list[Any]:
         """The items themselves, for whoever copies them anyway."""
         return [self._items[position - self.first] for position in positions]
 
+    @override
     def fill(self, upto: int, *, states_at: Container[int] = ()) -> None:
-        """See `Reader`."""
         while self.end is None and self.stop < upto:
             if self.stop in states_at and self.stop not in self._states:
                 self._states[self.stop] = self._state()
@@ -186,14 +187,14 @@ class SourceReader(Reader):
         states = {at: state for at, state in self._states.items() if known <= at <= stop}
         return prints, states, self.end if self.end is not None and self.end < upto else None
 
+    @override
     def drop(self, position: int) -> None:
-        """See `Reader`."""
         for _ in range(position - self.first):
             self._items.popleft()
         super().drop(position)
 
+    @override
     def close(self) -> None:
-        """See `Reader`."""
         _close(self._iterator)
         self._prints.clear()
         self._items.clear()

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from shoal_common.errors import ConfigurationError, PreconditionError
+from typing_extensions import override
 
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.fetch import Request
@@ -88,8 +89,8 @@ class StreamSupply(Supply):
             self._close_readers()
             self._sources.close()
 
+    @override
     def request(self, dealt: DealtStep, block: Block) -> Request:
-        """See `Supply`."""
         positions = block.positions or dealt.positions[: dealt.placement.least_samples]
         return Request(
             epoch=dealt.epoch,
@@ -102,8 +103,8 @@ class StreamSupply(Supply):
         requests = [self.request(dealt, block) for block in dealt.blocks]
         return iter(requests[requests.index(request) :])
 
+    @override
     def upcoming(self, dealt: DealtStep, request: Request) -> Request | None:
-        """See `Supply`."""
         following = self.following(dealt, request)
         next(following)
         return next(following, None)

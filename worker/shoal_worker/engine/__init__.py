@@ -7,11 +7,11 @@ state that is cut can be asked for), `holders` (who holds which shard, and who s
 `hidden_parameters` (parameters whose values or gradients are elsewhere). What several share:
 `parameters` (those that users give; models built without values), `optimizer_state` (what of it
 belongs to a parameter's elements, and how it is loaded), `module_state` (all of a module's state,
-by tensor), `buffers` (which a step changes), `pass_writes` (what else a pass changes: parameters,
-attributes and extra state of modules), `compressed` (gradients), `failed_collectives` (a failure
-makes the step lost), `ranks_in_passes` (asking the others in a pass), `synchronized_norms` (layers
-that normalize over the samples of all ranks), `whole_batch` (rows of all ranks, for losses),
-`passes` (calling a module, and its loss). Several models in one loop: `several_models` (their
-engines as one), `model_session` (the session as one of them sees it), `tentative_update` (what is
-put back when a batch does not count).
+by tensor), `buffers` (which a step changes), `extremes` (minima and maxima among these),
+`pass_writes` (what else a pass changes: parameters, attributes and extra state of modules),
+`compressed` (gradients), `failed_collectives` (a failure makes the step lost), `ranks_in_passes`
+(asking the others in a pass), `synchronized_norms` (layers that normalize over the samples of all
+ranks), `whole_batch` (rows of all ranks, for losses), `passes` (calling a module, and its loss).
+Several models in one loop: `several_models` (their engines as one), `model_session` (the session as
+one of them sees it), `tentative_update` (what is put back when a batch does not count).
 """

@@ -31,6 +31,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
+from typing_extensions import override
 
 from shoal_worker.elastic.channel import Channel
 from shoal_worker.elastic.loader_interface import Share
@@ -263,8 +264,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """Raises ConfigurationError: it cannot update what this rank holds."""
         check_elementwise(optimizer, elementwise=self._any_optimizer)
 
+    @override
     def has_values(self) -> bool:
-        """See `TrainingEngine`."""
         return self._parts is not None
 
     # ------------------------------------------------------------------------------------- training
@@ -302,8 +303,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """Ends the step's reduction."""
         self.finish_reduction()
 
+    @override
     def finish_reduction(self) -> None:
-        """See `TrainingEngine`."""
         step = self._session.step
         if (
             step is not None
@@ -353,12 +354,12 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         with inside():
             self._handed_out = self._gradients.norm_here() if self._shown else 0.0
 
+    @override
     def closing(self) -> dict[str, Any]:
-        """See `TrainingEngine`."""
         return dict(vars(self._closing)) if self._closing is not None else {}
 
+    @override
     def take_closing(self, told: Mapping[str, Any]) -> None:
-        """See `TrainingEngine`."""
         self._take(self._as_closing(told))
 
     @torch.no_grad()
@@ -418,8 +419,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
                 return now / before
         return self._clipped
 
+    @override
     def skip(self) -> None:
-        """See `Engine`."""
         self._skipped = True
 
     def apply(self, update: Callable[[], None]) -> None:
@@ -436,12 +437,12 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._whereabouts.pending = False
         return update
 
+    @override
     def has_gradients(self) -> bool:
-        """See `Engine`."""
         return self._has_gradients
 
+    @override
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """See `Engine`."""
         super().exchange_update(update)
         self._applied += -1 if update.withdrawn else 1
 
@@ -480,8 +481,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._carried = False
         self._drop_gradients()
 
+    @override
     def check_values_here(self, call: str, instead: str) -> None:
-        """See `Engine`."""
         if any(is_hidden(p) for p in self.module.parameters()):
             raise PreconditionError(
                 f"model.{call} with strategy={self.strategy!r}: ranks hold parts of the parameters "
@@ -552,8 +553,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._held.load_optimizer(state)
 
     @torch.no_grad()
+    @override
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `ShardedModel`."""
         if not self._named_state().left_out.keys() <= tensors.keys():
             tensors = self._whole_state() | dict(tensors)
         self._held.load_values(tensors)
@@ -580,8 +581,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             "mirrors of others'; scale the loss, or use ddp"
         )
 
+    @override
     def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
-        """See `Engine`."""
         whole, names = self._whole_state(), self._parameter_names()
         keys = self._named_state().keys
         own = {first: whole[keys[first]] for first in dict.fromkeys(names.values())}

@@ -19,6 +19,7 @@ from shoal_common.errors import ConfigurationError
 from shoal_common.failpoints import failpoint
 from torch import nn
 from torch.autograd.function import once_differentiable
+from typing_extensions import override
 
 from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.ranks_in_passes import RanksInPasses
@@ -66,8 +67,8 @@ class _Statistics(NamedTuple):
 class NormsOfRanks:
     """The ranks, as the synchronized layers of one model see them. A copy of the model has none."""
 
+    @override
     def __init__(self, session: StrategySession, *, sums: bool) -> None:
-        """See `synchronize_norms`."""
         self._ranks = RanksInPasses(session, "synchronized norms")
         self._sums = sums
 

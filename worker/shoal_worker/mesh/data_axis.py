@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shoal_worker.elastic.group_members import GroupMembers
 from shoal_worker.engine.buffers import CommittedBuffers
@@ -124,18 +125,19 @@ class Replicated(DataAxis):
     def free(self) -> None:
         """See `DataAxis`: they stay whole."""
 
+    @override
     def release(self) -> None:
-        """See `DataAxis`."""
+        pass
 
     @property
+    @override
     def own(self) -> Mapping[str, torch.Tensor]:
-        """See `DataAxis`."""
         return self.pieces
 
+    @override
     def use(
         self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State
     ) -> None:
-        """See `DataAxis`."""
         for group, names in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = GroupMembers(
                 self.pieces[name] for name in names if name in self.pieces
@@ -146,13 +148,13 @@ class Replicated(DataAxis):
                 key: _beside(self.pieces[name], key, value) for key, value in own.items()
             }
 
+    @override
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """See `DataAxis`."""
         for name, piece in self.pieces.items():
             piece.copy_(values[name])
 
+    @override
     def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, PieceState]]:
-        """See `DataAxis`."""
         states = optimizer.state if optimizer is not None else {}
         return {
             0: {
@@ -167,6 +169,7 @@ class Replicated(DataAxis):
     def fetch(self) -> None:
         """See `DataAxis`: every replica has made the same."""
 
+    @override
     def gradients(
         self,
         *,
@@ -176,7 +179,6 @@ class Replicated(DataAxis):
         averages: bool,
         device: torch.device,
     ) -> MeshGradients:
-        """See `DataAxis`."""
         return ReplicatedGradients(
             self.pieces,
             counts=lambda name: first and counts(name),
@@ -250,36 +252,36 @@ class InShards(DataAxis):
             )
         self._trained = [unit for unit in self.units if unit.trained]
 
+    @override
     def gather(self) -> None:
-        """See `DataAxis`."""
         for unit in self.units:
             unit.start_gathering(self._collectives)
         for unit in self.units:
             unit.finish_gathering()
 
+    @override
     def free(self) -> None:
-        """See `DataAxis`."""
         for unit in self.units:
             unit.free()
 
+    @override
     def release(self) -> None:
-        """See `DataAxis`."""
         if self.execution is not None:
             self.execution.release()
 
     @property
+    @override
     def own(self) -> Mapping[str, torch.Tensor]:
-        """See `DataAxis`."""
         return {
             name: piece
             for unit in self.units
             for name, piece in zip(unit.parameter_names, unit.own.pieces, strict=True)
         }
 
+    @override
     def use(
         self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State
     ) -> None:
-        """See `DataAxis`."""
         where = {
             name: (u, i)
             for u, unit in enumerate(self.units)
@@ -294,8 +296,8 @@ class InShards(DataAxis):
         saved = {"state": dict(enumerate(state.get(name, {}) for name in where))}
         spread([list(where.values())], saved, self.units, ShardedOptimizerState(optimizer))
 
+    @override
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """See `DataAxis`."""
         for unit in self.units:
             unit.load([values[name] for name in unit.parameter_names])
 
@@ -310,16 +312,17 @@ class InShards(DataAxis):
                     own[name] = PieceState(value=piece.detach(), state=states.get(piece, {}))
         return runs
 
+    @override
     def changed(self) -> None:
-        """See `DataAxis`."""
         for unit in self.units:
             unit.changed()
 
+    @override
     def fetch(self) -> None:
-        """See `DataAxis`."""
         if self._stage is not Stage.PARAMETERS:
             self.gather()
 
+    @override
     def gradients(
         self,
         *,
@@ -329,7 +332,6 @@ class InShards(DataAxis):
         averages: bool,
         device: torch.device,
     ) -> MeshGradients:
-        """See `DataAxis`."""
         made = (
             ScatteredGradients
             if self.execution is None

@@ -24,6 +24,7 @@ import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, ShoalError
 from shoal_common.failpoints import failpoint
 from torch import nn
+from typing_extensions import override
 
 from shoal_worker.elastic.channel import Channel, LocalChannel
 from shoal_worker.elastic.course import CLOSING, EXTREMES, SUM
@@ -153,8 +154,8 @@ class MeshEngine(MeshPasses):
         } | {"extremes": dict(self.extremes)}
 
     @torch.no_grad()
+    @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `TrainingEngine`."""
         self.extremes |= state.get("extremes", {})
         self._give_values(state)
         held = self._held
@@ -200,13 +201,13 @@ class MeshEngine(MeshPasses):
         self._held.data_axis.changed()
 
     @torch.no_grad()
+    @override
     def fetch_put_back(self) -> None:
-        """See `Engine`."""
         if self._mesh is not None:
             self._held.data_axis.fetch()
 
+    @override
     def divide_alike(self, several: Sequence[Engine]) -> None:
-        """See `Engine`."""
         self._knows_others = True
         self.layouts.divide_alike(
             [each.layouts for each in several if isinstance(each, MeshEngine)]
@@ -216,8 +217,8 @@ class MeshEngine(MeshPasses):
         return Closing(**told)
 
     @torch.no_grad()
+    @override
     def regroup(self, group: Group) -> None:
-        """See `TrainingEngine`."""
         execution = self._mesh.execution if self._mesh is not None else None
         issued = execution.issued.encode().decode() if execution is not None else ""
         told = [
@@ -271,8 +272,8 @@ class MeshEngine(MeshPasses):
             old.release()
 
     @torch.no_grad()
+    @override
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
-        """See `TrainingEngine`."""
         if self._parts is not None:
             self._parts.copy_singles(channel, leaving)
 
@@ -284,13 +285,13 @@ class MeshEngine(MeshPasses):
         cut = self._mesh.cut
         return [f"{cut.at.pipeline}.{cut.at.tensor}.{position}" for position in cut.positions]
 
+    @override
     def working(self, group: Group) -> Group:
-        """See `TrainingEngine`."""
         return self._mesh.all if self._mesh is not None and self._mesh.group is group else group
 
     @torch.no_grad()
+    @override
     def step_begins(self) -> None:
-        """See `TrainingEngine`."""
         self._begin_step()
         self._standing_in = None
         if self._mesh is None:
@@ -326,13 +327,13 @@ class MeshEngine(MeshPasses):
         if self._session.elastic:
             self._attributes.begin()
 
+    @override
     def micro_batch_begins(self) -> None:
-        """See `TrainingEngine`."""
         if self._mesh is not None:
             self._mesh.buffers.put_back()
 
+    @override
     def micro_batch_ends(self, weight: float) -> None:
-        """See `TrainingEngine`."""
         step = self._session.step
         if self._mesh is not None and step is not None and step.lost is None:
             self._held.hidden.show_gradients()
@@ -432,8 +433,8 @@ class MeshEngine(MeshPasses):
             raise mesh.buffers.apart()
         return digest if mesh.cut.axes.pipeline == 1 else 0
 
+    @override
     def writes_apart(self) -> ShoalError:
-        """See `TrainingEngine`."""
         return self._laid_out.buffers.apart()
 
     @property
@@ -458,8 +459,8 @@ class MeshEngine(MeshPasses):
             self._mesh.drop_gradients()
 
     @torch.no_grad()
+    @override
     def discard_step(self) -> None:
-        """See `TrainingEngine`."""
         self._whereabouts.pending = False
         if self._mesh is None:
             for parameter in self.module.parameters():
@@ -472,8 +473,8 @@ class MeshEngine(MeshPasses):
         self._held.hidden.hide()
 
     @torch.no_grad()
+    @override
     def commit_step(self) -> None:
-        """See `TrainingEngine`."""
         mesh = self._laid_out
         mesh.buffers.apply(mesh.gradients.changes)
         mesh.buffers.step_committed()
@@ -485,8 +486,8 @@ class MeshEngine(MeshPasses):
         self._held.forget_before()
 
     @property
+    @override
     def changing_buffers(self) -> bool:
-        """See `Engine`."""
         return self._mesh is not None and self._mesh.buffers.size > 0
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -495,8 +496,8 @@ class MeshEngine(MeshPasses):
             self._parts.check(state)
 
     @property
+    @override
     def lacks_ranks(self) -> bool:
-        """See `TrainingEngine`."""
         return (
             self._parts is not None
             and self._parts.is_whole
@@ -517,14 +518,14 @@ class MeshEngine(MeshPasses):
         return f"replica {self.data_parallel_rank}"
 
     @property
+    @override
     def leads_replica(self) -> bool:
-        """See `TrainingEngine`."""
         at = self.layouts.axes(self._session.world_size).at(self._session.rank)
         return at is not None and at.pipeline == at.tensor == 0
 
     @property
+    @override
     def replica_size(self) -> int:
-        """See `TrainingEngine`."""
         return self.layouts.axes(self._session.world_size).replica_size
 
     @property
@@ -535,8 +536,8 @@ class MeshEngine(MeshPasses):
     # ---------------------------------------------------------------------------------------- state
 
     @torch.no_grad()
+    @override
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """See `TrainingEngine`."""
         if channel.rank != 0:
             self._held.help_assemble(channel)
             return {}
@@ -575,8 +576,8 @@ class MeshEngine(MeshPasses):
         """See `Engine`: a plain module, as the user wrote it."""
         return self._whole_module(self._whole_state())
 
+    @override
     def whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
-        """See `Engine`."""
         tensors = self._template.tensors()
         return [
             (tensors[name], tensors[name].shape)

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from typing_extensions import override
 
 from shoal_worker.elastic.group import Group
 from shoal_worker.engine.buffers import CommittedBuffers
@@ -221,14 +222,14 @@ class ReplicatedGradients(MeshGradients):
         self._sums: dict[str, torch.Tensor] = {}
         """The sums of parameters to which several gradients were added."""
 
+    @override
     def begin(self) -> None:
-        """See `MeshGradients`."""
         super().begin()
         self._first.clear()
         self._sums.clear()
 
+    @override
     def added(self, name: str) -> torch.Tensor:
-        """See `MeshGradients`."""
         if name in self._first:
             gradient, factor = self._first.pop(name)
             self._sums[name] = gradient * factor
@@ -236,8 +237,8 @@ class ReplicatedGradients(MeshGradients):
             self._sums[name] = self._flat.new_zeros(self._pieces[name].shape)
         return self._sums[name]
 
+    @override
     def add_all(self, gradients: Mapping[str, torch.Tensor], factor: float) -> None:
-        """See `MeshGradients`."""
         # Sparse ones are made dense by adding them.
         first = {
             name
@@ -255,8 +256,8 @@ class ReplicatedGradients(MeshGradients):
     def sum_pass(self) -> None:
         """See `MeshGradients`: not wanted."""
 
+    @override
     def sum_over(self, replicas: Group) -> None:
-        """See `MeshGradients`."""
         if replicas.world_size == 1:
             return
         *parts, rest = self._together.split(
@@ -289,12 +290,12 @@ class ReplicatedGradients(MeshGradients):
         """What was added is the tensor times the number."""
         return self._first[name] if name in self._first else (self.added(name), 1.0)
 
+    @override
     def squared_norm(self) -> float:
-        """See `MeshGradients`."""
         return _squared_norm(map(self._added_times, self._counted))
 
+    @override
     def hand_out(self, divisor: float) -> None:
-        """See `MeshGradients`."""
         present = self.present
         for piece in self._pieces.values():
             drop_gradient(piece)
@@ -314,19 +315,19 @@ class ReplicatedGradients(MeshGradients):
             for (piece, *_), mean in zip(together, means, strict=True):
                 piece.grad = strided_like(mean, piece)
 
+    @override
     def scale(self, factor: float) -> None:
-        """See `MeshGradients`."""
         if gradients := [piece.grad for piece in self._pieces.values() if piece.grad is not None]:
             torch._foreach_mul_(gradients, factor)
 
+    @override
     def norm_here(self) -> float:
-        """See `MeshGradients`."""
         return math.sqrt(
             _squared_norm((p.grad, 1.0) for p in self._pieces.values() if p.grad is not None)
         )
 
+    @override
     def forget(self) -> None:
-        """See `MeshGradients`."""
         for piece in self._pieces.values():
             drop_gradient(piece)
 
@@ -407,19 +408,19 @@ class ScatteredGradients(MeshGradients):
             name: (unit, index) for unit in units for index, name in enumerate(unit.parameter_names)
         }
 
+    @override
     def begin(self) -> None:
-        """See `MeshGradients`."""
         super().begin()
         for unit in self._units:
             unit.forget_gradients()
 
+    @override
     def added(self, name: str) -> torch.Tensor:
-        """See `MeshGradients`."""
         unit, index = self._places[name]
         return unit.added(index)
 
+    @override
     def sum_pass(self) -> None:
-        """See `MeshGradients`."""
         on_their_way: deque[Reducing] = deque()
         for unit in self._units:
             if len(on_their_way) >= _IN_FLIGHT:
@@ -435,27 +436,27 @@ class ScatteredGradients(MeshGradients):
         super().sum_over(replicas)
         self._cut.pass_on(self._collectives, self._division)
 
+    @override
     def squared_norm(self) -> float:
-        """See `MeshGradients`."""
         return float(self._cut.squared_norm_part(self._counted))
 
+    @override
     def hand_out(self, divisor: float) -> None:
-        """See `MeshGradients`."""
         present = self.present
         self._cut.hand_out(
             divisor, [present[name] for unit in self._units for name in unit.parameter_names]
         )
 
+    @override
     def scale(self, factor: float) -> None:
-        """See `MeshGradients`."""
         self._cut.scale(factor)
 
+    @override
     def norm_here(self) -> float:
-        """See `MeshGradients`."""
         return self._cut.norm_here()
 
+    @override
     def forget(self) -> None:
-        """See `MeshGradients`."""
         for piece in (
             piece for unit in self._units for holding in unit.holdings for piece in holding.pieces
         ):
@@ -474,23 +475,23 @@ class GradientsOfPasses(ScatteredGradients):
     def sum_pass(self) -> None:
         """See `MeshGradients`: it was begun in the pass."""
 
+    @override
     def take_part(self) -> None:
-        """See `MeshGradients`."""
         self._execution.take_part()
 
+    @override
     def sum_over(self, replicas: Group) -> None:
-        """See `MeshGradients`."""
         self._execution.reduce_rest()
         touched = [unit.touched[index] for unit, index in map(self._places.__getitem__, self.names)]
         self._presence += torch.tensor(touched).to(self._presence)
         super().sum_over(replicas)
 
     @property
+    @override
     def any_left(self) -> bool:
-        """See `MeshGradients`."""
         return self._execution.came
 
+    @override
     def forget(self) -> None:
-        """See `MeshGradients`."""
         super().forget()
         self._execution.settle()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from shoal_worker.elastic.channel import Channel
 from shoal_worker.engine.hidden_parameters import (
@@ -501,8 +502,8 @@ class ModelParts(StateInParts):
         return [[tensors[name].shape for name in names] for names in self._group_names]
 
     @torch.no_grad()
+    @override
     def load_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `StateInParts`."""
         self._check_values(tensors)
         self._before = []  # which is of the values before
         key_of = {first: key for key, first in self.template.keys.items()}
@@ -518,8 +519,8 @@ class ModelParts(StateInParts):
         )
 
     @torch.no_grad()
+    @override
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """See `StateInParts`."""
         self._check_optimizer(saved)
         if self.optimizer is None:
             return
@@ -562,8 +563,8 @@ class ModelParts(StateInParts):
 
     # ------------------------------------------------------------------------------------ the whole
 
+    @override
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """See `StateInParts`."""
         if self.is_whole or self.is_empty:
             optimizer = self.optimizer.state_dict() if self.optimizer is not None else None
             return {"model": self.values(channel), "optimizer": optimizer}
@@ -621,8 +622,8 @@ class ModelParts(StateInParts):
         if values:
             load_captured(self.module, values)
 
+    @override
     def values(self, channel: Channel) -> dict[str, Any]:
-        """See `StateInParts`."""
         if self.is_whole:
             return ModuleState(self.module).captured()
         if self.is_empty:  # a spare, whose answer nobody uses

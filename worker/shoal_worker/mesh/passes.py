@@ -17,6 +17,7 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from shoal_worker.elastic.course import FORWARD
 from shoal_worker.elastic.step import Step
@@ -88,8 +89,8 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         return self._mesh
 
     @property
+    @override
     def in_parts(self) -> bool:
-        """See `TrainingEngine`."""
         return self._parts is not None and not self._parts.is_whole
 
     @property
@@ -126,8 +127,8 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
             self._await_gradients(output)
         return output
 
+    @override
     def check_forward_method(self, name: str) -> None:
-        """See `Engine`."""
         raise ConfigurationError(
             f"register_forward_method({name!r}) with strategy={self.strategy!r}: layers and stages "
             "are split along the module's forward pass, which alone can go through them. Have "
@@ -229,8 +230,8 @@ class MeshPasses(PartitionedEngine[ModelParts, Closing]):
         return torch.zeros((), dtype=torch.float64)
 
     @contextlib.contextmanager
+    @override
     def loss_parallel(self) -> Iterator[None]:
-        """See `ShardedModel`."""
         tensor_mesh = self._mesh.tensor_mesh if self._mesh is not None else None
         with (
             loss_parallel(tensor_mesh)

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
 from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
 
 from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.elastic.group import Group
@@ -146,12 +147,12 @@ class GroupMesh(DeviceMesh):
         self._hash = None
         _register_process_group(name, group)
 
+    @override
     def get_group(self, mesh_dim: int | str | None = None) -> dist.ProcessGroup:
-        """See `DeviceMesh`."""
         return self._step_group
 
+    @override
     def get_local_rank(self, mesh_dim: int | str | None = None) -> int:
-        """See `DeviceMesh`."""
         return self._rank
 
     def release(self) -> None:

@@ -18,6 +18,7 @@ import torch
 from shoal_common.errors import MembershipChanged, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 from torch import nn
+from typing_extensions import override
 
 from shoal_worker.elastic.channel import Channel
 from shoal_worker.elastic.course import CLOSING, EXTREMES
@@ -91,8 +92,8 @@ class ReplicatedEngine(Engine):
         self._writes = WrittenParameters(self.module.named_parameters(), self.strategy, whole=True)
         self._attributes = ModuleAttributes(self.module)
 
+    @override
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """See `Engine`."""
         if optimizer is not None:
             check_optimizer_covers(self.module, optimizer)
         self.optimizer = optimizer
@@ -204,8 +205,8 @@ class ReplicatedEngine(Engine):
         step = self._session.step
         return step is not None and step.share is not None and step.share.micro_batches is not None
 
+    @override
     def capture(self) -> dict[str, Any]:
-        """See `TrainingEngine`."""
         captured: dict[str, Any] = {
             "model": ModuleState(self.module).captured(),
             "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
@@ -222,8 +223,8 @@ class ReplicatedEngine(Engine):
         return captured | {"buffers": buffers} if buffers else captured
 
     @property
+    @override
     def row_store(self) -> RowStore | None:
-        """See `TrainingEngine`."""
         return self._tables.store if self._tables is not None else None
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
@@ -232,8 +233,8 @@ class ReplicatedEngine(Engine):
             return self.capture()
         return self.capture() | {"compression": self._compression.assemble(channel)}
 
+    @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `TrainingEngine`."""
         self.check_state(state)
         if not self.has_values():
             materialize(
@@ -262,8 +263,8 @@ class ReplicatedEngine(Engine):
         self._writes.replaced()
         self._attributes.forget()
 
+    @override
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """See `Engine`."""
         self._check_fits(state["model"])
         if self.optimizer is not None and state["optimizer"] is not None:
             self._check_optimizer_fits(state["optimizer"])
@@ -291,8 +292,8 @@ class ReplicatedEngine(Engine):
         }
         return {"the parameters": parameters, "the buffers": self._step_buffers.begun_from()}
 
+    @override
     def has_values(self) -> bool:
-        """See `TrainingEngine`."""
         return has_values(self.module)
 
     @torch.no_grad()
@@ -316,18 +317,18 @@ class ReplicatedEngine(Engine):
             self._writes.begin()
             self._attributes.begin()
 
+    @override
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
-        """See `Engine`."""
         self._writes.update_begins()
         return super().apply_tentatively(apply)
 
+    @override
     def note_scaler(self, name: str) -> None:
-        """See `Engine`."""
         if self._compression is not None:
             self._compression.note_scaler(name)
 
+    @override
     def writes_apart(self) -> ShoalError:
-        """See `TrainingEngine`."""
         names = self._writes.names()
         return (
             self._step_buffers.apart()
@@ -345,13 +346,13 @@ class ReplicatedEngine(Engine):
         ):
             self._reduction()
 
+    @override
     def micro_batch_begins(self) -> None:
-        """See `TrainingEngine`."""
         self._writes.micro_batch_begins()
         self._accumulation().micro_batch_begins()
 
+    @override
     def micro_batch_ends(self, weight: float) -> None:
-        """See `TrainingEngine`."""
         self._accumulation().micro_batch_ends(weight)
         step = self._session.step
         if step is not None and step.lost is None:
@@ -362,8 +363,8 @@ class ReplicatedEngine(Engine):
         if self._tables is not None:
             self._tables.micro_batch_ends(weight)
 
+    @override
     def finish_reduction(self) -> None:
-        """See `TrainingEngine`."""
         step = self._session.step
         by_hand = not self.config.auto_sync_gradients and not self._in_micro_batches
         if by_hand and step is not None and step.phase is StepPhase.OPEN and step.lost is None:
@@ -472,8 +473,8 @@ class ReplicatedEngine(Engine):
             self._reduction().check_complete()
 
     @torch.no_grad()
+    @override
     def discard_step(self) -> None:
-        """See `TrainingEngine`."""
         step = self._session.step
         if step is not None and step.lost is not None and self._uncleared_in is not None:
             _log.warning(
@@ -499,8 +500,8 @@ class ReplicatedEngine(Engine):
             parameter.grad = None
 
     @torch.no_grad()
+    @override
     def commit_step(self) -> None:
-        """See `TrainingEngine`."""
         if self._accumulated is not None and self._accumulated.open:
             self._accumulated.write_buffers()
         elif self._overlapped is not None:
@@ -552,10 +553,10 @@ class ReplicatedEngine(Engine):
 
     # ------------------------------------------------------------------------- for ShardedOptimizer
 
+    @override
     def finish_step(
         self, update: Callable[[], None], *, scaled: bool, inspected: bool
     ) -> StepStatus:
-        """See `Engine`."""
         if inspected and self.holds_unreduced_gradients:
             raise PreconditionError(
                 "the GradScaler has looked at gradients that are not reduced yet, so ranks would "
@@ -570,20 +571,20 @@ class ReplicatedEngine(Engine):
         self._tables.deliver()
         return status
 
+    @override
     def zero_grad(self, clear: Callable[[], None]) -> None:
-        """See `Engine`."""
         clear()
         self._uncleared_in = None
         if self._tables is not None:
             self._tables.drop_gradients()
 
     @property
+    @override
     def changing_buffers(self) -> bool:
-        """See `Engine`."""
         return self._step_buffers.size > 0
 
+    @override
     def skip(self) -> None:
-        """See `Engine`."""
         self._skipped = True
 
     # ---------------------------------------------------------------------------------------- state

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_common.failpoints import failpoint
+from typing_extensions import override
 
 from shoal_worker.elastic.channel import Channel, LocalChannel
 from shoal_worker.elastic.group import Group
@@ -313,8 +314,8 @@ class LocalSGDEngine(ReplicatedEngine):
     def batch_begins(self) -> None:
         """See `TrainingEngine`: gradients stay here."""
 
+    @override
     def micro_batch_ends(self, weight: float) -> None:
-        """See `TrainingEngine`."""
         super().micro_batch_ends(weight)
         self._step_weight += weight
 
@@ -341,13 +342,13 @@ class LocalSGDEngine(ReplicatedEngine):
         """False: they stay this rank's own."""
         return False
 
+    @override
     def discard_step(self) -> None:
-        """See `TrainingEngine`."""
         super().discard_step()
         self._forget_step()
 
+    @override
     def commit_step(self) -> None:
-        """See `TrainingEngine`."""
         step = self._session.step
         if (
             step is not None
@@ -393,8 +394,8 @@ class LocalSGDEngine(ReplicatedEngine):
         return captured
 
     @torch.no_grad()
+    @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `TrainingEngine`."""
         super().restore(state)
         parameters = dict(self.module.named_parameters())
         momentum = state.get("outer_momentum", {})

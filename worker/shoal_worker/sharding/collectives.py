@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged, PreconditionError
 from shoal_common.failpoints import failpoint
+from typing_extensions import override
 
 from shoal_worker.compression.reduction import Reduction
 from shoal_worker.elastic.group import Group
@@ -324,8 +325,8 @@ class ReplicatedCollectives(SessionCollectives):
     def _shard_group(self) -> Group | None:
         return self._within
 
+    @override
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
-        """See `Collectives`."""
         scattered = super().reduce_scatter(shard, full)
         across = self._across
         if across is None:

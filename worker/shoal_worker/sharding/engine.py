@@ -27,6 +27,7 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 from torch import nn
+from typing_extensions import override
 
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.channel import Channel
@@ -210,8 +211,8 @@ class ShardedEngine(ShardedPasses):
             unit.changed()
 
     @torch.no_grad()
+    @override
     def fetch_put_back(self) -> None:
-        """See `Engine`."""
         if self.stage is not Stage.PARAMETERS:
             self._execution.gather_all()
 
@@ -233,8 +234,8 @@ class ShardedEngine(ShardedPasses):
         return self._held.capture_common() | beside
 
     @torch.no_grad()
+    @override
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `TrainingEngine`."""
         self.extremes |= state.get("extremes", {})
         self._give_values(state)
         if "model" in state:
@@ -262,18 +263,18 @@ class ShardedEngine(ShardedPasses):
         self._writes.replaced()
         self._attributes.forget()
 
+    @override
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
-        """See `Engine`."""
         self._writes.update_begins()
         return super().apply_tentatively(apply)
 
+    @override
     def note_scaler(self, name: str) -> None:
-        """See `Engine`."""
         if self._compression is not None:
             self._compression.note_scaler(name)
 
+    @override
     def writes_apart(self) -> ShoalError:
-        """See `TrainingEngine`."""
         names = self._writes.names()
         return (
             self._step_buffers.apart()
@@ -296,17 +297,17 @@ class ShardedEngine(ShardedPasses):
     def _as_closing(self, told: Mapping[str, Any]) -> CutClosing:
         return CutClosing(**told)
 
+    @override
     def issued(self) -> bytes:
-        """See `TrainingEngine`."""
         return self._execution.issued.encode() if self._parts is not None else b""
 
+    @override
     def compare_issued(self, told: Sequence[bytes]) -> None:
-        """See `TrainingEngine`."""
         IssuedCollectives.compare(told, self.strategy)
 
     @torch.no_grad()
+    @override
     def regroup(self, group: Group) -> None:
-        """See `TrainingEngine`."""
         if self._replicas is not None:
             self._replicas.connect(group, self._divide(group.generation.topology))
         self.compare_issued(group.exchange(self.issued()))
@@ -321,8 +322,8 @@ class ShardedEngine(ShardedPasses):
             )
 
     @torch.no_grad()
+    @override
     def step_begins(self) -> None:
-        """See `TrainingEngine`."""
         step, group = self._session.step, self._session.group
         assert step is not None
         self._check_training()
@@ -369,14 +370,14 @@ class ShardedEngine(ShardedPasses):
         step = self._session.step
         return step is None or step.lost is not None
 
+    @override
     def micro_batch_begins(self) -> None:
-        """See `TrainingEngine`."""
         self._step_buffers.put_back()
         self._writes.micro_batch_begins()
         self._micro_batch_begins()
 
+    @override
     def micro_batch_ends(self, weight: float) -> None:
-        """See `TrainingEngine`."""
         self._execution.end_passes()
         if not self._is_lost():
             self._writes.micro_batch_ends()
@@ -473,8 +474,8 @@ class ShardedEngine(ShardedPasses):
         return self._execution.came
 
     @property
+    @override
     def changing_buffers(self) -> bool:
-        """See `Engine`."""
         return self._parts is not None and self._step_buffers.size > 0
 
     def _drop_gradients(self) -> None:
@@ -498,8 +499,8 @@ class ShardedEngine(ShardedPasses):
         self._execution.applied()
 
     @torch.no_grad()
+    @override
     def discard_step(self) -> None:
-        """See `TrainingEngine`."""
         self._watch_units(False)
         self._execution.forget()
         self._step_buffers.put_back()
@@ -514,8 +515,8 @@ class ShardedEngine(ShardedPasses):
         self._attributes.put_back()
 
     @torch.no_grad()
+    @override
     def commit_step(self) -> None:
-        """See `TrainingEngine`."""
         assert self._closing is not None
         self._step_buffers.apply(self._closing.changes)
         self._execution.forget()
@@ -576,8 +577,8 @@ class ShardedEngine(ShardedPasses):
         )
 
     @torch.no_grad()
+    @override
     def part(self, channel: Channel) -> StatePart | None:
-        """See `TrainingEngine`."""
         part = self._held.part(channel)
         return (
             part
@@ -611,18 +612,18 @@ class ShardedEngine(ShardedPasses):
             self._parts.fill(channel)
 
     @torch.no_grad()
+    @override
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
-        """See `TrainingEngine`."""
         if self._parts is not None:
             self._parts.copy_singles(channel, leaving)
 
+    @override
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
-        """See `TrainingEngine`."""
         return self._held.whole_for(channel) if self._parts is not None else nullcontext()
 
     @property
+    @override
     def in_parts(self) -> bool:
-        """See `TrainingEngine`."""
         return (
             self._parts is not None
             and self._parts.cut is not None
@@ -652,8 +653,8 @@ class ShardedEngine(ShardedPasses):
             "mirrored": division.mirrors,
         }
 
+    @override
     def whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
-        """See `Engine`."""
         return [
             each
             for unit in self._held.units

@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 from shoal_common.errors import ConfigurationError, LimitError
+from typing_extensions import override
 
 
 class Home:
@@ -56,19 +57,19 @@ class HostHome(Home):
         self._comes_from: torch.device | None = None
         """A device that has been told to copy something, and was not waited for."""
 
+    @override
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Home`."""
         return torch.empty(numel, dtype=dtype, pin_memory=torch.cuda.is_available())
 
+    @override
     def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See `Home`."""
         if tensor.device == self.device:
             return super().bring(tensor, dtype)
         self._comes_from = tensor.device
         return self.empty(tensor.numel(), dtype).copy_(tensor, non_blocking=True)
 
+    @override
     def arrived(self) -> None:
-        """See `Home`."""
         device, self._comes_from = self._comes_from, None
         if device is not None:
             torch.accelerator.current_stream(device).synchronize()

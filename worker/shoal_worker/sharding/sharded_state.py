@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 from shoal_common.errors import PreconditionError
 from torch import nn
+from typing_extensions import override
 
 from shoal_worker.elastic.channel import Channel, LocalChannel
 from shoal_worker.elastic.generation import Topology
@@ -316,8 +317,8 @@ class ShardedState(StateInParts):
 
     # ------------------------------------------------------------------------------------ the whole
 
+    @override
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """See `StateInParts`."""
         held, scalars, keys = self._agreed(channel)
         return self._as_one_process(assemble(self.units, held, keys, channel), scalars)
 
@@ -374,8 +375,8 @@ class ShardedState(StateInParts):
             self.load_optimizer(state["optimizer"])
         self.cut, self._before, self._copies = WHOLE, None, []
 
+    @override
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """See `StateInParts`."""
         self._check_optimizer(saved)
         self._before, self._copies = None, []  # which are of the state before
         spread(self._places, saved, self.units, self._state)
@@ -386,8 +387,8 @@ class ShardedState(StateInParts):
     def _group_shapes(self) -> list[list[torch.Size]]:
         return [[self.units[u].layout.shapes[i] for u, i in places] for places in self._places]
 
+    @override
     def values(self, channel: Channel) -> dict[str, torch.Tensor]:
-        """See `StateInParts`."""
         if self.cut is None:
             return ModuleState(self.module).captured()
         return self._named(self._whole_values(channel))
@@ -445,8 +446,8 @@ class ShardedState(StateInParts):
         finally:
             self._execution.free_all()
 
+    @override
     def load_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `StateInParts`."""
         self._check_values(tensors)
         self._before, self._copies = None, []  # which are of the values before
         keys = {

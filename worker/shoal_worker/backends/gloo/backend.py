@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName, Store
+from typing_extensions import override
 
 from shoal_worker.backends.base import CommunicationBackend, Traffic
 from shoal_worker.backends.gloo.forming import FormingGroup, connect_gloo
@@ -101,8 +102,8 @@ class GlooBackend(CommunicationBackend):
         assert isinstance(group, InterruptibleGroup)
         return group.sum_numbers(values)
 
+    @override
     def traffic(self) -> dict[str, Traffic]:
-        """See `CommunicationBackend`."""
         group = self._group
         return group.traffic() if group is not None else {}
 

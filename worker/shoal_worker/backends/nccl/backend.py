@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, ShoalError
 from torch.distributed.distributed_c10d import Store
+from typing_extensions import override
 
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.base import CommunicationBackend, GroupEndedError, Traffic, cause_of
@@ -137,8 +138,8 @@ class NCCLBackend(CommunicationBackend):
             self._break()
         return self._group
 
+    @override
     def comes_from(self, whole: CommunicationBackend, part: int) -> None:
-        """See `CommunicationBackend`."""
         if isinstance(whole, NCCLBackend):
             self._comes_from = whole, part
 
@@ -168,8 +169,8 @@ class NCCLBackend(CommunicationBackend):
         return self._ending.native
 
     @property
+    @override
     def host_group(self) -> dist.ProcessGroup:
-        """See `CommunicationBackend`."""
         if self._reason is not None:
             raise GroupEndedError(self._reason)
         return self._host.process_group
@@ -190,20 +191,20 @@ class NCCLBackend(CommunicationBackend):
         """See `CommunicationBackend`. Only the hosts' own group tells: NCCL does not."""
         return self._host.traffic()
 
+    @override
     def order(self, work: dist.Work) -> None:
-        """See `CommunicationBackend`."""
         if isinstance(work, DeviceWork):
             work.order()
         else:
             work.wait()
 
     @property
+    @override
     def unsettled(self) -> bool:
-        """See `CommunicationBackend`."""
         return self._group is not None and self._group.ordered.any_left
 
+    @override
     def settle(self) -> None:
-        """See `CommunicationBackend`."""
         if self._group is not None:
             self._group.settle()
 

@@ -26,7 +26,7 @@ for (rows,) in loader:
     model(rows).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    if sys.argv[1] == "wrong" and shoal.rank() == 1 and loader.global_step == 5:
+    if sys.argv[1] == "wrong" and shoal.rank() == 1 and loader.global_step == 6:
         net.weight.data.add_(1.0)
     if loader.global_step == 6:
         break

@@ -70,8 +70,10 @@ numbers of their own; all ranks end with the same parameters, and so does a seco
 `<`: parameters are off by no more than the compressor rounds, of how far they have moved; `%`: of
 what one process learns without compression, at least so much is learned.
 
-{compressors} {notes} nccl is not here, since it needs a GPU:
-`tests/unit/worker_backends/test_nccl.py` has what is checked of it.
+{compressors}
+{notes}
+nccl is not here, since it needs a GPU: `tests/unit/worker_backends/test_nccl.py` has what is
+checked of it.
 """
 
 

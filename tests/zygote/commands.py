@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -37,8 +38,8 @@ _PATIENCE_S = 60.0
 
 
 def can_be_forked(command: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether a process of the command is the same forked from this one, which has this one's
-    environment."""
+    """Returns whether a fork of this process, in its environment, is like a fresh process of the
+    command."""
     differing = {
         name for name, _ in environment.items() ^ os.environ.items() if not is_own_of_worker(name)
     } - warm._OF_WORKERS
@@ -58,8 +59,12 @@ def shoal(arguments: Sequence[str]) -> None:
 def end(status: object) -> NoReturn:
     """Ends the process as the interpreter does, but for the taking apart of all that was imported,
     which takes a second."""
-    with contextlib.suppress(BaseException):
+    try:
         threading._shutdown()
+    except (
+        BaseException
+    ):  # as the interpreter, which prints it and continues with the exit handlers
+        traceback.print_exc()
     atexit._run_exitfuncs()
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()

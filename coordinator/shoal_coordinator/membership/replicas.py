@@ -15,7 +15,7 @@ _MOST_NAMED: Final = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """What one member held as it leaves: shoal.v1.Replicas, which describes the fields."""
+    """The state of one member as it leaves. The fields are those of shoal.v1.Replicas."""
 
     generation: int
     step: int
@@ -25,7 +25,7 @@ class Replicas:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasSeen:
-    """What members held that have left."""
+    """The states of members that have left."""
 
     generation: int
     step: int

@@ -1,4 +1,4 @@
-"""What `shoal run` makes of ranks that hold different models after the last step."""
+"""`shoal run` fails if ranks hold different models after the last step."""
 
 from __future__ import annotations
 

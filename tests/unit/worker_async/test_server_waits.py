@@ -1,4 +1,4 @@
-"""Whose waits for a parameter server excuse a worker that makes no progress: the training
+"""Waits for a parameter server excuse a worker without progress if they are the training
 thread's."""
 
 from __future__ import annotations

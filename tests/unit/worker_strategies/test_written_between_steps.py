@@ -1,4 +1,4 @@
-"""What a script writes to parameters and buffers between two steps: carried if all ranks write
+"""Writes to parameters and buffers between two steps are carried if all ranks write
 alike, an error otherwise."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long the training thread has waited for parameter servers, for heartbeats.
+"""Measures how long the training thread has waited for parameter servers; heartbeats report it.
 
 A worker that waits for a server does not hang, so it is not put out for it. Other threads speak to
 servers as well: they pull values and rows ahead, and save tables. Their waits excuse nobody: the
@@ -53,7 +53,7 @@ class ServerWaits:
 
     @property
     def now(self) -> tuple[float, str]:
-        """For how many seconds the training thread has waited, and for which server; (0, ""): for
+        """Seconds for which the training thread has waited, and the server; (0, ""): it waits for
         none."""
         collects = self._collects_since
         waits = [

@@ -193,7 +193,7 @@ class FixedMembership:
         return "" if held is None or reason != LeaveReason.FINISHED else self._compare(held)
 
     def _compare(self, held: LastState) -> str:
-        """Whoever leaves first says what it holds."""
+        """Compares with the first rank that left, whose digests are in the store."""
         mine, said = str(self._seat.rank), {}
         for group, digest in held.digests.items():
             key = f"shoal-session/held/{held.step}/{group}"

@@ -97,7 +97,8 @@ class CoordinatorLink:
         self._apart_from = ""
         self._fatal: ShoalError | None = None
         self._apart = ""
-        """How the state that this member has left with differs from its peers'."""
+        """The coordinator's finding that this member left with another state than its peers; empty:
+        none."""
         self._away_since: float | None = None
         self._away_s = 0.0
         self._ended = True

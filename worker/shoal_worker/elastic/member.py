@@ -34,7 +34,7 @@ class LeaveReason(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class LastState:
-    """What this rank held in common with others as its script left the loop over a loader."""
+    """Digests of the common state of the ranks, taken as the script left its loop over a loader."""
 
     generation: int
     """The one that it worked in: it says how the state was cut."""

@@ -120,7 +120,7 @@ class ProgressMeter:
         self._unpushed = (0, 0)
         """Inner steps and their samples that the servers do not have yet."""
         self._counts: Counts | None = None
-        """What the tally holds now."""
+        """The current counts."""
         self._pushing = 0
         self._begun_pushes: set[int] = set()
         """Keys of batches whose push began here and was not committed."""

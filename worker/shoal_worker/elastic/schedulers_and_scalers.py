@@ -412,8 +412,8 @@ class RegisteredState:
         return self._objects.get(name)
 
     def loss_scale(self, scaler: str | None) -> float:
-        """What a registered GradScaler multiplies the loss by now. `scaler`: its name; empty: there
-        is none, and None: all are meant."""
+        """Returns the current loss scale of a registered GradScaler. `scaler`: its name; empty:
+        there is none, and None: all are meant."""
         scalers = {
             name: value
             for name, value in self._all.items()

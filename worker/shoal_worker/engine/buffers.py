@@ -152,8 +152,8 @@ class CommittedBuffers:
         return torch.float64 if wide else torch.float32
 
     def step_begins(self) -> None:
-        """What they are now is what the step begins from, also what a script has set since the last
-        one."""
+        """Takes their current values as those that the step begins from, also if a script has set
+        them since the last one."""
         if self._noted:
             pairs = zip(self._saved, self._noted, _sight(self._saved), strict=True)
             touched = [

@@ -50,7 +50,7 @@ class GradientCompression:
         """What a gradient of 1 counts in the residuals: a GradScaler's scale, times the weight that
         sums are divided by afterwards."""
         self._divisor = 1.0
-        """That weight."""
+        """The weight that sums are divided by."""
         self._scaler: str | None = None
         """Name of the GradScaler that steps this model's optimizer; empty: none does, and None:
         that is not known yet."""

@@ -83,9 +83,9 @@ class Extremes:
         self._shapes = {path: owner._buffers[name].shape for path, owner, name in self._places}  # type: ignore[union-attr]
         self._followers = list(dict.fromkeys(followers))
         self._folded: dict[str, torch.Tensor] | None = None
-        """What the micro-batches of this rank in the step made; None: none has ended."""
+        """Minima and maxima of this rank's micro-batches in the step; None: none has ended."""
         self._agreed: dict[str, torch.Tensor] = {}
-        """What all ranks made of them in the step."""
+        """Minima and maxima over all ranks in the step."""
 
     def __bool__(self) -> bool:
         return bool(self._places)

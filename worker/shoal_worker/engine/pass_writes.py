@@ -78,8 +78,8 @@ class WrittenParameters:
         self._sampled: torch.Tensor | None = None
         """Some elements of each parameter, as the step began."""
         self._committed: tuple[list[tuple[int, int]], torch.Tensor | None] | None = None
-        """What was seen of parameters as the last step was committed; None: none was, of this
-        state."""
+        """Versions, addresses and sampled elements of the parameters at the last commit; None: no
+        step of this state was committed."""
         self.between = 0
         """Digest of what was written since the last step was committed; 0: nothing. A lost step
         does not change it."""

@@ -408,7 +408,7 @@ class ReplicatedEngine(Engine):
         return joined(self._writes.digest(), self._step_buffers.exact_digest())
 
     def _counts(self, step: Step) -> bool:
-        """What the passes of a plain batch have left is this rank's own."""
+        """Takes the values that the passes of a plain batch left as this rank's own."""
         return not step.in_micro_batches and step.share is not None and step.share.weight > 0
 
     def _agree_on_extremes(self, step: Step) -> bool:

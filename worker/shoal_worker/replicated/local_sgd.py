@@ -248,7 +248,7 @@ class LocalSGDEngine(ReplicatedEngine):
             self._mean_state = mean_optimizer_state(state, group.exchange, group.all_reduce, device)
 
     def _averaged(self) -> list[torch.Tensor]:
-        """What the round has changed: parameters, then statistics in buffers."""
+        """The changes of the round: of parameters, then of statistics in buffers."""
         return [*self._round.trained.values(), *self._step_buffers.statistics()]
 
     def _agree_on_counts(

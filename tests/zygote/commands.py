@@ -61,9 +61,8 @@ def end(status: object) -> NoReturn:
     which takes a second."""
     try:
         threading._shutdown()
-    except (
-        BaseException
-    ):  # as the interpreter, which prints it and continues with the exit handlers
+    except BaseException:
+        # The interpreter prints it as well, and goes on with the exit handlers.
         traceback.print_exc()
     atexit._run_exitfuncs()
     with contextlib.suppress(BrokenPipeError):

@@ -99,7 +99,7 @@ class WrittenParameters:
     def begin(self) -> None:
         """A step begins."""
         named, wanted = self._named, self._watched
-        self._look_between_steps()
+        self._seen, self._sampled = self._look_between_steps()
         self._within, self._digests, self._written = None, [], []
         self._updating = False
         if self._first:
@@ -113,32 +113,39 @@ class WrittenParameters:
                 self._copies[index].copy_(value)
             else:
                 self._copies[index] = value.clone()
-        self._seen, self._sampled = self._sight(), self._sample()
 
-    def _look_between_steps(self) -> None:
-        """Digests what was written since the last commit, if one is known."""
-        if self._committed is None:
-            return
-        seen, sampled = self._committed
+    def _look_between_steps(self) -> tuple[list[tuple[int, int]], torch.Tensor | None]:
+        """Digests what was written since the last commit, if one is known. Returns the parameters'
+        versions and addresses, and some of their elements."""
         now, elements = self._sight(), self._sample()
+        if self._committed is not None:
+            self.between = self._digest_of_changes(*self._committed, now, elements)
+        return now, elements
+
+    def _digest_of_changes(
+        self,
+        seen: list[tuple[int, int]],
+        sampled: torch.Tensor | None,
+        now: list[tuple[int, int]],
+        elements: torch.Tensor | None,
+    ) -> int:
+        """Returns a digest of the parameters that differ from what was seen; 0: none does."""
         if now == seen and _equal(elements, sampled):
-            self.between = 0
-            return
+            return 0
         changed = {
             index
             for index, (before, after) in enumerate(zip(seen, now, strict=True))
             if before != after
         }
         changed |= self._sampled_otherwise(sampled, elements)
-        self.between = 0
         if not changed:
-            return
+            return 0
         with inside():
             digests = {
                 self._named[index][0]: digest_of([self._named[index][1].detach()])
                 for index in sorted(changed)
             }
-        self.between = xxhash.xxh3_64_intdigest(repr(digests).encode()) or 1
+        return xxhash.xxh3_64_intdigest(repr(digests).encode()) or 1
 
     def _sight(self) -> list[tuple[int, int]]:
         with inside():

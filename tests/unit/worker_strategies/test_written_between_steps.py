@@ -171,3 +171,29 @@ def test_one_rank_may_swap_weights_for_an_evaluation_and_put_them_back(strategy:
 
     first, second = shoal.launch(train, strategy, swap, world_size=2)
     assert all(torch.equal(second[name], value) for name, value in first.items())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
+def test_frozen_parameters_may_have_any_dtype(strategy: str) -> None:
+    """torch has no common dtype for most of these."""
+    dtypes = [torch.float8_e4m3fn, torch.uint8, torch.uint16, torch.bfloat16, torch.complex128]
+
+    def trained(written: bool) -> bool:
+        net = Net()
+        for dtype in dtypes:
+            frozen = nn.Parameter(torch.ones(4, 4).to(dtype), requires_grad=False)
+            net.register_parameter("of_" + str(dtype).removeprefix("torch."), frozen)
+        model, optimizer = shoal.as_distributed(
+            net, torch.optim.SGD(net.first.parameters(), 0.1), strategy=strategy
+        )
+        for x in X.split(8)[:3]:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if written and shoal.rank() == 0:
+                net.get_parameter("of_float8_e4m3fn").data.fill_(2.0)
+        return True
+
+    assert shoal.launch(trained, False, world_size=2) == [True, True]
+    with pytest.raises(PreconditionError, match="'of_float8_e4m3fn'"):
+        shoal.launch(trained, True, world_size=2)

@@ -34,6 +34,8 @@ _SMALL: Final = 1 << 26
 """Bytes of a model of which copies are kept in the first step."""
 _SAMPLED: Final = 8
 """Elements of each parameter that are looked at for writes that torch does not count."""
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Size of an element in bytes -> the integers of that size."""
 _NUMBERS: Final = frozenset({int, float})
 _TENSORS: Final = frozenset({torch.Tensor})
 
@@ -163,7 +165,7 @@ class WrittenParameters:
         """Indices of parameters of which an element differs; none if they cannot be compared."""
         if before is None or now is None or self._elements is None or before.shape != now.shape:
             return set()
-        return self._elements.owners(~((before == now) | (before.isnan() & now.isnan())))
+        return self._elements.owners(before != now)
 
     def _changed(self) -> list[int]:
         """Returns the indices of those that were written; where the values before are known, only
@@ -302,7 +304,7 @@ class SampledElements:
         """Index of the tensor of each element."""
 
     def take(self) -> torch.Tensor:
-        """Returns a copy of the elements, in one dtype."""
+        """Returns a copy of the elements' bits, in one dtype."""
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         if addresses != self._addresses:
             self._addresses, self._views, self._owners = addresses, [], []
@@ -310,7 +312,7 @@ class SampledElements:
                 view = some_of(tensor)
                 self._views.append(view)
                 self._owners.extend([index] * view.numel())
-        return torch.cat(self._views) if self._views else torch.empty(0)
+        return torch.cat(self._views) if self._views else torch.empty(0, dtype=torch.uint8)
 
     def owners(self, marked: torch.Tensor) -> set[int]:
         """Indices of tensors that have one of the marked elements."""
@@ -318,17 +320,20 @@ class SampledElements:
 
 
 def some_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat view of a few elements of a tensor of the host's, spread over its first dimension or,
-    where it is contiguous, over all."""
+    """A flat view of the bits of a few elements of a tensor of the host's, spread over its first
+    dimension or, where it is contiguous, over all. Of complex numbers it has the real parts."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.uint8)
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor).select(-1, 0)
     if tensor.is_contiguous():
         tensor = tensor.view(-1)
     while tensor.dim() > 1:
         tensor = tensor.select(-1, 0)
     tensor = tensor.view(-1) if not tensor.dim() else tensor
-    return tensor[:: max(1, -(-tensor.numel() // _SAMPLED))]
+    some = tensor[:: max(1, -(-tensor.numel() // _SAMPLED))]
+    return some.view(_BITS[some.element_size()])  # torch.cat has no common dtype for some floats
 
 
 def _equal(tensor: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -1,6 +1,6 @@
-"""What workers of the tables compute on: the host's cores, CUDA devices, one for each worker
-(`python -m benchmarks --device cuda`), or one CUDA device for all of them (`--device cuda-shared`),
-whose rates say nothing about GPUs.
+"""The devices that the tables' workers compute on: the host's cores, CUDA devices, one for each
+worker (`python -m benchmarks --device cuda`), or one CUDA device for all of them
+(`--device cuda-shared`), whose rates say nothing about GPUs.
 
 A rehearsal takes what is measured on devices, its systems and its floors, and runs it on the host
 at the host's sizes: whether it works can be seen where there is no GPU. Its figures say nothing.
@@ -109,7 +109,7 @@ HOST: Final = Devices()
 
 
 def devices_of(kind: str) -> Devices:
-    """What there is of a kind. Raises MeasurementError where torch cannot be asked for CUDA
+    """Returns the devices of a kind. Raises MeasurementError where torch cannot be asked for CUDA
     devices."""
     if kind == CPU:
         return HOST

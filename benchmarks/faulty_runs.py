@@ -149,7 +149,7 @@ def _row(name: str, words: Sequence[str]) -> Row:
 
 
 def _run(words: Sequence[str]) -> str:
-    """What it printed. It ends with 1 where a schedule was wrong, which is a figure here and no
+    """Returns its output. Status 1 means that a schedule was wrong: a figure here, not a
     failure."""
     with Stage() as stage:
         process = stage.start("simulation", [sys.executable, *words])

@@ -42,8 +42,8 @@ class Gate:
         self._listener.close()
 
     def complete(self) -> bool:
-        """Whether all workers have come, each of them after its first step. Does not wait for more
-        than those who are there."""
+        """Returns whether all workers have arrived, each after its first step, without waiting for
+        others."""
         while len(self._workers) < self._ranks:
             try:
                 worker, _ = self._listener.accept()

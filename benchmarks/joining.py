@@ -40,9 +40,9 @@ def _whole_steps(commits: Sequence[Commit], workers: int) -> int:
 
 
 def stall_s(commits: Sequence[Commit], *, workers: int) -> tuple[float, float]:
-    """How long a join made one worker that stayed wait, in seconds: (longest step minus median
-    step, median step) around the join, from the times at which that worker committed steps between
-    the kill and the time after the join.
+    """Returns the wait that a join caused in one remaining worker, in seconds: (longest step minus
+    median step, median step) around the join, from the times at which that worker committed steps
+    between the kill and the time after the join.
 
     Raises:
         MeasurementError: it did no step between the death and the join, so that the two cannot be

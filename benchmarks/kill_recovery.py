@@ -49,7 +49,7 @@ CUDA_WIDTH: Final = 4096
 CUDA_BATCH: Final = 256
 CUDA_OF_FLOOR: Final = 2.0
 NOTICED_S: Final = 0.25
-"""How long after a connection has ended a Gloo group's watch ends the group
+"""Time from the end of a connection until a Gloo group's watch ends the group
 (shoal_worker.backends.gloo.sockets.GRACE_S)."""
 _FLOOR: Final = (
     "The bare floor is as many forked processes with a Gloo group and nothing else, which know "

@@ -15,7 +15,7 @@ PYTHON: Final = REPOSITORY / ".venv-peers" / "bin" / "python"
 TORCHRUN: Final = REPOSITORY / ".venv-peers" / "bin" / "torchrun"
 LIGHTHOUSE: Final = REPOSITORY / ".venv-peers" / "bin" / "torchft_lighthouse"
 EXTENSIONS: Final = REPOSITORY / ".venv-peers" / "extensions"
-"""What DeepSpeed compiled when it was installed: a shared-memory collective that it wants to load
+"""The shared-memory collective that DeepSpeed compiled when it was installed, and wants to load
 although Gloo needs none."""
 _IMPORT_TIMEOUT_S: Final = 60
 

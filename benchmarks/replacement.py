@@ -157,8 +157,8 @@ class FullStrength:
         self._reached_ns = 0
 
     def reached(self) -> bool:
-        """Whether as many processes as before, with a new one among them, have committed a step in
-        one group."""
+        """Returns whether a group of as many processes as before, one of them new, has committed a
+        step."""
         self._logs.read()
         groups: dict[int, dict[int, Commit]] = {}
         for pid, commits in self._logs.commits.items():

@@ -1,5 +1,5 @@
-"""What a benchmark gives back, and how it is shown: on the terminal, as JSON with every sample, and
-as Markdown.
+"""The results of a benchmark, and their presentation: on the terminal, as JSON with every sample,
+and as Markdown.
 
 Nothing here measures or judges: a row says what was measured, or why it could not be.
 """

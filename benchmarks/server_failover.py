@@ -59,8 +59,8 @@ _TIMEOUT_S: Final = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """How long one worker stood still around one kill: times between two of its successive steps,
-    beyond an ordinary step."""
+    """One worker's pauses around one kill: times between two successive steps, beyond an ordinary
+    step."""
 
     first_s: float
     """Longest of its first steps after the kill."""

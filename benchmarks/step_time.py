@@ -113,8 +113,8 @@ def measure(options: Options) -> Table:
 
 
 def sides_of(ranks: int, devices: Devices) -> tuple[Side, ...]:
-    """Who takes part with so many ranks. torchft has an environment of its own, with a torch for
-    the host."""
+    """Returns the systems that take part with so many ranks. torchft has an environment of its own,
+    with a torch for the host."""
     return (BASELINE, SHOAL, *CHECKING) if devices.for_cuda else SIDES_OF_RANKS[ranks]
 
 

@@ -42,7 +42,7 @@ class System:
     strategy: str
     options: dict[str, Any] = field(default_factory=dict)
     slow: int
-    """How many times as long as the others the last rank computes; 1: as long."""
+    """Ratio of the last rank's computing time to the others'; 1: the same."""
     look_every: int = 1
     """Steps between two looks at the loss: between averages local_sgd's ranks have values of their
     own."""
@@ -274,7 +274,7 @@ def row(system: System, ddp: System, even: System) -> Row:
 
 
 def compared(system: System, other: System) -> Ratio | None:
-    """How many times as long as the other it took; None: itself, or one of them was not
+    """Ratio of its time to the other's; None: itself, or one of them was not
     measured."""
     if system is other or not system.times_s or len(system.times_s) != len(other.times_s):
         return None

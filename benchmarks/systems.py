@@ -1,4 +1,4 @@
-"""How each system starts the workers of the training loop: Shoal, torchrun in two ways, and torchft
+"""Starts the workers of the training loop by each system: Shoal, torchrun in two ways, and torchft
 with its lighthouse.
 
 Peers are started as their own documentation says; what differs from their defaults is a setting
@@ -25,8 +25,8 @@ from benchmarks.workers.workload import Workload
 
 _MANY_RESTARTS: Final = ("--max-restarts", "1000000")
 _STORE_PER_START: Final = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""For torchrun. By default agent and workers share one store, and a Gloo group that is started
-again there reads the addresses of the one before and cannot connect (torch 2.13)."""
+"""An environment for torchrun. By default agent and workers share one store, and a Gloo group that
+is started again there reads the addresses of the one before and cannot connect (torch 2.13)."""
 
 
 class System(Protocol):
@@ -275,12 +275,12 @@ class TorchftSettings:
     """The timeouts that decide how fast torchft notices a death. The defaults are its own."""
 
     heartbeat_timeout_ms: int = 5000
-    """Of the lighthouse: a replica that was silent for so long is dead."""
+    """The lighthouse takes a replica for dead that was silent for so long."""
     heartbeat_ms: int = 100
     """How often a replica sends one."""
     join_timeout_ms: int = 60_000
-    """Of the lighthouse: how long a quorum waits for replicas that live and have not asked for
-    it."""
+    """The time for which the lighthouse's quorum waits for replicas that live and have not asked
+    for it."""
     quorum_tick_ms: int = 100
     """Of the lighthouse: how often it looks."""
     timeout_s: float = 60

@@ -1,5 +1,4 @@
-"""What the host told a device in a few steps, counted from a trace of torch's profiler: launches,
-copies, and where the host stood still.
+"""Counts launches, copies and stalls of the host in a few steps, from a trace of torch's profiler.
 
 The names are CUDA's own, as the profiler writes them into a Chrome trace (categories cuda_runtime,
 cuda_driver and gpu_memcpy).

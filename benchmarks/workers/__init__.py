@@ -1,4 +1,4 @@
-"""What the benchmarks run as worker processes: the same training loop on Shoal, on torch's DDP, on
+"""The worker processes of the benchmarks: the same training loop on Shoal, on torch's DDP, on
 torchft and on a bare Gloo group.
 
 Each module is a program of its own, started as `python -m benchmarks.workers.NAME` from the

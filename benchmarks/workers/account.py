@@ -199,8 +199,8 @@ def _note_gradients(account: dict[str, Any], model: Any, inner: torch.optim.Opti
 
 
 def _pieces(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """What the optimizer of a sharded strategy updates: this rank's pieces, and those that it
-    mirrors. Nothing public tells them apart."""
+    """Returns the tensors that the optimizer of a sharded strategy updates: this rank's pieces, and
+    those that it mirrors. Nothing public tells them apart."""
     from shoal_worker.mesh.data_axis import InShards
     from shoal_worker.mesh.engine import MeshEngine
     from shoal_worker.sharding.engine import ShardedEngine

@@ -1,4 +1,4 @@
-"""What connecting costs alone, anew in processes that are warm: a group of all ranks, and its first
+"""Measures connecting alone, again and again in warm processes: a group of all ranks, and its first
 all-reduce.
 
 `torchrun ... -m benchmarks.workers.bare_connect --device cuda --times 10 --output FILE`; rank 0

@@ -1,4 +1,4 @@
-"""What gRPC alone can do for T12: a server that keeps a stream for each member, answers it, and
+"""The floor of T12, by gRPC alone: a server that keeps a stream for each member, answers it, and
 tells all when all are there.
 
 It decides nothing and writes nothing. A member that says goodbye (one message of one byte) has all

@@ -29,15 +29,15 @@ _REDIS_CHECK_INTERVAL_S: Final = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 after SIGTERM or SIGINT; 1, with one line on stderr, if it could
-    not serve (any more) or was replaced."""
+    """Returns the exit status: 0 after SIGTERM or SIGINT; 1, with one line on stderr, if the
+    coordinator could not serve, had to stop serving, or was replaced by another."""
     try:
         settings = parse_command_line(arguments)
         configure_logging("coordinator", settings.log_level)
         with _own_redis(settings) as own_redis:
             asyncio.run(_serve(settings, own_redis))
     except ShoalError as error:
-        # it may have no logging yet
+        # logging may not be configured yet
         print(f"shoal-coordinator: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _own_redis(settings: CoordinatorSettings) -> Iterator[EmbeddedRedis | None]:
-    """The server of our own that embedded:// asks for, started while the rest of the program is
-    imported; None: somebody else runs it."""
+    """Starts the embedded Redis server requested by an embedded:// URL while the rest of the
+    program is imported. Yields None if Redis is run by someone else."""
     url = settings.redis_url
     if urlsplit(url).scheme != "embedded":
         yield None
@@ -65,14 +65,15 @@ def _own_redis(settings: CoordinatorSettings) -> Iterator[EmbeddedRedis | None]:
 
 
 def _rarely_collect() -> None:
-    """Ten thousand sessions are a million objects that live long. To look for garbage among them
-    every few hundred new objects, as Python does by itself, took a third of the time of their
-    joins.
+    """Makes garbage collection rare, because sessions are numerous and live long.
 
-    The older generations are looked at as well: a call that was refused becomes garbage with some
-    50 kB of gRPC's, and one that is under way while Python looks at the youngest generation is
-    moved to an older one, and becomes garbage there. Among all objects Python looks only when a
-    fourth of them are new."""
+    Ten thousand sessions amount to a million long-lived objects. Python's default of scanning them
+    after every few hundred allocations took a third of the time of their joins.
+
+    Older generations are collected too: a refused call leaves about 50 kB of gRPC garbage, and a
+    call in progress while Python scans the youngest generation is promoted and becomes garbage in
+    an older one. Python runs a full collection only when a quarter of all objects are new.
+    """
     gc.freeze()
     gc.set_threshold(100_000, 5, 5)
 
@@ -90,7 +91,7 @@ async def _serve(settings: CoordinatorSettings, own_redis: EmbeddedRedis | None)
         await serve(settings, with_authority(settings.redis_url, settings.redis_ca), stop)
         return
     lost = asyncio.create_task(_lost(own_redis, stop))
-    # Its password is of no use but for the stores of this coordinator's members.
+    # Its password only grants access to the stores of this coordinator's members.
     await serve(settings.model_copy(update={"share_store_credentials": True}), own_redis.url, stop)
     if lost.done() and lost.result():
         raise UnavailableError(
@@ -102,8 +103,8 @@ async def _serve(settings: CoordinatorSettings, own_redis: EmbeddedRedis | None)
 
 
 async def _lost(own_redis: EmbeddedRedis, stop: asyncio.Event) -> bool:
-    """Stops this coordinator when its Redis has ended: only a coordinator that starts brings that
-    back. False: it was to stop anyway."""
+    """Stops this coordinator once its embedded Redis has ended, since only a starting coordinator
+    can restart it. Returns False if the coordinator was stopping anyway."""
     while own_redis.alive:
         await asyncio.sleep(_REDIS_CHECK_INTERVAL_S)
     unasked = not stop.is_set()

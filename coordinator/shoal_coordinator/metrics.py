@@ -1,4 +1,5 @@
-"""The coordinator's own metrics, beside those of its gRPC calls (shoal_common.telemetry)."""
+"""The coordinator's own metrics, in addition to those of its gRPC calls
+(shoal_common.telemetry)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ _MILLISECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1
 
 
 class CoordinatorMetrics:
-    """Counted where things happen; all on the event loop."""
+    """Metrics updated by the event loop where events occur."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.generations = Counter(
@@ -106,14 +107,14 @@ class CoordinatorMetrics:
 
 
 class JobsCollector(Collector):
-    """Gauges of the jobs, read at each scrape on the scraper's thread. Of a run that has ended and
-    whose members are gone, only whether it failed is told."""
+    """Gauges of the jobs, read at each scrape on the scraper's thread. For an ended run whose
+    members are gone, only its failure is exported."""
 
     def __init__(self, observed: Callable[[], Iterable[ObservedJob]]) -> None:
         self._observed = observed
 
     def collect(self) -> Iterator[Metric]:
-        """One sample per job, and per job and phase."""
+        """Yields one sample per job, or per job and phase."""
         gauges = {
             name: GaugeMetricFamily(f"shoal_coordinator_{name}", text, labels=["job_id"])
             for name, (text, _) in _JOB_GAUGES.items()
@@ -190,4 +191,4 @@ _JOB_GAUGES: Final[Mapping[str, tuple[str, Callable[[ObservedJob], float]]]] = {
         lambda job: job.unprotected_places,
     ),
 }
-"""Name behind `shoal_coordinator_` -> help text and value."""
+"""Name after `shoal_coordinator_` -> help text and value."""

@@ -1,5 +1,4 @@
-"""One coordinator: puts the parts together, serves until told to stop, and takes them down in
-order."""
+"""Runs one coordinator: assembles its parts, serves until stopped, and shuts them down in order."""
 
 from __future__ import annotations
 
@@ -79,14 +78,15 @@ async def serve(settings: CoordinatorSettings, redis_url: str, stop: asyncio.Eve
         stack.callback(http.close)
         port = await rpc.start()
         stack.push_async_callback(rpc.drain_and_stop)
-        # Before the server waits for its calls: open sessions would use up its patience.
+        # Before the server waits for its calls, since open sessions would exhaust its grace period.
         stack.push_async_callback(jobs.close, _stopping())
         _write_port_file(settings, port, http, redis_url)
         await _until_stopped(stop, jobs)
 
 
 async def _until_stopped(stop: asyncio.Event, jobs: Jobs) -> None:
-    """Returns when `stop` is set; raises what this coordinator cannot go on after."""
+    """Waits until `stop` is set. Raises the error that makes this coordinator unable to
+    continue."""
     jobs.failed.add_done_callback(lambda _: stop.set())
     await stop.wait()
     if jobs.failed.done():
@@ -96,7 +96,7 @@ async def _until_stopped(stop: asyncio.Event, jobs: Jobs) -> None:
 async def _open_store(
     url: str, settings: CoordinatorSettings, stop: asyncio.Event
 ) -> JobStore | None:
-    """Waits for Redis to answer, for `redis_patience`. None: told to stop meanwhile."""
+    """Waits up to `redis_patience` for Redis to answer. Returns None if stopped meanwhile."""
     opening = asyncio.create_task(_opened_store(url, settings))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((opening, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -149,8 +149,8 @@ def _servicer(
 
 
 def _servable(settings: CoordinatorSettings) -> ServerSettings:
-    """Raises ConfigurationError for what could not be served. Called before the store is opened:
-    that takes over from one that serves."""
+    """Returns the server's settings. Raises ConfigurationError for settings that cannot be served.
+    Called before the store is opened, since that takes over from a running coordinator."""
     for address in (settings.listen, settings.http):
         address.check_free()
     if (tls := settings.serving_tls) is not None:
@@ -174,8 +174,8 @@ def _discover(jobs: Jobs, request: HttpRequest) -> HttpResponse:
 
 
 def _unhealthy(jobs: Jobs) -> str | None:
-    """Redis being away is no reason to restart a coordinator: it would only lose what it has in
-    memory."""
+    """Returns why the coordinator is unhealthy, or None. An unreachable Redis is no reason to
+    restart it: it would only lose its in-memory state."""
     return (
         str(jobs.failed.result()) if jobs.failed.done() else ("stopping" if jobs.closing else None)
     )
@@ -190,7 +190,7 @@ def _stopping() -> ShoalError:
 def _write_port_file(
     settings: CoordinatorSettings, port: int, http: HttpServer, redis_url: str
 ) -> None:
-    """Renamed into place, so that whoever waits for it finds it whole."""
+    """Writes the port file and renames it into place, so that readers never see part of it."""
     if settings.port_file is None:
         return
     content = {

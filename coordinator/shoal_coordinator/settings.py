@@ -1,5 +1,5 @@
-"""What the coordinator reads from its environment (SHOAL_COORDINATOR_...) and its command line: the
-one module that does."""
+"""Settings of the coordinator from its environment (SHOAL_COORDINATOR_...) and its command line; no
+other module reads them."""
 
 from __future__ import annotations
 
@@ -21,24 +21,25 @@ from shoal_common.settings import Address, AddressField, Duration
 
 
 class CoordinatorSettings(ServiceSettings):
-    """One coordinator. Flags win over the environment."""
+    """Settings of one coordinator. Flags override the environment."""
 
     model_config = SettingsConfigDict(env_prefix="SHOAL_COORDINATOR_")
 
     redis: SecretStr = SecretStr("embedded://")
-    """redis://[user:password@]host:port[/db] of the server that keeps all state; `embedded://`
-    starts one of its own with temporary data, `embedded:///directory` one that keeps it. Members on
-    other machines reach it if it has this machine's name: `embedded://host`."""
+    """redis://[user:password@]host:port[/db] of the server that keeps all state. `embedded://`
+    starts an own server with temporary data, `embedded:///directory` one with persistent data.
+    Members on other machines can reach it if it has this machine's name: `embedded://host`."""
 
     redis_file: Path | None = None
-    """File that holds the URL of `redis`, if it has a password; it counts before that one."""
+    """File that contains the URL of `redis`, for URLs with a password; takes precedence over
+    `redis`."""
 
     redis_ca: Path | None = None
-    """Certificates (PEM) that the Redis server's must be signed by, where its URL is rediss://;
-    None: the system's. Members get theirs from their own `tls_ca`."""
+    """CA certificates (PEM) that verify the Redis server if its URL is rediss://; None: the
+    system's. Members use their own `tls_ca`."""
 
     redis_patience: Duration = timedelta(seconds=30)
-    """How long to wait at the start for Redis to answer."""
+    """How long to wait for Redis to answer at the start."""
 
     listen: AddressField = Address("127.0.0.1", 0)
     """host:port of the gRPC service."""
@@ -47,38 +48,38 @@ class CoordinatorSettings(ServiceSettings):
     """host:port of the status page, /metrics, /healthz and /sd."""
 
     store_url: str | None = None
-    """The Redis URL that members are told for their rendezvous stores; None: the coordinator's own,
+    """Redis URL that members receive for their rendezvous stores; None: the coordinator's own,
     without its credentials."""
 
     share_store_credentials: bool = False
-    """Members are told the coordinator's own Redis URL with its credentials."""
+    """Whether members receive the coordinator's own Redis URL with its credentials."""
 
     reconnect_grace: Duration = timedelta(0)
-    """How long a member whose stream broke may take to come back before it counts as dead. 0: it is
-    dead at once, which is how a killed process is noticed within milliseconds; raise it where the
+    """How long a member whose stream broke may take to reconnect before it counts as dead. 0: it
+    counts as dead at once, which detects a killed process within milliseconds; raise it if the
     network drops connections more often than processes die."""
 
     request_timeout: Duration = timedelta(seconds=5)
-    """How long a call waits for Redis before it is answered with UNAVAILABLE, and a new session for
-    its first message."""
+    """How long a call waits for Redis before it is answered with UNAVAILABLE, and how long a new
+    session may take to send its first message."""
 
     job_retention: Annotated[Duration, Field(ge=timedelta(seconds=1))] = timedelta(days=1)
-    """How long a job that nobody is in, finished or given up, is still known after its last change;
-    at least 1s."""
+    """How long a deserted job, finished or abandoned, is remembered after its last change; at least
+    1s."""
 
     port_file: Path | None = None
-    """Where to write the bound addresses, as JSON, once serving."""
+    """File to which the bound addresses are written as JSON once serving."""
 
     drain_timeout: Duration = timedelta(seconds=5)
-    """How long calls in progress may go on after SIGTERM. Sessions end at once: members connect
-    again."""
+    """How long calls in progress may continue after SIGTERM. Sessions end at once, and members
+    reconnect."""
 
     log_level: str = "INFO"
     """DEBUG, INFO, WARNING, ERROR or CRITICAL."""
 
     @property
     def redis_url(self) -> str:
-        """The URL of `redis` or of `redis_file`. Raises ConfigurationError when that cannot be
+        """URL from `redis` or `redis_file`. Raises ConfigurationError if the file cannot be
         read."""
         return (
             self.redis.get_secret_value()
@@ -88,7 +89,7 @@ class CoordinatorSettings(ServiceSettings):
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The parser of the command's flags."""
+    """Returns the parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="shoal-coordinator",
         description="Shoal's coordinator: which processes belong to a job, in which generation, "
@@ -149,8 +150,8 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> CoordinatorSettings:
-    """Flags over the environment over the defaults. Exits on --help and unknown flags; raises
-    ConfigurationError for wrong values."""
+    """Loads settings: flags override the environment, which overrides the defaults. Exits on --help
+    and unknown flags; raises ConfigurationError for invalid values."""
     given = command_line().parse_args(arguments)
     file = (
         "put the URL into a file that only you can read, and give --redis-file FILE (or set "

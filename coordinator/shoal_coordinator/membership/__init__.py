@@ -1,6 +1,6 @@
-"""The pure core: decides about membership from plain values.
+"""The pure core: makes all membership decisions on plain values.
 
-No clock, no I/O, no randomness: the time, the nonce and what happened come in as arguments; what to
-write and whom to tell go out as values. `transition.transition` is the one entry; the modules
-beside it hold one function for each thing that can happen.
+It has no clock, no I/O and no randomness. The time, the nonce and the events are arguments; writes
+and messages are returned as values. `transition.transition` is the single entry point; each of the
+other modules handles one kind of event.
 """

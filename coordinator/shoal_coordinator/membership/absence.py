@@ -1,9 +1,10 @@
-"""Members that are not heard of: dead, hanging, or well and cut off from the coordinator only.
+"""Handles members that stopped sending heartbeats: dead, hung, or healthy but cut off from the
+coordinator.
 
-Silence alone does not tell. A lease that has ended costs a member its place when somebody waits for
-it, or cannot go on without it; a member that its peers train with keeps it, for Policy.absence_ms
-at most. That they train with it is known without a word of its own: in synchronous training they
-commit no step without it, so they would wait.
+Silence alone cannot distinguish these cases. A member whose lease has expired loses its place if
+another member waits for it or cannot continue without it. A member that its peers still train with
+keeps its place, for at most Policy.absence_ms. The coordinator infers from its peers that they
+train with it: synchronous training commits no step without it, so they would be waiting.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from shoal_coordinator.membership.state import Cause, JobPhase, Member, MemberPh
 
 @dataclass(frozen=True, kw_only=True)
 class Heard:
-    """What those members of the newest generation that are heard of say of it."""
+    """Summary of the recently heard members of the newest generation."""
 
     count: int
     waited_ms: int
-    """For how long all of them have waited for their peers, at least; 0: one of them does not
-    wait."""
+    """Shortest time for which these members have been waiting for their peers; 0 if one of them is
+    not waiting."""
 
 
 def heard_of(draft: Draft) -> Heard:
-    """Returns which members of the newest generation were heard of."""
+    """Returns a summary of the members of the newest generation with recent heartbeats."""
     ranks = () if draft.generation is None else draft.generation.ranks
     now_ms, unheard_ms = draft.now.ms, draft.spec.unheard_ms
     pulses = [
@@ -43,7 +44,7 @@ def heard_of(draft: Draft) -> Heard:
 
 
 def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
-    """Puts out those that somebody waits for."""
+    """Evicts members whose lease has expired and that another member waits for."""
     if not events:
         return
     heard = heard_of(draft)
@@ -62,7 +63,7 @@ def leases_ended(draft: Draft, events: list[LeaseEnded]) -> None:
 
 
 def lose_absent(draft: Draft) -> None:
-    """A generation is due at once: those who would not hear of it are not waited for."""
+    """Drops members that would not receive a generation that must be formed at once."""
     now_ms, lease_ms = draft.now.ms, draft.spec.lease_ms
     suspects = [
         name
@@ -98,8 +99,8 @@ def lose_absent(draft: Draft) -> None:
 
 
 def somebody_absent(draft: Draft) -> Member | None:
-    """A member with a rank that would not hear of a new generation: its peers could not come to a
-    border without it."""
+    """Returns a ranked member that would not receive a new generation, or None. Its peers could not
+    reach a step boundary without it."""
     for member in draft.members.values():
         pulse = draft.pulse(member.member_id)
         if (
@@ -112,8 +113,8 @@ def somebody_absent(draft: Draft) -> Member | None:
 
 
 def is_closed(draft: Draft, pulse: Pulse) -> bool:
-    """Its stream ended while it was heard of, as it does when a process ends; what a cut network
-    ends was silent before."""
+    """Returns whether the stream ended soon after a heartbeat, as it does when a process exits. A
+    network failure is preceded by silence."""
     return (
         pulse.detached_ms is not None
         and pulse.detached_ms - pulse.heard_ms <= draft.policy.closed_within_ms
@@ -121,7 +122,7 @@ def is_closed(draft: Draft, pulse: Pulse) -> bool:
 
 
 def _why_put_out(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> str | None:
-    """None: nobody is known to miss it."""
+    """Returns why a silent member is evicted, or None if nobody is known to miss it."""
     longest_ms = (
         draft.policy.absence_ms if pulse.progress.sequence else draft.policy.quiet_absence_ms
     )

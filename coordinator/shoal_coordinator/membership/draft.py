@@ -1,8 +1,8 @@
-"""The working copy of a job's state within one transition.
+"""Mutable working copy of a job's state within one transition.
 
-A transition folds many events; mappings of ten thousand members are copied once, when the first
-event changes them, and what changed is noted so that only that is written. A draft belongs to one
-call of `transition`; it is the only mutable thing in the core.
+A transition folds many events. Mappings of ten thousand members are copied once, on the first
+change, and changed keys are recorded so that only those are written. A draft belongs to one call of
+`transition` and is the only mutable object in the core.
 """
 
 from __future__ import annotations
@@ -49,23 +49,22 @@ IN_MEMORY = frozenset(
         "fresh_failures",
     ]
 )
-"""Fields of JobState that start afresh when the coordinator does."""
+"""Fields of JobState that are not stored and start empty when the coordinator starts."""
 _NOT_WRITTEN = IN_MEMORY | {"population"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What of the state has to be written: keys of the mappings whose entry was put or removed, and
-    which other parts differ."""
+    """Parts of the state to be written: keys of changed mappings, and flags for the other parts."""
 
     header: bool
-    """Whether any of the small fields changed: phase, number, accusations and so on."""
+    """Whether any small field changed: phase, number, accusations and so on."""
     generation: bool
     table: bool
-    """Whether the newest generation's ranks are to be written whole, whatever Generation.written
+    """Whether to write the full ranks of the newest generation, whatever Generation.written
     says."""
     dropped_changes: frozenset[int]
-    """Generations whose changes were written, and are not needed any more."""
+    """Generations whose written changes are no longer needed."""
     layout: bool
     moves: bool
     members: frozenset[str]
@@ -78,7 +77,7 @@ class Changes:
 
 
 class Draft:
-    """A job's state while events are folded into it, and what they lead to."""
+    """A job's state while events are folded into it, together with the resulting effects."""
 
     def __init__(
         self, state: JobState, *, now: Now, pulses: Pulses, nonce: str, policy: Policy
@@ -86,7 +85,7 @@ class Draft:
         self.now = now
         self.pulses = pulses
         self.nonce = nonce
-        """For the generation that this transition may form; there is at most one."""
+        """Nonce for the generation that this transition may form; there is at most one."""
         self.policy = policy
         self.spec = state.spec
 
@@ -124,10 +123,10 @@ class Draft:
         self.fresh_failures = state.fresh_failures
 
         self.broken: list[str] = []
-        """Why the newest generation (or one that members still work in) cannot go on; empty: it
-        can."""
+        """Reasons why the newest generation, or one that members still work in, cannot continue;
+        empty if it can."""
         self.unplaced: dict[str, None] = {}
-        """Members to be told to stand by, unless this transition gives them a rank."""
+        """Members to be sent a standby notice, unless this transition gives them a rank."""
         self.effects: list[Effect] = []
         self.records: list[Record] = []
         self.reasons: list[str] = []
@@ -144,27 +143,28 @@ class Draft:
         self._changed_departed: set[str] = set()
         self._changed_servers: set[str] = set()
         self._changed_loaders: set[str] = set()
-        """Beside those with ledgers: of a run that was over."""
+        """Changed loaders without a ledger: those of a run that has ended."""
 
     # ----------------------------------------------------------------------------------------- runs
 
     @property
     def fewest_workers(self) -> int:
-        """The smallest world that may train now."""
+        """Smallest world size allowed to train now."""
         return self.spec.min_workers if self.is_fresh else self.spec.min_survivors
 
     @property
     def is_fresh(self) -> bool:
-        """The run has had no generation yet."""
+        """Whether the run has not had a generation yet."""
         return self.number == self.run_above
 
     @property
     def is_untouched(self) -> bool:
-        """No member was ever in the run."""
+        """Whether the run never had a member."""
         return self.is_fresh and not self.members and not self.departed
 
     def begin_run(self, spec: JobSpec, run: RunId) -> None:
-        """All that is of the newest run goes, but for a summary; numbers of generations go on."""
+        """Discards the state of the newest run except for a summary and begins the next one.
+        Generation numbers continue."""
         past = PastRun(
             run=self.run,
             ended_unix_ms=self.ended_unix_ms,
@@ -214,7 +214,7 @@ class Draft:
         return self._before.departed if self._departed is None else self._departed
 
     def in_phase(self, phase: MemberPhase) -> int:
-        """How many members are in `phase`."""
+        """Returns the number of members in `phase`."""
         return self._population[phase]
 
     def put_member(self, member: Member) -> None:
@@ -229,8 +229,8 @@ class Draft:
         self._changed_members.add(member.member_id)
 
     def remove_member(self, member_id: str, ending: str, steps: int = 0) -> None:
-        """Takes a member out for good: its id is remembered, its leases are dealt again,
-        accusations against it are dropped."""
+        """Removes a member for good: remembers its id, returns its leases and drops accusations
+        against it."""
         if self._members is None:
             self._members = dict(self._before.members)
         self._population[self._members.pop(member_id).phase] -= 1
@@ -258,28 +258,28 @@ class Draft:
         self.unplaced.pop(member_id, None)
 
     def pulse(self, member_id: str) -> Pulse | None:
-        """The last that was heard of a member; None: nothing since it joined."""
+        """Returns a member's last heartbeat state, or None if it sent nothing since it joined."""
         return self.pulses.members.get(member_id)
 
     def works_in(self, member_id: str) -> int:
-        """The newest generation a member is known to work in; 0: none."""
+        """Returns the newest generation that a member is known to work in, or 0."""
         pulse = self.pulses.members.get(member_id)
         return pulse.generation if pulse is not None else 0
 
     def waited_ms(self, pulse: Pulse) -> int:
-        """For how long a member had waited for its peers of the newest generation when it was last
-        heard of."""
+        """Returns how long, in milliseconds, a member had been waiting for its peers of the newest
+        generation at its last heartbeat."""
         if self.formed_ms is None or pulse.generation >= self.number:
             return pulse.waited_ms
-        # at first for peers of an older one
+        # part of the wait was for peers of an older generation
         return max(0, min(pulse.waited_ms, pulse.heard_ms - self.formed_ms))
 
     def place_of(self, member_id: str) -> int | None:
-        """A member's rank in the newest generation; None: it has none there."""
+        """Returns a member's rank in the newest generation, or None if it has none."""
         return None if self.generation is None else self.generation.rank_of.get(member_id)
 
     def key_digests(self, member_ids: Iterable[str]) -> tuple[str, ...]:
-        """`Identity.key_digest` of each; empty for those that are no members any more."""
+        """Returns the `Identity.key_digest` of each member, empty for former members."""
         found = (self.members.get(member_id) for member_id in member_ids)
         return tuple("" if member is None else member.identity.key_digest for member in found)
 
@@ -306,7 +306,7 @@ class Draft:
     # -------------------------------------------------------------------------------------- batches
 
     def epochs_of(self, loader: str) -> set[int]:
-        """Epochs of a loader that have leases."""
+        """Returns the epochs of a loader that have leases."""
         kept = self._loaders.get(loader)
         before = (
             {epoch for epoch in kept.epochs if (loader, epoch) not in self._dropped_epochs}
@@ -316,17 +316,17 @@ class Draft:
         return before | {epoch for name, epoch in self._ledgers if name == loader}
 
     def count_loaders(self) -> int:
-        """How many loaders have leases."""
+        """Returns the number of loaders with leases."""
         return len(self._loaders.keys() | {loader for loader, _ in self._ledgers})
 
     def ledger(self, loader: str, epoch: int) -> Ledger:
-        """The working copy of an epoch that has leases."""
+        """Returns the working copy of an epoch that has leases."""
         if (loader, epoch) not in self._ledgers:
             self._ledgers[loader, epoch] = Ledger(self._loaders[loader].epochs[epoch])
         return self._ledgers[loader, epoch]
 
     def open_epoch(self, loader: str, epoch: int, batches: int) -> None:
-        """Begins an epoch; the oldest ones above Policy.epochs_kept are dropped."""
+        """Begins an epoch and drops the oldest ones beyond Policy.epochs_kept."""
         first_key = first_key_of(self.spec.job_id, self.run.number, loader, epoch, self.now.unix_ms)
         before = self.epochs_of(loader)
         batch_ms = self.ledger(loader, max(before)).close().batch_ms if before else {}
@@ -351,9 +351,9 @@ class Draft:
     # --------------------------------------------------------------------------------------- ending
 
     def freeze(self) -> tuple[JobState, Changes]:
-        """The state after all events, and what of it has to be written."""
-        # An epoch is dropped only when a newer one was opened, so the changed loaders are those
-        # with ledgers.
+        """Returns the state after all events and the parts of it that must be written."""
+        # An epoch is dropped only when a newer one is opened, so the changed loaders are those with
+        # ledgers.
         changed_loaders = frozenset(
             loader for (loader, _), ledger in self._ledgers.items() if ledger.changed
         )

@@ -1,4 +1,4 @@
-"""What a decision asks the shell to do once the new state is on disk: the outputs of the core."""
+"""Outputs of the core: actions for the shell to perform once the new state has been written."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class AnnounceGeneration:
 
 @dataclass(frozen=True, kw_only=True)
 class SendGeneration:
-    """Send the newest generation to one member, which comes back and has not seen it."""
+    """Send the newest generation to one member that reconnects and has not seen it."""
 
     member_id: str
     generation: Generation
@@ -27,7 +27,7 @@ class SendGeneration:
 
 @dataclass(frozen=True, kw_only=True)
 class SendStandby:
-    """Tell a member that it will have no rank for now."""
+    """Tell a member that it has no rank for now."""
 
     member_id: str
     reason: str
@@ -37,7 +37,7 @@ class SendStandby:
 
 @dataclass(frozen=True, kw_only=True)
 class SendNotice:
-    """Tell the members of a generation what they wait for; an empty text: that is over."""
+    """Tell the members of a generation what they are waiting for; an empty text ends the wait."""
 
     generation: Generation
     text: str
@@ -45,7 +45,7 @@ class SendNotice:
 
 @dataclass(frozen=True, kw_only=True)
 class SendDrain:
-    """Tell a member to leave at its next border."""
+    """Tell a member to leave at its next step boundary."""
 
     member_id: str
     reason: str
@@ -53,24 +53,25 @@ class SendDrain:
 
 @dataclass(frozen=True, kw_only=True)
 class SendStop:
-    """Tell a member that it is to leave: everyone does, or it drains."""
+    """Tell a member to leave because the job stops or the member drains."""
 
     member_id: str
     reason: str
     now: bool
-    """Neither a border nor another generation will come for it. False: at its next border, which a
-    failure before it does not change."""
+    """Leave at once, since neither a step boundary nor another generation will follow. False: leave
+    at the next step boundary, even after a failure."""
     behind: bool = False
-    """It worked in a generation, and the newest one is without it: what it holds is old."""
+    """The newest generation excludes this member after it worked in an earlier one, so its state is
+    outdated."""
     finished_steps: int = 0
-    """Committed steps of a member whose script has come to its end; 0: none has, or it did not
-    say."""
+    """Committed steps of a member whose script has finished; 0 if none has, or if it did not report
+    them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndSession:
-    """End a member's stream: without an error after it left, else with one that says why it was put
-    out."""
+    """End a member's stream: without an error after it left, otherwise with an error that explains
+    the eviction."""
 
     member_id: str
     error: ShoalError | None
@@ -86,7 +87,7 @@ class EndServerSession:
 
 @dataclass(frozen=True, kw_only=True)
 class SendMembers:
-    """Tell servers which members train: all servers, or one that has just registered."""
+    """Tell servers which members train: all servers, or a single newly registered one."""
 
     generation: int
     member_ids: tuple[str, ...]
@@ -97,7 +98,7 @@ class SendMembers:
 
 @dataclass(frozen=True, kw_only=True)
 class SendPlace:
-    """Tell a server what it is: shoal.v1.ServerPlace."""
+    """Tell a server its place: shoal.v1.ServerPlace."""
 
     server_id: str
     epoch: int
@@ -114,7 +115,7 @@ class SendSettled:
     server_id: str
     move: int
     epoch: int
-    """The shard map's."""
+    """Epoch of the shard map."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +125,12 @@ class SendMove:
     server_id: str
     move: Move
     receiver_address: str
-    """Empty: the receiver is away, or does not serve yet."""
+    """Empty if the receiver is absent or does not serve yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopServer:
-    """Tell one server to end: its place was left."""
+    """Tell one server to exit because its place was drained."""
 
     server_id: str
     reason: str
@@ -137,7 +138,7 @@ class StopServer:
 
 @dataclass(frozen=True, kw_only=True)
 class StopServers:
-    """Tell all servers that the job is over and nobody is left."""
+    """Tell all servers to exit because the job is over and no member is left."""
 
     reason: str
 

@@ -1,5 +1,5 @@
-"""What can happen to a job: the inputs of the core, one frozen value per kind. Parsed and checked
-before they get here."""
+"""Inputs of the core: one frozen value per kind of event. Parsed and validated before they reach
+it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class LeaveReason(enum.StrEnum):
 
 
 class Ending(enum.StrEnum):
-    """How the coordinator came to know that a process is gone."""
+    """How the coordinator learned that a process is gone."""
 
     STREAM_BROKEN = "stream_broken"
     LEASE_EXPIRED = "lease_expired"
@@ -32,25 +32,25 @@ class Ending(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class MemberJoined:
-    """A process opened a session: new, or again after its stream broke."""
+    """A process opened a session, for the first time or after its stream broke."""
 
     identity: Identity
     last_generation: int
     last_world_size: int = 0
     works_in: int = 0
-    """Ranks of that generation; 0: not known."""
+    """Number of ranks in that generation; 0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberReady:
-    """A member wants a rank."""
+    """A member requests a rank."""
 
     member_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberLost:
-    """A process is gone without saying so."""
+    """A process is gone without having left."""
 
     member_id: str
     ending: Ending
@@ -59,31 +59,33 @@ class MemberLost:
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseEnded:
-    """A member has not been heard of for its lease, and still has not. Said again and again."""
+    """A member has not been heard from for the duration of its lease. Repeated for as long as it
+    stays silent."""
 
     member_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamBroken:
-    """A member's stream ended without a goodbye: its process is gone, or the network between."""
+    """A member's stream ended before the member left: its process has died, or the network between
+    has failed."""
 
     member_id: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberLeft:
-    """A member said goodbye."""
+    """A member left."""
 
     member_id: str
     reason: LeaveReason
     detail: str
     alone: bool = False
-    """The others of its generation go on without it, in a job that stops as well."""
+    """The others of its generation continue without it, even in a job that stops."""
     steps: int = 0
-    """Optimizer steps that it has committed."""
+    """Optimizer steps that the member has committed."""
     replicas: Replicas | None = None
-    """None: it holds nothing that others hold, or does not say."""
+    """None if it holds no state in common with others, or does not report it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +96,9 @@ class ExitReported:
     exit_code: int
     signal: int
     failure: str = ""
-    """Not empty: the job fails with it."""
+    """If not empty, the job fails with this message."""
     finished: bool = False
-    """The process had told its launcher that its script came to its end."""
+    """The process had reported to its launcher that its script finished."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +115,7 @@ class CollectiveFailed:
 
 @dataclass(frozen=True, kw_only=True)
 class DrainRequested:
-    """Someone asks that a member leaves; exactly one of member_id and rank is given."""
+    """A user asks a member to leave; exactly one of member_id and rank is given."""
 
     member_id: str | None
     rank: int | None
@@ -122,11 +124,11 @@ class DrainRequested:
 
 @dataclass(frozen=True, kw_only=True)
 class StopRequested:
-    """Someone asks that all members leave."""
+    """A user asks all members to leave."""
 
     reason: str
     ending: JobEnding = JobEnding.STOPPED
-    """What a run comes to that never had a member: a plain script's."""
+    """Outcome of a run that never had a member, i.e. of a plain script."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,9 +142,9 @@ class ServerRegistered:
     pid: int
     incarnation: str = ""
     generation: int = 0
-    """The newest that it knows; 0: none."""
+    """Newest generation known to the server; 0 if none."""
     held_index: int | None = None
-    """The place whose partitions it holds; None: it holds none."""
+    """Place whose partitions the server holds; None if it holds none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +157,10 @@ class ServerLost:
 
 @dataclass(frozen=True, kw_only=True)
 class BackupReported:
-    """A primary says how it is with its backup: shoal.v1.BackupReport."""
+    """A primary reports the state of its backup: shoal.v1.BackupReport."""
 
     server_id: str
-    """The primary's."""
+    """Id of the primary."""
     epoch: int
     in_sync: bool
     reason: str = ""
@@ -166,21 +168,21 @@ class BackupReported:
 
 @dataclass(frozen=True, kw_only=True)
 class MoveReported:
-    """A server says what became of a move of its partitions: shoal.v1.MoveReport."""
+    """A server reports the outcome of moving its partitions: shoal.v1.MoveReport."""
 
     server_id: str
-    """The giver's."""
+    """Id of the giver."""
     move: int
     taken: bool
     receiver_incarnation: str = ""
     reason: str = ""
     giver_failed: bool = False
-    """It is the giver's fault that they were not taken."""
+    """The giver is to blame for the failed move."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerDrainRequested:
-    """Someone asks that a parameter server's place is left."""
+    """A user asks to drain a parameter server's place."""
 
     server_id: str
     reason: str
@@ -188,7 +190,7 @@ class ServerDrainRequested:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorsDeclared:
-    """A worker says what its model consists of."""
+    """A worker declares the tensors of its model."""
 
     tensors: tuple[TensorSpec, ...]
 
@@ -206,18 +208,17 @@ class BatchesLeased:
     sequence: int
     """Numbers the member's requests for this loader and epoch; 0: not numbered."""
     keep: bool = False
-    """The member goes on with what it has leased although `want` is 0; without it such a request
-    gives all of that back."""
+    """The member keeps its leases although `want` is 0; without this, such a request returns all of
+    them."""
     returned: tuple[int, ...] = ()
-    """Batches that were leased to the member and that it has not trained on: they are dealt
-    again."""
+    """Batches leased to the member that it has not trained on; they are dealt again."""
     batch_ms: int = 0
-    """How long the member takes for a batch; 0: not known."""
+    """The member's time per batch; 0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunWanted:
-    """Someone creates the job, which is there already: shoal.v1.CreateJobRequest."""
+    """A caller creates a job that already exists: shoal.v1.CreateJobRequest."""
 
     spec: JobSpec
     run: RunId | None = None
@@ -227,7 +228,7 @@ class RunWanted:
 
 @dataclass(frozen=True, kw_only=True)
 class OfRun:
-    """Something that somebody does who belongs to a run."""
+    """An event caused by a participant of a particular run."""
 
     run: RunId
     event: (

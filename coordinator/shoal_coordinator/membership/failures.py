@@ -1,5 +1,5 @@
-"""Collectives that failed: waiting a moment for the death behind them, and what to do if there was
-none."""
+"""Handles failed collectives: waits briefly for a death that explains the failure, and decides what
+to do if there was none."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from shoal_coordinator.membership.state import (
 
 
 def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
-    """A member's collective failed. If the generation that follows from it is written already, this
-    is no news.
+    """Handles a member's failed collective. Ignores it if the generation that follows the failure
+    is already written.
 
-    Otherwise an incident is opened: a death that explains it is noticed within the settle time, by
-    its stream or its launcher, and ends the incident with a generation. If none is, `incident_due`
-    decides.
+    Otherwise it opens an incident. A death that explains the failure is detected within the settle
+    time, through a stream or a launcher, and ends the incident with a new generation. If there is
+    none, `incident_due` decides.
     """
     member = live_member(draft, event.member_id)
     if event.generation > draft.number:
-        # who knows of a generation that Redis has lost says so when it joins
+        # a member that knows of a generation lost by Redis says so when it joins
         raise InvalidRequestError(
             f"collective_failure.generation={event.generation}: the newest generation of job "
             f"{draft.spec.job_id} is {draft.number}",
             reason=Refusal.GENERATION_UNKNOWN,
         )
     if draft.phase is JobPhase.FINISHED or draft.departing:
-        # A peer has left at the common end: all had confirmed the last step by then.
+        # A peer has left after the last step; by then, all had confirmed it.
         draft.effects.append(_over(draft, event.member_id))
         return
     generation = draft.generation
@@ -77,7 +77,7 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
         draft.incident = Incident(
             generation=event.generation, opened_ms=draft.now.ms, due_ms=due_ms, reports={}
         )
-    # It may be the last report that was waited for.
+    # This may be the last report that the incident was waiting for.
     due_ms = min(draft.incident.due_ms, draft.now.ms + _settle_ms(draft))
     newest = max(event.generation, draft.incident.generation)
     draft.incident = replace(
@@ -89,7 +89,8 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
 
 
 def incident_moot(draft: Draft) -> None:
-    """The job is over, so no generation will follow for those that wait for one."""
+    """Ends the incident of a finished job and tells its reporters that no generation will
+    follow."""
     if draft.incident is not None:
         for member_id in sorted(draft.incident.reports.keys() & draft.members.keys()):
             draft.effects.append(_over(draft, member_id))
@@ -97,18 +98,18 @@ def incident_moot(draft: Draft) -> None:
 
 
 def _over(draft: Draft, member_id: str) -> SendStop:
-    """Tells a member that waits for a generation that none comes."""
+    """Tells a member waiting for a generation that none will follow."""
     steps = finished_steps(draft) if draft.phase is JobPhase.FINISHED else 0
     return SendStop(member_id=member_id, reason=draft.stop_reason, now=True, finished_steps=steps)
 
 
 def incident_due(draft: Draft) -> None:
-    """No death has explained a failed collective: put out who is stuck, keep apart two that cannot
-    reach each other, re-form.
+    """Handles an incident that no death has explained: evicts stuck members, separates two that
+    cannot reach each other, and re-forms.
 
-    A member that timed-out peers wait for is given until it has made no progress for
-    stall_timeout_ms; everyone waits for that. So are members that only wait too: the end of the
-    first one's group ends theirs, and they report within Policy.timeout_settle_ms.
+    A member that its peers timed out on has until it has made no progress for stall_timeout_ms, and
+    everyone waits for that. The same holds for members that are themselves only waiting: when the
+    first one's group ends, theirs ends too, and they report within Policy.timeout_settle_ms.
     """
     incident = draft.incident
     if incident is None or draft.broken or draft.now.ms < incident.due_ms:
@@ -127,7 +128,7 @@ def incident_due(draft: Draft) -> None:
     earliest_ms = incident.opened_ms + draft.policy.timeout_settle_ms
     stalled = [m for m, given_up_ms in stuck if draft.now.ms >= max(earliest_ms, given_up_ms)]
     if stuck and not stalled:
-        # Looked at again with each heartbeat: it may move.
+        # Checked again with each heartbeat, since the member may make progress.
         decided_ms = max(earliest_ms, min(given_up_ms for _, given_up_ms in stuck))
         draft.incident = replace(
             incident, due_ms=min(decided_ms, draft.now.ms + draft.spec.heartbeat_interval_ms)
@@ -153,8 +154,8 @@ def incident_due(draft: Draft) -> None:
 
 
 def _away(draft: Draft, incident: Incident) -> dict[str, int]:
-    """Members of the group without a stream, who have said nothing, and since when: one of them may
-    be what the others miss."""
+    """Returns the members of the group without a stream and without a report, and when each stream
+    ended. One of them may be the cause."""
     ranks = () if draft.generation is None else draft.generation.ranks
     pulses = {
         rank.member_id: draft.pulse(rank.member_id)
@@ -169,8 +170,8 @@ def _away(draft: Draft, incident: Incident) -> dict[str, int]:
 
 
 def _await_return(draft: Draft, incident: Incident, away: dict[str, int]) -> None:
-    """After a fault of the network, or a restart of the coordinator, the others cannot go on
-    without those that do not come back."""
+    """Evicts members that have not reconnected in time after a network fault or a restart of the
+    coordinator, since the others cannot continue without them."""
     gone = [
         member_id
         for member_id, since_ms in away.items()
@@ -192,7 +193,7 @@ def _await_return(draft: Draft, incident: Incident, away: dict[str, int]) -> Non
 
 
 def _is_past(draft: Draft, incident: Incident) -> bool:
-    """All members work in a generation that was written since."""
+    """Returns whether all members work in a generation written after the incident."""
     generation = draft.generation
     if generation is None or incident.generation >= generation.number:
         return False
@@ -200,12 +201,12 @@ def _is_past(draft: Draft, incident: Incident) -> bool:
 
 
 def stuck_members(draft: Draft, incident: Incident) -> list[tuple[str, int]]:
-    """Members that peers timed out on, that reported nothing themselves and have not moved since;
-    and until when they are waited for.
+    """Returns the members that peers timed out on, that reported nothing themselves and have made
+    no progress since, each with the time until which it is waited for.
 
-    Each is judged by its own past: counts of progress begin with the process, so those of two
-    members say nothing of who is ahead. One that is out of a peer's reach, and is not heard of here
-    either, is on a machine that was lost.
+    Each is judged by its own history: progress counters start with the process, so comparing those
+    of two members says nothing about which one is ahead. A member that its peers cannot reach and
+    that the coordinator does not hear from is on a lost machine.
     """
     timed_out = [report for report in incident.reports.values() if report.timed_out]
     if not timed_out or draft.generation is None:
@@ -215,7 +216,7 @@ def stuck_members(draft: Draft, incident: Incident) -> list[tuple[str, int]]:
             frozenset().union(*(report.suspects for report in timed_out))
         )
     else:
-        # Who joins with a generation that was written since was not in the one that failed.
+        # A member that joined with a later generation was not in the one that failed.
         later = incident.generation < draft.generation.number
         accused = [
             rank.member_id for rank in draft.generation.ranks if not (later and rank.joining)
@@ -259,8 +260,8 @@ def _mutual_accusations(incident: Incident) -> list[Pair]:
 
 
 def _quarantine(draft: Draft, pairs: list[Pair]) -> None:
-    """Counts accusations; of two members that accused each other too often, the higher rank is kept
-    out."""
+    """Counts accusations. When two members have accused each other too often, quarantines the one
+    with the higher rank."""
     for pair in pairs:
         count = draft.accusations.get(pair, 0) + 1
         draft.accusations = {**draft.accusations, pair: count}
@@ -310,8 +311,8 @@ def _higher_rank_first(draft: Draft, first: Member, second: Member) -> tuple[Mem
 
 
 def _members_of_ranks(draft: Draft, event: CollectiveFailed) -> frozenset[str]:
-    """Ranks mean members only in the generation they were given in; of older ones the coordinator
-    keeps no record."""
+    """Returns the members behind the suspected ranks. Ranks identify members only within one
+    generation, and the coordinator keeps no record of older ones."""
     generation = draft.generation
     if generation is None or event.generation != generation.number:
         return frozenset()

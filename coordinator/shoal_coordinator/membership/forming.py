@@ -1,4 +1,4 @@
-"""Making a generation: who is in it, with which rank, and what that changes for each member."""
+"""Forms a generation: chooses its members, assigns ranks and updates each member accordingly."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from shoal_coordinator.membership.state import (
 )
 
 _MOST_NAMED: Final = 8
-"""Newcomers that an event names."""
+"""Maximum number of newcomers named in an event."""
 
 
 def form(
     draft: Draft, cause: Cause, reason: str, *, joiners: int, draining: Sequence[Member] = ()
 ) -> None:
-    """Writes the next generation: all that have a rank, `draining` too, and of those that are ready
-    the `joiners` that waited longest.
+    """Writes the next generation from all ranked members, including `draining`, and the `joiners`
+    ready members that waited longest.
 
-    The caller has checked that these are `Draft.fewest_workers` to max_workers.
+    The caller has checked that their number lies between `Draft.fewest_workers` and max_workers.
     """
     previous = draft.generation
     survivors, new = _choose(draft, joiners, {member.member_id: member for member in draining})
@@ -87,14 +87,15 @@ def form(
 
 
 def named(identity: Identity, rank: int | None) -> str:
-    """A member for people. `rank`: its last one; None: it had none."""
+    """Describes a member for people. `rank`: its last rank, or None if it had none."""
     return (
         f"{'a worker' if rank is None else f'rank {rank}'} (pid {identity.pid} on {identity.host})"
     )
 
 
 def _joined(draft: Draft, generation: Generation) -> str:
-    """Who is new in a generation that is not the run's first, for people; empty: nobody."""
+    """Describes the newcomers of a generation other than the run's first; empty if there are
+    none."""
     new = [(number, rank.member_id) for number, rank in enumerate(generation.ranks) if rank.joining]
     if len(new) == len(generation.ranks):
         return ""
@@ -105,8 +106,8 @@ def _joined(draft: Draft, generation: Generation) -> str:
 
 
 def draining_in_group(draft: Draft) -> list[Member]:
-    """Members that drain and have not come to their border: they are in the newest generation, or
-    nobody has taken one without them yet."""
+    """Returns the draining members that have not reached their step boundary: they are in the
+    newest generation, or nobody has adopted a generation without them yet."""
     if draft.in_phase(MemberPhase.DRAINING) == 0 or draft.generation is None:
         return []
     furthest = max((draft.works_in(rank.member_id) for rank in draft.generation.ranks), default=0)
@@ -119,7 +120,7 @@ def draining_in_group(draft: Draft) -> list[Member]:
 
 
 def holds_state(draft: Draft, member: Member) -> bool:
-    """It is known to have worked in a generation."""
+    """Returns whether a member is known to have worked in a generation."""
     return (
         member.holds_state
         or draft.works_in(member.member_id) > 0
@@ -135,10 +136,10 @@ def _placed_with_state(generation: Generation | None, member_id: str) -> bool:
 def _choose(
     draft: Draft, joiners: int, draining: Mapping[str, Member]
 ) -> tuple[list[Member], list[Member]]:
-    """Members that go on, in their rank order, and members that are new.
+    """Returns the continuing members in rank order, and the new ones.
 
-    After a hold all are READY, those of the newest generation too: they go on before others that
-    wait, and keep their order.
+    After a hold all members are READY, including those of the newest generation. These take
+    precedence over others that wait, and keep their order.
     """
     placed = (
         [draft.members[r.member_id] for r in draft.generation.ranks if r.member_id in draft.members]
@@ -152,7 +153,7 @@ def _choose(
         for member in placed
         if member.phase is MemberPhase.RANKED or member.member_id in going_on
     ]
-    # Those that a newer generation has left out, but that nobody has taken: behind the others of
+    # Members excluded from a newer generation that nobody has adopted yet go behind the others of
     # their host.
     survivors += [member for member in draining.values() if member not in survivors]
     waiting = [
@@ -165,7 +166,8 @@ def _choose(
 
 
 def _give_ranks(draft: Draft, generation: Generation) -> None:
-    """Touches only members that change: the others' records need not be written again."""
+    """Assigns ranks. Updates only members that change, so that the records of the others need not
+    be rewritten."""
     at_work = (MemberPhase.RANKED, MemberPhase.DRAINING)
     members, unplaced = draft.members, draft.unplaced
     for rank in generation.ranks:
@@ -178,8 +180,8 @@ def _give_ranks(draft: Draft, generation: Generation) -> None:
 
 
 def _leave_out_draining(draft: Draft, generation: Generation, previous: Generation | None) -> None:
-    """Notes where members that drain work on. If the others are interrupted, no border will come
-    for them: they are told to go now."""
+    """Records the last generation of each draining member that is excluded. If the others are
+    interrupted, it will reach no step boundary and is told to leave now."""
     if draft.in_phase(MemberPhase.DRAINING) == 0 or previous is None:
         return
     for member in list(draft.members.values()):

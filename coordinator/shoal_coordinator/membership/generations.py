@@ -1,5 +1,5 @@
-"""When a new generation is due. Runs once at the end of each transition, over everything that
-happened in it."""
+"""Decides when a new generation is due. Runs once at the end of each transition, after all of its
+events."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from shoal_coordinator.membership.state import Cause, JobPhase, MemberPhase
 
 _MOST_NAMED: Final = 5
 _PAUSE_MS: Final = 5
-"""Where more than FEW_READY members wait, each of the others puts off by so much that all are told
-again why."""
+"""Delay in milliseconds, per waiting member beyond FEW_READY, before all are notified again of the
+reason."""
 
 
 def generation_due(draft: Draft) -> None:
-    """Forms a generation if one is due, or puts the job on hold if the newest one is over and too
-    few are left."""
+    """Forms a generation if one is due, or puts the job on hold if the newest one has ended and too
+    few members are left."""
     if draft.phase is JobPhase.FINISHED or draft.departing:
         incident_moot(draft)
         return
@@ -32,7 +32,7 @@ def generation_due(draft: Draft) -> None:
     if draft.in_phase(MemberPhase.READY) == 0:
         draft.grace_until_ms = None
     elif draft.is_fresh and draft.grace_until_ms is None:
-        # The coordinator was restarted before the first generation: the wait begins anew.
+        # The coordinator was restarted before the first generation: the grace period starts again.
         draft.grace_until_ms = draft.now.ms + draft.spec.join_grace_ms
     if draft.phase is JobPhase.WAITING:
         _while_waiting(draft)
@@ -44,11 +44,11 @@ def generation_due(draft: Draft) -> None:
 
 
 def _after_failure(draft: Draft) -> None:
-    """The newest generation cannot go on: the survivors re-form at once, with joiners that happen
-    to be ready.
+    """Handles the failure of the newest generation: survivors re-form at once, together with
+    joiners that are ready.
 
-    Members that drain stay for now: their border has not come, and the others may need their part
-    of the state.
+    Draining members stay for now: they have not reached their step boundary, and the others may
+    need their part of the state.
     """
     lose_absent(draft)
     reason = "; ".join(draft.broken)
@@ -63,8 +63,9 @@ def _after_failure(draft: Draft) -> None:
 
 
 def _while_waiting(draft: Draft) -> None:
-    """Nobody trains. A fresh start waits for the grace; members that hold state and wait go on as
-    soon as they are enough, and those that come after all are gone as soon as they are as many."""
+    """Handles a job in which nobody trains. A fresh start waits for the grace period. Waiting
+    members with state continue as soon as there are enough of them; members that arrive after all
+    were lost continue once they are as many as before."""
     ready = draft.in_phase(MemberPhase.READY)
     if ready < draft.fewest_workers:
         return
@@ -88,7 +89,7 @@ def _while_waiting(draft: Draft) -> None:
 
 
 def _at_border(draft: Draft) -> None:
-    """Training goes on meanwhile: joins and drains are taken at the next step border."""
+    """Handles a job that is training: joins and drains take effect at the next step boundary."""
     staying = draft.in_phase(MemberPhase.RANKED)
     joiners = _joiners(draft)
     if (
@@ -96,8 +97,8 @@ def _at_border(draft: Draft) -> None:
         or draft.incident is not None
         or staying + joiners < draft.fewest_workers
     ):
-        # A drain that would leave too few waits for joiners, or for the member to go. After a
-        # failed collective another generation is due.
+        # A drain that would leave too few members waits for joiners, or until the member leaves.
+        # After a failed collective another generation is due.
         return
     leaving = len(draft.generation.ranks) - staying
     full = staying + joiners == draft.spec.max_workers
@@ -110,8 +111,8 @@ def _at_border(draft: Draft) -> None:
 
 
 def _may_supersede(draft: Draft) -> bool:
-    """No member is just taking the newest generation: some would have it and others not, and the
-    former would wait for the latter."""
+    """Returns whether the newest generation may be replaced. It may not while members are adopting
+    it: those that have it would wait for those that skip it."""
     generation = draft.generation
     if (
         generation is None
@@ -124,13 +125,13 @@ def _may_supersede(draft: Draft) -> bool:
 
 
 def _put_on_hold(draft: Draft, reason: str) -> None:
-    """The newest generation is over and too few are left: everyone stands by until there are
-    enough, or leaves if the job stops."""
+    """Puts a job whose newest generation has ended with too few members on hold: everyone stands by
+    until there are enough, or leaves if the job stops."""
     if draft.phase is JobPhase.RUNNING:
         draft.phase = JobPhase.WAITING
     draft.incident = None
     for member in draining_in_group(draft):
-        # Its group is gone, so no border will come.
+        # Its group is gone, so it will reach no step boundary.
         draft.effects.append(SendStop(member_id=member.member_id, reason=member.reason, now=True))
     for member in list(draft.members.values()):
         if member.phase is MemberPhase.RANKED:
@@ -150,15 +151,15 @@ def _put_on_hold(draft: Draft, reason: str) -> None:
 
 
 def _tell_unplaced(draft: Draft) -> None:
-    """Those that have just come to wait; and all that are ready, when why they wait has changed
-    since the last look."""
+    """Notifies newly waiting members, and all ready members when the reason for the wait has
+    changed."""
     wait = draft.in_phase(MemberPhase.READY) > 0 and draft.phase in (
         JobPhase.WAITING,
         JobPhase.RUNNING,
     )
     why = _why_ready_ones_wait(draft) if wait else None
     looked = draft.looked_ms == draft.now.ms
-    # While many come the reason changes with each of them.
+    # While many members arrive, each arrival changes the reason.
     pause_ms = _PAUSE_MS * max(0, draft.in_phase(MemberPhase.READY) - FEW_READY)
     due = draft.standby_told_ms is None or draft.now.ms >= draft.standby_told_ms + pause_ms
     if looked and due and why != draft.standby_text:
@@ -180,8 +181,8 @@ def _tell_unplaced(draft: Draft) -> None:
 
 
 def _why_ready_ones_wait(draft: Draft) -> str | None:
-    """Why a member that wants a rank will not get one by waiting a little; None: it only waits for
-    the grace, or for a border."""
+    """Returns why a ready member will not get a rank soon, or None if it waits only for the grace
+    period or a step boundary."""
     if draft.phase is not JobPhase.RUNNING:
         waiting = draft.in_phase(MemberPhase.READY) < draft.fewest_workers
         return _who_is_missing(draft) if waiting else None
@@ -219,8 +220,8 @@ def _who_is_missing(draft: Draft) -> str:
 
 
 def _joiners(draft: Draft, *, beside: int = 0) -> int:
-    """How many of those that are ready fit beside those that have a rank, and some more. A job that
-    stops takes none."""
+    """Returns how many ready members fit next to the ranked ones and `beside` others; 0 in a job
+    that stops."""
     if draft.phase is JobPhase.STOPPING:
         return 0
     return min(

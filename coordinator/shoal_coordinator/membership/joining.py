@@ -1,4 +1,4 @@
-"""Members that come: new ones, those that come back, and those that want a rank."""
+"""Handles members that arrive: new ones, reconnecting ones, and those that request a rank."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from shoal_coordinator.membership.recovery import knows_of_lost, readmit
 from shoal_coordinator.membership.state import JobPhase, Member, MemberPhase
 
 FEW_READY: Final = 100
-"""Up to so many members that wait for a rank before a start are told at once why, and again
-whenever that changes."""
+"""Number of waiting members up to which all are told at once why they wait, before a start and
+whenever the reason changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """The outcome of MemberJoined."""
+    """Outcome of MemberJoined."""
 
     replays: bool
     """shoal.v1.Welcome.joining"""
     resumed: bool
-    """It was a member before, and keeps its place."""
+    """Whether the process was already a member and keeps its place."""
 
 
 def member_joined(draft: Draft, event: MemberJoined) -> Joined:
-    """A process opened a session. Raises if its id has ended, belongs to another process, or the
-    job takes nobody any more."""
+    """Handles a newly opened session. Raises if the id has ended or belongs to another process, or
+    if the job accepts no more members."""
     member_id = event.identity.member_id
     if event.last_generation > draft.number + draft.policy.most_lost_generations:
         raise InvalidRequestError(
@@ -92,7 +92,7 @@ def member_joined(draft: Draft, event: MemberJoined) -> Joined:
 
 
 def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined:
-    """A member opened a new stream: it is told again whatever it may have missed."""
+    """Handles a member's new stream: sends it again everything that it may have missed."""
     before, after = member.identity, event.identity
     if before.key_digest and before.key_digest != after.key_digest:
         raise PermissionDeniedError(
@@ -114,7 +114,7 @@ def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined
         draft.effects.append(SendDrain(member_id=member_id, reason=member.reason))
     generation = draft.generation
     if draft.phase is JobPhase.FINISHED and event.works_in == 0:
-        # Those that it was to work with came to their end while it could not be told so.
+        # Its peers finished while it could not be notified.
         stop = SendStop(
             member_id=member_id,
             reason=draft.stop_reason,
@@ -139,7 +139,7 @@ def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined
 
 
 def member_ready(draft: Draft, event: MemberReady) -> None:
-    """A member wants a rank. Said again, it changes nothing."""
+    """Handles a member's request for a rank. A repeated request changes nothing."""
     member = live_member(draft, event.member_id)
     if member.phase is not MemberPhase.JOINED:
         return
@@ -147,23 +147,24 @@ def member_ready(draft: Draft, event: MemberReady) -> None:
     draft.put_member(replace(member, phase=MemberPhase.READY, ready_order=draft.last_order))
     draft.records.append(Record(kind="member_ready", member_id=event.member_id))
     if draft.phase is not JobPhase.WAITING or draft.in_phase(MemberPhase.READY) <= FEW_READY:
-        # else it is told with all others, if they wait for long
+        # otherwise it is notified together with all others if they wait for long
         draft.unplaced[event.member_id] = None
     if draft.grace_until_ms is None:
         draft.grace_until_ms = draft.now.ms + draft.spec.join_grace_ms
 
 
 def has_place(draft: Draft, member: Member) -> bool:
-    """It has a rank in the newest generation, and that is not over for it."""
+    """Returns whether a member has a rank in the newest generation that has not ended for it."""
     if member.phase is MemberPhase.DRAINING:
         return member.works_in == 0 and draft.place_of(member.member_id) is not None
     return member.phase is MemberPhase.RANKED
 
 
 def stop_for(draft: Draft, member: Member, reason: str | None = None) -> SendStop:
-    """Tells a member that the job stops, or is over. `reason`: None: that of the job."""
+    """Returns the message that tells a member that the job stops or is over. `reason`: None for
+    that of the job."""
     now = not has_place(draft, member)
-    # It worked in a generation, and others have gone on without it.
+    # It worked in a generation, and others have continued without it.
     known = member.holds_state or draft.works_in(member.member_id) > 0
     behind = (
         now
@@ -181,7 +182,7 @@ def stop_for(draft: Draft, member: Member, reason: str | None = None) -> SendSto
 
 
 def finished_steps(draft: Draft) -> int:
-    """Committed steps of a member whose script came to its end; 0: none has."""
+    """Returns the committed steps of a member whose script finished; 0 if none has."""
     return max(
         (
             departure.steps
@@ -193,7 +194,7 @@ def finished_steps(draft: Draft) -> int:
 
 
 def live_member(draft: Draft, member_id: str) -> Member:
-    """The member of that id, or an error that says why there is none."""
+    """Returns the live member with that id. Raises an error that explains why there is none."""
     member = draft.members.get(member_id)
     if member is not None:
         return member

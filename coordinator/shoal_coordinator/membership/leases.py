@@ -1,4 +1,4 @@
-"""Leasing batches to members: one request is folded into the job's ledgers (batches.py)."""
+"""Leases batches to members: folds one request into the job's ledgers (batches.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal_coordinator.membership.reasons import Refusal
 
 @dataclass(frozen=True, kw_only=True)
 class Leased:
-    """The outcome of BatchesLeased."""
+    """Outcome of BatchesLeased."""
 
     batches: tuple[int, ...]
     epoch_done: bool
@@ -24,8 +24,8 @@ class Leased:
 
 
 def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
-    """A member acknowledges batches and asks for more, first come first served; or for none, and
-    gives back those that it has."""
+    """Handles a member's request: acknowledges batches and leases more, first come, first served. A
+    request for none returns the member's leases."""
     live_member(draft, event.member_id)
     epochs = draft.epochs_of(event.loader)
     newest = max(epochs, default=0)
@@ -71,7 +71,7 @@ def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
     members = 1 if draft.generation is None else max(1, len(draft.generation.ranks))
     ledger.keeps_pace(event.member_id, event.batch_ms)
     if repeated is None:
-        # what was returned may have been leased to this member again, in the answer that was lost
+        # a returned batch may have been leased to this member again, in the answer that was lost
         ledger.take_back(event.member_id, event.returned if event.want or event.keep else None)
     batches = (
         repeated.batches

@@ -1,4 +1,4 @@
-"""Members that go: lost, leaving by themselves, or asked to."""
+"""Handles departing members: lost, leaving voluntarily, or asked to leave."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ _REFUSAL_OF: Mapping[Ending, Refusal] = {
 
 
 def member_lost(draft: Draft, event: MemberLost) -> None:
-    """A process is gone without goodbye: those it worked with are interrupted. Learnt a second
-    time, it changes nothing."""
+    """Handles a process that is gone without having left: interrupts the members it worked with. A
+    repeated report changes nothing."""
     member = draft.members.get(event.member_id)
     if member is None:
         return
@@ -60,11 +60,11 @@ def member_lost(draft: Draft, event: MemberLost) -> None:
 
 
 def member_left(draft: Draft, event: MemberLeft) -> None:
-    """A member says goodbye. Who leaves a group that goes on without a generation for it interrupts
-    the others, as a loss does.
+    """Handles a leaving member. Leaving a group that has no following generation without it
+    interrupts the others, like a loss.
 
-    The first member with a rank that finishes ends the run for all. One that was asked to leave
-    only speaks for itself, whatever it says.
+    The first ranked member to finish ends the run for all. A member that was asked to leave affects
+    only itself, whatever reason it gives.
     """
     member = live_member(draft, event.member_id)
     if event.reason is LeaveReason.FAILED:
@@ -77,7 +77,7 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
             ),
         )
         return
-    # One whose rank Redis has lost trains on in its place meanwhile.
+    # A member whose rank was lost by Redis meanwhile keeps training in its place.
     has_rank = member.phase is MemberPhase.RANKED or (member.holds_state and is_recovering(draft))
     if has_rank and event.reason is LeaveReason.FINISHED:
         if draft.phase is not JobPhase.FINISHED:
@@ -85,15 +85,15 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
             _finish(draft, reason)
             _tell_awaiting(draft, member, reason, finished_steps=event.steps)
     elif has_place(draft, member) and draft.phase is JobPhase.STOPPING and not event.alone:
-        # All leave at the same border, so whoever is still there is behind the last step too, and
-        # only has to say goodbye.
+        # All leave at the same step boundary, so every remaining member has also passed the last
+        # step and only has to leave.
         if not draft.departing:
             _tell_awaiting(draft, member, draft.stop_reason)
         draft.departing = True
     elif has_place(draft, member):
-        # It left at a border before a generation without it was written: on SIGTERM, or because too
-        # few would have remained. In a job that stops its peers stand at that border and wait for
-        # one; they stop at the next.
+        # It left at a step boundary before a generation without it was written: on SIGTERM, or
+        # because too few would have remained. In a job that stops, its peers wait at that boundary
+        # for a new generation; they stop at the next one.
         draft.broken.append(f"member {member.member_id} left ({event.reason})")
     apart = _compare_replicas(draft, member, event)
     _take_out(
@@ -109,8 +109,8 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
 
 
 def _compare_replicas(draft: Draft, member: Member, event: MemberLeft) -> str:
-    """Compares what a member held after its last step with those that left before. A difference
-    fails the job. Returns what it is, or nothing."""
+    """Compares a leaving member's state after its last step with that of earlier leavers. A
+    difference fails the job. Returns a description of it, or an empty string."""
     if event.replicas is None or event.reason is not LeaveReason.FINISHED:
         return ""
     draft.replicas, apart = compare(
@@ -124,17 +124,17 @@ def _compare_replicas(draft: Draft, member: Member, event: MemberLeft) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ExitNoted:
-    """The outcome of ExitReported."""
+    """Outcome of ExitReported."""
 
     was_member: bool
     rank: int
-    """-1: none, or not known."""
+    """Rank of the process; -1 if it had none or if it is unknown."""
 
 
 def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
-    """A launcher saw a process end. Its word that the script came to its end counts as the goodbye,
-    which may still be under way in the stream, or was never said, since the coordinator was away.
-    Another clean exit decides nothing while the stream is open."""
+    """Handles a process exit seen by a launcher. A report that the script finished counts as the
+    member's leave, which may still be in flight on the stream or was never sent because the
+    coordinator was away. Any other clean exit decides nothing while the stream is open."""
     known = event.member_id in draft.members
     pulse = draft.pulse(event.member_id)
     clean = event.exit_code == 0 and event.signal == 0
@@ -170,16 +170,17 @@ def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
 
 @dataclass(frozen=True, kw_only=True)
 class DrainNoted:
-    """The outcome of DrainRequested."""
+    """Outcome of DrainRequested."""
 
     member_id: str
 
 
 def drain_requested(draft: Draft, event: DrainRequested) -> DrainNoted:
-    """Someone asks a member to leave at its next border. Asked again, it changes nothing.
+    """Handles a request that a member leave at its next step boundary. A repeated request changes
+    nothing.
 
-    The others are told by a BORDER generation without it, as soon as enough remain or joiners can
-    take its place.
+    The others receive a BORDER generation without it as soon as enough remain or joiners can take
+    its place.
     """
     member = _member_or_rank(draft, event)
     if member.phase is not MemberPhase.DRAINING:
@@ -202,9 +203,9 @@ def drain_requested(draft: Draft, event: DrainRequested) -> DrainNoted:
 
 
 def stop_requested(draft: Draft, event: StopRequested) -> None:
-    """Someone asks all members to leave at their next border. Asked again, or of a finished job, it
-    changes nothing; nor does the word of a plain script's launcher on how it ended, where there are
-    members, or were: how such a run ends is theirs to say."""
+    """Handles a request that all members leave at their next step boundary. Ignored if repeated, or
+    for a finished job. A plain script's launcher cannot decide the outcome of a run that has or had
+    members, so such a report is ignored as well."""
     if draft.phase in (JobPhase.STOPPING, JobPhase.FINISHED) or (
         event.ending is not JobEnding.STOPPED and not draft.is_untouched
     ):
@@ -218,8 +219,8 @@ def stop_requested(draft: Draft, event: StopRequested) -> None:
 
 
 def last_one_left(draft: Draft) -> None:
-    """At the end of each transition: a job that is closed and empty is finished, and its servers
-    are told."""
+    """Finishes a job that is closed and empty, and notifies its servers. Runs at the end of each
+    transition."""
     if draft.members or draft.phase not in (JobPhase.STOPPING, JobPhase.FINISHED):
         return
     if draft.phase is JobPhase.STOPPING:
@@ -228,7 +229,7 @@ def last_one_left(draft: Draft) -> None:
 
 
 def _fail(draft: Draft, failure: str) -> None:
-    """The job ends with an error. The first one counts, and it counts also where the job was to end
+    """Ends the job with an error. Only the first error counts, even if the job was about to end
     well."""
     if draft.ending is JobEnding.FAILED:
         return
@@ -240,9 +241,9 @@ def _fail(draft: Draft, failure: str) -> None:
 
 
 def _finish(draft: Draft, reason: str) -> None:
-    """The run is over. Members with a rank have confirmed the last step too and come to their end
-    by themselves; the others are told, and spares, which may wait for a generation that their peers
-    will not enter any more."""
+    """Ends the run. Ranked members have also confirmed the last step and finish by themselves. The
+    others are notified, as are spares, which may be waiting for a generation that their peers will
+    never enter."""
     draft.phase, draft.ended_unix_ms = JobPhase.FINISHED, draft.now.unix_ms
     draft.ending = draft.ending or JobEnding.COMPLETED
     draft.stop_reason = draft.stop_reason or reason
@@ -259,10 +260,11 @@ def _finish(draft: Draft, reason: str) -> None:
 
 
 def _tell_awaiting(draft: Draft, left: Member, reason: str, *, finished_steps: int = 0) -> None:
-    """Who has `left` works in an older generation still: at the border where it leaves, all would
-    have taken the newest one. Those who wait there, in their first one, wait for nobody; and so do
-    all that have not entered it yet, where it was to follow a failure, and members that were kept
-    out of the generation in which `left` works, and were to come back in the newest."""
+    """Notifies members that would wait in vain after `left` departed from an older generation. At
+    the step boundary where it left, all members would have adopted the newest one. Affected are
+    those waiting in their first generation, those that have not entered a generation that was to
+    follow a failure, and members quarantined from the generation in which `left` worked that were
+    to return in the newest."""
     works_in = draft.works_in(left.member_id)
     if works_in >= draft.number:
         return
@@ -287,9 +289,9 @@ def _tell_awaiting(draft: Draft, left: Member, reason: str, *, finished_steps: i
 
 
 def _is_new(draft: Draft, member: Member) -> bool:
-    """Whether a member joined a job that had begun, and has a stream now. After the coordinator was
-    restarted only such a member is known to hold no state: the others have not said yet what
-    generation they work in."""
+    """Returns whether a connected member joined a job that had already begun. After a restart of
+    the coordinator only such a member is known to hold no state: the others have not reported their
+    generation yet."""
     pulse = draft.pulse(member.member_id)
     return member.replays and pulse is not None and pulse.attached
 
@@ -331,7 +333,7 @@ def _release_quarantined(draft: Draft, member_id: str) -> None:
 
 
 def reached_again(draft: Draft) -> None:
-    """Members that are kept out come back once they reach their peers, at the next border."""
+    """Readmits quarantined members that can reach their peers again, at the next step boundary."""
     if draft.in_phase(MemberPhase.QUARANTINED) == 0:
         return
     for kept_out in [m for m in draft.members.values() if m.phase is MemberPhase.QUARANTINED]:
@@ -363,12 +365,13 @@ def _release(draft: Draft, kept_out: Member) -> None:
 
 
 def _is_missed(draft: Draft, member: Member) -> bool:
-    """Others work, or may work, in a group with this member."""
+    """Returns whether others work, or may work, in a group with this member."""
     if has_place(draft, member):
         return True
     if member.works_in == 0 or draft.generation is None:
         return False
-    # A generation without it was written; whoever has not taken it yet is still in the older group.
+    # A generation without it was written; a member that has not adopted it is still in the older
+    # group.
     return any(
         draft.works_in(rank.member_id) < draft.number
         for rank in draft.generation.ranks

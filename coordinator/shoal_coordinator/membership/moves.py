@@ -1,15 +1,16 @@
-"""Partitions move between servers, one move at a time: what is written here decides who owns them
-(docs/decisions/0200).
+"""Moves partitions between servers, one move at a time; the state written here determines who owns
+them (docs/decisions/0200).
 
-A move is written, then its giver is told. It ends by the giver's report alone; a giver that is lost
-is waited for, or its backup, since the journal may say that they have left; if it does not, the
-move has failed, and the next one is that process's own. The new owner is written together with the
-end of the move, and only if the process that took the partitions is there still. All primaries are
-told when a move is settled, and each again when it comes back; so is the giver of its move.
+A move is written first, then its giver is notified. Only the giver's report ends it. A lost giver,
+or its backup, is waited for, since its journal may record that the partitions have left; if it does
+not, the move has failed, and the next move is decided by that process. The new owner is written
+together with the end of the move, and only if the process that took the partitions is still there.
+All primaries are notified when a move is settled, and each one again when it reconnects; so is the
+giver of the current move.
 
-A receiver with a full disk, say, stays the emptiest of all, and a giver whose disk fails the
-fullest: after a move that failed the one who is to blame, by the giver's word, is left out for a
-while, and others take, or give.
+A receiver with a full disk would remain the emptiest, and a giver with a failing disk the fullest.
+After a failed move, the server that the giver blames is therefore excluded for a while, and others
+take its part.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ from shoal_coordinator.membership.state import (
 
 
 def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:
-    """Someone asks that a server's place is left: what it holds moves to the others, then its
-    servers end. Said twice, it counts once."""
+    """Handles a request to drain a server: its partitions move to the others, then the servers of
+    its place exit. A repeated request changes nothing."""
     server = draft.servers.get(event.server_id)
     if server is None:
         there = ", ".join(sorted(draft.servers)[:8]) or "none is registered"
@@ -83,14 +84,15 @@ def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:
 
 
 def _counts(draft: Draft, index: int) -> bool:
-    """Whether a place can take something over, now or when its server is back: one that holds
-    nothing is given to who comes next."""
+    """Returns whether a place can receive partitions, now or once its server is back. A place that
+    holds nothing goes to the next newcomer instead."""
     primary = of_place(draft, index, ServerRole.PRIMARY)
     return (primary is not None and primary.alive) or holds_something(draft, index)
 
 
 def move_reported(draft: Draft, event: MoveReported) -> None:
-    """A giver says what became of a move. Of one that is settled, it has not heard that it is."""
+    """Handles a giver's report on a move. A repeated report on a settled move means that the giver
+    has not learned that it is settled."""
     giver = draft.servers.get(event.server_id)
     if giver is None or not giver.alive or giver.role is not ServerRole.PRIMARY:
         return
@@ -134,8 +136,8 @@ def _settle(draft: Draft, move: Move, event: MoveReported) -> None:
 
 
 def _leave_out(draft: Draft, move: Move, event: MoveReported) -> None:
-    """A giver by whose fault a move failed gives nothing for a while; else its receiver is given
-    nothing: the process that had taken the partitions, or that is there now."""
+    """Excludes the server to blame for a failed move for a while: the giver, or else the receiver,
+    i.e. the process that had taken the partitions or occupies the place now."""
     if event.giver_failed:
         giver = of_place(draft, move.giver, ServerRole.PRIMARY)
         assert giver is not None, "it has reported"
@@ -153,7 +155,7 @@ def _leave_out(draft: Draft, move: Move, event: MoveReported) -> None:
 def _with_failure(
     draft: Draft, failed: Mapping[int, FailedServer], index: int, incarnation: str
 ) -> Mapping[int, FailedServer]:
-    """Those who have failed, with one more failure of the process in a place."""
+    """Returns `failed` with one more failure of the process in a place."""
     before = failed.get(index)
     failures = before.failures if before is not None and before.incarnation == incarnation else 0
     wait_ms = min(
@@ -168,7 +170,7 @@ def _with_failure(
 
 
 def _failure(draft: Draft, move: Move, event: MoveReported) -> str:
-    """Why a move does not come to pass; empty: it does."""
+    """Returns why a move failed; empty if it succeeded."""
     if not event.taken:
         return event.reason or "the giver does not say why"
     receiver = of_place(draft, move.receiver, ServerRole.PRIMARY)
@@ -180,11 +182,11 @@ def _failure(draft: Draft, move: Move, event: MoveReported) -> str:
 
 
 def moves_due(draft: Draft) -> None:
-    """At the end of each transition: places that were left are ended, and the next move begins if
-    one is due.
+    """Ends drained places and begins the next move if one is due. Runs at the end of each
+    transition.
 
-    Looks only when something has changed that this depends on, or the wait for a receiver is over:
-    it goes through all partitions.
+    Does nothing unless relevant state has changed or the wait for a receiver is over, because it
+    iterates over all partitions.
     """
     if (
         draft.look_at_moves_ms is None
@@ -236,8 +238,8 @@ def _begin_next(draft: Draft) -> None:
 def _left_out(
     draft: Draft, failed: Mapping[int, FailedServer], servers: Iterable[Server]
 ) -> dict[int, int]:
-    """Which of these take no part for now, after moves that failed with the process that is there,
-    and until when."""
+    """Returns the servers that are excluded after failed moves of their current process, each with
+    the time at which the exclusion ends."""
     found: dict[int, int] = {}
     for server in servers:
         failure = failed.get(server.index)
@@ -251,14 +253,15 @@ def _left_out(
 
 
 def _is_safe(draft: Draft, index: int) -> bool:
-    """Whether what a place takes is with its backup too, in a job that has backups."""
+    """Returns whether the partitions that a place receives are also stored by its backup, in a job
+    with backups."""
     backup = of_place(draft, index, ServerRole.BACKUP)
     return not draft.spec.parameter_server_backups or (backup is not None and backup.in_sync)
 
 
 def _end_place(draft: Draft, index: int) -> None:
-    """The servers of a place that holds nothing any more are told to end, as often as they are
-    heard of; when all have, or their streams broke before they heard it, it is no place."""
+    """Tells the servers of a place that holds nothing to exit, each time they are heard from.
+    Removes the place once all have exited, or once their streams broke before they were told."""
     servers = [server for server in draft.servers.values() if server.index == index]
     reason = f"drained: {draft.moves.draining[index]}"
     for server in servers:

@@ -1,5 +1,5 @@
-"""One job as it is looked at from outside: its state, what heartbeats said, and when. For metrics
-and pages; nothing is decided by it."""
+"""Snapshot of one job for metrics and pages: its state, its heartbeats and the time. No decision
+depends on it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class ObservedJob:
 
     state: JobState
     pulses: Pulses
-    """A copy: heartbeats do not change it."""
+    """A copy, unaffected by later heartbeats."""
     now: Now
 
     @property
     def trains(self) -> bool:
-        """A generation stands."""
+        """Whether a generation is active."""
         return self.state.generation is not None and self.state.phase in (
             JobPhase.RUNNING,
             JobPhase.STOPPING,
@@ -36,7 +36,7 @@ class ObservedJob:
 
     @property
     def world_size(self) -> int:
-        """Ranks that train; 0 while the job waits, and when it has ended."""
+        """Number of ranks that train; 0 while the job waits and after it has ended."""
         return (
             len(self.state.generation.ranks)
             if self.trains and self.state.generation is not None
@@ -45,13 +45,13 @@ class ObservedJob:
 
     @cached_property
     def newest_step(self) -> int:
-        """The highest step that a member says it has committed; 0: none has said so."""
+        """Highest step that a member has reported as committed; 0 if none has."""
         return max((pulse.progress.step for pulse in self.pulses.members.values()), default=0)
 
     @property
     def without_progress_s(self) -> float:
-        """Seconds for which no rank has come to another step, border or operation; 0 while the job
-        does not train."""
+        """Seconds since a rank last advanced to another step, step boundary or operation; 0 while
+        the job does not train."""
         ranked = (
             {}
             if self.state.generation is None or not self.trains
@@ -66,8 +66,8 @@ class ObservedJob:
 
     @cached_property
     def unserved_places(self) -> int:
-        """Places of parameter servers at which no primary serves, those that have never had one
-        included; 0 when the run has ended."""
+        """Number of parameter server places without a serving primary, including those that never
+        had one; 0 after the run has ended."""
         if self.state.phase is JobPhase.FINISHED:
             return 0
         places = self._places
@@ -80,8 +80,8 @@ class ObservedJob:
 
     @cached_property
     def unprotected_places(self) -> int:
-        """Places whose primary serves and has no backup in sync, in a job that is to have backups;
-        0 when the run has ended."""
+        """Number of places whose primary serves without a backup in sync, in a job with backups; 0
+        after the run has ended."""
         if self.state.phase is JobPhase.FINISHED or not self.state.spec.parameter_server_backups:
             return 0
         return sum(
@@ -96,7 +96,7 @@ class ObservedJob:
 
     @property
     def failed_unix_ms(self) -> int:
-        """When the newest run failed; 0: it has not ended, or not so."""
+        """Time at which the newest run failed; 0 if it has not ended or did not fail."""
         return self.state.ended_unix_ms if self.state.ending is JobEnding.FAILED else 0
 
     @cached_property

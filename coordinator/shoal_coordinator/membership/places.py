@@ -1,5 +1,5 @@
-"""The places of a job's parameter servers: each has a share of the tensors, a primary, and perhaps
-a backup. Who is in a place, and what is told to those."""
+"""Places of a job's parameter servers. Each has a share of the tensors, a primary and possibly a
+backup. Looks up the servers of a place and notifies them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal_coordinator.membership.state import Server, ServerRole
 
 
 def of_place(draft: Draft, index: int, role: ServerRole) -> Server | None:
-    """The server that is a place's primary, or its backup."""
+    """Returns the primary or the backup of a place, or None."""
     return next(
         (
             server
@@ -23,7 +23,7 @@ def of_place(draft: Draft, index: int, role: ServerRole) -> Server | None:
 
 
 def primaries(draft: Draft) -> dict[int, Server]:
-    """The primary of each place, by the place's index, in order."""
+    """Returns the primary of each place by index, in ascending order."""
     found = {
         server.index: server
         for server in draft.servers.values()
@@ -33,8 +33,8 @@ def primaries(draft: Draft) -> dict[int, Server]:
 
 
 def holds_something(draft: Draft, index: int) -> bool:
-    """Whether partitions lie with a place, or may: it owns some, or takes part in the move under
-    way."""
+    """Returns whether a place holds partitions or may hold some, because it owns them or takes part
+    in the current move."""
     if draft.layout is None:
         return False
     move = draft.moves.under_way
@@ -42,8 +42,8 @@ def holds_something(draft: Draft, index: int) -> bool:
 
 
 def next_epoch(draft: Draft, index: int) -> None:
-    """Begins the place's next epoch: what its primary has to say of the one before does not count
-    any more."""
+    """Begins the place's next epoch, which invalidates its primary's reports about the previous
+    one."""
     primary = of_place(draft, index, ServerRole.PRIMARY)
     assert primary is not None, (
         "a backup is one of a primary, which keeps its place until the backup has it"
@@ -52,8 +52,8 @@ def next_epoch(draft: Draft, index: int) -> None:
 
 
 def tell_place(draft: Draft, index: int) -> None:
-    """Tells both servers of a place, as far as they are there, what they are; and the primary how
-    moves stand."""
+    """Sends both servers of a place their role, if connected, and the primary the state of
+    moves."""
     primary, backup = (
         of_place(draft, index, ServerRole.PRIMARY),
         of_place(draft, index, ServerRole.BACKUP),
@@ -76,7 +76,7 @@ def tell_place(draft: Draft, index: int) -> None:
 
 
 def tell_settled(draft: Draft, primary: Server) -> None:
-    """Tells a primary that is there how far moves are settled."""
+    """Sends a connected primary the number of the last settled move."""
     if draft.layout is not None and primary.alive:
         draft.effects.append(
             SendSettled(
@@ -86,13 +86,13 @@ def tell_settled(draft: Draft, primary: Server) -> None:
 
 
 def tell_all_settled(draft: Draft) -> None:
-    """Tells each primary that is there how far moves are settled."""
+    """Sends each connected primary the number of the last settled move."""
     for primary in primaries(draft).values():
         tell_settled(draft, primary)
 
 
 def tell_move(draft: Draft, primary: Server) -> None:
-    """Tells a primary that is there of the move under way, if it is the giver."""
+    """Sends the current move to a connected primary if it is the giver."""
     move = draft.moves.under_way
     if move is None or move.giver != primary.index or not primary.alive:
         return

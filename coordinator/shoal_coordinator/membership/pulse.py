@@ -1,8 +1,8 @@
-"""What heartbeats say: kept in memory, never written to Redis, and given to the core as read-only
+"""Heartbeat state: kept in memory, never written to Redis, and passed to the core as read-only
 evidence.
 
-Pure values and functions. The shell holds the mappings and replaces entries; a coordinator that
-starts gives every member a fresh pulse, so that all leases begin anew before any is judged.
+Pure values and functions; the shell owns the mappings and replaces entries. A starting coordinator
+gives every member a fresh pulse, so all leases restart before any of them can expire.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 BUSY_CPU_S: Final = 0.5
-"""Processor time that tells a member which works from one that hangs: several times what its
-heartbeats take in a minute."""
+"""Processor time that distinguishes a working member from a hung one: several times what its
+heartbeats use in a minute."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """shoal.v1.Progress, which describes the fields, and what else a heartbeat says."""
+    """Contents of a heartbeat; shoal.v1.Progress describes most fields."""
 
     step: int = 0
     epoch: int = 0
@@ -35,7 +35,7 @@ class Progress:
     server_wait_s: float = 0.0
     awaited_server: str = ""
     busy_link: tuple[int, float] | None = None
-    """Rank and bytes a second."""
+    """Rank and bytes per second."""
     out_of_reach: tuple[int, ...] = ()
     """shoal.v1.Heartbeat.out_of_reach"""
     in_reach: bool = False
@@ -46,58 +46,59 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pulse:
-    """The last that was heard of one member."""
+    """The last heartbeat state of one member."""
 
     heard_ms: int
     moved_ms: int
-    """When progress.sequence last grew, as seen here."""
+    """Time at which progress.sequence last increased, by the coordinator's clock."""
     active_ms: int = 0
-    """When it last moved, or was seen to have used BUSY_CPU_S more of a processor."""
+    """Time at which it last made progress, or had used another BUSY_CPU_S of processor time."""
     active_cpu_s: float = 0.0
-    """progress.cpu_s then."""
+    """Value of progress.cpu_s at that time."""
     detached_ms: int | None = None
-    """When its session's stream ended; None: it is open."""
+    """Time at which its session's stream ended; None while it is open."""
     generation: int = 0
-    """The newest generation it said it works in; 0: none yet, or none since this coordinator
+    """Newest generation it reported working in; 0 if none yet, or none since this coordinator
     started."""
     progress: Progress = field(default_factory=Progress)
 
     @property
     def attached(self) -> bool:
-        """Its session's stream is open."""
+        """Whether the session's stream is open."""
         return self.detached_ms is None
 
     @property
     def waited_ms(self) -> int:
-        """For how long it had waited for its peers when it was last heard of; 0: it did not."""
+        """Milliseconds for which it had been waiting for its peers at its last heartbeat; 0 if it
+        was not."""
         return int(1000 * self.progress.waiting_s)
 
     def silent_ms(self, now_ms: int) -> int:
-        """Since when it has not been heard of."""
+        """Returns the milliseconds since its last heartbeat."""
         return now_ms - self.heard_ms
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerPulse:
-    """The last that was heard of one parameter server."""
+    """The last heartbeat state of one parameter server."""
 
     heard_ms: int
     attached: bool = True
-    """Its session's stream is open."""
+    """Whether the session's stream is open."""
     stored_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pulses:
-    """All of one job, by member id and by server id."""
+    """Pulses of one job, by member id and by server id."""
 
     members: Mapping[str, Pulse] = field(default_factory=dict)
     servers: Mapping[str, ServerPulse] = field(default_factory=dict)
 
 
 def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress) -> Pulse:
-    """The pulse after a heartbeat. Generation and sequence never fall: heartbeats of an older
-    stream may be late."""
+    """Returns the pulse after a heartbeat. Generation and sequence never decrease, since heartbeats
+    of an older stream may arrive late."""
     moved = progress.sequence > pulse.progress.sequence
     active = moved or progress.cpu_s >= pulse.active_cpu_s + BUSY_CPU_S
     return Pulse(
@@ -112,20 +113,21 @@ def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress) -> Pu
 
 
 def attached(pulse: Pulse | None, now_ms: int) -> Pulse:
-    """The pulse of a member whose stream has just opened; None: it is new."""
+    """Returns the pulse of a member whose stream has just opened. `pulse`: None for a new
+    member."""
     if pulse is None:
         return Pulse(heard_ms=now_ms, moved_ms=now_ms, active_ms=now_ms)
     return replace(pulse, heard_ms=now_ms, detached_ms=None)
 
 
 def detached(pulse: Pulse, now_ms: int) -> Pulse:
-    """The pulse of a member whose stream has ended. Its lease runs on."""
+    """Returns the pulse of a member whose stream has ended. Its lease keeps running."""
     return replace(pulse, detached_ms=now_ms)
 
 
 def expired(
     pulses: Mapping[str, Pulse] | Mapping[str, ServerPulse], now_ms: int, lease_ms: int
 ) -> Iterable[str]:
-    """Ids whose last sign of life is more than a lease ago."""
+    """Returns the ids whose last heartbeat is older than a lease."""
     oldest = now_ms - lease_ms
     return [name for name, pulse in pulses.items() if pulse.heard_ms < oldest]

@@ -1,5 +1,5 @@
-"""How the ranks of a generation differ from those of the one before: what its members are told, and
-what of them is written. Pure."""
+"""Differences between the ranks of consecutive generations, both as sent to members and as written
+to Redis. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Final
 from shoal_coordinator.membership.state import Generation, Rank, RankChange
 
 MOST_REMOVED: Final = 1024
-"""The most ranks that a change may remove and still be told: each is a number."""
+"""Maximum number of removed ranks in a change that is still sent; each costs one number."""
 MOST_ADDED: Final = 64
-"""The most ranks that a change may add and still be told: each is some 130 bytes, to every member.
-Above it the table is asked for."""
+"""Maximum number of added ranks in a change that is still sent; each costs about 130 bytes per
+member. Beyond it, members fetch the table."""
 _WRITTEN_IN_PARTS: Final = 64
-"""The least number of changes that are written one by one before the whole table is written
+"""Minimum number of changes that are written individually before the full table is written
 again."""
 
 
 def change_between(before: Generation, ranks: Sequence[Rank]) -> RankChange | None:
-    """What makes the ranks of `before` these. A member that moved counts as removed and added.
-    None: it is more than is worth telling."""
+    """Returns the change from `before` to `ranks`, or None if it is too large to be worth sending.
+    A member that moved counts as removed and added."""
     removed: list[int] = []
     added: list[int] = []
     old, old_ranks, rank_of = 0, before.ranks, before.rank_of
@@ -45,7 +45,7 @@ def change_between(before: Generation, ranks: Sequence[Rank]) -> RankChange | No
 def changes_to_write(
     before: Generation | None, change: RankChange | None, number: int, world_size: int
 ) -> tuple[int, ...]:
-    """Generation.written of the generation `number`."""
+    """Returns Generation.written of generation `number`."""
     if (
         before is None
         or before.written is None

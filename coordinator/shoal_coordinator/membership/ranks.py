@@ -1,4 +1,4 @@
-"""Rank assignment: who gets which rank in a new generation. Pure and deterministic."""
+"""Assigns the ranks of a new generation. Pure and deterministic."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def assign_ranks(
     is_joining: Callable[[Member], bool],
     before: Mapping[str, Rank] | None = None,
 ) -> tuple[Rank, ...]:
-    """Ranks of a generation, in rank order. `before`: those of the one before by member id, which
-    are taken over where nothing changes.
+    """Returns the ranks of a generation in order. `before`: previous ranks by member id, reused
+    where nothing changes.
 
-    The ranks of one host are adjacent. `survivors` come in their old rank order and keep it, hosts
-    in the order of their first survivor; joiners follow within their host's block, new hosts after
-    all others. Joiners among themselves, and new hosts, are ordered by name and not by arrival, so
-    that the same machines get the same ranks in every run.
+    The ranks of one host are adjacent. `survivors` are given in their old rank order and keep it,
+    and hosts follow the order of their first survivor. Joiners come last within their host's block,
+    and new hosts after all others. Joiners and new hosts are ordered by name rather than by
+    arrival, so that the same machines get the same ranks in every run.
     """
     blocks: dict[str, list[Member]] = {}
     for member in survivors:
@@ -65,7 +65,8 @@ def _place(member: Member) -> tuple[list[str | int], str, int, str]:
 
 
 def _natural(name: str) -> list[str | int]:
-    """Sort key under which node2 comes before node10: text and numbers alternate, text first."""
+    """Returns a sort key that places node2 before node10: text and numbers alternate, text
+    first."""
     return [
         int(part) if position % 2 else part
         for position, part in enumerate(re.split(r"([0-9]+)", name))

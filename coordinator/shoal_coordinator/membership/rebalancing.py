@@ -1,5 +1,5 @@
-"""Which partitions are to move next, so that servers come to hold equal shares. Knows nothing of
-sessions, nor of the move under way."""
+"""Chooses the partitions to move next so that servers converge to equal shares. Knows nothing of
+sessions or of the current move."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Final
 from shoal_coordinator.membership.shards import SMALLEST_FULL_BYTES, ShardLayout
 
 MOST_BYTES: Final = 32 << 20
-"""Bytes of values in one move, for which workers wait: so much is copied, written and switched in a
-fraction of half a second. A small partition counts as SMALLEST_FULL_BYTES, which is what it
-costs."""
+"""Maximum bytes of values in one move, for which workers wait: this much is copied, written and
+switched over in a fraction of half a second. A small partition counts as SMALLEST_FULL_BYTES, which
+reflects its cost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Partitions for one move, between two places."""
+    """Partitions to move from one place to another."""
 
     partitions: tuple[int, ...]
     """Ids, ascending."""
@@ -27,20 +27,20 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class _Kind:
-    """The partitions that are trained, or those that are not: each kind is spread by itself, as
-    `lay_out` does it."""
+    """Either all trained or all frozen partitions: each kind is spread separately, as in
+    `lay_out`."""
 
     sizes: tuple[int, ...]
-    """Bytes of each partition's values, by its partition id."""
+    """Bytes of each partition's values, by partition id."""
     held: dict[int, list[int]]
-    """Owner -> ids of this kind, the largest first."""
+    """Owner -> ids of this kind, largest first."""
 
     def load(self, index: int) -> int:
-        """Bytes of a server's share."""
+        """Returns the bytes of a server's share."""
         return sum(self.sizes[partition] for partition in self.held.get(index, ()))
 
     def largest(self) -> int:
-        """Bytes of the largest partition."""
+        """Returns the bytes of the largest partition."""
         return max((self.sizes[ids[0]] for ids in self.held.values()), default=0)
 
 
@@ -51,17 +51,17 @@ def next_move(
     receivers: Collection[int],
     draining: Collection[int],
 ) -> Plan | None:
-    """The move that brings the servers nearer to equal shares; None: there is none to make.
+    """Returns the next move towards equal shares, or None if there is none.
 
-    Servers that drain give away all that they have, each partition to whom has the least then.
-    Among the others the fullest gives to the emptiest where it has more than one partition's bytes
-    above it, of the kind in question; so the differences grow smaller with each move, and moves
-    end.
+    Draining servers give away everything, each partition to the server with the least load at that
+    point. Among the others, the fullest gives to the emptiest if the difference exceeds the bytes
+    of one partition of that kind. Each move therefore shrinks the differences, and the sequence of
+    moves ends.
 
     Args:
         givers: indices of the servers that can hand partitions over.
-        receivers: indices of those that can take some.
-        draining: indices of those that are to give away all.
+        receivers: indices of the servers that can receive some.
+        draining: indices of the servers that must give away everything.
     """
     receiving = sorted(set(receivers) - set(draining))
     kinds = [_kind(layout, frozen=frozen) for frozen in (False, True)]
@@ -88,7 +88,7 @@ def _kind(layout: ShardLayout, *, frozen: bool) -> _Kind:
 
 
 def _given_away(kind: _Kind, giver: int, receivers: list[int]) -> Plan:
-    """The first part of what a server that drains gives to one of the others."""
+    """Returns the first part of a draining server's partitions that goes to one of the others."""
     loads = {index: kind.load(index) for index in receivers}
     first = min(receivers, key=lambda index: (loads[index], index))
     to_first: list[int] = []
@@ -101,8 +101,8 @@ def _given_away(kind: _Kind, giver: int, receivers: list[int]) -> Plan:
 
 
 def _evened_out(kind: _Kind, givers: list[int], receivers: list[int]) -> Plan | None:
-    """Plans a move from the fullest place to the emptiest. It carries neither past the mean where
-    partitions are small enough."""
+    """Plans a move from the fullest place to the emptiest. Neither crosses the mean if partitions
+    are small enough."""
     loads = {index: kind.load(index) for index in {*givers, *receivers}}
     if not givers or not receivers:
         return None
@@ -116,14 +116,14 @@ def _evened_out(kind: _Kind, givers: list[int], receivers: list[int]) -> Plan | 
         kind, kind.held[fullest], min(loads[fullest] - mean, mean - loads[emptiest])
     )
     if not partitions:
-        # the smallest carries one of them past the mean, but makes the gap smaller: it is smaller
-        # than the gap
+        # the smallest one carries a place past the mean but narrows the gap, being smaller than the
+        # gap
         partitions = (kind.held[fullest][-1],)
     return Plan(partitions=partitions, giver=fullest, receiver=emptiest)
 
 
 def _at_once(kind: _Kind, partitions: list[int], most_bytes: int) -> tuple[int, ...]:
-    """Chooses as many of these as one move may have, with `most_bytes` of values at most."""
+    """Selects as many of these as fit in one move, with at most `most_bytes` of values."""
     chosen: list[int] = []
     cost = 0
     for partition in partitions:

@@ -1,9 +1,10 @@
-"""Members that know of generations which Redis has lost: its newest writes, or all of them.
+"""Readmits members that know of generations lost by Redis, whether it lost its newest writes or
+everything.
 
-They go on in the newest generation that they know, which is as good as ever: one membership was
-announced under its number and nonce. What is lost is the coordinator's knowledge of it. So numbers
-go on above it, those that come back are members with state, known here or not, and when they are
-all back one generation is written for them.
+They continue in the newest generation that they know. It remains valid, since only one membership
+was announced under its number and nonce; what is lost is the coordinator's record. Numbering
+therefore continues above it, returning members count as members with state whether or not they are
+on record, and one generation is written for them once all are back.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from shoal_coordinator.membership.state import Member, MemberPhase, Recovery
 
 
 def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
-    """The member has agreed to a generation that Redis has lost. Raises the number above which
-    generations are written."""
+    """Returns whether the member has agreed to a generation that Redis has lost. Raises the number
+    above which generations are written."""
     told, recovery = event.last_generation, draft.recovery
     if told <= draft.number:
         return recovery is not None and told > recovery.known
@@ -47,8 +48,8 @@ def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
 
 
 def readmit(draft: Draft, event: MemberJoined) -> None:
-    """One that joined in what was lost. It has a part of the state, and gets its rank with the next
-    generation."""
+    """Readmits a member that joined during the lost period. It holds part of the state and gets its
+    rank with the next generation."""
     draft.last_order += 1
     member = Member(
         identity=event.identity,
@@ -69,13 +70,13 @@ def readmit(draft: Draft, event: MemberJoined) -> None:
 
 
 def is_recovering(draft: Draft) -> bool:
-    """Not all are back: no generation is formed yet."""
+    """Returns whether some members are still to return, so that no generation may be formed yet."""
     return draft.recovery is not None and draft.recovery.until_ms is not None
 
 
 def recovery_due(draft: Draft) -> None:
-    """Once all ranks of the newest lost generation are back, or have had a lease to come: one
-    generation for those that are."""
+    """Forms one generation for the returned members once all ranks of the newest lost generation
+    are back, or have had the time of a lease to return."""
     recovery = draft.recovery
     if recovery is None or recovery.until_ms is None:
         return

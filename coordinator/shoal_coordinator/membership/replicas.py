@@ -1,7 +1,8 @@
-"""Compares what members held in common after the run's last step. Pure.
+"""Compares the replicated state of members after the run's last step. Pure.
 
-Members leave one after another, and none waits for this: each is compared with those that left
-before it. What a script changes after its loop is not in these digests, so ranks may differ then.
+Members leave one after another without waiting for this comparison: each is compared with those
+that left before it. The digests exclude changes that a script makes after its loop, so ranks may
+differ in those.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _MOST_NAMED: Final = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """The state of one member as it leaves. The fields are those of shoal.v1.Replicas."""
+    """State digests of one leaving member. The fields are those of shoal.v1.Replicas."""
 
     generation: int
     step: int
@@ -25,24 +26,23 @@ class Replicas:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicasSeen:
-    """The states of members that have left."""
+    """State digests of members that have left."""
 
     generation: int
     step: int
     agreed: int
-    """The newest that one of them reported: whoever compared had the digests of all."""
+    """Newest agreed step reported by any of them: the comparing member had the digests of all."""
     digests: Mapping[str, tuple[int, str]]
-    """Group of tensors -> its digest, and the first member that reported it, for people."""
+    """Group of tensors -> its digest and a description of the first member that reported it."""
 
 
 def compare(seen: ReplicasSeen | None, left: Replicas, who: str) -> tuple[ReplicasSeen, str]:
-    """Compares a member that leaves with those before it.
+    """Compares a leaving member with those that left before it.
 
-    seen: None if nobody has left yet.
-    who: the member that leaves, for people.
+    seen: None if nobody has left yet. who: description of the leaving member, for people.
 
-    Returns what is known now, and how the member differs; empty if it does not, or if nobody
-    reported of the same step of the same generation.
+    Returns the updated digests and a description of the difference. The description is empty if
+    there is none, or if nobody reported the same step of the same generation.
     """
     if seen is None or (seen.generation, seen.step) != (left.generation, left.step):
         known = {group: (digest, who) for group, digest in left.digests.items()}

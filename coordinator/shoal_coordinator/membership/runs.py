@@ -1,9 +1,9 @@
-"""A job's runs: when the next one begins, and who belongs to which (docs/decisions/0205).
+"""Runs of a job: decides when the next one begins and who belongs to which (docs/decisions/0205).
 
-A run ends when its script comes to the end, when it fails, or when it is stopped; nothing else ends
-it. Whoever creates the job while its newest run has not ended joins that one, so that a run of
-which all processes were killed goes on with those that are started next. Who creates it after the
-end begins the next run.
+A run ends when its script finishes, when it fails, or when it is stopped, and for no other reason.
+A caller that creates the job before its newest run has ended joins that run; a run whose processes
+were all killed therefore continues with the processes that are started next. A caller that creates
+the job afterwards begins the next run.
 """
 
 from __future__ import annotations
@@ -37,29 +37,30 @@ _ENDED: Final = {
 }
 
 Runs = Draft | JobState
-"""What knows a job's runs."""
+"""An object that knows the runs of a job."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunGranted:
-    """The outcome of RunWanted: the caller belongs to this run from now on."""
+    """Outcome of RunWanted: the caller belongs to this run from now on."""
 
     run: RunId
     begun: bool
-    """By this event; also: it had ended, and goes on."""
+    """Whether this event began the run, or resumed it after it had ended."""
     previous: PastRun | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnding:
-    """The outcome of RunWanted where the newest run has ended, and members of it are still there:
-    to be asked again."""
+    """Outcome of RunWanted when the newest run has ended but some of its members are still there:
+    the caller should retry."""
 
     why: str
 
 
 def run_wanted(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
-    """Someone creates a job that is there: it joins the newest run, or begins the next one."""
+    """Handles the creation of an existing job: the caller joins the newest run or begins the next
+    one."""
     if event.follow and event.run is not None:
         return _follow(draft, event, event.run)
     asked, newest = event.run, draft.run.number
@@ -81,12 +82,12 @@ def run_wanted(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
 
 
 def check_run(draft: Draft, event: OfRun) -> None:
-    """Raises PreconditionError unless who did something belongs to the newest run; UnavailableError
-    to a server that may yet.
+    """Raises PreconditionError unless the event's originator belongs to the newest run; raises
+    UnavailableError for a server that may belong to it later.
 
-    A member that has worked in a run which Redis has lost makes it the newest again, as long as
-    nobody has trained in a later one. A server of such a run waits meanwhile: for those members,
-    or, where no run goes on, for what is started next.
+    A member that worked in a run lost by Redis makes that run the newest again, as long as nobody
+    has trained in a later one. A server of such a run meanwhile waits for those members or, if no
+    run continues, for whatever is started next.
     """
     run, told = event.run, event.event
     if is_current(draft, run):
@@ -105,7 +106,7 @@ def check_run(draft: Draft, event: OfRun) -> None:
 
 
 def _next(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
-    """The run after the newest one."""
+    """Begins the run after the newest one."""
     if _goes_on(draft):
         if draft.members:
             raise PreconditionError(
@@ -120,15 +121,15 @@ def _next(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
         )
     elif draft.members:
         return _ending(draft)
-    # Redis' clock may have gone back, and launchers' own job takes what began later for the newer
-    # one.
+    # Redis's clock may have been set back, and the launchers' own job treats the later start as
+    # newer.
     began_unix_ms = max(draft.now.unix_ms, draft.ended_unix_ms, draft.run.began_unix_ms + 1)
     _begin(draft, event.spec, RunId(number=draft.run.number + 1, began_unix_ms=began_unix_ms))
     return _granted(draft, begun=True)
 
 
 def _resume(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
-    """The newest run, which has ended, goes on if that was no good end."""
+    """Resumes the newest run after it has ended, unless it completed."""
     if draft.ending is JobEnding.COMPLETED:
         raise PreconditionError(
             f"run {draft.run} of job {draft.spec.job_id} was completed ({draft.stop_reason}): "
@@ -155,7 +156,7 @@ def _resume(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
 
 
 def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEnding:
-    """Launchers' own job has the runs of the job that they start workers for."""
+    """Follows the run of the job for which launchers start workers, in the launchers' own job."""
     if is_current(draft, run):
         if _goes_on(draft):
             _check_spec(draft, event.spec)
@@ -178,8 +179,8 @@ def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEndin
 
 
 def _may_come_back(draft: Draft, run: RunId) -> bool:
-    """Whether Redis has lost a run that is newer than all that it knows anybody to have trained
-    in."""
+    """Returns whether Redis may have lost a run that is newer than all runs in which anybody is
+    known to have trained."""
     known_ends = [past.ended_unix_ms for past in draft.past_runs]
     if not _goes_on(draft):
         known_ends.append(draft.ended_unix_ms)
@@ -193,8 +194,8 @@ def _may_come_back(draft: Draft, run: RunId) -> bool:
 
 
 def _has_worked_in_it(draft: Draft, event: MemberJoined) -> bool:
-    """Whether a member of a run that Redis has lost is let in: who is refused changes nothing, its
-    run neither."""
+    """Returns whether a member of a run lost by Redis is admitted. A refused member changes
+    nothing, including the current run."""
     lost = event.last_generation - draft.number
     known = _goes_on(draft) and (
         event.identity.member_id in draft.members or event.identity.member_id in draft.departed
@@ -216,7 +217,7 @@ def _goes_on(draft: Draft) -> bool:
 
 
 def _begin(draft: Draft, spec: JobSpec, run: RunId) -> None:
-    """Whoever is still connected belongs to the run before."""
+    """Begins a run. Everybody who is still connected belongs to the previous one."""
     before, members, servers = (
         draft.run,
         list(draft.members),
@@ -231,7 +232,7 @@ def _begin(draft: Draft, spec: JobSpec, run: RunId) -> None:
 
 
 def _reopen(draft: Draft, spec: JobSpec) -> None:
-    """The run has not ended after all. What it had is there: generations, servers, leases."""
+    """Reopens a run that had ended, with its generations, servers and leases."""
     draft.spec, draft.phase, draft.departing = spec, JobPhase.WAITING, False
     draft.ending, draft.stop_reason, draft.ended_unix_ms = JobEnding.NONE, "", 0
     draft.records.append(Record(kind="run_resumed", generation=draft.number))
@@ -239,7 +240,8 @@ def _reopen(draft: Draft, spec: JobSpec) -> None:
 
 
 def _ending(draft: Draft) -> RunEnding:
-    """Who has been silent for its lease is not waited for."""
+    """Returns the answer for a run with remaining members, and stops waiting for members that were
+    silent for a lease."""
     why = (
         f"run {draft.run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), "
         f"and {len(draft.members)} of its members are still there ({_members(draft)})"
@@ -262,7 +264,7 @@ def _ending(draft: Draft) -> RunEnding:
 
 
 def same_run(one: RunId, other: RunId) -> bool:
-    """Whether both name one run, as far as is known of them."""
+    """Returns whether both ids name the same run, as far as they are known."""
     known = one.began_unix_ms == other.began_unix_ms or 0 in (
         one.began_unix_ms,
         other.began_unix_ms,
@@ -271,19 +273,19 @@ def same_run(one: RunId, other: RunId) -> bool:
 
 
 def is_current(job: Runs, run: RunId) -> bool:
-    """Whether this is the newest run."""
+    """Returns whether this is the newest run."""
     return any(same_run(run, each) for each in (job.run, *job.run_aliases))
 
 
 def find_past(job: Runs, run: RunId) -> PastRun | None:
-    """How a run that is over ended; None: it is the newest one, or not known (any more)."""
+    """Returns how a past run ended, or None if it is the newest one or is not on record."""
     if is_current(job, run):
         return None
     return next((past for past in job.past_runs if same_run(past.run, run)), None)
 
 
 def not_current(job: Runs, run: RunId, now: Now) -> PreconditionError:
-    """Why somebody of another run than the newest is refused."""
+    """Returns the error that explains why a caller from a run other than the newest is refused."""
     newest = f"the newest one is run {job.run}"
     past = find_past(job, run)
     if past is not None:
@@ -312,7 +314,7 @@ def _granted(draft: Draft, *, begun: bool) -> RunGranted:
 
 
 def _ended(draft: Draft, run: RunId) -> PreconditionError:
-    """The newest run, which was asked for, has ended."""
+    """Returns the error for a request to use the newest run after it has ended."""
     return PreconditionError(
         f"run {run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), and "
         "is the newest one",
@@ -339,6 +341,6 @@ def _check_spec(draft: Draft, spec: JobSpec) -> None:
 
 
 def _members(draft: Draft) -> str:
-    """For people."""
+    """Returns the hosts of the members as text for people."""
     hosts = sorted({member.identity.host for member in draft.members.values()})
     return ", ".join(hosts[:_MOST_NAMED]) + (", ..." if len(hosts) > _MOST_NAMED else "")

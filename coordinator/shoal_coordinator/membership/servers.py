@@ -1,11 +1,10 @@
-"""Parameter servers: who is the primary of a place, who its backup, and the first layout of a
-model's tensors over the places.
+"""Parameter servers: assigns primaries and backups to places, and lays out a model's tensors over
+the places.
 
-A place has an epoch, which its primary's record carries: it grows when the primary changes, and
-when a backup comes, is lost or is dropped. A backup is in sync from its primary's word on until it
-is lost, or the primary says that it is so no more; meanwhile the primary acknowledges nothing that
-the backup does not have, so that it can take the primary's place at any moment
-(docs/decisions/0198).
+A place has an epoch, stored in its primary's record. It increases when the primary changes and when
+a backup arrives, is lost or is dropped. A backup is in sync from the moment its primary says so
+until it is lost or the primary reports otherwise. Meanwhile the primary acknowledges nothing that
+the backup does not have, so that the backup can take over at any moment (docs/decisions/0198).
 """
 
 from __future__ import annotations
@@ -44,16 +43,15 @@ from shoal_coordinator.membership.state import JobPhase, MemberPhase, Server, Se
 
 @dataclass(frozen=True, kw_only=True)
 class Registered:
-    """The outcome of ServerRegistered."""
+    """Outcome of ServerRegistered."""
 
     index: int
-    """The place (server_index) that the server has; for a process that was drained, the one that it
-    had."""
+    """Place (server_index) of the server; for a drained process, its former place."""
 
 
 def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
-    """A parameter server opened a session: a new one takes the lowest free place, one that was
-    there before keeps its own. A process that was drained is told to end."""
+    """Handles a server's new session: a new server takes the lowest free place, a known one keeps
+    its own. A drained process is told to exit."""
     if draft.spec.max_parameter_servers == 0:
         raise PreconditionError(
             f"job {draft.spec.job_id} has no parameter servers; create it with parameter_servers "
@@ -91,7 +89,7 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
             reason=Refusal.SERVER_CONFLICT,
         )
     if known is not None and known.alive and known.incarnation != event.incarnation:
-        # and started again at once
+        # and was restarted at once
         server_lost(draft, ServerLost(server_id=known.server_id, ending=Ending.STREAM_BROKEN))
         known = draft.servers.get(event.server_id)
     server = replace(
@@ -133,8 +131,9 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
 
 
 def _raise_number(draft: Draft, event: ServerRegistered) -> None:
-    """Gives no number again of generations that a server knows and Redis has lost: the server would
-    take members of a new one for those of an old one. Of another run it knows none."""
+    """Skips the numbers of generations that a server knows and Redis has lost: the server would
+    otherwise mistake members of a new generation for those of an old one. A server knows no
+    generations of another run."""
     lost = event.generation - draft.number
     if not 0 < lost <= draft.policy.most_lost_generations:
         return
@@ -150,9 +149,9 @@ def _raise_number(draft: Draft, event: ServerRegistered) -> None:
 
 
 def server_lost(draft: Draft, event: ServerLost) -> None:
-    """A parameter server's stream broke or its lease ended. A backup that has all that was
-    acknowledged takes a primary's place; else the place stays its own, unless no tensors lie there
-    yet."""
+    """Handles the end of a server's stream or lease. A backup that has everything acknowledged
+    takes over the primary's place; otherwise the place stays reserved for the server, unless it
+    holds no tensors yet."""
     server = draft.servers.get(event.server_id)
     if server is None or not server.alive:
         return
@@ -178,8 +177,8 @@ def server_lost(draft: Draft, event: ServerLost) -> None:
 
 
 def backup_reported(draft: Draft, event: BackupReported) -> None:
-    """A primary says how it is with its backup. What it says of an older epoch, or when it is the
-    primary no more, counts for nothing."""
+    """Handles a primary's report on its backup. Ignores reports about an older epoch and from a
+    former primary."""
     primary = draft.servers.get(event.server_id)
     if (
         primary is None
@@ -208,8 +207,7 @@ def backup_reported(draft: Draft, event: BackupReported) -> None:
 
 
 def _promote(draft: Draft, lost: Server) -> None:
-    """The backup takes the place of its primary, which was lost, if it may; that one will be its
-    backup."""
+    """Promotes the backup of a lost primary if possible; the lost server becomes its backup."""
     backup = of_place(draft, lost.index, ServerRole.BACKUP)
     if backup is None or not backup.alive or not (backup.in_sync or draft.layout is None):
         return
@@ -225,15 +223,15 @@ def _promote(draft: Draft, lost: Server) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServersAwaited:
-    """The outcome of TensorsDeclared while servers are missing: ask again."""
+    """Outcome of TensorsDeclared while servers are missing: the worker should retry."""
 
     registered: int
     wanted: int
 
 
 def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout | ServersAwaited:
-    """A worker says what its model consists of: the first one fixes the layout, the others get the
-    same."""
+    """Handles a worker's declaration of its model: the first one fixes the layout, and later ones
+    get the same."""
     if draft.layout is not None:
         if draft.layout.tensors != event.tensors:
             raise PreconditionError(
@@ -275,7 +273,8 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout | Serv
 
 
 def _check_all_have_addresses(draft: Draft, layout: ShardLayout) -> None:
-    """A backup that has just been made the primary will tell its own."""
+    """Raises UnavailableError unless every place has an address. A backup that has just been
+    promoted has yet to report its own."""
     for index in layout.shares:
         primary = of_place(draft, index, ServerRole.PRIMARY)
         if primary is None or not primary.address:
@@ -287,9 +286,8 @@ def _check_all_have_addresses(draft: Draft, layout: ShardLayout) -> None:
 
 
 def _newcomer(draft: Draft, event: ServerRegistered) -> Server:
-    """The place of a server that was never here: the first without a primary; in a job with
-    backups, the first without a backup; then a further one, as long as the job may have more of
-    them."""
+    """Returns the place of a new server: the first without a primary; in a job with backups, the
+    first without a backup; otherwise an additional one if the job may have more."""
     places = primaries(draft)
     if draft.layout is None and event.held_index is not None and event.held_index not in places:
         return _placed(event, event.held_index)  # Redis has lost the job, and the server has not
@@ -339,7 +337,7 @@ def _placed(event: ServerRegistered, index: int, role: ServerRole = ServerRole.P
 
 
 def _training(draft: Draft) -> tuple[str, ...]:
-    """Members that train in the newest generation; none while the job waits."""
+    """Returns the members that train in the newest generation; none while the job waits."""
     if draft.generation is None or draft.phase is JobPhase.WAITING:
         return ()
     at_work = (MemberPhase.RANKED, MemberPhase.DRAINING)

@@ -1,5 +1,5 @@
-"""How a model's tensors are packed into partitions and spread over parameter servers. Pure values
-and functions."""
+"""Packs a model's tensors into partitions and spreads them over parameter servers. Pure values and
+functions."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from shoal_common.tables.declaration import TableSpec
 
 LARGEST_PIECE_BYTES: Final = 8 << 20
 SMALLEST_FULL_BYTES: Final = 64 << 10
-"""A partition costs about as much as so many bytes."""
+"""Number of bytes that corresponds to the fixed cost of a partition."""
 PARTITIONS_PER_SERVER: Final = 4
-"""At least, where the tensors are large enough: one is applied while the next comes, and servers
-get equal shares."""
+"""Minimum number per server if the tensors are large enough: one is applied while the next arrives,
+and servers get equal shares."""
 MOST_PIECES: Final = 1 << 17
-"""A terabyte in the largest pieces; also bounds the shard map's message to a few MiB."""
+"""Corresponds to a terabyte in pieces of the largest size; also limits the shard map's message to a
+few MiB."""
 
 ITEM_BYTES: Final = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 """Bytes of one element, by numpy's name of the dtype."""
@@ -34,12 +35,12 @@ class TensorSpec:
     dtype: str
     """A key of ITEM_BYTES."""
     frozen: bool = False
-    """No optimizer has this tensor, so that it never gets a gradient."""
+    """Whether no optimizer has this tensor, so that it never gets a gradient."""
     apart: bool = False
-    """This tensor shares a partition with no other tensor."""
+    """Whether this tensor shares a partition with no other tensor."""
     table: TableSpec | None = None
-    """A sparse table, of shape [rows, dim] with rows 0 for any 64-bit id; else None. It is cut into
-    buckets, and not by its elements."""
+    """Set for a sparse table of shape [rows, dim], with rows = 0 if any 64-bit id is allowed. It is
+    split into buckets rather than by elements."""
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +53,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A run of elements of one flattened tensor."""
+    """A range of elements of one flattened tensor."""
 
     tensor_index: int
     offset: int
@@ -61,7 +62,7 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """The rows of a sparse table whose ids are in one of its buckets."""
+    """Rows of a sparse table whose ids hash to one bucket."""
 
     tensor_index: int
     number: int
@@ -70,40 +71,40 @@ class Bucket:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:
-    """Pieces of tensors of one dtype, or a bucket of a sparse table; its id is its position in
+    """Pieces of tensors of one dtype, or a bucket of a sparse table. Its id is its position in
     ShardLayout.partitions."""
 
     pieces: tuple[Piece, ...]
-    """Empty in a bucket."""
+    """Empty for a bucket."""
     primary: int
-    """server_index of its owner."""
+    """server_index of the owner."""
     bucket: Bucket | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """What one server owns."""
+    """Partitions owned by one server, counted."""
 
     partitions: int
     nbytes: int
-    """Bytes of their values; the optimizer's state is not counted."""
+    """Bytes of the values, without optimizer state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardLayout:
-    """Who owns what."""
+    """Assignment of partitions to servers."""
 
     epoch: int
-    """>= 1; grows at every change of an owner."""
+    """At least 1; increases with every change of an owner."""
     tensors: tuple[TensorSpec, ...]
     partitions: tuple[Partition, ...]
-    """Together they cover each element once. A tensor without elements is in none. Then come the
-    tables' buckets."""
+    """All partitions, which together cover each element once, followed by the tables' buckets. A
+    tensor without elements is in none."""
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Bytes of each partition's values; of a bucket, which grows, what it may come to, or as
-        much as the largest piece."""
+        """Bytes of each partition's values. A bucket grows, so its maximum size counts, or that of
+        the largest piece."""
         items = [ITEM_BYTES[tensor.dtype] for tensor in self.tensors]
 
         def size(partition: Partition) -> int:
@@ -118,7 +119,7 @@ class ShardLayout:
 
     @cached_property
     def shares(self) -> Mapping[int, Share]:
-        """What each server owns, by its index; who owns nothing is not there."""
+        """Share of each server by index; servers that own nothing are missing."""
         shares: dict[int, Share] = {}
         for partition, size in zip(self.partitions, self.sizes, strict=True):
             before = shares.get(partition.primary, Share(partitions=0, nbytes=0))
@@ -128,12 +129,12 @@ class ShardLayout:
         return shares
 
     def is_frozen(self, partition: Partition) -> bool:
-        """Whether it is of tensors that are never trained: all of a partition's tensors are alike
-        in that."""
+        """Returns whether a partition's tensors are never trained. All tensors of a partition agree
+        on that."""
         return partition.bucket is None and self.tensors[partition.pieces[0].tensor_index].frozen
 
     def moved(self, partition_ids: Collection[int], receiver: int) -> ShardLayout:
-        """The layout of the next epoch, in which `receiver` owns these partitions."""
+        """Returns the layout of the next epoch, in which `receiver` owns these partitions."""
         partitions = list(self.partitions)
         for partition_id in partition_ids:
             partitions[partition_id] = replace(partitions[partition_id], primary=receiver)
@@ -141,7 +142,7 @@ class ShardLayout:
 
 
 def count_pieces(tensors: Sequence[TensorSpec]) -> int:
-    """How many pieces and buckets `lay_out` will make."""
+    """Returns the number of pieces and buckets that `lay_out` will make."""
     return sum(
         -(-tensor.elements // _longest(tensor)) if tensor.table is None else tensor.table.buckets
         for tensor in tensors
@@ -152,16 +153,16 @@ def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayou
     """Packs tensors into partitions and gives each to the server with the fewest bytes so far,
     largest partitions first.
 
-    Tensors of one dtype are packed together in the order of their declaration; those above 8 MiB
-    are cut, between rows where a row is shorter. A partition is full at 8 MiB; of a smaller model
-    at a quarter of a server's share, or at 64 KiB or all of the share. Frozen tensors, which cost
-    nothing in a step, are packed and placed for themselves, so that all servers have their share of
-    the others. No server holds more than one partition's bytes above another, of either kind. The
-    buckets of a table, which grow alike, go to all servers in turn, those of the next table from
-    where the one before ended. Equal input gives an equal layout.
+    Tensors of one dtype are packed together in the order of their declaration. Tensors above 8 MiB
+    are split, between rows if a row is shorter. A partition is full at 8 MiB; in a smaller model,
+    at a quarter of a server's share, or at 64 KiB or the entire share. Frozen tensors cost nothing
+    in a step and are packed and placed separately, so that the others are spread evenly over all
+    servers. No server exceeds another by more than the bytes of one partition, of either kind. The
+    buckets of a table grow alike and are assigned to all servers in turn; the next table continues
+    where the previous one ended. Equal input gives an equal layout.
 
     Args:
-        servers: their indices, at least one, each once, ascending.
+        servers: server indices, at least one, distinct and ascending.
     """
     partitions: list[Partition] = []
     for frozen in (False, True):
@@ -184,8 +185,8 @@ def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayou
         for (dtype, _), alike in together.items():
             pieces = (piece for index in alike for piece in _cut(index, tensors[index]))
             packed += _pack(pieces, item_bytes=ITEM_BYTES[dtype], full=full)
-        # The emptiest server comes first; of equals, for frozen ones, the last, which has the least
-        # of the others.
+        # The emptiest server comes first. Among equals, frozen tensors go to the last one, which
+        # has the fewest of the others.
         loads = [(0, -server if frozen else server) for server in servers]
         heapq.heapify(loads)
         primaries = [0] * len(packed)
@@ -211,7 +212,7 @@ def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayou
 
 
 def _longest(tensor: TensorSpec) -> int:
-    """Elements of its longest piece."""
+    """Returns the number of elements in the longest piece of a tensor."""
     longest = LARGEST_PIECE_BYTES // ITEM_BYTES[tensor.dtype]
     row = math.prod(tensor.shape[1:])
     return longest - longest % row if 0 < row <= longest else longest
@@ -228,7 +229,7 @@ def _cut(index: int, tensor: TensorSpec) -> Iterator[Piece]:
 def _pack(
     pieces: Iterator[Piece], *, item_bytes: int, full: int
 ) -> Iterator[tuple[int, tuple[Piece, ...]]]:
-    """Together what comes one after another and fits, with its bytes."""
+    """Groups consecutive pieces until a partition is full. Yields each group with its bytes."""
     together: list[Piece] = []
     nbytes = 0
     for piece in pieces:

@@ -1,10 +1,10 @@
-"""Steps that stand: who waits for whom, told to all before anything is done about it; and the two
-cases that are decided here.
+"""Explains stalled steps: reports who waits for whom to all members before any action is taken, and
+acts in the two cases that can be decided here.
 
-Heartbeats say of each member whether its training thread waits for its peers, since when, and whom
-it cannot reach. So a step that stands explains itself: some wait, and the others are what they wait
-for; or all wait, and something between them is missing. Members that only accuse each other's
-connections end their group themselves and report it (failures.py).
+Heartbeats report of each member whether its training thread waits for its peers, since when, and
+which peers it cannot reach. A stalled step therefore explains itself. Either some members wait for
+the others, or all wait and a connection between them is missing. Members that only accuse each
+other's connections end their group themselves and report it (failures.py).
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from shoal_coordinator.membership.stragglers import Told, behind_connection, fin
 
 _MOST_NAMED: Final = 4
 _SURELY_WAITS_MS: Final = 1_000
-"""A member that has waited for so long when it was last heard of waits; for less, it may be between
-two short waits."""
+"""A member that had waited this long at its last heartbeat counts as waiting; a shorter wait may be
+one of many in a normal step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One rank as it was last heard of."""
+    """State of one rank at its last heartbeat."""
 
     rank: int
     member_id: str
@@ -39,7 +39,7 @@ class Place:
     pulse: Pulse
     silent_ms: int
     waited_ms: int
-    """For its peers of this generation."""
+    """How long it had waited for its peers of this generation."""
 
     @property
     def name(self) -> str:
@@ -47,8 +47,8 @@ class Place:
 
 
 def stalls_due(draft: Draft) -> None:
-    """Looks once a second; puts out who hangs or is on a lost machine, explains what stands, and
-    names who holds the others back."""
+    """Once a second, evicts hung members and members on lost machines, explains stalled steps, and
+    names stragglers."""
     generation = draft.generation
     if draft.looked_ms is not None and draft.now.ms < draft.looked_ms + draft.policy.look_ms:
         return
@@ -93,7 +93,7 @@ def _places(draft: Draft, generation: Generation) -> list[Place]:
 
 
 def _divide(draft: Draft, places: Iterable[Place]) -> tuple[list[Place], list[Place], list[Place]]:
-    """Those that wait, those that do not, and those that are not heard of."""
+    """Returns the waiting members, the working ones, and the silent ones."""
     waiting, working, silent = [], [], []
     for place in places:
         if place.silent_ms > draft.spec.unheard_ms:
@@ -140,7 +140,7 @@ def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
 
 
 def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
-    """Empty: no step stands, as far as is known."""
+    """Returns an explanation of the stalled step; empty if none is known to be stalled."""
     waiting, working, silent = _divide(draft, places)
     waited_ms = max((place.waited_ms for place in waiting), default=0)
     if waited_ms < draft.policy.explain_after_ms:
@@ -226,7 +226,7 @@ def _names(places: Sequence[Place]) -> str:
 
 
 def _tell(draft: Draft, generation: Generation | None, text: str, reach: str = "") -> None:
-    """To the log, to the events, and to all members of the generation."""
+    """Sends an explanation to the log, to the event log, and to all members of the generation."""
     before = draft.stall
     if generation is None or (not text and before is None):
         draft.stall = None

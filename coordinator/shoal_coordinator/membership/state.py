@@ -1,8 +1,8 @@
-"""What the coordinator knows of one job: frozen values with the invariants on the fields.
+"""State of one job: frozen values with their invariants documented on the fields.
 
-Everything here is written to Redis (state/codec.py), except where a field says that it lives in
-memory only: such fields start afresh when the coordinator does. Heartbeats change nothing here;
-what they say is in pulse.py.
+Everything here is written to Redis (state/codec.py), except for fields documented as in memory
+only, which start empty when the coordinator starts. Heartbeats change nothing here; their contents
+are in pulse.py.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Now:
     """The two clocks that a decision may use."""
 
     ms: int
-    """Milliseconds of a clock that never steps back, and that stands while the coordinator is
-    stopped; decides about waits and leases. Its origin means nothing."""
+    """Milliseconds of a monotonic clock that pauses while the coordinator is stopped; decides about
+    waits and leases. Its origin is arbitrary."""
     unix_ms: int
-    """Redis server time; written down for people and clients, never compared."""
+    """Redis server time; recorded for people and clients, never compared."""
 
 
 class JobPhase(enum.StrEnum):
-    """Values of shoal.v1.JobPhase, which describes them."""
+    """Values of shoal.v1.JobPhase, documented there."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -42,7 +42,7 @@ class JobPhase(enum.StrEnum):
 
 
 class JobEnding(enum.StrEnum):
-    """Values of shoal.v1.JobEnding, which describes them."""
+    """Values of shoal.v1.JobEnding, documented there."""
 
     NONE = ""
     COMPLETED = "completed"
@@ -51,7 +51,7 @@ class JobEnding(enum.StrEnum):
 
 
 class MemberPhase(enum.StrEnum):
-    """Values of shoal.v1.MemberPhase, which describes them."""
+    """Values of shoal.v1.MemberPhase, documented there."""
 
     JOINED = "joined"
     READY = "ready"
@@ -61,7 +61,7 @@ class MemberPhase(enum.StrEnum):
 
 
 class Cause(enum.StrEnum):
-    """Values of shoal.v1.Generation.Cause, which describes them."""
+    """Values of shoal.v1.Generation.Cause, documented there."""
 
     START = "start"
     FAILURE = "failure"
@@ -70,13 +70,13 @@ class Cause(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RunId:
-    """Names a run of a job."""
+    """Identifies a run of a job."""
 
     number: int = 1
     """1, 2, 3, ... within a job."""
     began_unix_ms: int = 0
-    """Tells it from a run that had its number before Redis lost the job. 0: not known, as of a job
-    that an older release wrote."""
+    """Distinguishes the run from one with the same number from before Redis lost the job. 0 if
+    unknown, as for a job written by an older release."""
 
     def __str__(self) -> str:
         return str(self.number)
@@ -84,7 +84,7 @@ class RunId:
 
 @dataclass(frozen=True, kw_only=True)
 class PastRun:
-    """A run that is over."""
+    """A run that has ended."""
 
     run: RunId
     ended_unix_ms: int
@@ -94,7 +94,7 @@ class PastRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a process says of itself when it joins."""
+    """Description that a process gives of itself when it joins."""
 
     member_id: str
     host: str
@@ -104,38 +104,38 @@ class Identity:
     donor_address: str
     metrics_address: str
     donor_key: str = ""
-    """Opens its donor: a secret of the members."""
+    """Grants access to the member's state donor; a secret shared among members."""
     key_digest: str = ""
-    """The digest of the key that it shows with every call. Empty: it has none, and others of its
-    job can speak for it."""
+    """Digest of the key that the member presents with every call. Empty: it has none, so any other
+    process of its job can impersonate it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """One live worker process. It is RANKED if and only if it has a rank in the newest generation
-    and is not to leave."""
+    and does not have to leave."""
 
     identity: Identity
     phase: MemberPhase
     joined_unix_ms: int
     replays: bool
-    """The job had a generation when this member joined: it replays its script before it is
-    ready."""
+    """Whether the job already had a generation when this member joined: it replays its script
+    before it is ready."""
     ready_order: int = 0
-    """Grows from one `ready` to the next within a job: who waits longest gets a rank first. 0 until
-    it is ready."""
+    """Increases from one `ready` to the next within a job: the longest-waiting member gets a rank
+    first. 0 until it is ready."""
     holds_state: bool = False
-    """It has worked in a generation, so it has a part of the training state. Of a member with a
-    place in the newest generation Rank.joining says so instead; it is set when the member loses
-    that place."""
+    """Whether it has worked in a generation and so holds part of the training state. For a member
+    of the newest generation, Rank.joining records this instead; this flag is set when the member
+    loses that place."""
     works_in: int = 0
-    """Only while DRAINING: the generation it goes on in after one without it was written. 0: it is
-    in the newest one, or in none."""
+    """Only while DRAINING: the generation in which it continues after one without it was written.
+    0: it is in the newest one, or in none."""
     reason: str = ""
     """Why it is DRAINING or QUARANTINED."""
     apart_from: str = ""
-    """Only while QUARANTINED: the member it cannot work with. When it reaches that one again, or
-    that one is gone, it is READY again."""
+    """Only while QUARANTINED: the member that it cannot work with. It becomes READY again once it
+    reaches that member or that member is gone."""
 
     @property
     def member_id(self) -> str:
@@ -144,81 +144,83 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Departure:
-    """The end of a member."""
+    """A former member."""
 
     ending: str
-    """How it ended: a value of events.Ending or events.LeaveReason."""
+    """Value of events.Ending or events.LeaveReason."""
     unix_ms: int
     rank: int = -1
-    """Its last one, if it was in the newest generation then; else -1."""
+    """Its last rank if it was in the newest generation at that time; otherwise -1."""
     steps: int = 0
-    """Optimizer steps that it had committed, as far as it said."""
+    """Optimizer steps that it had committed, as far as it reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rank:
-    """One place in a generation; its number is its position in Generation.ranks."""
+    """One place in a generation; the rank's number is its position in Generation.ranks."""
 
     member_id: str
     host: str
     local_rank: int
     """0 .. local_world_size-1, in rank order."""
     local_world_size: int
-    """Ranks of this host, which are adjacent."""
+    """Number of ranks on this host, which are adjacent."""
     donor_address: str
     joining: bool
-    """The member has not worked in any generation, as far as is known: it holds no state."""
+    """Whether the member is not known to have worked in any generation, so that it holds no
+    state."""
     donor_key: str = ""
 
     @cached_property
     def line(self) -> str:
-        """What the table's digest covers of it."""
+        """Part of the rank covered by the table's digest."""
         return rank_table.line(self.member_id, self.host, self.donor_address, self.donor_key)
 
     def is_same_place(self, other: Rank) -> bool:
-        """Whether the table of another generation has the same entry."""
+        """Returns whether the table of another generation has the same entry."""
         return self is other or self.line == other.line
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankChange:
-    """How the ranks of a generation come from those of an older one: shoal.v1.RankChange."""
+    """Difference between the ranks of a generation and those of an older one:
+    shoal.v1.RankChange."""
 
     since: int
-    """The older one's number."""
+    """Number of the older generation."""
     removed: tuple[int, ...]
-    """Ranks of the older one, ascending."""
+    """Removed ranks of the older generation, ascending."""
     added: tuple[int, ...]
-    """Ranks of the newer one, ascending. The others keep their order."""
+    """Added ranks of the newer generation, ascending. The others keep their order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One agreed membership. Written to Redis before anybody hears of it."""
+    """One agreed membership. Written to Redis before it is announced to anyone."""
 
     number: int
-    """>= 1; higher than any before in this job, for ever."""
+    """At least 1, and higher than any earlier number in this job."""
     nonce: str
     """32 hexadecimal digits."""
     cause: Cause
     ranks: tuple[Rank, ...]
-    """From min_workers, or min_survivors after the first one, to max_workers of them; no member
-    twice; the ranks of one host adjacent."""
+    """min_workers (after the first generation, min_survivors) to max_workers ranks, with distinct
+    members; the ranks of one host are adjacent."""
     interrupts_below: int
-    """Members that work in a generation below this number leave it at once. Never falls, since a
-    member may miss generations between."""
+    """Members that work in a generation below this number leave it at once. Never decreases, since
+    a member may miss generations in between."""
     created_unix_ms: int
     change: RankChange | None = None
-    """What the ranks differ in from those of the generation before; None: there was none, or it is
-    more than is worth telling."""
+    """Difference from the ranks of the previous generation; None if there was none, or if the
+    difference is too large to be worth sending."""
     written: tuple[int, ...] | None = ()
-    """The generations since the one whose table is written whole, this one included, of which the
-    changes are written instead. Empty: the table of this one is written whole. None: it is, in a
-    way that no change can follow."""
+    """Generations, including this one, that are stored as changes since the last full table. Empty:
+    this generation's full table is stored. None: it is stored in a form that no change can follow.
+    """
 
     @cached_property
     def table_digest(self) -> bytes:
-        """Tells its table from others."""
+        """Digest that identifies the rank table."""
         return rank_table.digest(rank.line for rank in self.ranks)
 
     @cached_property
@@ -228,7 +230,7 @@ class Generation:
 
 
 class ServerRole(enum.StrEnum):
-    """Values of shoal.v1.ServerRole, which describes them."""
+    """Values of shoal.v1.ServerRole, documented there."""
 
     PRIMARY = "primary"
     BACKUP = "backup"
@@ -236,98 +238,98 @@ class ServerRole(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Server:
-    """One parameter server: the primary of a place, or its backup."""
+    """One parameter server: the primary of a place or its backup."""
 
     server_id: str
     index: int
-    """The server's place (server_index), >= 0. Places that were left for good leave gaps. Each has
-    one primary, and, if the job has them, one backup at most."""
+    """Place of the server (server_index), >= 0. Places drained for good leave gaps. Each place has
+    one primary and, if the job has backups, at most one backup."""
     address: str
-    """Empty: it serves nobody yet."""
+    """Empty until it accepts calls."""
     metrics_address: str
     host: str
     pid: int
     alive: bool
     incarnation: str = ""
-    """Tells the process from one that was started in its place, which has the same host and pid in
-    a container."""
+    """Distinguishes the process from a later one in its place, which has the same host and pid in a
+    container."""
     role: ServerRole = ServerRole.PRIMARY
     epoch: int = 1
-    """The place's shoal.v1.ServerPlace.epoch, with its primary; a backup's means nothing."""
+    """For a primary, the shoal.v1.ServerPlace.epoch of its place; meaningless for a backup."""
     in_sync: bool = False
-    """A backup's, that is alive: the primary acknowledges nothing that it does not have. It takes
-    the primary's place when that is lost."""
+    """For a live backup: the primary acknowledges nothing that the backup does not have, and the
+    backup takes over if the primary is lost."""
 
     @property
     def serves(self) -> bool:
-        """Workers can use it."""
+        """Whether workers can use it."""
         return self.alive and self.role is ServerRole.PRIMARY and bool(self.address)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """Partitions that one server hands to another: shoal.v1.MovePartitions
+    """Partitions that one server hands over to another: shoal.v1.MovePartitions
     (docs/decisions/0200)."""
 
     number: int
     partitions: tuple[int, ...]
-    """Ids; at least one, all of them the giver's."""
+    """Partition ids; at least one, all owned by the giver."""
     giver: int
-    """Index of the place that owns them."""
+    """Index of the place that owns the partitions."""
     giver_incarnation: str
-    """The process there that is to hand them over. If it dies, what it handed over may arrive late,
-    and so its successor has to do it under another number, unless they have left already."""
+    """Process in that place that hands them over. If it dies, data already sent may still arrive
+    late, so its successor must repeat the move under another number unless the partitions have
+    already left."""
     receiver: int
-    """Index of the place that is to own them."""
+    """Index of the place that will own the partitions."""
 
     def concerns(self, index: int) -> bool:
-        """Whether a place gives or receives."""
+        """Returns whether a place is the giver or the receiver."""
         return index in (self.giver, self.receiver)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drained:
-    """The process of a server whose place was drained. It may not have heard that it is to end."""
+    """Process of a server whose place was drained. It may not have been told to exit yet."""
 
     incarnation: str
     index: int
-    """The place that was drained, which another server may have by now."""
+    """Index of the drained place, which another server may occupy by now."""
     reason: str
-    """Why, as it is told."""
+    """Reason given to the process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Moves:
-    """Partitions on their way, and the places that are to be left or were."""
+    """The current move of partitions, and the drained and draining places."""
 
     settled: int = 0
-    """Number of the newest move that is settled; 0: none was. Never falls."""
+    """Number of the newest settled move; 0 if there was none. Never decreases."""
     under_way: Move | None = None
-    """The only one; its number is one above `settled`."""
+    """The only move in progress; its number is `settled` + 1."""
     draining: Mapping[int, str] = field(default_factory=dict)
-    """Index of a place that gives away all that it has -> why, for people. A place whose servers
-    have all ended is in it no more."""
+    """Index of a place that gives away everything -> why, for people. Removed once all servers of
+    the place have ended."""
     drained: Mapping[str, Drained] = field(default_factory=dict)
-    """Server id -> its last process that was drained. In the order they were, up to
+    """Server id -> its last drained process, in the order of draining, up to
     Policy.most_drained."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedServer:
-    """A process that did not come to own the partitions of the last move to it; or that could not
-    give those of the last one from it."""
+    """Process blamed for the last failed move to or from its place."""
 
     incarnation: str
-    """Another process in its place has not failed."""
+    """Identifies the process; another process in its place has not failed."""
     failures: int
-    """Moves that failed in a row; at least one."""
+    """Number of consecutive failed moves; at least one."""
     until_ms: int
-    """When it may be given something again at the earliest, or give something."""
+    """Earliest time at which it may take part in a move again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailureReport:
-    """What one member said about a failed collective."""
+    """Report of one member on a failed collective."""
 
     suspects: frozenset[str]
     timed_out: bool
@@ -335,157 +337,159 @@ class FailureReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Incident:
-    """A failed collective that is not explained yet."""
+    """A failed collective without an explanation so far."""
 
     generation: int
     opened_ms: int
     due_ms: int
-    """When to decide about it."""
+    """Time at which to decide about it."""
     reports: Mapping[str, FailureReport]
-    """Member id -> what it said; at least one."""
+    """Member id -> its report; at least one."""
 
 
 def populate(members: Mapping[str, Member]) -> Mapping[MemberPhase, int]:
-    """JobState.population of these members."""
+    """Returns JobState.population of these members."""
     return Counter(member.phase for member in members.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """Members know of generations that Redis has lost: they go on in the newest of them until they
-    are all back."""
+    """Members know of generations lost by Redis; they continue in the newest of them until all are
+    back."""
 
     known: int
-    """The newest generation that Redis had kept."""
+    """Newest generation that Redis had kept."""
     newest: int
-    """The newest that a member knows."""
+    """Newest generation known to a member."""
     world_size: int
-    """Its ranks; 0: not known."""
+    """Its number of ranks; 0 if unknown."""
     until_ms: int | None
-    """When a generation is written at the latest, with those that are back by then. None: it
-    was."""
+    """Latest time at which a generation is written with the members that have returned. None: it
+    was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stall:
-    """A step that stands, as it was last explained."""
+    """A stalled step with its latest explanation."""
 
     text: str
     reach: str
-    """The part of the text that says who cannot reach whom."""
+    """Part of the text that names the members that cannot reach each other."""
     told_ms: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
-    """A member that holds the others back."""
+    """A member that slows the others down."""
 
     text: str
     found_ms: int
     seen_ms: int
     told: bool
-    """It did so for long enough to be named."""
+    """Whether it has slowed them down for long enough to be named."""
 
 
 Pair = tuple[str, str]
-"""Two member ids, the smaller first."""
+"""Two member ids in ascending order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """All of one job."""
+    """Complete state of one job."""
 
     spec: JobSpec
     run: RunId = RunId()
-    """The newest run. All below is of it, but for `number`."""
+    """The newest run. All other fields belong to it, except for `number`."""
     run_above: int = 0
-    """The run's generations have numbers above this one, the newest of the runs before."""
+    """Newest generation of the previous runs; the run's generations have higher numbers."""
     run_aliases: tuple[RunId, ...] = ()
-    """Who belongs to one of these belongs to `run`: they were begun after Redis had lost it, before
-    its members were back."""
+    """Runs whose participants belong to `run`: they began after Redis had lost it and before its
+    members were back."""
     past_runs: tuple[PastRun, ...] = ()
-    """The newest of those that are over, up to Policy.most_past_runs, oldest first."""
+    """The newest past runs, up to Policy.most_past_runs, oldest first."""
     phase: JobPhase = JobPhase.WAITING
     number: int = 0
-    """Number of the newest generation; 0 before the first. Never falls, from one run to the next
-    neither."""
+    """Number of the newest generation; 0 before the first. Never decreases, even from one run to
+    the next."""
     generation: Generation | None = None
-    """The newest one, also when it is over because members are missing (phase WAITING)."""
+    """The newest generation, even if it has ended because members are missing (phase WAITING)."""
     members: Mapping[str, Member] = field(default_factory=dict)
-    """The live ones. None of them is in `departed`."""
+    """Live members; disjoint from `departed`."""
     departed: Mapping[str, Departure] = field(default_factory=dict)
-    """By member id, in the order they ended. These ids never come back."""
+    """Former members by id, in the order in which they ended. These ids are never reused."""
     servers: Mapping[str, Server] = field(default_factory=dict)
     layout: ShardLayout | None = None
-    """How the declared tensors are cut and spread. Once it is there only owners change, with its
-    epoch."""
+    """Partitions of the declared tensors and their owners. Once set, only owners change, together
+    with its epoch."""
     moves: Moves = field(default_factory=Moves)
-    """Empty but for the defaults before there is a layout."""
+    """Empty before there is a layout."""
     loaders: Mapping[str, Loader] = field(default_factory=dict)
     last_order: int = 0
-    """The highest Member.ready_order given."""
+    """Highest Member.ready_order assigned so far."""
     accusations: Mapping[Pair, int] = field(default_factory=dict)
     """How often two live members accused each other."""
     ending: JobEnding = JobEnding.NONE
-    """NONE if and only if the phase is neither STOPPING nor FINISHED. What has FAILED stays so."""
+    """NONE if and only if the phase is neither STOPPING nor FINISHED. FAILED is final."""
     stop_reason: str = ""
-    """Why the job stops, or has stopped, in phases STOPPING and FINISHED."""
+    """Why the job stops or has stopped, in phases STOPPING and FINISHED."""
     ended_unix_ms: int = 0
-    """When the run ended; 0: it has not, that is, the phase is not FINISHED."""
+    """Time at which the run ended; 0 unless the phase is FINISHED."""
     departing: bool = False
-    """A ranked member has left at the border where all stop: no generation is formed any more."""
+    """Whether a ranked member has left at the common last step boundary: no further generation is
+    formed."""
 
     population: Mapping[MemberPhase, int] = field(default_factory=dict)
-    """Not written: how many of `members` are in each phase; phases without members may be
+    """Derived, not written: number of `members` in each phase; phases without members may be
     missing."""
     grace_until_ms: int | None = None
-    """In memory only. When the wait for further joiners ends; None: nobody waits for a rank."""
+    """In memory only. End of the wait for further joiners; None if nobody waits for a rank."""
     incident: Incident | None = None
-    """In memory only: members repeat their report when they reconnect."""
+    """In memory only, since members repeat their report when they reconnect."""
     formed_ms: int | None = None
-    """In memory only. When the newest generation was written."""
+    """In memory only. Time at which the newest generation was written."""
     broken_streams: Mapping[str, int] = field(default_factory=dict)
-    """In memory only. Members whose streams ended without a goodbye, and when (Now.ms), until it is
-    decided what that means."""
+    """In memory only. Members whose streams ended before they left, each with the time (Now.ms),
+    until the cause is decided."""
     recovery: Recovery | None = None
-    """In memory only. None: no member knew of a generation that Redis did not."""
+    """In memory only. None: no member knew of a generation that Redis did not have."""
     stall: Stall | None = None
-    """In memory only. None: steps go on, as far as is known."""
+    """In memory only. None: no step is known to be stalled."""
     stragglers: Mapping[str, Straggler] = field(default_factory=dict)
     """In memory only. By member id."""
     kept_out_until_ms: Mapping[str, int] = field(default_factory=dict)
-    """In memory only. When the members that are QUARANTINED may come back at the earliest."""
+    """In memory only. Earliest time at which each QUARANTINED member may return."""
     standby_text: str | None = None
-    """In memory only. Why those that are ready wait, as they were last told."""
+    """In memory only. Reason for the wait last sent to the ready members."""
     standby_told_ms: int | None = None
-    """In memory only. When all of them were last told so."""
+    """In memory only. Time at which all of them last received it."""
     looked_ms: int | None = None
-    """In memory only. When it was last looked for steps that stand."""
+    """In memory only. Time of the last check for stalled steps."""
     look_at_moves_ms: int | None = 0
-    """In memory only. When to look which move of partitions is due; None: nothing has changed since
-    that was done."""
+    """In memory only. Time at which to check for a due move of partitions; None if nothing has
+    changed since the last check."""
     failed_receivers: Mapping[int, FailedServer] = field(default_factory=dict)
-    """In memory only. By the index of a place to which the last move of partitions failed, by no
-    fault of the giver's."""
+    """In memory only. Receivers excluded after a failed move of partitions that was not the giver's
+    fault, by index of the place."""
     failed_givers: Mapping[int, FailedServer] = field(default_factory=dict)
-    """In memory only. By the index of a place from which the last move of partitions failed, by its
-    own fault."""
+    """In memory only. Givers excluded after a failed move of partitions that was their own fault,
+    by index of the place."""
     servers_awaited: int = 0
-    """In memory only. How many parameter servers were missing when a worker last declared its
+    """In memory only. Number of parameter servers missing when a worker last declared its
     tensors."""
     replicas: ReplicasSeen | None = None
-    """In memory only. What members held after their last step; None: none has left that said so."""
+    """In memory only. State digests of members after their last step; None if no leaving member has
+    reported one."""
     fresh_failures: int = 0
-    """In memory only. Collectives that failed in generations one after another, each before
+    """In memory only. Number of consecutive generations whose collectives failed before
     Policy.fresh_generation_ms."""
 
     def in_phase(self, phase: MemberPhase) -> int:
-        """How many members are in `phase`."""
+        """Returns the number of members in `phase`."""
         return self.population.get(phase, 0)
 
     @property
     def waits_for(self) -> str:
-        """Returns a text that says what training waits for and why; empty if no wait is known."""
+        """Text that says what training waits for and why; empty if no wait is known."""
         if self.stall is not None:
             return self.stall.text
         if (
@@ -504,12 +508,12 @@ class JobState:
 
     @property
     def is_deserted(self) -> bool:
-        """Nobody is in it: no member, no live server."""
+        """Whether the job has neither a member nor a live server."""
         return not self.members and not any(server.alive for server in self.servers.values())
 
     @property
     def is_over(self) -> bool:
-        """No generation will be formed any more."""
+        """Whether no further generation will be formed."""
         return self.phase is JobPhase.FINISHED or (
             self.phase is JobPhase.STOPPING and self.departing
         )

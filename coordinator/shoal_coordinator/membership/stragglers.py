@@ -1,10 +1,10 @@
-"""Members that hold the others back while steps go on: by what they compute, or by the connection
-they compute behind.
+"""Finds stragglers: members that slow the others down while training continues, through slow
+computation or a slow connection.
 
-In synchronous training all steps take equally long; who waits, waits for the slowest. So the
-slowest is the one that does not wait, by the part of a step in which a rank did not
-(Progress.busy_time_s). Behind a slow connection everybody waits, the slow one too: then it is the
-rank at which most of those connections end that had something to send all the time
+In synchronous training all steps take equally long, because everyone waits for the slowest rank.
+The slowest rank is therefore the one that does not wait, judged by the part of a step that a rank
+spends outside of waits (Progress.busy_time_s). Behind a slow connection everybody waits, including
+the slow rank; it is then the rank at which most of the permanently busy connections end
 (Progress.busy_link).
 """
 
@@ -21,18 +21,19 @@ from shoal_coordinator.membership.pulse import Progress
 from shoal_coordinator.membership.state import Generation, Straggler
 
 _SHARE_OF_STEP: Final = 0.2
-"""What the others would gain at least if the slowest were as quick as they are."""
+"""Minimum fraction of a step that the others would gain if the slowest rank were as fast as they
+are."""
 _LEAST_S: Final = 0.05
 _MOSTLY_WAITING: Final = 0.5
 _SLOW_STEP_S: Final = 0.5
 _SLOW_BYTES_PER_S: Final = 25e6
-"""200 Mbit/s: two ranks alone cannot say which of them is behind the slow connection, nor that it
-is slow but by this."""
+"""200 Mbit/s. Two ranks cannot tell which of them is behind a slow connection, so only the absolute
+speed shows that it is slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """One rank's account of its steps."""
+    """Step times reported by one rank."""
 
     rank: int
     member_id: str
@@ -45,7 +46,7 @@ class Told:
 
 
 def find_stragglers(draft: Draft, generation: Generation) -> None:
-    """Notes who holds the others back, and tells when that has changed."""
+    """Records stragglers and announces changes."""
     told = [
         Told(rank=position, member_id=rank.member_id, host=rank.host, progress=pulse.progress)
         for position, rank in enumerate(generation.ranks)
@@ -84,8 +85,8 @@ def find_stragglers(draft: Draft, generation: Generation) -> None:
 
 
 def stragglers(told: list[Told]) -> dict[str, str]:
-    """Member id -> how it holds the others back, for people. `told`: of all ranks of a
-    generation."""
+    """Returns member id -> how it slows the others down, for people. `told`: the reports of all
+    ranks of a generation."""
     if len(told) < 2 or any(one.progress.step_time_s <= 0 for one in told):
         return {}
     return _by_computing(told) or _by_connection(told)
@@ -114,8 +115,8 @@ def _by_connection(told: list[Told]) -> dict[str, str]:
 
 
 def behind_connection(told: list[Told]) -> tuple[list[Told], str]:
-    """All wait: who is behind a connection that is busy all the time, and how, for people. Nobody:
-    that is not known."""
+    """Returns the members behind a permanently busy connection, with a description for people, when
+    all ranks wait. Returns no member if unknown."""
     links = [
         (one.rank, *one.progress.busy_link) for one in told if one.progress.busy_link is not None
     ]

@@ -1,13 +1,14 @@
-"""Streams that end without a goodbye: a death, or a fault of the network between the members and
-the coordinator.
+"""Interprets streams that end before their member left: a death, or a network fault between the
+members and the coordinator.
 
-A killed process closes its connection at once, and so does a network that drops all of them; from
-here the one looks like the other. Told apart by the others: when most members' streams break
-together, that is the network, and their leases decide. One that breaks alone is a death, at once if
-a peer's collective failed as well, else when no other stream has broken for Policy.break_window_ms:
-nobody waits for the dead meanwhile, or it would have said so. A stream that ends long after its
-member was last heard of was given up by gRPC: a cut network, or a lost machine. That says no more
-than the silence before it did (absence.py).
+A killed process closes its connection at once, and a failing network can drop all connections at
+once; to the coordinator, both look alike. The other members tell them apart. If most members'
+streams break together, the network is at fault, and the leases decide. A single broken stream is a
+death: immediately if a peer's collective failed as well, otherwise once no other stream has broken
+for Policy.break_window_ms. The short wait delays nobody, since a peer that missed the dead member
+would have reported it. A stream that ends long after the last heartbeat was given up by gRPC
+because of a network failure or a lost machine; it says no more than the silence before it did
+(absence.py).
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from shoal_coordinator.membership.leaving import member_lost
 
 
 def stream_broken(draft: Draft, event: StreamBroken) -> None:
-    """A member's stream has ended. `streams_due` decides what that means."""
+    """Records that a member's stream has ended. `streams_due` decides what that means."""
     if event.member_id in draft.members:
         draft.broken_streams = {**draft.broken_streams, event.member_id: draft.now.ms}
 
 
 def streams_due(draft: Draft) -> None:
-    """Puts out members whose streams broke, unless they are back, or most others' broke as well."""
+    """Evicts members whose streams broke, unless they have reconnected or most other streams broke
+    as well."""
     broken = {
         member_id: ms
         for member_id, ms in draft.broken_streams.items()
@@ -37,7 +39,7 @@ def streams_due(draft: Draft) -> None:
     _lose(draft, missed)
     broken = {member_id: ms for member_id, ms in broken.items() if member_id not in missed}
     if broken and draft.now.ms >= max(broken.values()) + draft.policy.break_window_ms:
-        # Whoever is back already broke with the others.
+        # Members that have already reconnected also count as broken together with the others.
         whole = sum(
             _is_attached(draft, member_id) for member_id in draft.members.keys() - broken.keys()
         )
@@ -53,7 +55,8 @@ def streams_due(draft: Draft) -> None:
 
 
 def _missed(draft: Draft, broken: Mapping[str, int]) -> list[str]:
-    """Those whose peers' collectives failed, if one of the peers is there to say so."""
+    """Returns the members with broken streams whose peers' collectives failed, provided that a
+    reporting peer is still connected."""
     if (
         draft.incident is None
         or draft.generation is None

@@ -1,5 +1,5 @@
-"""The one entry to the core: a job's state and what happened go in; the next state, and what to do
-about it, come out."""
+"""Single entry point of the core: maps a job's state and new events to the next state and the
+resulting actions."""
 
 from __future__ import annotations
 
@@ -78,26 +78,26 @@ Granted = (
     | Leased
     | None
 )
-"""What a granted event is answered with; None: there is nothing to say."""
+"""Answer to a granted event; None if there is nothing to say."""
 
 Outcome = Granted | ShoalError
-"""A ShoalError: the event was refused and has changed nothing."""
+"""Answer to an event. A ShoalError means that it was refused and changed nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transition:
-    """One step of a job."""
+    """Result of one call of `transition`."""
 
     state: JobState
     outcomes: tuple[Outcome, ...]
-    """One for each event, in order."""
+    """One outcome per event, in order."""
     effects: tuple[Effect, ...]
-    """To be carried out in order, once the changes are on disk."""
+    """Effects to carry out in order, once the changes are on disk."""
     records: tuple[Record, ...]
-    """For the event log."""
+    """Entries for the event log."""
     changes: Changes
     reasons: tuple[str, ...]
-    """Why, for people."""
+    """Explanations for people."""
 
 
 def transition(
@@ -109,12 +109,12 @@ def transition(
     nonce: str,
     policy: Policy | None = None,
 ) -> Transition:
-    """Folds what happened since the last transition into the state, in order, and then forms a
+    """Folds the events since the last transition into the state, in order, and then forms a
     generation if one is due.
 
-    Also called without events when a deadline has come (`next_wake_ms`) or a member has taken a
-    generation. `nonce`: 32 hexadecimal digits, for the generation that may be formed; there is at
-    most one, however many events led to it. Never raises for what an event holds.
+    Also called without events when a deadline has passed (`next_wake_ms`) or a member has adopted a
+    generation. `nonce`: 32 hexadecimal digits for the generation that may be formed; there is at
+    most one, however many events led to it. Never raises because of an event's contents.
     """
     draft = Draft(state, now=now, pulses=pulses, nonce=nonce, policy=policy or Policy())
     outcomes = tuple(_apply(draft, event) for event in events)
@@ -139,14 +139,14 @@ def transition(
 
 
 def job_created(spec: JobSpec, run: RunId) -> JobState:
-    """The state of a new job, in its first run; in the run `run` that somebody is in, if the job
-    was lost."""
+    """Returns the state of a new job. `run`: its first run or, if the job was lost, the run to
+    which the caller belongs."""
     return JobState(spec=spec, run=run)
 
 
 def next_wake_ms(state: JobState, now_ms: int, policy: Policy | None = None) -> int | None:
-    """When to call `transition` again even if nothing happens, on Now.ms's clock. Leases are
-    watched apart (pulse.expired)."""
+    """Returns when to call `transition` again even without events, on the clock of Now.ms. Leases
+    are checked separately (pulse.expired)."""
     policy = policy or Policy()
     wakes = (
         [max(state.broken_streams.values()) + policy.break_window_ms]
@@ -161,7 +161,7 @@ def next_wake_ms(state: JobState, now_ms: int, policy: Policy | None = None) -> 
 
 
 def _generation_wakes(state: JobState, policy: Policy) -> list[int]:
-    """When a generation may become due."""
+    """Returns the times at which a generation may become due."""
     wakes = [] if state.incident is None else [state.incident.due_ms]
     if state.recovery is not None and state.recovery.until_ms is not None:
         wakes.append(state.recovery.until_ms)

@@ -1,2 +1,2 @@
-"""The status page, and the JSON that it reads: what people see of a cluster in a browser. Nothing
-here decides or changes anything."""
+"""The status page of a cluster for browsers, and the JSON that it reads. Decides and changes
+nothing."""

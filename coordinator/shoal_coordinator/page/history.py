@@ -1,7 +1,7 @@
-"""How jobs have gone of late: loss, speed and ranks over time, for the status page.
+"""Recent history of jobs for the status page: loss, speed and ranks over time.
 
-In memory only, and coarser the longer a run goes on: what is to be kept is Prometheus' business.
-Written on the event loop; other threads may read `points`.
+In memory only, and coarser the longer a run lasts; long-term storage is left to Prometheus. Written
+on the event loop; other threads may read `points`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 _INTERVAL_MS: Final = 1_000
 _MOST: Final = 600
-"""Points of a job. When there are as many, every second one is dropped, and half as many are taken
-from then on."""
+"""Maximum number of points per job. When it is reached, every second point is dropped and the
+sampling interval doubles."""
 _MOST_JOBS: Final = 1_000
-"""Jobs that nobody is in any more and whose history is kept, those that ended last."""
+"""Maximum number of deserted jobs whose history is kept; those that ended last are kept."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,9 +33,9 @@ class Point:
     unix_ms: int
     step: int
     loss: float
-    """The mean of what its ranks last told; NaN: none has."""
+    """Mean of the losses last reported by its ranks; NaN if none was reported."""
     samples_per_s: float
-    """The sum over its ranks."""
+    """Sum over its ranks."""
     ranks: int
 
 
@@ -45,12 +45,13 @@ class History:
     def __init__(self, run: RunId) -> None:
         self.run = run
         self.points: list[Point] = []
-        """Oldest first; a new list each time. The last one is always the newest there was."""
+        """Oldest first; replaced by a new list on each change. The last point is always the
+        newest."""
         self._interval_ms = _INTERVAL_MS
 
     def add(self, point: Point) -> None:
-        """Takes a point in. It takes the newest one's place, unless that is far enough from the one
-        before to stay."""
+        """Adds a point. It replaces the newest one unless that is far enough from its predecessor
+        to stay."""
         kept = self.points
         if len(kept) >= 2 and kept[-1].unix_ms < kept[-2].unix_ms + self._interval_ms:
             kept = kept[:-1]
@@ -61,20 +62,20 @@ class History:
 
 
 class Histories:
-    """Job id -> its newest run's history."""
+    """Job id -> history of its newest run."""
 
     def __init__(self, observed: Callable[[], Iterable[ObservedJob]]) -> None:
         self._observed = observed
         self._of: dict[str, History] = {}
 
     def of(self, job_id: str, run: RunId) -> list[Point]:
-        """The points of that run; none: it has another, or nothing is known. May be called on any
-        thread."""
+        """Returns the points of that run; none if the history belongs to another run or is empty.
+        May be called on any thread."""
         history = self._of.get(job_id)
         return history.points if history is not None and history.run == run else []
 
     def look(self) -> None:
-        """Takes a point of each job that somebody is in."""
+        """Records a point for each job that has members."""
         jobs = {job.state.spec.job_id: job for job in self._observed()}
         for job_id in self._of.keys() - jobs.keys():
             del self._of[job_id]
@@ -92,7 +93,7 @@ class Histories:
             del self._of[job_id]
 
     async def follow(self) -> NoReturn:
-        """Looks once a second, until cancelled."""
+        """Records points once a second until cancelled."""
         while True:
             try:
                 self.look()

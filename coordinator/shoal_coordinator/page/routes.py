@@ -1,12 +1,12 @@
-"""The paths of the status page on the coordinator's HTTP port.
+"""Paths of the status page on the coordinator's HTTP port.
 
-    /              the page: one file, with nothing of the cluster in it, so it asks for no token
-    /api/jobs      all jobs that the caller's token is for
+    /              the page: one file without data about the cluster, so no token is needed
+    /api/jobs      all jobs that the caller's token covers
     /api/job       ?job=ID: one job, with the history of its newest run
     /api/events    ?job=ID[&after=EVENT]: its newest events, or those after one
 
-All run on threads of the HTTP server. Events are in Redis, which the event loop speaks to: their
-route waits for it.
+All run on threads of the HTTP server. Events are in Redis, which only the event loop accesses;
+their route waits for it.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from shoal_coordinator.state.store import JobStore, StoredEvent
 
 PAGE: Final = "/"
 OF_ONE_JOB: Final = frozenset({"/api/jobs", "/api/job", "/api/events"})
-"""Paths that show the holder of a token which is for one job that one alone."""
+"""Paths that show only that job to the holder of a token for one job."""
 _MOST_EVENTS: Final = 500
 _OLDEST: Final = "0"
-"""What parse_event_id makes of no id."""
+"""Result of parse_event_id for an empty id."""
 
 
 class StatusPage:
     """The page of one coordinator. Made on the event loop; its routes run on other threads."""
 
     def __init__(self, jobs: Jobs, store: JobStore, *, timeout_s: float) -> None:
-        """`timeout_s`: how long Redis may take to tell of events."""
+        """`timeout_s`: how long to wait for Redis to return events."""
         self.histories = Histories(jobs.observed)
         self._jobs = jobs
         self._store = store
@@ -53,7 +53,7 @@ class StatusPage:
 
     @property
     def routes(self) -> Mapping[str, Route]:
-        """Path -> what answers it. All but PAGE show what the cluster does."""
+        """Path -> its handler. All except PAGE reveal information about the cluster."""
         return {
             PAGE: lambda request: self._page,
             "/api/jobs": self._all_jobs,
@@ -116,8 +116,8 @@ def _page() -> HttpResponse:
 
 
 def _policy(text: str) -> str:
-    """Nothing but the page's own script and styles runs in it, and it speaks to its own server
-    alone."""
+    """Returns a content security policy that allows only the page's own script and styles, and
+    connections only to its own server."""
 
     def digest(element: str) -> Any:
         found = re.search(rf"<{element}>(.*?)</{element}>", text, re.DOTALL)

@@ -1,8 +1,8 @@
-"""Jobs, events and points as plain values for JSON. Names are those of `shoal status --json`, where
-it has the same.
+"""Converts jobs, events and points to plain values for JSON. Names match `shoal status --json`
+where both have the same value.
 
-What is not known, or not there, is null; times are milliseconds of the Unix epoch, by the Redis
-server's clock.
+Unknown and missing values are null; times are milliseconds of the Unix epoch by the Redis server's
+clock.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from shoal_coordinator.service.responses import note_of
 from shoal_coordinator.state.store import StoredEvent
 
 MOST_MEMBERS: Final = 256
-"""Members of a job that are listed: those of whom there is something to say, then by rank."""
+"""Maximum number of members listed per job: those with a note first, then by rank."""
 
 
 def job_summary(job: ObservedJob) -> dict[str, Any]:
-    """A job in a list."""
+    """Returns the values of a job in a list."""
     state = job.state
     return {
         "job_id": state.spec.job_id,
@@ -39,7 +39,7 @@ def job_summary(job: ObservedJob) -> dict[str, Any]:
 
 
 def job_values(job: ObservedJob) -> dict[str, Any]:
-    """All that is shown of one job, but its events and its history."""
+    """Returns all values shown of one job, except its events and its history."""
     state, spec = job.state, job.state.spec
     places = {} if state.generation is None or not job.trains else state.generation.rank_of
     members = [
@@ -95,7 +95,7 @@ def job_values(job: ObservedJob) -> dict[str, Any]:
 
 
 def events_values(events: Iterable[StoredEvent]) -> list[dict[str, Any]]:
-    """Events, in their order."""
+    """Returns the values of events, in their order."""
     return [
         {
             "event_id": event.event_id,
@@ -111,7 +111,7 @@ def events_values(events: Iterable[StoredEvent]) -> list[dict[str, Any]]:
 
 
 def points_values(points: Iterable[Point]) -> list[list[float | None]]:
-    """Points as [unix_ms, step, loss, samples_per_s, ranks]."""
+    """Returns points as [unix_ms, step, loss, samples_per_s, ranks]."""
     return [
         [point.unix_ms, point.step, _finite(point.loss), point.samples_per_s, point.ranks]
         for point in points
@@ -129,8 +129,8 @@ def _member(job: ObservedJob, member: Member, rank: int | None) -> dict[str, Any
         "pid": identity.pid,
         "joined_unix_ms": member.joined_unix_ms,
         "step": progress.step,
-        # Workers of asynchronous training count their own pushes: those that came later have fewer,
-        # and are not behind.
+        # Workers of asynchronous training count their own pushes: later arrivals have fewer without
+        # being behind.
         "steps_behind": max(0, job.newest_step - progress.step)
         if rank is not None and not job.state.loaders
         else None,

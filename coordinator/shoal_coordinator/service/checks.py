@@ -1,5 +1,5 @@
-"""Checks of single fields. Each raises one InvalidRequestError that names the field, its value and
-what was expected."""
+"""Checks of single fields. Each raises an InvalidRequestError that names the field, its value and
+the expected value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _JOB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def job_id(value: str) -> str:
-    """A job's id. Raises PermissionDeniedError where the caller's token is for another job: every
+    """Checks a job id. Raises PermissionDeniedError if the caller's token is for another job: every
     request names its job here."""
     if not _JOB_ID.fullmatch(value):
         raise wrong(
@@ -30,7 +30,7 @@ def job_id(value: str) -> str:
 
 
 def identifier(field: str, value: str, *, required: bool = True) -> str:
-    """An id of up to 128 characters, safe in keys, logs and labels."""
+    """Checks an id of up to 128 characters, safe in keys, logs and labels."""
     if not value and not required:
         return value
     if len(value) > 128 or not _ID.fullmatch(value):
@@ -43,21 +43,21 @@ def identifier(field: str, value: str, *, required: bool = True) -> str:
 
 
 def text(field: str, value: str, *, longest: int, required: bool = False) -> str:
-    """Text for people."""
+    """Checks text for people."""
     if len(value) > longest or (required and not value):
         raise wrong(field, value, f"{'1' if required else '0'} to {longest} characters")
     return value
 
 
 def host(field: str, value: str) -> str:
-    """A host's name: printable, without spaces."""
+    """Checks a host name: printable, without spaces."""
     if not 1 <= len(value) <= 255 or not value.isprintable() or " " in value:
         raise wrong(field, value, "a host name of 1 to 255 characters")
     return value
 
 
 def address(field: str, value: str, *, required: bool = False) -> str:
-    """host:port to connect to."""
+    """Checks a host:port to connect to."""
     if not value and not required:
         return value
     try:
@@ -70,7 +70,7 @@ def address(field: str, value: str, *, required: bool = False) -> str:
 
 
 def secret(field: str, value: str) -> str:
-    """32 hexadecimal digits, or nothing. The error does not tell them."""
+    """Checks a secret: 32 hexadecimal digits, or empty. The error does not reveal it."""
     if value and not _SECRET.fullmatch(value):
         raise InvalidRequestError(
             f"{field} of {len(value)} characters: expected 32 hexadecimal digits, 0-9 a-f, or none"
@@ -79,14 +79,14 @@ def secret(field: str, value: str) -> str:
 
 
 def number(field: str, value: int, *, low: int = 0, high: int = LARGEST_INT64) -> int:
-    """An integer within bounds, both included."""
+    """Checks an integer against inclusive bounds."""
     if not low <= value <= high:
         raise wrong(field, value, f"{low} to {high}" if high < LARGEST_INT64 else f"{low} or more")
     return value
 
 
 def wrong(field: str, value: object, expected: str) -> InvalidRequestError:
-    """The error of a field."""
+    """Returns the error for a field."""
     shown = repr(value)
     return InvalidRequestError(
         f"{field}={shown if len(shown) <= 100 else shown[:97] + '...'}: expected {expected}"

@@ -1,10 +1,10 @@
-"""The two clocks that decisions use: one of the time that this process was awake, and Redis' time,
-kept in step by the commits.
+"""The two clocks used by decisions: the time that this process was running, and Redis's time,
+synchronized at each commit.
 
-A coordinator that was stopped (SIGSTOP, a paused machine, a laptop's lid) has read no heartbeat
-meanwhile. If that time counted, every lease would be over when it wakes, although the members were
-well. So it does not count: the clock is read all the time, by the loops and by `tick`, and advances
-by no more than a moment from one reading to the next.
+A coordinator that was paused (SIGSTOP, a suspended machine) has read no heartbeats meanwhile. If
+that time counted, every lease would have expired on its return although the members were well. The
+clock is therefore read continuously, by the loops and by `tick`, and advances by at most a short
+interval from one reading to the next.
 
 Belongs to the event loop; other threads may read `last_read`.
 """
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 _TICK_MS: Final = 100
 _LONGEST_STEP_MS: Final = 2 * _TICK_MS
-"""Less than half of the shortest lease: a member that was heard of just before a pause is not given
-up just after it."""
+"""Less than half of the shortest lease, so that a member heard from just before a pause is not
+given up right after it."""
 _TOLD_FROM_MS: Final = 1_000
 
 
 class Clock:
-    """Monotonic milliseconds without those that this process was stopped for, and Redis' Unix time
-    as of its last answer."""
+    """Monotonic milliseconds without the pauses of this process, and Redis's Unix time based on its
+    last answer."""
 
     def __init__(
         self,
@@ -43,11 +43,10 @@ class Clock:
         self._paused_ms = 0
         self._offset_ms = unix_ms - self._read_ms
         self.last_read = Now(ms=self._read_ms, unix_ms=unix_ms)
-        """Both clocks as they were last read: a tenth of a second ago, if nothing was asked
-        since."""
+        """Last reading of both clocks: at most about a tenth of a second old."""
 
     def now(self) -> Now:
-        """Both clocks."""
+        """Returns both clocks."""
         read_ms = self._monotonic_ms()
         pause_ms = read_ms - self._read_ms - _LONGEST_STEP_MS
         if pause_ms > 0:
@@ -62,12 +61,12 @@ class Clock:
         return self.last_read
 
     def adjust(self, unix_ms: int) -> None:
-        """Redis has just said what time it is."""
+        """Synchronizes with the time that Redis has just returned."""
         self._offset_ms = unix_ms - self._monotonic_ms()
 
     async def tick(self) -> NoReturn:
-        """Reads the clock until cancelled, so that a time without readings is a pause and not
-        idleness."""
+        """Reads the clock until cancelled, so that an interval without readings indicates a pause
+        rather than idleness."""
         while True:
             await asyncio.sleep(_TICK_MS / 1000)
             self.now()

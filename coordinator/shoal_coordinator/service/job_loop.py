@@ -1,11 +1,11 @@
-"""One job's loop: what happened is queued, folded through the core, written to Redis once, and only
-then answered and announced.
+"""Loop of one job: queues events, folds them through the core, writes the result to Redis once, and
+only then answers and announces.
 
-While a commit is under way further events gather and go into the next one (group commit), so the
-cost of Redis' disk is shared and there is one order of events. When many members come at once,
-their joins gather for a moment longer; nothing else ever waits for that. Heartbeats do not pass
-through here: they only touch the pulses, in memory, and go on while Redis is away. Everything
-belongs to the event loop; other threads may read `state`, which is immutable.
+Events that arrive during a commit go into the next one (group commit), which shares the cost of
+Redis's disk and gives events a single order. When many members arrive at once, their joins gather
+for a moment longer; nothing else ever waits for that. Heartbeats do not pass through here: they
+only update the pulses in memory, and continue while Redis is away. Everything belongs to the event
+loop; other threads may read `state`, which is immutable.
 """
 
 from __future__ import annotations
@@ -69,21 +69,21 @@ _FIRST_BACKOFF_S = 0.02
 _LONGEST_BACKOFF_S = 1.0
 _LONGEST_SCAN_INTERVAL_MS = 500
 _GATHER_S = 0.005
-"""How long those that come in a rush wait for each other: ten times what a commit costs this
-process. Four times as long in a throng."""
+"""How long members that arrive in a rush wait for each other: ten times the cost of a commit for
+this process. Four times as long in a throng."""
 _RUSH = 3
-"""The number of arrivals in one commit from which on they are a rush."""
+"""Number of arrivals in one commit that make a rush."""
 _THRONG = 20
-"""The number from which on they are a throng."""
+"""Number of arrivals in one commit that make a throng."""
 _MOST_REQUESTS = 50_000
-"""Requests that may wait at once: five of each member of the largest world."""
+"""Maximum number of queued requests: five per member of the largest world."""
 _RETRY_AFTER = timedelta(seconds=1)
-"""What is refused for want of room may be asked again then."""
+"""When a request refused because the queue is full may be repeated."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Submitted:
-    """An event on its way to its outcome."""
+    """An event until its outcome is known."""
 
     event: Event
     done: Callable[[Outcome], None] | None
@@ -91,8 +91,8 @@ class Submitted:
 
 
 class JobLoop:
-    """Owns the state of one job. `run` is its task; it ends only by an error that this coordinator
-    cannot go on after."""
+    """Owner of one job's state. `run` is its task, which ends only with an error after which this
+    coordinator cannot continue."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class JobLoop:
         metrics: CoordinatorMetrics,
     ) -> None:
         self.state: JobState = stored.state
-        """The job's state as it is on disk."""
+        """The job's state on disk."""
         self.sessions = Sessions()
         self._store = store
         self._clock = clock
@@ -112,18 +112,18 @@ class JobLoop:
         self._metrics = metrics
         self._revision = stored.revision
         self._queue: dict[Submitted, None] = {}
-        """In order of arrival."""
+        """Queued events in order of arrival."""
         self._woken = asyncio.Event()
         self._urgent = asyncio.Event()
-        """Something is queued that is no arrival."""
+        """Set when an event other than an arrival is queued."""
         self._gather_s = 0.0
         """How long the next events wait for others, unless they are urgent."""
         self._committed = asyncio.Event()
         self._failure: ShoalError | None = None
         self._stepping = False
         now_ms = clock.now().ms
-        # Every lease begins anew before any is judged, whatever the time since the last
-        # coordinator.
+        # Every lease restarts before any of them can expire, however long ago the last coordinator
+        # ran.
         self._members = {
             member_id: detached(attached(None, now_ms), now_ms) for member_id in self.state.members
         }
@@ -135,23 +135,23 @@ class JobLoop:
         self._folded_ms = now_ms
         self._next_scan_ms = now_ms
         self._loss_noticed_s: float | None = None
-        """Since when a loss is known that is not decided yet."""
+        """Time since which an undecided loss is known."""
 
     # --------------------------------------------------------------------- what others tell and ask
 
     @property
     def pulses(self) -> Pulses:
-        """What heartbeats said. A live view."""
+        """A live view of the heartbeat state."""
         return Pulses(members=self._members, servers=self._servers)
 
     def observed(self) -> ObservedJob:
-        """The job as it is now. May be called on any thread."""
+        """Returns the job's current state. May be called on any thread."""
         pulses = Pulses(members=self._members.copy(), servers=self._servers.copy())
         return ObservedJob(state=self.state, pulses=pulses, now=self._clock.last_read)
 
     def submit(self, event: Event, done: Callable[[Outcome], None] | None = None) -> Submitted:
-        """Queues an event. `done` is called with its outcome once that is on disk, before anything
-        is announced."""
+        """Queues an event. Calls `done` with its outcome once that is on disk, before anything is
+        announced."""
         submitted = Submitted(event, done, time.monotonic())
         if self._failure is None:
             self._queue[submitted] = None
@@ -163,8 +163,8 @@ class JobLoop:
         return submitted
 
     def request(self, event: Event, done: Callable[[Outcome], None]) -> Submitted:
-        """The same for what anybody may send, and send again: refused with an UnavailableError when
-        too much waits already."""
+        """Queues a request that any client may send and repeat. Refuses it with an UnavailableError
+        if the queue is full."""
         if len(self._queue) < _MOST_REQUESTS:
             return self.submit(event, done)
         refused = Submitted(event, done, time.monotonic())
@@ -178,8 +178,7 @@ class JobLoop:
         return refused
 
     def withdraw(self, submitted: Submitted) -> None:
-        """An event does not happen if its turn has not come yet; `done` is told so with an
-        UnavailableError."""
+        """Cancels an event that is still queued; its `done` receives an UnavailableError."""
         if submitted in self._queue:
             del self._queue[submitted]
             _answer_all(
@@ -190,10 +189,10 @@ class JobLoop:
             )
 
     async def ask(self, event: Event, *, timeout_s: float, keep: bool = False) -> Granted:
-        """Queues a request and waits for its outcome. Raises the refusal; UnavailableError if Redis
-        does not take it in time.
+        """Queues a request and returns its outcome. Raises the refusal; UnavailableError if Redis
+        does not accept it in time.
 
-        `keep`: it is to happen also when its caller has given up.
+        `keep`: carry it out even if its caller has given up.
         """
         answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
 
@@ -213,24 +212,25 @@ class JobLoop:
                 self.withdraw(submitted)
 
     def poke(self) -> None:
-        """A heartbeat has said something that decisions may wait for."""
+        """Wakes the loop after a heartbeat that a decision may depend on."""
         self._woken.set()
 
     def set_pulse(self, member_id: str, pulse: Pulse) -> None:
-        """Replaces what is known of a live member's heartbeats."""
+        """Replaces the heartbeat state of a live member."""
         self._members[member_id] = pulse
 
     def set_server_pulse(self, server_id: str, pulse: ServerPulse) -> None:
-        """Replaces what is known of a registered server's heartbeats."""
+        """Replaces the heartbeat state of a registered server."""
         self._servers[server_id] = pulse
 
     def next_commit(self) -> asyncio.Event:
-        """Set when the next events are written, or none will be any more: for those who follow
-        them."""
+        """Returns an event for followers of the event log. It is set when the next events are
+        written, or when none will be written any more."""
         return self._committed
 
     def fail(self, error: ShoalError) -> None:
-        """Nothing more can be written: everyone who waits is told, and every stream ends."""
+        """Handles a job that can no longer be written: answers every waiting request with the error
+        and ends every stream."""
         self._failure = error
         _answer_all(self._take_queue(), error)
         self.sessions.end_all(error)
@@ -240,20 +240,20 @@ class JobLoop:
 
     @property
     def is_idle(self) -> bool:
-        """Nobody is in the job, or about to come."""
+        """Whether nobody is in the job or about to join."""
         return self.state.is_deserted and not self._queue and not self._stepping
 
     @property
     def failure(self) -> ShoalError | None:
-        """Why this loop has ended; None: it runs."""
+        """Why this loop has ended; None while it runs."""
         return self._failure
 
     # ------------------------------------------------------------------------------------- the loop
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises FencedError when another coordinator has taken over,
-        InternalError for a bug."""
-        # A cancellation that meets the end of a call to Redis can be lost on the way; `fail` is
+        """Runs until cancelled. Raises FencedError if another coordinator has taken over, and
+        InternalError on a bug."""
+        # A cancellation that coincides with the end of a call to Redis can be lost; `fail` is
         # always called before it.
         while True:
             await self._wait_for_work()
@@ -276,7 +276,7 @@ class JobLoop:
         self._woken.clear()
 
     async def _gather(self) -> None:
-        """Waits for more arrivals, unless something else is queued, or comes."""
+        """Waits for more arrivals, unless another kind of event is or gets queued."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._gather_s):
                 await self._urgent.wait()
@@ -319,8 +319,8 @@ class JobLoop:
 
     def _take_queue(self) -> list[Submitted]:
         queue, self._queue = list(self._queue), {}
-        # Without events: heartbeats told of members that have taken a generation, and thousands of
-        # them come one by one.
+        # Woken without events: heartbeats reported members that adopted a generation, and thousands
+        # of them arrive one by one.
         rush = (not queue or len(queue) >= _RUSH) and not self._urgent.is_set()
         self._gather_s = 0.0 if not rush else 4 * _GATHER_S if len(queue) >= _THRONG else _GATHER_S
         self._urgent.clear()
@@ -343,7 +343,7 @@ class JobLoop:
         return [*members, *servers]
 
     async def _commit(self, decided: Transition, *, events: int) -> None:
-        """Writes a transition, however long Redis is away."""
+        """Writes a transition, retrying for as long as Redis is away."""
         if not decided.changes and not decided.records:
             return
         written = encode_changes(decided.state, decided.changes)
@@ -441,8 +441,8 @@ class JobLoop:
 
 
 async def within(answer: asyncio.Future[Granted], timeout_s: float) -> Granted:
-    """The answer of a job's loop. Raises UnavailableError if Redis does not take the change in
-    time; it may still be made later."""
+    """Waits for the answer of a job's loop. Raises UnavailableError if Redis does not accept the
+    change in time; it may still be made later."""
     try:
         async with asyncio.timeout(timeout_s):
             return await answer
@@ -455,14 +455,14 @@ async def within(answer: asyncio.Future[Granted], timeout_s: float) -> Granted:
 
 
 def _may_lose(event: Event) -> bool:
-    """Whether a member may be gone by it."""
+    """Returns whether a member may be lost through this event."""
     return isinstance(
         _told(event), MemberLost | LeaseEnded | StreamBroken | ExitReported | MemberLeft
     )
 
 
 def _told(event: Event) -> Event:
-    """The event itself, whoever's run it is of."""
+    """Returns the event itself, whatever run its originator belongs to."""
     return event.event if isinstance(event, OfRun) else event
 
 

@@ -1,4 +1,4 @@
-"""All jobs of this coordinator: loaded at the start, created on request, each with its loop.
+"""All jobs of this coordinator: loaded at the start or created on request, each with its own loop.
 Belongs to the event loop."""
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ logger = logging.getLogger(__name__)
 _EPOCH_CHECK_INTERVAL_S = 1.0
 _LONGEST_SWEEP_INTERVAL_S = 60.0
 _MOST_JOBS = 10_000
-"""Jobs of one coordinator, those included that nobody is in any more and that are still known."""
+"""Maximum number of jobs of one coordinator, including deserted ones that it still knows."""
 
 
 class Jobs:
-    """Job id -> its loop. `failed` is set when this coordinator must end: it was fenced off, or
-    found a bug of its own."""
+    """Job id -> its loop. `failed` is set when this coordinator must end because it was fenced off
+    or found a bug of its own."""
 
     def __init__(
         self,
@@ -54,10 +54,11 @@ class Jobs:
         metrics: CoordinatorMetrics,
         retention: timedelta,
     ) -> None:
-        """`retention`: how long the store keeps a job that nobody is in."""
+        """`retention`: how long the store keeps a deserted job."""
         self.failed: asyncio.Future[ShoalError] = asyncio.get_running_loop().create_future()
         self.closing = False
-        """Streams that end now say nothing about their members: this coordinator is going."""
+        """Whether this coordinator is shutting down; streams that end now say nothing about their
+        members."""
         self._store = store
         self._clock = clock
         self._policy = policy
@@ -69,8 +70,7 @@ class Jobs:
         self._sweep_interval_s = min(_LONGEST_SWEEP_INTERVAL_S, retention.total_seconds() / 4)
 
     async def load(self) -> None:
-        """Claims and starts all jobs that are in Redis, and watches for another coordinator from
-        then on."""
+        """Claims and starts all jobs in Redis, and starts watching for another coordinator."""
         self._keep(asyncio.create_task(self._clock.tick(), name="clock"))
         for stored in await self._store.load_all():
             self._start(stored)
@@ -78,7 +78,7 @@ class Jobs:
         self._keep(asyncio.create_task(self._sweep(), name="sweep"))
 
     def get(self, job_id: str) -> JobLoop:
-        """The job's loop. Raises UnknownResourceError."""
+        """Returns the job's loop. Raises UnknownResourceError."""
         loop = self._loops.get(job_id)
         if loop is None:
             raise UnknownResourceError(
@@ -89,17 +89,17 @@ class Jobs:
         return loop
 
     def states(self) -> list[JobState]:
-        """Returns the states of all jobs, by id. May be called on any thread."""
+        """Returns the states of all jobs, ordered by id. May be called on any thread."""
         return [loop.state for _, loop in sorted(self._loops.copy().items())]
 
     def observed(self) -> list[ObservedJob]:
-        """Returns all jobs as they are now, by id. May be called on any thread."""
+        """Returns the current state of all jobs, ordered by id. May be called on any thread."""
         return [loop.observed() for _, loop in sorted(self._loops.copy().items())]
 
     async def create(self, wanted: RunWanted, *, timeout_s: float) -> tuple[bool, RunGranted]:
-        """Creates the job, or finds it. Returns whether it was created, and which run the caller
-        belongs to. Raises as `runs.run_wanted`; UnavailableError also while members of a run that
-        has ended are still there."""
+        """Creates or finds the job. Returns whether it was created, and which run the caller
+        belongs to. Raises like `runs.run_wanted`; also UnavailableError while members of an ended
+        run are still there."""
         spec = wanted.spec
         try:
             async with asyncio.timeout(timeout_s), self._creating:
@@ -122,11 +122,13 @@ class Jobs:
         return False, granted
 
     async def confirm(self, refusal: ShoalError, *, timeout_s: float) -> None:
-        """Sees that somebody may be told that its run is over, or not known: it ends then, or sets
-        aside what it holds. Raises UnavailableError where another coordinator knows better, or may.
+        """Verifies that a caller may be told that its run has ended or is unknown, which makes it
+        exit or set its state aside. Raises UnavailableError if another coordinator knows better, or
+        may.
 
-        To refuse writes nothing, so one that was cut off from Redis, or stopped for a while, would
-        say what was true before."""
+        A refusal writes nothing, so a coordinator that was cut off from Redis, or paused, might
+        give an outdated answer.
+        """
         if refusal.reason not in (Refusal.RUN_ENDED, Refusal.RUN_UNKNOWN) or not isinstance(
             refusal, PreconditionError
         ):
@@ -165,7 +167,7 @@ class Jobs:
                 "last change. Use a job's id again for its next run, or lower --job-retention",
                 reason=Refusal.JOBS_LIMIT,
             )
-        # Of a job that was lost, whoever is in a run of it says in which.
+        # If the job was lost, a participant's request names the run it belongs to.
         run = RunId(
             number=1 if given is None else given.number, began_unix_ms=self._clock.now().unix_ms
         )
@@ -212,8 +214,8 @@ class Jobs:
             )
 
     def _fail(self, error: ShoalError) -> None:
-        """One job's loop cannot go on. Its state in memory may be wrong, or another coordinator's:
-        nothing here may be served any more."""
+        """Handles the failure of one job's loop. Its state in memory may be wrong or belong to
+        another coordinator, so nothing may be served any more."""
         if not self.failed.done():
             self.failed.set_result(error)
         self.closing = True
@@ -226,8 +228,8 @@ class Jobs:
             loop.fail(UnavailableError(f"this coordinator has ended: {error}", reason=reason))
 
     async def _watch_epoch(self) -> None:
-        """Commits are fenced anyway; this ends a coordinator that has nothing to commit, so that
-        its members go to the new one."""
+        """Checks regularly whether another coordinator has taken over. Commits are fenced anyway;
+        this ends a coordinator without commits, so that its members connect to the new one."""
         while True:
             await asyncio.sleep(_EPOCH_CHECK_INTERVAL_S)
             try:
@@ -239,7 +241,7 @@ class Jobs:
                 self._metrics.redis_up.set(0)
 
     async def _sweep(self) -> None:
-        """Forgets the jobs that Redis has dropped."""
+        """Forgets jobs that Redis has dropped."""
         while True:
             await asyncio.sleep(self._sweep_interval_s)
             deserted = [job_id for job_id, loop in self._loops.items() if loop.state.is_deserted]

@@ -1,5 +1,6 @@
-"""What a stream has still to be sent. Bounded by its kinds: a newer message of a kind replaces one
-that was not sent yet, so a slow reader finds the latest generation and not every one between."""
+"""Outgoing messages of one stream. Bounded by the number of kinds: a newer message replaces an
+unsent one of the same kind, so a slow reader receives the latest generation rather than all of
+them."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from shoal_coordinator.membership.transition import Outcome
 
 
 class Slot(enum.Enum):
-    """Kinds of messages that replace each other."""
+    """Kinds of messages; newer ones replace unsent ones of the same kind."""
 
     WELCOME = enum.auto()
     PLACEMENT = enum.auto()
-    """A generation, or standby: the one ends the other."""
+    """A generation or a standby notice: each supersedes the other."""
     DRAIN = enum.auto()
     STOP = enum.auto()
     MEMBERS = enum.auto()
@@ -28,37 +29,37 @@ class Slot(enum.Enum):
     MOVE = enum.auto()
     NOTICE = enum.auto()
 
-    # enum's own is Python code, and thousands of mailboxes are posted to at once
+    # enum's own __hash__ is Python code, and thousands of mailboxes receive messages at once
     __hash__ = object.__hash__
 
 
 _MOST_UNDECIDED: Final = 64
-"""Who has a session has few things to say, and each once; a newer report may follow an older one
-that Redis has not taken yet."""
+"""Maximum number of a session's messages without an outcome. A session has few things to report,
+each once; a newer report may follow an older one that Redis has not accepted yet."""
 
 
 class Mailbox:
-    """Serialized messages to one stream, in order. Iterated by the stream's handler; posted to by
-    the job's loop."""
+    """Serialized messages to one stream, in order. The stream's handler iterates over it; the job's
+    loop posts to it."""
 
     def __init__(self) -> None:
         self._undecided = 0
-        """Messages of the stream that wait for their outcome."""
+        """Number of the stream's messages without an outcome."""
         self._slots: dict[Slot, bytes] = {}
         self._ended = False
         self._error: ShoalError | None = None
         self._waiting: asyncio.Future[None] | None = None
-        """What the stream's handler waits for while there is nothing to send."""
+        """Future on which the stream's handler waits while there is nothing to send."""
 
     def post(self, slot: Slot, message: bytes) -> None:
-        """To be sent after what is there already."""
+        """Adds a message, to be sent after those already queued."""
         self._slots.pop(slot, None)
         self._slots[slot] = message
         self._wake()
 
     def take(self) -> Callable[[Outcome], None]:
-        """A message of the stream is to be decided about; returns what is called with the outcome.
-        Raises UnavailableError where too many wait already."""
+        """Registers a message of the stream that needs a decision and returns the callback for its
+        outcome. Raises UnavailableError if too many are undecided."""
         if self._undecided >= _MOST_UNDECIDED:
             raise UnavailableError(
                 f"this session has {self._undecided} messages that Redis has not taken yet, which "
@@ -74,7 +75,7 @@ class Mailbox:
             self.end(outcome)
 
     def end(self, error: ShoalError | None = None) -> None:
-        """Ends the stream at once, with an error or without. The first end counts."""
+        """Ends the stream at once, with or without an error. Later calls have no effect."""
         if not self._ended:
             self._ended = True
             self._error = error
@@ -82,7 +83,7 @@ class Mailbox:
 
     @property
     def error(self) -> ShoalError | None:
-        """What the stream was ended with."""
+        """Error with which the stream was ended."""
         return self._error
 
     def __aiter__(self) -> Self:

@@ -1,14 +1,14 @@
 """JoinSession: one stream per member, from its join to its end.
 
-A stream that ends without a goodbye most likely means that the member is lost: a killed process
-breaks its connection within milliseconds, and its peers wait in a collective until they hear of it.
-membership/streams.py decides; `reconnect_grace` trades its speed against networks that drop
-connections one by one: within it a member may come back before anything is decided. Streams that
-end because the coordinator itself goes down decide nothing; the next one gives every member a whole
-lease.
+A stream that ends before its member left most likely means that the member is lost: a killed
+process breaks its connection within milliseconds, and its peers wait in a collective until they are
+notified. membership/streams.py decides. `reconnect_grace` trades that speed for tolerance of
+networks that drop single connections: a member may reconnect within this time before anything is
+decided. Streams that end because the coordinator itself shuts down decide nothing; the next
+coordinator gives every member a full lease.
 
-Everything runs on the event loop: a task that reads the stream, and gRPC's own that sends what is
-in the mailbox.
+Everything runs on the event loop: a task that reads the stream, and gRPC's own task that sends from
+the mailbox.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class MemberSessions:
         self._reconnect_grace_s = reconnect_grace.total_seconds()
         self._request_timeout_s = request_timeout.total_seconds()
         self._joining: Counter[tuple[str, str]] = Counter()
-        """(job, member) -> joins under way: a stream that breaks meanwhile does not decide, the
-        join does."""
+        """(job, member) -> number of joins in progress. A stream that breaks meanwhile decides
+        nothing; the join does."""
 
     async def serve(self, requests: AsyncIterator[pb.MemberMessage]) -> AsyncGenerator[bytes, None]:
-        """One stream: yields serialized MemberDirectives."""
+        """Serves one stream: yields serialized MemberDirectives."""
         first = await first_message(requests, self._request_timeout_s, expected="join")
         job_id, event = parse_join(first.join)
         job = self._jobs.get(job_id)
@@ -97,8 +97,8 @@ class MemberSessions:
     # --------------------------------------------------------------------------- opening and ending
 
     async def _join(self, job: JobLoop, member_id: str, event: Event, mailbox: Mailbox) -> None:
-        """Raises the refusal; UnavailableError if Redis does not take the join in time: the member
-        may ask again under the same id."""
+        """Joins a member. Raises the refusal; UnavailableError if Redis does not accept the join in
+        time, after which the member may retry with the same id."""
         answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
         key = (job.state.spec.job_id, member_id)
         told_to_ask_again = False
@@ -116,8 +116,8 @@ class MemberSessions:
                 if not answer.done():
                     answer.set_result(outcome)
                     return
-                # The caller has gone while its join was written. If it was sent away, it will be
-                # back: its lease decides.
+                # The caller disconnected while its join was being written. If it was told to retry,
+                # it will be back: its lease decides.
                 job.sessions.detach_member(member_id, mailbox)
                 self._detached(job, member_id, decide=not told_to_ask_again)
 
@@ -162,7 +162,7 @@ class MemberSessions:
             )
 
     def _check(self, job: JobLoop, member_id: str) -> None:
-        """Tells of a member whose stream has ended, and that neither came back nor is about to."""
+        """Reports a member whose stream has ended, unless it has reconnected or is about to."""
         pulse = job.pulses.members.get(member_id)
         back = (
             member_id in job.sessions.members or (job.state.spec.job_id, member_id) in self._joining
@@ -179,7 +179,8 @@ class MemberSessions:
         mailbox: Mailbox,
         requests: AsyncIterator[pb.MemberMessage],
     ) -> None:
-        """Until the stream ends. What is wrong with a message ends the session with its error."""
+        """Reads messages until the stream ends. An invalid message ends the session with its
+        error."""
         try:
             async for message in requests:
                 if self._take(job, member_id, mailbox, message):
@@ -199,7 +200,8 @@ class MemberSessions:
     def _take(
         self, job: JobLoop, member_id: str, mailbox: Mailbox, message: pb.MemberMessage
     ) -> bool:
-        """True: that was the goodbye; the session ends when it is written."""
+        """Handles one message. Returns True for the member's leave, after which the session ends
+        once it is written."""
 
         kind = message.WhichOneof("message")
         if kind == "heartbeat":

@@ -1,7 +1,7 @@
-"""How the Coordinator's methods are put on a gRPC server, and who may call which.
+"""Registers the Coordinator's methods on a gRPC server, with the roles that may call each.
 
-Sessions send bytes: a generation that goes to ten thousand members is serialized once. That is why
-the generated registration, which serializes each message, is not used.
+Sessions send bytes, so that a generation sent to ten thousand members is serialized only once. The
+generated registration function serializes each message and is therefore not used.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _ROLES: Final[Mapping[str, frozenset[Role]]] = {
 ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {
     f"/{SERVICE}/{method}": roles for method, roles in _ROLES.items()
 }
-"""Full method name -> roles that may call it, as the proto says. ADMIN may call all."""
+"""Full method name -> roles that may call it, as documented in the proto. ADMIN may call all."""
 
 _SENDS_BYTES: Final = frozenset({"JoinSession", "ServerSession", "GetRanks"})
 
 
 def register(servicer: Any, server: grpc.aio.Server) -> None:
-    """Adds all methods of the service. AttributeError if the servicer lacks one."""
+    """Adds all methods of the service. Raises AttributeError if the servicer lacks one."""
     service = descriptor_pool.Default().FindServiceByName(SERVICE)
     handlers = {
         method.name: _handler(method, getattr(servicer, method.name)) for method in service.methods

@@ -1,6 +1,6 @@
-"""Requests parsed at the door: each function takes a message and returns frozen values that are
-valid in themselves, or raises InvalidRequestError. Whether a request fits the state of its job is
-decided in the core."""
+"""Parses requests. Each function takes a message and returns frozen values that are valid in
+themselves, or raises InvalidRequestError. The core decides whether a request fits the state of its
+job."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ _EVENT_ID: Final = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 
 
 def parse_creation(message: pb.CreateJobRequest) -> RunWanted:
-    """A job that is to be created, and which run of it."""
+    """Parses a request to create a job or to begin, join or resume one of its runs."""
     run = parse_run(message.run)
-    # When it began is not known of a run that was under way with an older release.
+    # The start time of a run begun under an older release is unknown.
     if message.follow and (run is None or message.resume):
         raise InvalidRequestError("follow: expected the run to follow, and not resume")
     return RunWanted(
@@ -82,7 +82,7 @@ def parse_creation(message: pb.CreateJobRequest) -> RunWanted:
 
 
 def parse_run(message: pb.RunId) -> RunId | None:
-    """The run that a caller belongs to, or asks for; None: the newest."""
+    """Returns the run that a caller belongs to or asks for; None for the newest."""
     if message.number == 0 and message.began_unix_ms == 0:
         return None
     return RunId(
@@ -92,13 +92,13 @@ def parse_run(message: pb.RunId) -> RunId | None:
 
 
 def of_run(message: pb.RunId, event: Any) -> Any:
-    """The event, as what somebody of this run does."""
+    """Returns the event, attributed to the given run if there is one."""
     run = parse_run(message)
     return event if run is None else OfRun(run=run, event=event)
 
 
 def parse_spec(message: pb.JobSpec) -> JobSpec:
-    """A job's specification, with the defaults filled in."""
+    """Parses a job's specification and fills in the defaults."""
     smallest = number("min_workers", message.min_workers, low=1, high=LARGEST_WORLD)
     servers = number("parameter_servers", message.parameter_servers, high=MOST_SERVERS)
     return JobSpec(
@@ -128,7 +128,7 @@ def parse_spec(message: pb.JobSpec) -> JobSpec:
 
 
 def parse_join(message: pb.Join) -> tuple[str, MemberJoined]:
-    """The job's id, and the event."""
+    """Returns the job's id and the event."""
     identity = Identity(
         member_id=checks.identifier("join.member_id", message.member_id),
         host=checks.host("join.host", message.host),
@@ -150,10 +150,10 @@ def parse_join(message: pb.Join) -> tuple[str, MemberJoined]:
 
 
 def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
-    """The generation the member works in, and its progress. Rates and losses are for people and may
-    be anything; what is no time counts as none.
+    """Returns the generation that the member works in, and its progress. Rates and losses are
+    informative and unchecked; invalid durations become 0.
 
-    Called for every heartbeat: one test for what is always right.
+    Called for every heartbeat, so a single test covers the fields that are normally valid.
     """
     told = message.progress
     counts = (message.generation, told.step, told.epoch, told.sequence, told.samples)
@@ -192,7 +192,7 @@ def _seconds(value: float) -> float:
 
 
 def parse_collective_failure(member_id: str, message: pb.CollectiveFailure) -> CollectiveFailed:
-    """A failed collective."""
+    """Parses a failed collective."""
     if len(message.suspects) > LARGEST_WORLD:
         raise wrong(
             "collective_failure.suspects",
@@ -212,7 +212,7 @@ def parse_collective_failure(member_id: str, message: pb.CollectiveFailure) -> C
 
 
 def parse_leave(member_id: str, message: pb.Leave) -> MemberLeft:
-    """A goodbye."""
+    """Parses a leave message."""
     reason = _LEAVE_REASONS.get(message.reason)
     if reason is None:
         raise wrong(
@@ -247,7 +247,7 @@ def _parse_replicas(message: pb.Replicas) -> Replicas:
 
 
 def parse_exit(message: pb.ReportExitRequest) -> ExitReported:
-    """The end of a process."""
+    """Parses the exit of a process."""
     return ExitReported(
         member_id=checks.identifier("member_id", message.member_id),
         exit_code=number("exit_code", message.exit_code, high=255),
@@ -258,7 +258,7 @@ def parse_exit(message: pb.ReportExitRequest) -> ExitReported:
 
 
 def parse_drain(message: pb.DrainMemberRequest) -> DrainRequested:
-    """Who is to leave."""
+    """Parses a request to drain a member."""
     reason = checks.text("reason", message.reason, longest=LONGEST_DETAIL) or "drained"
     which = message.WhichOneof("member")
     if which == "member_id":
@@ -273,7 +273,7 @@ def parse_drain(message: pb.DrainMemberRequest) -> DrainRequested:
 
 
 def parse_job_filter(message: pb.GetJobRequest) -> tuple[str, int]:
-    """Which members are asked after: one, or those below a step; "" and 0: all."""
+    """Returns the member id or the step below which members are requested; "" and 0 request all."""
     member_id = checks.identifier("member_id", message.member_id, required=False)
     below_step = number("below_step", message.below_step)
     if member_id and below_step:
@@ -285,8 +285,8 @@ def parse_job_filter(message: pb.GetJobRequest) -> tuple[str, int]:
 
 
 def parse_ranks(message: pb.GetRanksRequest, state: JobState) -> tuple[Generation, Sequence[int]]:
-    """The newest generation, and the ranks of it that are asked for; none: all. Raises
-    StaleGenerationError if another is meant."""
+    """Returns the newest generation and the requested ranks; an empty list requests all. Raises
+    StaleGenerationError if the request names another generation."""
     number("generation", message.generation, low=1, high=checks.LARGEST_INT64)
     generation = state.generation
     if generation is None or (message.generation, message.nonce) != (
@@ -312,7 +312,7 @@ def parse_ranks(message: pb.GetRanksRequest, state: JobState) -> tuple[Generatio
 
 
 def parse_stop(message: pb.StopJobRequest) -> StopRequested:
-    """Why all are to leave."""
+    """Parses a request to stop a job."""
     ending = _STOPS.get(message.ending)
     if ending is None:
         raise wrong(
@@ -327,7 +327,7 @@ def parse_stop(message: pb.StopJobRequest) -> StopRequested:
 
 
 def parse_registration(message: pb.RegisterServer) -> tuple[str, ServerRegistered]:
-    """The job's id, and the event."""
+    """Returns the job's id and the event."""
     registered = ServerRegistered(
         server_id=checks.identifier("register.server_id", message.server_id),
         address=checks.address("register.address", message.address),
@@ -344,7 +344,7 @@ def parse_registration(message: pb.RegisterServer) -> tuple[str, ServerRegistere
 
 
 def parse_backup_report(server_id: str, message: pb.BackupReport) -> BackupReported:
-    """A primary's word on its backup."""
+    """Parses a primary's report on its backup."""
     return BackupReported(
         server_id=server_id,
         epoch=number("backup.epoch", message.epoch, low=1),
@@ -354,7 +354,7 @@ def parse_backup_report(server_id: str, message: pb.BackupReport) -> BackupRepor
 
 
 def parse_move_report(server_id: str, message: pb.MoveReport) -> MoveReported:
-    """A giver's word on a move."""
+    """Parses a giver's report on a move."""
     return MoveReported(
         server_id=server_id,
         move=number("move.move", message.move, low=1),
@@ -371,7 +371,7 @@ def parse_move_report(server_id: str, message: pb.MoveReport) -> MoveReported:
 
 
 def parse_server_drain(message: pb.DrainServerRequest) -> ServerDrainRequested:
-    """Which server's place is to be left."""
+    """Parses a request to drain a parameter server."""
     return ServerDrainRequested(
         server_id=checks.identifier("server_id", message.server_id),
         reason=checks.text("reason", message.reason, longest=LONGEST_DETAIL) or "asked to",
@@ -379,7 +379,7 @@ def parse_server_drain(message: pb.DrainServerRequest) -> ServerDrainRequested:
 
 
 def parse_tensors(message: pb.DeclareTensorsRequest) -> TensorsDeclared:
-    """A model's tensors."""
+    """Parses a model's tensors."""
     if not 1 <= len(message.tensors) <= _MOST_TENSORS:
         raise wrong("tensors", f"{len(message.tensors)} tensors", f"1 to {_MOST_TENSORS}")
     tensors = tuple(_parse_tensor(tensor) for tensor in message.tensors)
@@ -391,7 +391,7 @@ def parse_tensors(message: pb.DeclareTensorsRequest) -> TensorsDeclared:
 
 
 def parse_lease(message: pb.LeaseBatchesRequest) -> BatchesLeased:
-    """Batches acknowledged and asked for."""
+    """Parses a request that acknowledges batches and asks for more."""
     if len(message.finished) > _MOST_FINISHED:
         raise wrong(
             "finished", f"{len(message.finished)} batches", f"at most {_MOST_FINISHED} at once"
@@ -421,7 +421,7 @@ def parse_lease(message: pb.LeaseBatchesRequest) -> BatchesLeased:
 
 
 def parse_event_id(value: str) -> str:
-    """The id of an event that was received before, or the beginning."""
+    """Returns the id of a previously received event; "0" for the beginning."""
     if not value:
         return "0"
     if not _EVENT_ID.fullmatch(value):

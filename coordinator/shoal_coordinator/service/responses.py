@@ -1,4 +1,4 @@
-"""Domain values to messages."""
+"""Converts domain values to protobuf messages."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ CAUSES: Final = {
 
 
 def run_message(run: RunId) -> pb.RunId:
-    """Names a run."""
+    """Returns the message that names a run."""
     return pb.RunId(number=run.number, began_unix_ms=run.began_unix_ms)
 
 
 def past_run_message(past: PastRun) -> pb.RunStatus:
-    """How a run ended."""
+    """Returns the message that says how a run ended."""
     return pb.RunStatus(
         run=run_message(past.run),
         ended_unix_ms=past.ended_unix_ms,
@@ -78,7 +78,7 @@ def past_run_message(past: PastRun) -> pb.RunStatus:
 
 
 def ended_run_message(past: PastRun, state: JobState, now_unix_ms: int) -> pb.GetJobResponse:
-    """All that is known of a job's run that is over."""
+    """Returns everything known about an ended run of a job."""
     return pb.GetJobResponse(
         spec=spec_message(state.spec),
         phase=pb.JOB_PHASE_FINISHED,
@@ -91,7 +91,7 @@ def ended_run_message(past: PastRun, state: JobState, now_unix_ms: int) -> pb.Ge
 
 
 def spec_message(spec: JobSpec) -> pb.JobSpec:
-    """A job's specification."""
+    """Returns a job's specification."""
     return pb.JobSpec(
         job_id=spec.job_id,
         min_workers=spec.min_workers,
@@ -107,7 +107,7 @@ def spec_message(spec: JobSpec) -> pb.JobSpec:
 
 
 def generation_message(generation: Generation) -> pb.Generation:
-    """One agreed membership with its whole table. Some 100 bytes a rank."""
+    """Returns one agreed membership with its full table, at about 100 bytes per rank."""
     message = _generation_head(generation)
     message.ranks.extend(
         rank_message(generation, position) for position in range(len(generation.ranks))
@@ -121,11 +121,11 @@ _PUT_OUT: Final = (Ending.STREAM_BROKEN, Ending.LEASE_EXPIRED, Ending.STALLED)
 def announcement(
     generation: Generation, *, most_whole: int = MOST_TOLD_WHOLE
 ) -> Callable[[int], bytes]:
-    """The serialized directive that tells the member of a rank of this generation, by the rank:
-    what all are told is serialized once.
+    """Returns a function from a rank to the serialized directive that announces this generation to
+    it. The common part is serialized once.
 
-    With the whole table up to `most_whole` ranks; above, what has changed, in whose place GetRanks
-    stands for those that it does not help.
+    Includes the full table up to `most_whole` ranks; beyond that, only the changes. Members for
+    which the changes do not suffice call GetRanks.
     """
     head = _generation_head(generation)
     if len(generation.ranks) <= most_whole:
@@ -136,7 +136,7 @@ def announcement(
         added = [rank_message(generation, position) for position in change.added]
         head.change.CopyFrom(pb.RankChange(since=change.since, removed=change.removed, added=added))
     for_all = pb.MemberDirective(generation=head).SerializeToString()
-    # Serialized messages one behind the other are read as one.
+    # Concatenated serialized messages are parsed as one merged message.
     return lambda rank: for_all + _rank_alone(rank)
 
 
@@ -147,12 +147,12 @@ def _rank_alone(rank: int) -> bytes:
 
 
 def ranks_message(generation: Generation, positions: Iterable[int]) -> pb.GetRanksResponse:
-    """Some ranks of a generation."""
+    """Returns some ranks of a generation."""
     return pb.GetRanksResponse(ranks=[rank_message(generation, position) for position in positions])
 
 
 def rank_message(generation: Generation, position: int) -> pb.Rank:
-    """One rank of a generation."""
+    """Returns one rank of a generation."""
     rank = generation.ranks[position]
     return pb.Rank(
         rank=position,
@@ -167,7 +167,7 @@ def rank_message(generation: Generation, position: int) -> pb.Rank:
 
 
 def _generation_head(generation: Generation) -> pb.Generation:
-    """All but the table."""
+    """Returns everything except the table."""
     return pb.Generation(
         number=generation.number,
         nonce=generation.nonce,
@@ -190,10 +190,10 @@ def job_message(
     member_id: str = "",
     below_step: int = 0,
 ) -> pb.GetJobResponse:
-    """All that can be seen of a job: members with a rank first. The generation goes without its
-    nonce and the members' donor keys, with which a member's state can be fetched: those are told in
-    members' own sessions only. `now_ms`: Now.ms, for who is not heard of. `member_id`,
-    `below_step`: shoal.v1.GetJobRequest."""
+    """Returns the visible state of a job, with ranked members first. Omits the generation's nonce
+    and the members' donor keys, which give access to a member's state and are sent only in members'
+    own sessions. `now_ms`: Now.ms, to find silent members. `member_id`, `below_step`: as in
+    shoal.v1.GetJobRequest."""
     places = (
         {}
         if state.generation is None or state.phase is JobPhase.WAITING
@@ -236,7 +236,8 @@ def job_message(
 
 
 def _behind(state: JobState, pulses: Pulses, step: int) -> list[Member]:
-    """Also of a job on hold, and of members that a newer generation has left out."""
+    """Returns the members below a step, including those of a job on hold and those excluded from a
+    newer generation."""
     ranked = {} if state.generation is None else state.generation.rank_of
     found = (
         member
@@ -248,7 +249,7 @@ def _behind(state: JobState, pulses: Pulses, step: int) -> list[Member]:
 
 
 def summary_message(state: JobState) -> pb.JobSummary:
-    """A job in a list."""
+    """Returns a job's entry in a list."""
     return pb.JobSummary(
         job_id=state.spec.job_id,
         phase=JOB_PHASES[state.phase],
@@ -259,13 +260,13 @@ def summary_message(state: JobState) -> pb.JobSummary:
 
 
 def server_messages(state: JobState) -> list[pb.ServerStatus]:
-    """A job's parameter servers, by index; the primary of a place before its backup."""
+    """Returns a job's parameter servers by index, the primary of a place before its backup."""
     servers = sorted(state.servers.values(), key=lambda server: (server.index, _ROLES[server.role]))
     return [_server_message(server, state) for server in servers]
 
 
 def place_message(effect: SendPlace) -> pb.ServerDirective:
-    """What a server is."""
+    """Returns the message that tells a server its place."""
     return pb.ServerDirective(
         place=pb.ServerPlace(
             epoch=effect.epoch,
@@ -278,7 +279,7 @@ def place_message(effect: SendPlace) -> pb.ServerDirective:
 
 
 def move_message(effect: SendMove) -> pb.ServerDirective:
-    """What a server is to hand to another."""
+    """Returns the message that tells a server what to hand over to another."""
     move = effect.move
     return pb.ServerDirective(
         move=pb.MovePartitions(
@@ -292,7 +293,7 @@ def move_message(effect: SendMove) -> pb.ServerDirective:
 
 
 def shard_map_message(layout: ShardLayout, state: JobState) -> pb.ShardMap:
-    """Who owns what, and where they are: primaries alone."""
+    """Returns the owners of all partitions and the addresses of the primaries."""
     return pb.ShardMap(
         epoch=layout.epoch,
         tensors=[_tensor_message(tensor) for tensor in layout.tensors],
@@ -337,7 +338,7 @@ def _bucket_message(bucket: Bucket | None) -> pb.Bucket | None:
 
 
 def event_message(event: StoredEvent) -> pb.Event:
-    """An entry of the event log."""
+    """Returns an entry of the event log."""
     record = event.record
     return pb.Event(
         event_id=event.event_id,
@@ -351,8 +352,7 @@ def event_message(event: StoredEvent) -> pb.Event:
 
 
 def note_of(state: JobState, member: Member, pulse: Pulse | None, now_ms: int) -> str:
-    """What people should know of a member: it is not heard of, or holds the others back; empty:
-    neither."""
+    """Returns a note on a member that is silent or slows the others down; empty otherwise."""
     if pulse is not None and pulse.silent_ms(now_ms) > max(state.spec.unheard_ms, _SILENT_MS):
         return f"not heard of for {pulse.silent_ms(now_ms) // 1000} s"
     straggler = state.stragglers.get(member.member_id)

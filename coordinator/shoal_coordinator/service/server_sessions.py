@@ -1,5 +1,5 @@
-"""ServerSession: one stream per parameter server. Its rules are those of members' sessions; a lost
-server keeps its place."""
+"""ServerSession: one stream per parameter server. Follows the rules of members' sessions, except
+that a lost server keeps its place."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class ServerSessions:
         self._metrics = metrics
         self._request_timeout_s = request_timeout.total_seconds()
         self._registering: Counter[tuple[str, str]] = Counter()
-        """(job, server) -> registrations under way: a stream that breaks meanwhile does not decide,
-        the registration does."""
+        """(job, server) -> number of registrations in progress. A stream that breaks meanwhile
+        decides nothing; the registration does."""
 
     async def serve(self, requests: AsyncIterator[pb.ServerMessage]) -> AsyncGenerator[bytes, None]:
-        """One stream: yields serialized ServerDirectives."""
+        """Serves one stream: yields serialized ServerDirectives."""
         first = await first_message(requests, self._request_timeout_s, expected="register")
         job_id, event = parse_registration(first.register)
         job = self._jobs.get(job_id)
@@ -114,7 +114,8 @@ class ServerSessions:
             self._check(job, server_id)
 
     def _check(self, job: JobLoop, server_id: str) -> None:
-        """A server whose stream has ended, and that neither came back nor is about to, is lost."""
+        """Reports a server as lost whose stream has ended, unless it has reconnected or is about
+        to."""
         pulse = job.pulses.servers.get(server_id)
         back = (
             server_id in job.sessions.servers
@@ -130,7 +131,8 @@ class ServerSessions:
         mailbox: Mailbox,
         requests: AsyncIterator[pb.ServerMessage],
     ) -> None:
-        """Until the stream ends. What is wrong with a message ends the session with its error."""
+        """Reads messages until the stream ends. An invalid message ends the session with its
+        error."""
         try:
             async for message in requests:
                 match message.WhichOneof("message"):

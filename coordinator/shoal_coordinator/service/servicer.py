@@ -1,5 +1,5 @@
-"""The methods of shoal.v1.Coordinator: each parses its request, asks the job's loop or reads its
-state, and answers.
+"""Methods of shoal.v1.Coordinator: each parses its request, asks the job's loop or reads its state,
+and answers.
 
 Errors are raised; RpcServer turns them into statuses. Sessions are in member_sessions.py and
 server_sessions.py.
@@ -36,11 +36,11 @@ from shoal_coordinator.state.store import JobStore
 
 _EVENTS_AT_ONCE: Final = 500
 _MOST_WATCHERS: Final = 1_000
-"""Callers that follow the events of one job at once."""
+"""Maximum number of callers that follow the events of one job."""
 
 
 class CoordinatorServicer:
-    """One instance per process; all on the event loop."""
+    """The service's only instance in a process; all on the event loop."""
 
     def __init__(
         self,
@@ -59,12 +59,12 @@ class CoordinatorServicer:
         self._servers = servers
         self._timeout_s = request_timeout.total_seconds()
         self._watchers: Counter[str] = Counter()
-        """Job -> callers that follow its events."""
+        """Job -> number of callers that follow its events."""
 
     # ----------------------------------------------------------------------------------------- jobs
 
     async def CreateJob(self, request: pb.CreateJobRequest, context: Any) -> pb.CreateJobResponse:  # noqa: N802
-        """Creates a job, finds the equal one, or begins its next run."""
+        """Creates a job, finds an equal one, or begins its next run."""
         wanted = requests.parse_creation(request)
         created, granted = await self._jobs.create(wanted, timeout_s=self._timeout_s)
         return pb.CreateJobResponse(
@@ -79,7 +79,7 @@ class CoordinatorServicer:
         )
 
     async def GetJob(self, request: pb.GetJobRequest, context: Any) -> pb.GetJobResponse:  # noqa: N802
-        """A job's state, from memory: also while Redis is away."""
+        """Returns a job's state from memory, so also while Redis is away."""
         job = self._job(request)
         now, run = self._clock.now(), requests.parse_run(request.run)
         if run is not None:
@@ -97,14 +97,14 @@ class CoordinatorServicer:
         )
 
     async def ListJobs(self, request: pb.ListJobsRequest, context: Any) -> pb.ListJobsResponse:  # noqa: N802
-        """All jobs that the caller's token is for, by id."""
+        """Returns all jobs that the caller's token covers, ordered by id."""
         states = (state for state in self._jobs.states() if caller().may_touch(state.spec.job_id))
         return pb.ListJobsResponse(jobs=[responses.summary_message(state) for state in states])
 
     async def ReportExit(  # noqa: N802
         self, request: pb.ReportExitRequest, context: Any
     ) -> pb.ReportExitResponse:
-        """A launcher saw a process end."""
+        """Records the exit of a process, reported by its launcher."""
         if caller().role is not Role.ADMIN:
             self._check_speaks_for(request)
         noted = await self._job(request).ask(
@@ -126,7 +126,7 @@ class CoordinatorServicer:
     async def DrainServer(  # noqa: N802
         self, request: pb.DrainServerRequest, context: Any
     ) -> pb.DrainServerResponse:
-        """Asks that a parameter server's place is left."""
+        """Drains a parameter server's place."""
         await self._job(request).ask(
             of_run(request.run, requests.parse_server_drain(request)),
             timeout_s=self._timeout_s,
@@ -146,18 +146,18 @@ class CoordinatorServicer:
     def JoinSession(  # noqa: N802
         self, messages: AsyncIterator[pb.MemberMessage], context: Any
     ) -> AsyncGenerator[bytes, None]:
-        """A member's session."""
+        """Serves a member's session."""
         return self._members.serve(messages)
 
     def ServerSession(  # noqa: N802
         self, messages: AsyncIterator[pb.ServerMessage], context: Any
     ) -> AsyncGenerator[bytes, None]:
-        """A parameter server's session."""
+        """Serves a parameter server's session."""
         return self._servers.serve(messages)
 
     async def GetRanks(self, request: pb.GetRanksRequest, context: Any) -> bytes:  # noqa: N802
-        """Ranks of the newest generation, from memory; the whole table is serialized once, for all
-        that ask for it."""
+        """Returns ranks of the newest generation from memory; the full table is serialized once for
+        all callers."""
         job = self._job(request)
         generation, positions = requests.parse_ranks(request, job.state)
         if positions:
@@ -186,7 +186,7 @@ class CoordinatorServicer:
     async def GetShardMap(  # noqa: N802
         self, request: pb.GetShardMapRequest, context: Any
     ) -> pb.GetShardMapResponse:
-        """The layout, from memory."""
+        """Returns the layout from memory."""
         state = self._job(request).state
         run = requests.parse_run(request.run)
         if run is not None:
@@ -219,7 +219,7 @@ class CoordinatorServicer:
     async def WatchEvents(  # noqa: N802
         self, request: pb.WatchEventsRequest, context: Any
     ) -> AsyncIterator[pb.Event]:
-        """A job's events."""
+        """Streams a job's events."""
         job = self._job(request)
         after, run = (
             requests.parse_event_id(request.after_event_id),
@@ -234,7 +234,7 @@ class CoordinatorServicer:
         self, job: JobLoop, after: str, run: RunId | None, *, follow: bool
     ) -> AsyncGenerator[pb.Event, None]:
         while True:
-            # Made before reading, so that a commit between the two is not waited for.
+            # Obtained before reading, so that a commit in between is not missed.
             committed = job.next_commit()
             events = await self._store.events(
                 job.state.spec.job_id, after=after, count=_EVENTS_AT_ONCE
@@ -253,7 +253,7 @@ class CoordinatorServicer:
 
     @contextmanager
     def _followed(self, job_id: str) -> Iterator[None]:
-        """While one more caller follows a job's events. Raises LimitError."""
+        """Counts a caller as a follower of a job's events. Raises LimitError."""
         if self._watchers[job_id] >= _MOST_WATCHERS:
             raise LimitError(
                 f"{self._watchers[job_id]} callers follow the events of job {job_id}, which is all "
@@ -269,7 +269,8 @@ class CoordinatorServicer:
                 del self._watchers[job_id]
 
     def _check_speaks_for(self, request: Any) -> None:
-        """Raises PermissionDeniedError where the request names a member that the caller is not."""
+        """Raises PermissionDeniedError if the caller does not have the key of the member that the
+        request names."""
         member = self._job(request).state.members.get(request.member_id)
         if member is not None:
             check_member_key(member.member_id, member.identity.key_digest, member_key())

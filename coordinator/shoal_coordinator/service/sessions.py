@@ -1,7 +1,6 @@
-"""The open streams of one job, and carrying out what the core decided: effects become messages in
-mailboxes.
+"""Open streams of one job. Carries out the core's decisions: effects become messages in mailboxes.
 
-Belongs to the event loop. A message that goes to many is serialized once.
+Belongs to the event loop. A message with many recipients is serialized once.
 """
 
 from __future__ import annotations
@@ -46,24 +45,27 @@ class Sessions:
         self.members: dict[str, Mailbox] = {}
         self.servers: dict[str, Mailbox] = {}
         self._told: tuple[Generation, Callable[[int], bytes]] | None = None
-        """The generation announced last, and what tells its ranks of it."""
+        """The last announced generation and the function that serializes its announcement for a
+        rank."""
         self._table: tuple[Generation, bytes] | None = None
-        """The generation whose whole table was asked for last, and that."""
+        """The generation whose full table was last requested, and the serialized table."""
 
     def attach_member(self, member_id: str, mailbox: Mailbox) -> None:
-        """A member's stream is open; an older one of the same member ends."""
+        """Registers a member's open stream and ends an older one of the same member."""
         _replace(self.members, member_id, mailbox)
 
     def attach_server(self, server_id: str, mailbox: Mailbox) -> None:
-        """A server's stream is open; an older one of the same server ends."""
+        """Registers a server's open stream and ends an older one of the same server."""
         _replace(self.servers, server_id, mailbox)
 
     def detach_member(self, member_id: str, mailbox: Mailbox) -> bool:
-        """A member's stream has ended. False: it was not the member's current one."""
+        """Unregisters a member's ended stream. Returns False if it was not the member's current
+        one."""
         return _remove(self.members, member_id, mailbox)
 
     def detach_server(self, server_id: str, mailbox: Mailbox) -> bool:
-        """A server's stream has ended. False: it was not the server's current one."""
+        """Unregisters a server's ended stream. Returns False if it was not the server's current
+        one."""
         return _remove(self.servers, server_id, mailbox)
 
     def end_all(self, error: ShoalError) -> None:
@@ -72,7 +74,8 @@ class Sessions:
             mailbox.end(error)
 
     def carry_out(self, effects: Iterable[Effect]) -> None:
-        """In order. Who has no stream is told when it comes back."""
+        """Carries out effects in order. Recipients without a stream are notified when they
+        reconnect."""
         for effect in effects:
             match effect:
                 case AnnounceGeneration(generation=generation):
@@ -141,7 +144,7 @@ class Sessions:
                         mailbox.post(Slot.STOP, message)
 
     def whole_table(self, generation: Generation) -> bytes:
-        """The serialized answer of GetRanks that holds all of its ranks."""
+        """Returns the serialized GetRanks response with all ranks of the generation."""
         if self._table is None or self._table[0] is not generation:
             self._table = (
                 generation,

@@ -1,4 +1,4 @@
-"""What both kinds of sessions share."""
+"""Code shared by both kinds of sessions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shoal_common.errors import DeadlineError, InvalidRequestError
 
 
 async def first_message(requests: AsyncIterator[Any], timeout_s: float, *, expected: str) -> Any:
-    """A stream's first message, which must be of the kind `expected`. Raises InvalidRequestError,
-    DeadlineError."""
+    """Returns a stream's first message, which must be of the kind `expected`. Raises
+    InvalidRequestError, DeadlineError."""
     try:
         async with asyncio.timeout(timeout_s):
             message = await anext(aiter(requests), None)

@@ -1,2 +1,2 @@
-"""Where jobs are kept: Redis. The only module of the coordinator that speaks to it is store.py;
-codec.py says how state is written."""
+"""Storage of jobs in Redis. store.py is the only module of the coordinator that accesses Redis;
+codec.py defines the format."""

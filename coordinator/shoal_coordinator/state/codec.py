@@ -1,15 +1,15 @@
-"""How a job's state is written: one Redis hash per job, JSON in its fields, so that a transition
-writes only what it changed.
+"""Storage format of a job's state: one Redis hash per job with JSON in its fields, so that a
+transition writes only what it changed.
 
-Fields: `header` (the small parts), `generation` (all of it but the ranks), `ranks` (the whole table
-of a generation, with its number), `change:NUMBER` (how each later one's table comes from the one
-before), `layout`, `moves`, and one per entry of the mappings: `member:ID`, `departed:ID`,
-`server:ID`, `loader:NAME`. The store adds fields of its own (store.py). Keys of dataclasses are
-written by name, so a later release can add fields with defaults; `format` in the header is raised
-when an older release could not read the state any more.
+Fields: `header` (the small parts), `generation` (all of it except the ranks), `ranks` (the full
+table of a generation, with its number), `change:NUMBER` (the difference of each later table from
+the previous one), `layout`, `moves`, and one per entry of the mappings: `member:ID`, `departed:ID`,
+`server:ID`, `loader:NAME`. The store adds fields of its own (store.py). Dataclasses are written
+with their field names, so a later release can add fields with defaults. `format` in the header is
+raised when older releases could no longer read the state.
 
-What is read was written by this module; whatever does not parse is CorruptDataError, with the
-field's name.
+Everything read here was written by this module; anything that does not parse raises
+CorruptDataError with the field's name.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ T = TypeVar("T")
 
 FORMAT: Final = 4
 _READABLE: Final = (3, 4)
-"""In format 3 the ranks stand within `generation`."""
+"""In format 3 the ranks were part of `generation`."""
 _HEADER: Final = ("number", "last_order", "stop_reason", "departing")
 _LATER: Final = ("run_above", "ended_unix_ms")
-"""Numbers of the header that older releases did not write: then they are 0."""
+"""Numbers of the header that older releases did not write; they default to 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ class Written:
 
 
 def encode_changes(state: JobState, changes: Changes) -> Written:
-    """What has to be written for `state`, if `changes` is all that differs from what is there."""
+    """Returns the fields to write for `state`, given the `changes` since the last write."""
     put: dict[str, str] = {}
     remove: list[str] = []
     if changes.header:
@@ -91,7 +91,7 @@ def encode_changes(state: JobState, changes: Changes) -> Written:
 
 
 def everything(state: JobState) -> Changes:
-    """The changes that write the whole state: of a new job."""
+    """Returns changes that write the entire state, as for a new job."""
     return Changes(
         header=True,
         generation=True,
@@ -107,7 +107,7 @@ def everything(state: JobState) -> Changes:
 
 
 def decode_state(written: Mapping[str, str]) -> JobState:
-    """The state that these fields hold. Fields with other names are passed over. Raises
+    """Returns the state stored in these fields. Ignores fields with other names. Raises
     CorruptDataError."""
     header = _read(written, "header", _parse_header)
     departed = _read_all(written, "departed", lambda _, value: Departure(**value))
@@ -116,7 +116,7 @@ def decode_state(written: Mapping[str, str]) -> JobState:
         **header,
         generation=_read_generation(written) if "generation" in written else None,
         layout=_read(written, "layout", _parse_layout) if "layout" in written else None,
-        # an older release wrote none
+        # older releases wrote none
         moves=_read(written, "moves", _parse_moves) if "moves" in written else Moves(),
         members=dict(sorted(members.items(), key=lambda item: (item[1].joined_unix_ms, item[0]))),
         population=populate(members),
@@ -130,7 +130,7 @@ def decode_state(written: Mapping[str, str]) -> JobState:
 
 
 def _write(put: dict[str, str], remove: list[str], name: str, value: Any) -> None:
-    """None: it is gone."""
+    """Adds a field to write, or to remove if `value` is None."""
     if value is None:
         remove.append(name)
     else:
@@ -138,7 +138,7 @@ def _write(put: dict[str, str], remove: list[str], name: str, value: Any) -> Non
 
 
 def _entries(state: JobState, changes: Changes) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Name and value of each changed entry of a mapping; None: it is gone."""
+    """Yields the name and value of each changed entry of a mapping; None for a removed one."""
     for member_id in changes.members:
         member = state.members.get(member_id)
         yield (
@@ -178,8 +178,8 @@ def _header(state: JobState) -> dict[str, Any]:
 
 
 def _generation(generation: Generation, *, whole: bool) -> dict[str, str]:
-    """Its fields. Of the table what has changed, unless that stands nowhere, or `whole` is asked
-    for."""
+    """Returns the fields of a generation. Of the table, only the change is included, unless there
+    is none or `whole` is set."""
     head = _shallow(generation, "ranks", "change")
     head["change"] = None if generation.change is None else _shallow(generation.change)
     head["joining"] = rank_table.runs(
@@ -198,13 +198,13 @@ def _generation(generation: Generation, *, whole: bool) -> dict[str, str]:
 
 
 def _rank(rank: Rank) -> list[str]:
-    """What is its own: the rest follows from the table."""
+    """Returns the independent values of a rank; the others follow from the table."""
     return [rank.member_id, rank.host, rank.donor_address, rank.donor_key]
 
 
 def _layout(layout: ShardLayout) -> dict[str, Any]:
-    """Tensors and partitions as bare lists: there may be a hundred thousand of them. A bucket's has
-    two numbers more."""
+    """Returns tensors and partitions as bare lists, since there may be a hundred thousand of them.
+    A bucket has two more numbers."""
     return {
         "epoch": layout.epoch,
         "tensors": [[t.name, list(t.shape), t.dtype, t.frozen, t.apart] for t in layout.tensors],
@@ -237,8 +237,7 @@ def _epoch(epoch: Epoch) -> dict[str, Any]:
 
 
 def _runs(batches: Iterable[int]) -> list[list[int]]:
-    """Blocks of batches that follow one another: of each the first and how many they are, in their
-    order."""
+    """Returns runs of consecutive batches as [first, count], in order."""
     runs: list[list[int]] = []
     for batch in batches:
         if runs and batch == runs[-1][0] + runs[-1][1]:
@@ -390,7 +389,7 @@ def _parse_older_generation(value: Any) -> Generation:
 
 
 def _parse_layout(value: Any) -> ShardLayout:
-    # older releases had none
+    # older releases wrote none
     tables = {
         int(number): TableSpec.from_json(table) for number, table in value.get("tables", {}).items()
     }
@@ -429,7 +428,7 @@ def _parse_moves(value: Any) -> Moves:
         if move is None
         else Move(**{**move, "partitions": tuple(move["partitions"])}),
         draining={int(index): reason for index, reason in value["draining"].items()},
-        # an older release wrote none
+        # older releases wrote none
         drained={
             server_id: Drained(**drained) for server_id, drained in value.get("drained", {}).items()
         },
@@ -437,7 +436,7 @@ def _parse_moves(value: Any) -> Moves:
 
 
 def _parse_server(server_id: str, value: Any) -> Server:
-    # a job that an older release wrote has primaries alone
+    # a job written by an older release has only primaries
     role = ServerRole(value.get("role", ServerRole.PRIMARY))
     return Server(server_id=server_id, **{**value, "role": role})
 

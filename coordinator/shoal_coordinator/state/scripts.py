@@ -1,11 +1,11 @@
-"""The Lua scripts through which all of a job's state is written. Each is atomic, and each checks
-who writes.
+"""Lua scripts that write all of a job's state. Each is atomic and checks the identity of the
+writer.
 
-Fencing: every coordinator takes a number from one counter when it starts (its epoch). A job carries
-the epoch of the coordinator that last claimed it, and refuses writes of lower ones. Within an epoch
-the revision counts the commits, so that none is applied twice or on top of something else. The
-job's hash holds, beside the fields of codec.py, `epoch`, `revision` and `commit` (the last commit's
-id).
+Fencing: every coordinator takes a number (its epoch) from a common counter when it starts. A job
+stores the epoch of the coordinator that last claimed it, and refuses writes with lower ones. Within
+an epoch the revision counts the commits, so that none is applied twice or on top of another state.
+Besides the fields of codec.py, the job's hash holds `epoch`, `revision` and `commit` (the last
+commit's id).
 """
 
 from __future__ import annotations

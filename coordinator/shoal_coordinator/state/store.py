@@ -1,16 +1,17 @@
-"""Jobs in Redis: claimed when a coordinator starts, then written one transition at a time.
+"""Stores jobs in Redis: claims them when a coordinator starts, then writes one transition at a
+time.
 
 Keys: `shoal:{JOB}:state` (a hash, codec.py) and `shoal:{JOB}:events` (a stream) share a hash tag,
-so that a script may write both; the set `shoal:jobs` and the counter `shoal:coordinator:epoch` are
-common to all jobs. All methods belong to one event loop and may run at once.
+so that one script may write both. The set `shoal:jobs` and the counter `shoal:coordinator:epoch`
+are common to all jobs. All methods belong to one event loop and may run concurrently.
 
-A job that nobody is in is forgotten some time after its last change: Redis drops its keys by
-itself, so no coordinator need live for it.
+A deserted job is forgotten some time after its last change: Redis expires its keys without the help
+of a coordinator.
 
-What is promised: a commit is answered once Redis has applied it; with `durable`, once it is on
-Redis' own disk, if Redis can say so (WAITAOF: Redis 7.2 or Valkey, with an append-only file).
-Errors of Redis are UnavailableErrors: whether the write was applied is unknown, and the same commit
-can be sent again.
+Guarantees: a commit is answered once Redis has applied it; with `durable`, once it is on Redis's
+own disk, if Redis can confirm that (WAITAOF: Redis 7.2 or Valkey, with an append-only file). Redis
+errors become UnavailableErrors: the write may or may not have been applied, and the same commit can
+be sent again.
 """
 
 from __future__ import annotations
@@ -46,14 +47,14 @@ _DISK_TIMEOUT_MS: Final = 2_000
 
 
 class FencedError(UnavailableError):
-    """Another coordinator has taken over. This one must not write any more."""
+    """Another coordinator has taken over, so this one must not write any more."""
 
     default_reason = Refusal.COORDINATOR_REPLACED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """A job as it was read."""
+    """A job as read from Redis."""
 
     state: JobState
     revision: int
@@ -68,25 +69,25 @@ class StoredEvent:
 
     @property
     def unix_ms(self) -> int:
-        """When Redis wrote it."""
+        """Time at which Redis wrote it."""
         return int(self.event_id.partition("-")[0])
 
 
 class JobStore:
-    """One coordinator's access to the jobs. Make it with `open`."""
+    """One coordinator's access to the jobs. Create it with `open`."""
 
     def __init__(
         self, client: Any, epoch: int, *, waits_for_disk: bool, retention: timedelta
     ) -> None:
         self.epoch = epoch
-        """This coordinator's number: jobs refuse writes of lower ones."""
+        """This coordinator's number: jobs refuse writes with lower ones."""
         self._client = client
         self._waits_for_disk = waits_for_disk
         self._retention = retention
 
     @classmethod
     async def open(cls, url: str, *, retention: timedelta = DEFAULT_RETENTION) -> JobStore:
-        """Connects and takes an epoch, on disk. Jobs that nobody is in are forgotten after
+        """Connects and takes an epoch, on disk. Jobs without participants are forgotten after
         `retention`.
 
         Raises UnavailableError, AuthenticationError, ConfigurationError.
@@ -110,8 +111,8 @@ class JobStore:
         await self._client.aclose()
 
     async def load_all(self) -> list[Stored]:
-        """Claims and reads every job. One that cannot be read is logged and left out; one that
-        Redis has dropped is forgotten."""
+        """Claims and reads every job. Logs and omits unreadable jobs, and forgets those that Redis
+        has dropped."""
         async with _redis_errors():
             names = sorted(name.decode() for name in await self._client.smembers(_JOBS))
         found: list[Stored] = []
@@ -124,7 +125,7 @@ class JobStore:
                 try:
                     stored = self._claimed(answer)
                 except CorruptDataError:
-                    # The other jobs are well; whoever asks for this one is told.
+                    # The other jobs are fine; a request for this one gets an error.
                     logger.exception(
                         "a job cannot be read and is left alone", extra={"job_id": name}
                     )
@@ -136,19 +137,19 @@ class JobStore:
         return found
 
     async def claim(self, job_id: str) -> Stored | None:
-        """Claims and reads one job, if it is there. Raises FencedError if it belongs to a newer
+        """Claims and reads one job if it exists. Raises FencedError if it belongs to a newer
         coordinator; CorruptDataError."""
         async with _redis_errors():
             answer = await self._client.eval(CLAIM, 1, _state_key(job_id), str(self.epoch))
         return self._claimed(answer)
 
     async def register(self, job_id: str) -> None:
-        """Notes a job that is about to be created, so that `load_all` finds it."""
+        """Records a job that is about to be created, so that `load_all` finds it."""
         async with _redis_errors():
             await self._client.sadd(_JOBS, job_id)
 
     async def dropped(self, job_ids: Sequence[str]) -> list[str]:
-        """Those of these jobs that Redis does not have any more."""
+        """Returns those of these jobs that Redis no longer has."""
         async with _redis_errors(), self._client.pipeline(transaction=False) as pipeline:
             for job_id in job_ids:
                 pipeline.exists(_state_key(job_id))
@@ -156,7 +157,7 @@ class JobStore:
         return [job_id for job_id, there in zip(job_ids, answers, strict=True) if not there]
 
     async def forget(self, job_id: str) -> None:
-        """Takes a job that was dropped off the list that `load_all` reads."""
+        """Removes a dropped job from the list that `load_all` reads."""
         async with _redis_errors():
             await self._client.srem(_JOBS, job_id)
 
@@ -170,12 +171,12 @@ class JobStore:
         commit_id: str,
         durable: bool,
     ) -> int:
-        """Writes one transition that is based on `revision`; returns Redis' time in Unix
+        """Writes one transition that is based on `revision`; returns Redis's time in Unix
         milliseconds.
 
-        May be sent again with the same `commit_id`: it is applied once. `state` is what the job is
-        after the transition; it is written whole if Redis turns out to have lost what the
-        transition is based on. Raises FencedError, UnavailableError.
+        May be repeated with the same `commit_id`; the transition is applied only once. `state` is
+        the job after the transition; it is written in full if Redis turns out to have lost the base
+        revision. Raises FencedError, UnavailableError.
         """
         retention = self._retention if state.is_deserted else timedelta(0)
         arguments = _commit_arguments(self.epoch, revision, commit_id, written, records, retention)
@@ -198,13 +199,13 @@ class JobStore:
         return int(answer[1]) * 1000 + int(answer[2]) // 1000
 
     async def now_unix_ms(self) -> int:
-        """Redis' time."""
+        """Returns Redis's time in Unix milliseconds."""
         async with _redis_errors():
             seconds, microseconds = await self._client.time()
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     async def check_epoch(self) -> None:
-        """Raises FencedError when another coordinator has started on this Redis since."""
+        """Raises FencedError if another coordinator has since started on this Redis."""
         async with _redis_errors():
             newest = int(await self._client.get(_EPOCH) or 0)
         if newest > self.epoch:
@@ -214,14 +215,14 @@ class JobStore:
             )
 
     async def events(self, job_id: str, *, after: str, count: int) -> list[StoredEvent]:
-        """Up to `count` events after the one with id `after` ("0": from the oldest kept), oldest
-        first."""
+        """Returns up to `count` events after the one with id `after` ("0": from the oldest kept),
+        oldest first."""
         async with _redis_errors():
             entries = await self._client.xrange(_events_key(job_id), min=f"({after}", count=count)
         return [_parse_event(event_id, fields) for event_id, fields in entries]
 
     async def newest_events(self, job_id: str, *, count: int) -> list[StoredEvent]:
-        """The newest events, up to `count`, oldest first."""
+        """Returns up to `count` of the newest events, oldest first."""
         async with _redis_errors():
             entries = await self._client.xrevrange(_events_key(job_id), count=count)
         return [_parse_event(event_id, fields) for event_id, fields in reversed(entries)]
@@ -241,8 +242,8 @@ class JobStore:
         return answer
 
     async def _rewrite(self, state: JobState, revision: int) -> None:
-        """The transition's own changes are in `state` already; that they are then committed once
-        more changes nothing."""
+        """Writes the entire job again. The transition's own changes are already in `state`, so
+        committing them afterwards changes nothing."""
         written = encode_changes(state, everything(state)).put
         await self.register(state.spec.job_id)
         pairs = [part for pair in written.items() for part in pair]

@@ -25,13 +25,13 @@ from shoal_ps_server.settings import PsServerSettings, parse_command_line
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 after SIGTERM, SIGINT or the end of the job; 1, with one line on
-    stderr, if it could not serve.
+    stderr, if the server could not serve.
 
-    Either signal ends the process at once while torch is loaded, which takes seconds: there is
-    nothing to take down yet.
+    Either signal ends the process at once during the seconds in which torch is loaded, since there
+    is nothing to clean up yet.
     """
     for number in (signal.SIGTERM, signal.SIGINT):
-        # not by the default action, which the first process of a container does not have
+        # explicitly, since the default action does not apply to the first process of a container
         signal.signal(number, lambda number, frame: os._exit(0))
     try:
         settings = parse_command_line(arguments)
@@ -41,14 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise_limit()
         asyncio.run(_serve(settings))
     except ShoalError as error:
-        # it may have no logging yet
+        # logging may not be configured yet
         print(f"shoal-ps-server: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
 
 
 async def _serve(settings: PsServerSettings) -> None:
-    # Only now: they bring torch, and --help or a wrong flag need not wait for it.
+    # Imported late, since they load torch, which --help or a wrong flag need not wait for.
     import torch
 
     from shoal_ps_server.serving import serve
@@ -56,8 +56,8 @@ async def _serve(settings: PsServerSettings) -> None:
 
     torch.set_num_threads(settings.threads)
     warm_up()
-    # What the imports made stays for ever; looking through it again and again would hold up every
-    # call by 0.2 s.
+    # Imported objects live forever; collecting them again and again would delay every call by 0.2
+    # s.
     gc.freeze()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

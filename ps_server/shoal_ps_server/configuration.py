@@ -1,5 +1,5 @@
-"""What a job has configured on this server: its optimizer, its consistency, and how far its
-schedule has come. Values only."""
+"""Configuration of a job on this server: its optimizer, its consistency model, and the state of its
+hyperparameter schedule. Values only."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from shoal_ps_server.shard.optimizer import OptimizerSettings, ParameterGroup
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """One job's settings. Changes make a new one."""
+    """One job's settings. Immutable."""
 
     configured: OptimizerSettings
-    """What ConfigureOptimizer gave: later callers must agree with it."""
+    """Settings from ConfigureOptimizer; later callers must agree with them."""
     optimizer: OptimizerSettings
-    """What the schedule has made of it."""
+    """Current settings, with changes by the schedule."""
     consistency: Consistency
     revision: int = 0
-    """Revision of the last SetHyperparameters that was applied."""
+    """Revision of the last applied SetHyperparameters."""
 
     def check_equal(self, optimizer: OptimizerSettings, consistency: Consistency) -> None:
-        """Raises PreconditionError / OPTIMIZER_CONFLICT unless a later ConfigureOptimizer asks for
+        """Raises PreconditionError / OPTIMIZER_CONFLICT unless a later ConfigureOptimizer requests
         the same."""
         for what, have, want in (
             ("optimizer", self.configured, optimizer),
@@ -41,8 +41,8 @@ class Configuration:
     def revised(
         self, revision: int, hyperparameters: Mapping[str, float], groups: Iterable[ParameterGroup]
     ) -> Configuration:
-        """After SetHyperparameters; itself when `revision` is not above the last one. Raises as
-        `OptimizerSettings.changed`."""
+        """Returns the configuration after SetHyperparameters, or itself if `revision` is not above
+        the last one. Raises like `OptimizerSettings.changed`."""
         changed = self.optimizer.changed(hyperparameters, groups)
         return (
             self

@@ -1,5 +1,5 @@
-"""Every metric of a parameter server; gRPC's own come from shoal_common.telemetry. All are set on
-the event loop."""
+"""All metrics of a parameter server except gRPC's own, which come from shoal_common.telemetry. All
+are set on the event loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STALENESS_BUCKETS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 
 
 class Metrics:
-    """One server's."""
+    """Metrics of one server."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.pushes = Counter(
@@ -191,14 +191,14 @@ class Metrics:
         )
 
     def watch_disk(self, path: Path) -> None:
-        """Has each scrape from now on tell the size of the disk with the directory `path`, and what
-        is free there."""
+        """Makes every later scrape report the total and free size of the disk that holds the
+        directory `path`."""
         self.disk_bytes.set_function(lambda: shutil.disk_usage(path).total)
         self.disk_free_bytes.set_function(lambda: shutil.disk_usage(path).free)
 
     @contextmanager
     def counting_refusals(self, method: str) -> Iterator[None]:
-        """Counts the ShoalError that a call ends with, if it does."""
+        """Counts the ShoalError that a call raises, if any."""
         try:
             yield
         except ShoalError as error:
@@ -206,13 +206,13 @@ class Metrics:
             raise
 
     def journal_written(self, records: int, nbytes: int, seconds: float) -> None:
-        """Changes that were written together are on disk."""
+        """Counts changes that were written to disk together."""
         self.journal_records.inc(records)
         self.journal_bytes.inc(nbytes)
         self.journal_seconds.observe(seconds)
 
     def snapshot_written(self, *, nbytes: int, seconds: float) -> None:
-        """A snapshot is on disk."""
+        """Records a snapshot written to disk."""
         self.snapshot_seconds.observe(seconds)
         self.snapshot_bytes.set(nbytes)
         self.snapshot_timestamp.set_to_current_time()

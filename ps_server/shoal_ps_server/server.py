@@ -1,13 +1,13 @@
-"""One parameter server, put together: which part owns what, in which order it starts and ends.
+"""Assembles one parameter server: owners of state, and the order of start and shutdown.
 Belongs to the event loop.
 
-event loop        everything that changes: partitions, membership (fence, clocks), layouts,
-                  configuration, metrics bulk connections (service/bulk.py)
-gRPC's threads    sockets and HTTP/2 framing
-HTTP threads      /metrics and /healthz
-a thread          TLS handshakes of bulk connections
-the journal's     writing changes before they are made, and syncing them
-a pool thread     writing a snapshot that was copied before
+    event loop           all mutable state: partitions, membership (fence, clocks), layouts,
+                         configuration, metrics; bulk connections (service/bulk.py)
+    gRPC's threads       sockets and HTTP/2 framing
+    HTTP threads         /metrics and /healthz
+    one thread           TLS handshakes of bulk connections
+    the journal's thread writes changes before they are made, and syncs them
+    a pool thread        writes a snapshot that was copied before
 """
 
 from __future__ import annotations
@@ -79,12 +79,13 @@ logger = logging.getLogger(__name__)
 
 
 class ParameterServer:
-    """A server while it is a primary. Made and run on one event loop; `run` does everything."""
+    """A server in the role of a primary. Created and run on one event loop; `run` does
+    everything."""
 
     def __init__(
         self, settings: PsServerSettings, directory: DataDirectory | None, recovered: Recovered
     ) -> None:
-        """`recovered`: what the server holds; what is in `directory`, if there is one."""
+        """`recovered`: the server's state; the contents of `directory` if there is one."""
         self._settings = settings
         self._identity = Identity(job_id=settings.job, server_id=settings.server_id)
         self._directory = directory
@@ -204,17 +205,17 @@ class ParameterServer:
         )
         self._session: CoordinatorSession | None = None
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Has an exception when memory lacks what the journal has."""
+        """Gets an exception when memory lacks changes that the journal has."""
 
     async def run(self, stop: asyncio.Event) -> bool:
         """Serves until `stop` is set or the job is over, then drains, and writes a last snapshot
-        unless a backup has all that this server holds. True: until the coordinator said that it is
-        a backup, so that what it holds is of no use any more.
+        unless a backup has everything that this server holds. Returns True if the coordinator
+        demoted this server to a backup, so that its state is obsolete.
 
-        Raises ConfigurationError (addresses, TLS, tokens), AnotherRunError, the coordinator's
-        refusal of this server's registration, UnavailableError: SNAPSHOT_FAILED or JOURNAL_FAILED
-        when the disk took no last snapshot or no journal, and InternalError when a change that the
-        journal has could not be made.
+        Raises ConfigurationError (addresses, TLS, tokens); AnotherRunError; the coordinator's
+        refusal of this server's registration; UnavailableError: SNAPSHOT_FAILED or JOURNAL_FAILED
+        if the last snapshot or the journal could not be written; and InternalError if a change in
+        the journal could not be applied.
         """
         async with AsyncExitStack() as stack:
             rpc = RpcServer(
@@ -237,7 +238,7 @@ class ParameterServer:
             self._open_journal()
             stack.push_async_callback(self._changes.close)
             self._bulk.start(self._settings.listen.host, self._settings.bulk_port)
-            # where the RPCs cannot be served
+            # if the RPC server cannot start
             stack.push_async_callback(self._bulk.drain_and_stop, timedelta(0))
             grpc_port = await rpc.start()
             stack.push_async_callback(self._last_snapshot)
@@ -261,7 +262,7 @@ class ParameterServer:
         return self._standing.replaced.is_set()
 
     def _unhealthy(self) -> str | None:
-        """Called on threads of the HTTP server."""
+        """Returns why the server is unhealthy, or None. Called on threads of the HTTP server."""
         error = self._changes.write_error
         return (
             None
@@ -291,24 +292,24 @@ class ParameterServer:
         self._backup.write_to(journal)
 
     async def _drain(self, rpc: RpcServer) -> None:
-        """Ends what carries tensors, and all RPCs."""
+        """Ends all transfers of tensors and all RPCs."""
         await asyncio.gather(
             self._bulk.drain_and_stop(self._settings.drain_timeout), rpc.drain_and_stop()
         )
 
     async def _last_snapshot(self) -> None:
         if self._broken.done():
-            # a snapshot would lack the change, and do away with the journal that has it
+            # a snapshot would lack the change and delete the journal that contains it
             self._broken.result()
         if self._standing.replaced.is_set() or self._changes.is_broken:
-            # another server has all this, or the journal has more
+            # another server has all of this, or the journal has more
             await self._snapshots.idle()
         else:
             await self._snapshots.write_if_changed()
 
     def _not_made(self, error: BaseException) -> None:
-        """A change that the journal has could not be made: this process ends, and the next one
-        makes it."""
+        """Handles a change in the journal that could not be applied: this process ends, and the
+        next one applies it."""
         logger.critical(
             "a change that is in the journal could not be made; the server ends, to be recovered",
             extra={"error": error},
@@ -321,14 +322,14 @@ class ParameterServer:
     # ------------------------------------------------------------------- the coordinator's listener
 
     def known(self) -> Known:
-        """What the coordinator may have lost of the job."""
+        """Returns facts about the job that the coordinator may have lost."""
         return Known(
             generation=max(0, self._membership.fence.generation),
             server_index=self._standing.held_index,
         )
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
-        """The session is open."""
+        """Handles the opened session."""
         self._standing.welcomed(server_index, with_backups=with_backups)
         if run is not None and self._directory is not None:
             self._directory.note_run(run)
@@ -336,18 +337,17 @@ class ParameterServer:
         logger.info("registered with the coordinator", extra={"server_index": server_index})
 
     def disconnected(self) -> None:
-        """The session is broken; training goes on."""
+        """Handles the broken session; training continues."""
         self._metrics.coordinator_connected.set(0)
 
     def members(
         self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
     ) -> None:
-        """The members of a generation. Raises ConfigurationError when the coordinator's job is
-        another one than this server's."""
+        """Adopts the members of a generation. Raises ConfigurationError if the coordinator's job is
+        a different one from this server's."""
         held = self._membership.fence.generation
         if generation < held:
-            # A job's generations never go back: to be fenced off by them would be all that its
-            # workers ever saw.
+            # A job's generations never decrease, so its workers would only ever be fenced off.
             raise ConfigurationError(
                 f"job {self._settings.job!r} is at generation {generation} with the coordinator, "
                 f"but this server holds values of its generation {held}: the job was made anew; "
@@ -369,19 +369,19 @@ class ParameterServer:
         )
 
     def placed(self, place: Place) -> None:
-        """What this server is."""
+        """Handles the assignment of a place."""
         self._standing.placed(place)
 
     def settled(self, move: int, epoch: int) -> None:
-        """The coordinator has decided on all moves up to this one."""
+        """Handles the coordinator's decision on all moves up to this one."""
         self._mover.settled(move, epoch)
 
     def ordered(self, order: MoveOrder) -> None:
-        """Partitions are to be given away."""
+        """Handles an order to give partitions away."""
         self._mover.ordered(order)
 
     def stored_bytes(self) -> int:
-        """For the heartbeat, and, as often, for the gauges."""
+        """Returns the size for the heartbeat, and updates the gauges at the same rate."""
         summary = self._shard.summary()
         clocks = [each.clock for each in self._membership.clocks.members.values()]
         metrics = self._metrics
@@ -431,7 +431,8 @@ class ParameterServer:
         )
 
     async def _adopt_layout(self, layout: Layout) -> None:
-        """Raises as `Moves.check`, and UnavailableError: JOURNAL_FAILED, CHANGE_PENDING."""
+        """Adopts a shard map. Raises like `Moves.check`, and UnavailableError: JOURNAL_FAILED,
+        CHANGE_PENDING."""
         self._moves.check(layout, before=self._layouts.current)
         if not self._moves.changes_with(layout):
             self._becomes(layout)  # the journal has it before the next change
@@ -440,7 +441,7 @@ class ParameterServer:
         await self._changes.in_time(lambda: asyncio.shield(made))
 
     def _becomes(self, layout: Layout) -> None:
-        """This is the shard map from now on."""
+        """Makes this the current shard map."""
         before = self._layouts.current
         if before is not None and layout.epoch <= before.epoch:
             return  # who waited for it went away, and another one has brought it meanwhile
@@ -465,7 +466,7 @@ class ParameterServer:
             failpoint("move.activated")
 
     def _applied(self, kind: UploadKind, upload: Upload, outcome: Outcome) -> None:
-        """An upload has been applied, or was known."""
+        """Counts an applied or duplicate upload."""
         label = "duplicate" if outcome.duplicate else "applied"
         self._metrics.received_bytes.inc(upload.header.payload_bytes)
         if kind is UploadKind.INITIALIZE:
@@ -478,7 +479,7 @@ class ParameterServer:
             self._metrics.apply_seconds.observe(outcome.apply_seconds)
 
     def _answered(self, sent: int | None) -> None:
-        """A partition of a pull has been answered."""
+        """Counts an answered partition of a pull."""
         self._metrics.pulls.labels("unchanged" if sent is None else "sent").inc()
         self._metrics.sent_bytes.inc(sent or 0)
 
@@ -498,7 +499,8 @@ class ParameterServer:
         )
 
     def _first_heard(self) -> None:
-        """Where a member's count begins may be said by a pull, which is not in the journal."""
+        """Schedules a journal record of the members: a pull, which is not in the journal, may fix
+        the origin of a member's count."""
         self._changes.members_changed()
 
     def _members(self) -> Members:
@@ -507,7 +509,8 @@ class ParameterServer:
     # -------------------------------------------------------------------------------- start and end
 
     async def _until_over(self, stop: asyncio.Event, session: CoordinatorSession) -> None:
-        """Returns when told to stop or the job is over; raises what ends the session for good."""
+        """Waits until stopped or until the job is over. Raises the error that ends the session for
+        good."""
         stopped = asyncio.create_task(stop.wait())
         held = asyncio.create_task(session.run())
         snapshots = asyncio.create_task(

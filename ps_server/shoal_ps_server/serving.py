@@ -1,5 +1,5 @@
-"""One server process from its start to its end: over the runs of its job, as a primary
-(`server.py`) or as a backup, in turn."""
+"""One server process from start to end: across the runs of its job, alternating between primary
+(`server.py`) and backup."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ logger = logging.getLogger(__name__)
 
 
 async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
-    """Runs one server until `stop` is set or the job is over: as a primary or as a backup, in turn,
-    as the coordinator says.
+    """Runs one server until `stop` is set or the job is over, as a primary or a backup, whichever
+    the coordinator assigns.
 
-    Raises as `ParameterServer.run` and `Standby.run`; CorruptDataError and ConfigurationError for
-    what its data directory holds.
+    Raises like `ParameterServer.run` and `Standby.run`; CorruptDataError and ConfigurationError for
+    an unusable data directory.
     """
     with ExitStack() as stack:
         directory = (
@@ -45,7 +45,7 @@ async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
 
 
 def _set_aside(directory: DataDirectory | None) -> str:
-    """Where it is, for people."""
+    """Sets the server's state aside and returns its location, for people."""
     if directory is None:
         return "nowhere: it has no data directory"
     folder = directory.set_aside()
@@ -55,8 +55,8 @@ def _set_aside(directory: DataDirectory | None) -> str:
 async def _serve_run(
     settings: PsServerSettings, directory: DataDirectory | None, stop: asyncio.Event
 ) -> None:
-    """With what is of one run of the job. Raises AnotherRunError when that is over, and as
-    `serve`."""
+    """Serves with the state of one run of the job. Raises AnotherRunError when that run is over,
+    and like `serve`."""
     recovered = _with_nothing() if directory is None else await _recover(settings, directory, stop)
     while recovered is not None and await ParameterServer(settings, directory, recovered).run(stop):
         assert directory is not None, "a server without one refuses to be in a job with backups"
@@ -66,9 +66,9 @@ async def _serve_run(
 async def _recover(
     settings: PsServerSettings, directory: DataDirectory, stop: asyncio.Event
 ) -> Recovered | None:
-    """What this server held. What cannot be read is no loss where the coordinator says that this
-    server is a backup: it gets all anew from its primary then. None: `stop` was set, or the job is
-    over. Raises as `serve`."""
+    """Returns this server's recovered state. Unreadable state is no loss if the coordinator says
+    that this server is a backup, since its primary sends everything anew. Returns None if `stop`
+    was set or the job is over. Raises like `serve`."""
     try:
         return directory.recover(job_id=settings.job, server_id=settings.server_id)
     except CorruptDataError as unreadable:
@@ -79,7 +79,7 @@ async def _recover(
         try:
             return await Standby(settings, directory).run(stop)
         except InvalidRequestError as error:
-            # one that serves nobody has no business in a job without backups
+            # a server that serves nobody has no purpose in a job without backups
             raise unreadable from error
 
 

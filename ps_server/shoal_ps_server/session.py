@@ -1,9 +1,9 @@
-"""This server's session with the coordinator: registration, heartbeats, the members of each
-generation, the shard map, and partitions that move to other servers.
+"""This server's session with the coordinator: registration, heartbeats, members of each generation,
+the shard map, and moves of partitions to other servers.
 
-The session may break and be opened again at any time: pushes and pulls go on meanwhile with the
-members known last. Only a refusal before the first welcome, the end of its run, and a place taken
-over by another process of the same server_id, end the server. Belongs to the event loop.
+The session may break and be reopened at any time; pushes and pulls meanwhile continue with the last
+known members. The server ends only on a refusal before the first welcome, on the end of its run, or
+when another process with the same server_id takes over its place. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -58,120 +58,119 @@ _PERMANENT: Final = (
     PreconditionError,
 )
 _CONFLICT: Final = "SERVER_CONFLICT"
-"""Another process has this server's place: one that is gone, which the coordinator has not noticed
-yet, or, when this one was registered before, one that has taken it over while this one was cut
-off."""
+"""Another process has this server's place: a dead one that the coordinator has not noticed yet or,
+if this process was registered before, one that took over while this one was cut off."""
 _RUN_ENDED: Final = "RUN_ENDED"
 _RUN_UNKNOWN: Final = "RUN_UNKNOWN"
 _LOST_RUN_WAIT: Final = timedelta(seconds=15)
-"""How long members of a run that the coordinator has lost may take to come back to it, and say that
-the run goes on."""
+"""How long members of a run lost by the coordinator may take to return and continue that run."""
 
 
 class AnotherRunError(PreconditionError):
-    """The run of what this server holds is over, or lost: nobody will ask for that any more. It is
-    set aside, and the server begins anew."""
+    """The run of this server's state is over or lost, so nobody will ask for that state again. It
+    is set aside, and the server starts empty."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What the coordinator says that this server is: shoal.v1.ServerPlace."""
+    """This server's place as assigned by the coordinator: shoal.v1.ServerPlace."""
 
     epoch: int
     follows: bool
-    """It is a backup; else a primary."""
+    """Whether it is a backup rather than a primary."""
     primary_address: str
-    """Whom a backup follows; empty: the primary is away."""
+    """Address of the primary that a backup follows; empty while the primary is absent."""
     backup_id: str
-    """The backup that is there; empty: none."""
+    """Id of the current backup; empty if none."""
     in_sync: bool
-    """That one may take the primary's place."""
+    """Whether that backup may take over the primary's place."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoveOrder:
-    """The coordinator asks this server to hand partitions to another one:
-    shoal.v1.MovePartitions."""
+    """Order to hand partitions over to another server: shoal.v1.MovePartitions."""
 
     move: int
     partition_ids: frozenset[int]
     receiver_index: int
     receiver_address: str
-    """Empty: the receiver is away."""
+    """Empty while the receiver is absent."""
     giver_incarnation: str
-    """The process that was told first."""
+    """Process that received the order first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """What a server knows of its job from before, and the coordinator may have lost."""
+    """Facts that a server knows about its job and the coordinator may have lost."""
 
     generation: int = 0
-    """The newest one; 0: none."""
+    """Newest known generation; 0 if none."""
     server_index: int | None = None
-    """The place whose partitions it holds; None: it holds none."""
+    """Place whose partitions it holds; None if it holds none."""
 
 
 class Listener(Protocol):
-    """What hears the coordinator."""
+    """Receiver of the coordinator's messages."""
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
-        """The session is open; at every reconnection again. `with_backups`: the job's servers have
-        some. `run`: the one that this server belongs to from now on; None: the coordinator does not
-        say. Raises ConfigurationError when the server cannot be that one."""
+        """Handles the opened session, again at every reconnection. `with_backups`: whether the
+        job's servers have backups. `run`: the run to which this server belongs from now on; None if
+        the coordinator does not say. Raises ConfigurationError if the server cannot take that
+        place."""
 
     def known(self) -> Known:
-        """For the registration."""
+        """Returns the facts for the registration."""
 
     def disconnected(self) -> None:
-        """The session is broken and will be opened again."""
+        """Handles the broken session, which will be reopened."""
 
     def members(
         self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
     ) -> None:
-        """The members of a generation, and the digests of the keys of those that have one. Raises
-        ConfigurationError when the server cannot be one of theirs."""
+        """Handles the members of a generation and the digests of their keys. Raises
+        ConfigurationError if the server cannot belong to their job."""
 
     def placed(self, place: Place) -> None:
-        """What this server is; after every welcome, and at every change."""
+        """Handles this server's place; called after every welcome and at every change."""
 
     def settled(self, move: int, epoch: int) -> None:
-        """The coordinator has decided on all moves up to this one: the shard map of this epoch or a
-        newer one says how."""
+        """Handles the coordinator's decision on all moves up to this one; the shard map of this
+        epoch or a newer one contains the result."""
 
     def ordered(self, order: MoveOrder) -> None:
-        """Partitions are to be given away. It may come again for the same move."""
+        """Handles an order to give partitions away. May be repeated for the same move."""
 
     def stored_bytes(self) -> int:
-        """For the heartbeat."""
+        """Returns the size for the heartbeat."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """What the coordinator is told of this server."""
+    """This server's description for the coordinator."""
 
     job_id: str
     server_id: str
     address: str
-    """Empty: it serves nobody."""
+    """Empty if it serves nobody."""
     metrics_address: str
     host: str
     pid: int
     incarnation: str = ""
     run: Run | None = None
-    """The run of what the server holds; None: it holds nothing."""
+    """Run to which the server's state belongs; None if it has no state."""
 
 
 @functools.cache
 def incarnation() -> str:
-    """What tells this process from one that was started in its place."""
+    """Returns an id that distinguishes this process from another one in its place."""
     return secrets.token_hex(16)
 
 
 def this_process(
     settings: PsServerSettings, *, address: str, metrics_address: str, run: Run | None
 ) -> Registration:
-    """Makes the registration of this server, which this process is. `run`: of what it holds."""
+    """Returns the registration of this process. `run`: the run to which the server's state
+    belongs."""
     return Registration(
         job_id=settings.job,
         server_id=settings.server_id,
@@ -185,7 +184,7 @@ def this_process(
 
 
 class CoordinatorSession:
-    """One session, opened anew as often as it breaks."""
+    """A session that is reopened whenever it breaks."""
 
     def __init__(
         self, settings: ChannelSettings, registration: Registration, listener: Listener
@@ -194,26 +193,26 @@ class CoordinatorSession:
         self._channel = aio_channel(settings)
         self._stub = CoordinatorStub(self._channel)
         self._retired: grpc.aio.Channel | None = None
-        """The channel before, on which a call may be in progress."""
+        """The previous channel, on which a call may be in progress."""
         self._registration = registration
         self._listener = listener
         self._run = registration.run
         self._lost_at: float | None = None
-        """Since when the coordinator has said that it does not know the run, on the loop's
-        clock."""
+        """Time on the loop's clock since which the coordinator has not known the run."""
         self._server_index: int | None = None
         """Set by the first welcome."""
         self._registered = asyncio.Event()
         self._sending: _Sending | None = None
-        """What the stream that is open has still to send."""
+        """Outgoing messages of the open stream."""
 
     async def run(self) -> str:
-        """Holds the session until the coordinator says that the job is over; returns its reason.
+        """Maintains the session until the coordinator says that the job is over; returns the
+        reason.
 
-        Raises the coordinator's refusal of the first registration, AnotherRunError when the run of
-        what this server holds is over, or is not known, PreconditionError / SERVER_CONFLICT when
-        another process has taken this server's place, and ConfigurationError when the listener
-        cannot be the server that the coordinator takes it for.
+        Raises the coordinator's refusal of the first registration; AnotherRunError if the run of
+        this server's state is over or unknown; PreconditionError / SERVER_CONFLICT if another
+        process has taken this server's place; and ConfigurationError if the listener cannot take
+        the assigned place.
         """
         backoff = Backoff(first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S)
         while True:
@@ -223,7 +222,7 @@ class CoordinatorSession:
             except ShoalError as error:
                 task = asyncio.current_task()
                 if task is not None and task.cancelling():
-                    # grpc.aio can end a read that is cancelled with the call's error instead
+                    # grpc.aio may end a cancelled read with the call's error instead
                     raise asyncio.CancelledError from error
                 if (
                     error.reason == _RUN_ENDED
@@ -254,10 +253,10 @@ class CoordinatorSession:
             await self._renew()
 
     async def layout(self) -> Layout:
-        """The current shard map, as far as it concerns this server.
+        """Returns the current shard map as far as it concerns this server.
 
-        Raises PreconditionError / TENSORS_UNDECLARED, and UnavailableError when the coordinator
-        cannot be asked or has not welcomed this server yet.
+        Raises PreconditionError / TENSORS_UNDECLARED, and UnavailableError if the coordinator
+        cannot be reached or has not welcomed this server yet.
         """
         server_index = await self._registered_index()
         request = coordinator_pb2.GetShardMapRequest(
@@ -272,8 +271,8 @@ class CoordinatorSession:
         return layout_from_shard_map(answer.shard_map, server_index=server_index)
 
     def report_backup(self, *, epoch: int, in_sync: bool, reason: str = "") -> None:
-        """A primary's word on its backup. Lost while the session is broken: say it again when the
-        place is told anew."""
+        """Sends a primary's report on its backup. Lost while the session is broken, so repeat it
+        when the place is announced again."""
         if self._sending is not None:
             report = coordinator_pb2.BackupReport(epoch=epoch, in_sync=in_sync, reason=reason)
             self._sending.say(coordinator_pb2.ServerMessage(backup=report))
@@ -281,8 +280,8 @@ class CoordinatorSession:
     def report_move(
         self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False
     ) -> None:
-        """What became of a move: the incarnation of the process that has the partitions, or why
-        none has, and whether that is this server's fault. Lost while the session is broken: the
+        """Sends the outcome of a move: the incarnation of the process that has the partitions, or
+        why none has, and whether that is this server's fault. Lost while the session is broken; the
         coordinator asks again."""
         if self._sending is not None:
             report = coordinator_pb2.MoveReport(
@@ -301,7 +300,7 @@ class CoordinatorSession:
                 await channel.close()
 
     async def _renew(self) -> None:
-        """Takes a fresh channel, where the coordinator has a name that may stand for another
+        """Replaces the channel if the coordinator's address is a name that may resolve to another
         address by now (`is_name`)."""
         if not is_name(self._settings.address):
             return
@@ -311,8 +310,8 @@ class CoordinatorSession:
         self._stub = CoordinatorStub(self._channel)
 
     async def _hold(self, opened: _Opened) -> str:
-        """One stream, from registration to its end. Returns when the job is over, else raises why
-        it ended."""
+        """Holds one stream from registration to its end. Returns when the job is over; otherwise
+        raises the reason for the end."""
         sending = _Sending()
         call = self._stub.ServerSession(self._messages(sending))
         try:
@@ -337,7 +336,7 @@ class CoordinatorSession:
                 match directive.WhichOneof("directive"):
                     case "members":
                         told = directive.members
-                        # an older coordinator tells none
+                        # an older coordinator sends no digests
                         keyed = zip(told.member_ids, told.key_digests, strict=False)
                         digests = {member: digest.hex() for member, digest in keyed if digest}
                         self._listener.members(told.generation, tuple(told.member_ids), digests)
@@ -351,8 +350,8 @@ class CoordinatorSession:
                         return str(directive.stop.reason)
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INTERNAL:
-                # grpc.aio puts this in the place of the real status when that comes while a
-                # heartbeat is being written.
+                # grpc.aio reports this status instead of the real one if that arrives during the
+                # write of a heartbeat.
                 raise UnavailableError(
                     "the stream broke while something was written to it", reason="SESSION_BROKEN"
                 ) from error
@@ -394,9 +393,9 @@ class CoordinatorSession:
         return welcome
 
     async def _messages(self, sending: _Sending) -> AsyncGenerator[coordinator_pb2.ServerMessage]:
-        """What this server says in one stream. Not with `call.write`: beside interceptors, which a
-        token is, grpc.aio feeds that from a queue whose reader it leaves behind, for ever, when the
-        call fails."""
+        """Yields the messages of one stream. `call.write` is not used: with interceptors, such as
+        for a token, grpc.aio feeds it from a queue whose reader is leaked forever when the call
+        fails."""
         yield coordinator_pb2.ServerMessage(register=self._register_message())
         while await sending.due():
             while sending.said:
@@ -423,8 +422,8 @@ class CoordinatorSession:
         )
 
     def _is_of_another_run(self, error: ShoalError) -> bool:
-        """Nobody will ask for what this server holds any more. Of a run that the coordinator does
-        not know members may yet come back."""
+        """Returns whether nobody will ask for this server's state again. Members of a run unknown
+        to the coordinator may still return."""
         if error.reason == _RUN_UNKNOWN and isinstance(error, UnavailableError):
             now = asyncio.get_running_loop().time()
             self._lost_at = now if self._lost_at is None else self._lost_at
@@ -484,38 +483,38 @@ def _order(message: coordinator_pb2.MovePartitions) -> MoveOrder:
 
 
 class _Opened:
-    """How far one stream came."""
+    """Progress of one stream."""
 
     welcomed: bool = False
 
 
 class _Sending:
-    """When the next message of a stream is due."""
+    """Schedule of a stream's outgoing messages."""
 
     def __init__(self) -> None:
         self._interval_s: float | None = None
         self._changed = asyncio.Event()
         self._ended = False
         self.said: deque[coordinator_pb2.ServerMessage] = deque()
-        """What is to be sent before the next heartbeat."""
+        """Messages to send before the next heartbeat."""
 
     def heartbeats_every(self, interval: timedelta) -> None:
-        """The first one is due at once."""
+        """Starts heartbeats; the first one is due immediately."""
         self._interval_s = interval.total_seconds()
         self._changed.set()
 
     def say(self, message: coordinator_pb2.ServerMessage) -> None:
-        """It is sent at once."""
+        """Sends a message as soon as possible."""
         self.said.append(message)
         self._changed.set()
 
     def end(self) -> None:
-        """Nothing more is to be said."""
+        """Ends the outgoing messages."""
         self._ended = True
         self._changed.set()
 
     async def due(self) -> bool:
-        """Waits until something is to be sent; False at the end."""
+        """Waits until a message is due; returns False at the end."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._interval_s):
                 await self._changed.wait()

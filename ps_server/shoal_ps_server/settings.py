@@ -1,5 +1,5 @@
-"""What a parameter server reads from its environment (SHOAL_PS_SERVER_...) and its command line:
-the one module that does."""
+"""Settings of a parameter server from its environment (SHOAL_PS_SERVER_...) and its command line;
+no other module reads them."""
 
 from __future__ import annotations
 
@@ -24,23 +24,24 @@ from shoal_common.settings import Address, AddressField, Duration
 
 
 class Fsync(enum.StrEnum):
-    """When the journal is made to last beyond a loss of power. A killed process loses nothing with
-    any of them."""
+    """When the journal is synced so that it survives a power failure. A killed process loses
+    nothing with any setting."""
 
     GROUP = "group"
-    """Before a change is acknowledged; what came while the disk was busy is synced together."""
+    """Before a change is acknowledged; changes that arrive while the disk is busy are synced
+    together."""
     ALWAYS = "always"
-    """Before a change is acknowledged, each by itself."""
+    """Before a change is acknowledged, each one separately."""
     NEVER = "never"
-    """When the kernel likes."""
+    """Whenever the kernel writes it."""
 
 
 _Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
 
 class PsServerSettings(ServiceSettings, CallerSettings):
-    """One server. Flags win over the environment. It calls the coordinator and the job's other
-    servers with the certificate that it serves with, and with a token of role server."""
+    """Settings of one server. Flags override the environment. It calls the coordinator and the
+    job's other servers with its own serving certificate and a token of role server."""
 
     model_config = SettingsConfigDict(env_prefix="SHOAL_PS_SERVER_")
 
@@ -48,10 +49,10 @@ class PsServerSettings(ServiceSettings, CallerSettings):
     """host:port of the coordinator."""
 
     job: _Name
-    """The job whose tensors this server holds."""
+    """Job whose tensors this server holds."""
 
     server_id: _Name = Field(default_factory=socket.gethostname)
-    """Stable over restarts of the same server: its snapshot belongs to it."""
+    """Id of the server, stable across its restarts, which identifies its snapshot."""
 
     listen: AddressField = Address("127.0.0.1", 0)
     """host:port of the gRPC service."""
@@ -64,41 +65,42 @@ class PsServerSettings(ServiceSettings, CallerSettings):
     """host:port of /metrics and /healthz."""
 
     advertise: str | None = None
-    """The host under which workers reach this server, or the interface; None: the one it listens
-    on. Where that is all of them: `local_addr`, else this machine's name, or the address of the
-    route to the coordinator if the name is none that others could use."""
+    """Host or interface under which workers reach this server; None: the one it listens on. If that
+    is all of them: `local_addr`, otherwise this machine's name, or the address of the route to the
+    coordinator if others could not use that name."""
 
     local_addr: str | None = Field(default=None, validation_alias="SHOAL_LOCAL_ADDR")
-    """Where others reach this machine, by the variable that holds for all of its processes: an
-    address, an interface or a host name."""
+    """Address, interface or host name under which others reach this machine; the variable applies
+    to all of its processes."""
 
     data_dir: Path | None = None
-    """Directory of the journal and the snapshot, read at the start; None: what the server holds
-    ends with its process."""
+    """Directory of the journal and the snapshot, read at the start; None: the server's state is
+    lost when the process ends."""
 
     fsync: Fsync = Fsync.GROUP
     """When the journal is synced."""
 
     journal_limit: Annotated[int, Field(ge=1 << 20)] = 1 << 29
-    """Bytes of the journal from which on a snapshot takes its place, if that is more than four
-    times what the server holds."""
+    """Size of the journal in bytes above which a snapshot replaces it, if the journal also exceeds
+    four times the size of the server's state."""
 
     snapshot_interval: Duration = timedelta(minutes=1)
-    """Time between snapshots of a server whose values change; 0s: only when asked, and at
+    """Time between snapshots of a server whose values change; 0s: only on request and at
     SIGTERM."""
 
     staging_memory: Annotated[int, Field(ge=16 << 20)] = 1 << 30
-    """Bytes of pushed partitions that are not applied yet; a member has at most a quarter of
-    them."""
+    """Maximum bytes of pushed partitions that are not applied yet; a member may use at most a
+    quarter of it."""
 
     port_file: Path | None = None
-    """Where to write the bound addresses, as JSON, once serving."""
+    """File to which the bound addresses are written as JSON once serving."""
 
     drain_timeout: Duration = timedelta(seconds=10)
-    """How long calls in progress may go on after SIGTERM."""
+    """How long calls in progress may continue after SIGTERM."""
 
     threads: Annotated[int, Field(ge=1, le=256)] = 1
-    """Threads of torch's arithmetic. More servers use more cores better than more threads do."""
+    """Number of threads for torch. Additional servers use additional cores better than additional
+    threads do."""
 
     log_level: str = "INFO"
     """DEBUG, INFO, WARNING, ERROR or CRITICAL."""
@@ -113,16 +115,16 @@ class PsServerSettings(ServiceSettings, CallerSettings):
         return self
 
     def advertised(self, port: int) -> str:
-        """host:port for workers, given the port that was bound."""
+        """Returns host:port for workers, given the bound port."""
         return str(Address(self._host_of(self.listen), port))
 
     def advertised_http(self, port: int) -> str:
-        """host:port for Prometheus."""
+        """Returns host:port for Prometheus."""
         return str(Address(self._host_of(self.http), port))
 
     def _host_of(self, listened: Address) -> str:
-        """Raises ConfigurationError for an interface or a `local_addr` that this machine does not
-        have."""
+        """Returns the host to advertise. Raises ConfigurationError for an interface or a
+        `local_addr` that this machine does not have."""
         if self.advertise is not None:
             return own_address.of_interface(self.advertise) or self.advertise
         if not own_address.is_unspecified(listened.host):
@@ -138,7 +140,7 @@ class PsServerSettings(ServiceSettings, CallerSettings):
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The parser of the command's flags."""
+    """Returns the parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="shoal-ps-server",
         description="A parameter server: holds a share of one job's tensors and applies pushed "
@@ -205,6 +207,6 @@ def command_line() -> argparse.ArgumentParser:
 
 
 def parse_command_line(arguments: Sequence[str] | None = None) -> PsServerSettings:
-    """Flags over the environment over the defaults. Exits on --help and unknown flags; raises
-    ConfigurationError for wrong values."""
+    """Loads settings: flags override the environment, which overrides the defaults. Exits on --help
+    and unknown flags; raises ConfigurationError for invalid values."""
     return PsServerSettings.load(**vars(command_line().parse_args(arguments)))

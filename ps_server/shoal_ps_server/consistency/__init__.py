@@ -1,2 +1,2 @@
-"""Who may push and pull, and when: the fence against members that are out, the clocks of asp and
-ssp, and the waits on both."""
+"""Rules for when members may push and pull: the fence against evicted members, the clocks of asp,
+ssp and bsp, and the waits on both."""

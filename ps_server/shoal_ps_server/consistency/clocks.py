@@ -1,20 +1,21 @@
-"""The clocks of asp, ssp(bound) and bsp: a pure core without time, waiting or I/O. `membership.py`
+"""Clocks of asp, ssp(bound) and bsp: a pure core without time, waiting or I/O. `membership.py`
 waits on it.
 
-A member's clock counts its iterations. It is counted from the member's own first report, so members
-may number their iterations from wherever they like, and a joiner, whatever it says first, stands
-where the slowest then is. A member that leaves stops counting; so does one that rests, until it
-speaks again, and then it is placed like a joiner.
+A member's clock counts its iterations from its own first report, so members may number their
+iterations from any value. A joiner starts at the clock of the slowest member, whatever number it
+reports first. A member that leaves stops counting. So does a resting member until its next report,
+when it is placed like a joiner.
 
 ssp (Ho et al., NIPS 2013): a member may begin its next iteration while its clock is at most `bound`
-above the slowest member's. The slowest is never held up by this, so somebody can always go on.
+ahead of the slowest member's. The slowest member is never blocked by this, so some member can
+always proceed.
 
-bsp (Valiant, "A Bridging Model for Parallel Computation", CACM 1990): as ssp with a bound of 0, and
-besides a push of iteration k + 1 is let in only when every member has read the values of iteration
-k. So what is read in one iteration has all pushes of those before, and none of a later one. A
-member has read them when it says so, or when its own push of iteration k + 1 comes. Once one push
-of an iteration was let in, all of that iteration are: the iteration is open, and who comes then, or
-comes back, begins behind it.
+bsp (Valiant, "A Bridging Model for Parallel Computation", CACM 1990): like ssp with a bound of 0;
+in addition, a push of iteration k + 1 is admitted only when every member has read the values of
+iteration k. Values read in an iteration therefore contain all pushes of earlier iterations and none
+of later ones. A member has read them when it says so, or when its own push of iteration k + 1
+arrives. Once one push of an iteration has been admitted, that iteration is open and its other
+pushes are admitted too; a member that arrives or returns then starts after it.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 _LARGEST = 2**62
-"""A report from here on is not counted: it says "wait for me no more". Clocks saturate here, so
-that none overflows an int64."""
+"""Reports at or above this value mean "do not wait for me any more" and are not counted. Clocks
+saturate here, so that none overflows an int64."""
 
 
 class ConsistencyMode(enum.Enum):
-    """Who waits for whom."""
+    """Consistency model: the members that a member waits for."""
 
     ASP = "asp"
-    """Nobody."""
+    """No waiting."""
     SSP = "ssp"
-    """Whoever is more than `bound` clocks ahead of the slowest."""
+    """Members more than `bound` clocks ahead of the slowest wait."""
     BSP = "bsp"
-    """Everybody for everybody, twice in each iteration: pulls for all pushes of it, and pushes for
-    all pulls before it."""
+    """All members wait for each other twice per iteration: pulls for all pushes of the iteration,
+    and pushes for all earlier pulls."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Consistency:
-    """A job's consistency."""
+    """A job's consistency model."""
 
     mode: ConsistencyMode = ConsistencyMode.ASP
     bound: int = 0
-    """Clocks; with bsp 0, and with asp not looked at."""
+    """Bound in clocks; 0 with bsp, ignored with asp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,40 +55,41 @@ class MemberClock:
     """One member's progress."""
 
     clock: int
-    """Where it stands among the others; never falls."""
+    """Position relative to the other members; never decreases."""
     origin: int | None = None
-    """`clock` = origin + what the member reports; None before its first report, and while it
+    """`clock` = origin + the reported iteration. None before the first report and while the member
     rests."""
     has_read: bool = False
-    """It has the values of iteration `clock`. Known under bsp alone, and to this process alone."""
+    """Whether the member has the values of iteration `clock`. Known only under bsp, and only to
+    this process."""
     takes_part: bool = False
-    """It has read or pushed since it was placed: its count is the same on all servers. Known under
-    bsp alone."""
+    """Whether it has read or pushed since it was placed, so that its count is the same on all
+    servers. Known only under bsp."""
     rests: bool = False
-    """Nobody waits for it until it reports again."""
+    """Whether no member waits for it until its next report."""
 
 
 class Clocks:
-    """The clocks of the current members. Invariants: no clock falls, and neither do `slowest` and
-    `opened`; the clock of every member that does not rest is >= `slowest`, and under bsp >=
+    """Clocks of the current members. Invariants: no clock, nor `slowest` or `opened`, ever
+    decreases; the clock of every member that does not rest is >= `slowest` and, under bsp, >=
     `opened` - 1."""
 
     def __init__(
         self, *, members: Mapping[str, MemberClock] | None = None, slowest: int = 0, opened: int = 0
     ) -> None:
-        """`members`: those that are there already."""
+        """`members`: clocks of existing members."""
         self._members = dict(members or {})
         self._slowest = slowest
         self._opened = opened
 
     @property
     def slowest(self) -> int:
-        """The slowest member's clock; what it was last when nobody is there who does not rest."""
+        """Clock of the slowest member; its last value if every member rests."""
         return self._slowest
 
     @property
     def opened(self) -> int:
-        """bsp: the last iteration of which a push was let in; 0: none."""
+        """Under bsp, the newest iteration with an admitted push; 0 if none."""
         return self._opened
 
     @property
@@ -96,8 +98,8 @@ class Clocks:
         return dict(self._members)
 
     def follow(self, members: Iterable[str]) -> None:
-        """Takes over the membership: joiners start at the slowest clock, and those who are gone no
-        longer count."""
+        """Adopts the membership: joiners start at the slowest clock, and former members no longer
+        count."""
         self._members = {
             member: self._members.get(member) or MemberClock(clock=self._start)
             for member in members
@@ -105,9 +107,9 @@ class Clocks:
         self._settle()
 
     def report(self, member: str, finished: int, *, place: int = 0) -> None:
-        """A member says that it has finished `finished` iterations, as it counts them; what it said
-        before may come again. `_LARGEST` or more: it `rest`s. `place`: the clock that this is, if
-        it is not below where the member stands; 0: as it counted before."""
+        """Records that a member has finished `finished` iterations by its own count; reports may be
+        repeated. `_LARGEST` or more: the member rests. `place`: the clock that corresponds to this
+        report, unless it is below the member's current one; 0: keep the member's origin."""
         if finished >= _LARGEST:
             return self.rest(member)
         known = self._members[member]
@@ -127,7 +129,7 @@ class Clocks:
         return self._settle()
 
     def has_read(self, member: str, finished: int) -> None:
-        """A member says that it has the values with which its iteration after `finished` begins."""
+        """Records that a member has the values with which its iteration after `finished` begins."""
         finished = min(finished, _LARGEST - 1)  # who reads does not rest
         self.report(member, finished)
         known = self._members[member]
@@ -136,17 +138,16 @@ class Clocks:
             self._members[member] = replace(known, has_read=True, takes_part=True)
 
     def rest(self, member: str) -> None:
-        """A member has nothing to do, or leaves: nobody is to wait for it until it reports
-        again."""
+        """Records that a member is idle or leaves: no member waits for it until its next report."""
         self._members[member] = MemberClock(clock=self._members[member].clock, rests=True)
         self._settle()
 
     def arrive(self, member: str, finished: int) -> int:
-        """bsp: a push is here that will have finished iteration `finished`, as its member counts
-        them. Returns its number here.
+        """Records the arrival of a bsp push that completes iteration `finished` by its member's
+        count. Returns the iteration's number here.
 
-        It was computed on values that were read before. Where the member has finished that
-        iteration already, on this server, the push belongs to its next one.
+        The push was computed on values read before. If the member has already finished that
+        iteration on this server, the push belongs to its next one.
         """
         finished = min(finished, _LARGEST)
         self.report(member, max(0, finished - 1))
@@ -157,8 +158,8 @@ class Clocks:
         return min(max(known.origin + finished, known.clock + 1), _LARGEST)
 
     def awaited(self, iteration: int) -> list[str]:
-        """bsp: the members that have not read what pushes of this iteration would change; none:
-        they may be let in."""
+        """Returns the members that have yet to read the values that bsp pushes of this iteration
+        would change. Pushes are admitted once there are none."""
         if iteration <= self._opened:
             return []
         return sorted(
@@ -168,35 +169,36 @@ class Clocks:
         )
 
     def open(self, iteration: int) -> None:
-        """bsp: a push of this iteration is let in."""
+        """Records that a bsp push of this iteration was admitted."""
         self._opened = max(self._opened, iteration)
 
     def has_pushed(self, member: str) -> None:
-        """bsp: a push of a member that has reported was let in, by another process."""
+        """Records that another process admitted a bsp push of a member that has reported."""
         self._members[member] = replace(self._members[member], takes_part=True)
 
     def behind(self, member: str, bound: int) -> list[str]:
-        """The members that are more than `bound` clocks behind this one."""
+        """Returns the members more than `bound` clocks behind this one."""
         least = self._members[member].clock - bound
         return sorted(
             m for m, each in self._members.items() if not each.rests and each.clock < least
         )
 
     def has_reported(self, member: str) -> bool:
-        """Whether it is known where the member's count begins."""
+        """Returns whether the origin of the member's count is known."""
         return self._members[member].origin is not None
 
     def lead(self, member: str) -> int:
-        """How far a member is ahead of the slowest."""
+        """Returns how many clocks a member is ahead of the slowest."""
         return self._members[member].clock - self._slowest
 
     def may_proceed(self, member: str, consistency: Consistency) -> bool:
-        """Whether a member may begin its next iteration now."""
+        """Returns whether a member may begin its next iteration now."""
         return consistency.mode is ConsistencyMode.ASP or self.lead(member) <= consistency.bound
 
     @property
     def _start(self) -> int:
-        """Where who begins now stands: behind an iteration that has begun without it."""
+        """Starting clock of a new member: the slowest clock, or after an iteration that has begun
+        without it."""
         return max(self._slowest, self._opened)
 
     def _settle(self) -> None:

@@ -1,16 +1,17 @@
-"""Who may still act on this server: a pure core.
+"""Decides which members may still act on this server: a pure core.
 
-The coordinator names the members of each generation; this remembers who was put out, and when.
+The coordinator names the members of each generation; the fence remembers which members were
+evicted, and when.
 
-Asynchronous training is not interrupted by a change of membership, so a member's generation need
-not be the newest: a member that is still in may go on in the one it knows. What must not get
-through is what a member sent before it was put out. So the fence refuses
+Membership changes do not interrupt asynchronous training, so a member's generation need not be the
+newest: a current member may continue in the one it knows. Messages sent before the sender's
+eviction must not get through. The fence therefore refuses
 
 - members that are not in the newest generation known here, and
-- generations up to the last one without the member, when it was put out and is in again.
+- for a member that was evicted and has returned, generations up to the last one without it.
 
-A caller whose generation is above every one known here is neither let in nor refused, also a
-member: the news has not reached this server yet.
+A caller, member or not, whose generation is newer than any known here is neither admitted nor
+refused: this server has not been notified yet.
 """
 
 from __future__ import annotations
@@ -26,40 +27,42 @@ from shoal_common.security import check_member_key
 _NONE: Final[Mapping[str, str]] = {}
 
 REMEMBERED = 1024
-"""Members out of the job whose sequence numbers and put-out generations are kept, in case they come
-back."""
+"""Maximum number of former members whose sequence numbers and eviction generations are kept in case
+they return."""
 
 
 class Verdict(enum.Enum):
-    """What the fence says of a caller it does not refuse."""
+    """Answer of the fence to a caller that it does not refuse."""
 
     ADMITTED = "admitted"
     UNHEARD_OF = "unheard of"
-    """Its generation is newer than any known here: ask again when the coordinator has spoken."""
+    """The caller's generation is newer than any known here: check again once the coordinator has
+    announced it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What a new membership changed."""
+    """Changes made by a new membership."""
 
     joined: frozenset[str] = frozenset()
     left: frozenset[str] = frozenset()
     forgotten: frozenset[str] = frozenset()
-    """Out for so long that nothing is kept of them."""
+    """Members absent for so long that their state was dropped."""
 
 
 @dataclass(kw_only=True)
 class Fence:
-    """Invariants: `generation` never falls; `put_out` has the members out of the job that are still
-    remembered, and those back in it."""
+    """Invariants: `generation` never decreases; `put_out` contains the remembered former members
+    and those that have returned."""
 
     generation: int = -1
-    """The newest known; 0: the job has none yet; -1: the coordinator has not spoken."""
+    """Newest known generation; 0 if the job has none yet; -1 if the coordinator has not announced
+    any."""
     members: frozenset[str] = frozenset()
     put_out: dict[str, int] = field(default_factory=dict)
-    """Member -> the newest generation without it, oldest departure first."""
+    """Member -> newest generation without it, earliest departure first."""
     key_digests: dict[str, str] = field(default_factory=dict)
-    """Member of the newest generation -> the digest of its key; without those that have none."""
+    """Member of the newest generation -> digest of its key; members without a key are missing."""
 
     @classmethod
     def restored(
@@ -70,7 +73,7 @@ class Fence:
         put_out: Mapping[str, int],
         key_digests: Mapping[str, str] = _NONE,
     ) -> Fence:
-        """Makes the fence that a snapshot held."""
+        """Restores the fence from a snapshot."""
         return cls(
             generation=generation,
             members=frozenset(members),
@@ -81,8 +84,8 @@ class Fence:
     def learn(
         self, generation: int, members: Iterable[str], key_digests: Mapping[str, str] = _NONE
     ) -> Change:
-        """The coordinator names a generation's members, and the digests of the keys of those that
-        have one. An older generation than the known one is old news, and changes nothing."""
+        """Adopts the members of a generation and the digests of their keys, as announced by the
+        coordinator. Ignores a generation older than the known one."""
         if generation < self.generation:
             return Change()
         now = frozenset(members)
@@ -96,15 +99,15 @@ class Fence:
         return Change(joined=change.joined, left=change.left, forgotten=self._forget())
 
     def remember(self, others: Fence) -> None:
-        """Takes over whom another server knows to have been put out. It knows no newer generation
-        than this one does."""
+        """Adds the evicted members known to another server, which knows no newer generation than
+        this one."""
         known = dict(others.put_out) | dict.fromkeys(others.members - self.members, self.generation)
         for member in known.keys() & self.put_out.keys():
             self.put_out[member] = max(self.put_out[member], known.pop(member))
         self.put_out = known | self.put_out
 
     def check_key(self, member: str, key: str) -> None:
-        """Raises PermissionDeniedError when `key` is not that of this member of the newest
+        """Raises PermissionDeniedError if `key` is not that of this member of the newest
         generation."""
         check_member_key(member, self.key_digests.get(member, ""), key)
 

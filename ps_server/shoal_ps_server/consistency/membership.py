@@ -1,5 +1,5 @@
-"""The fence and the clocks of a running server, and the waits on them. Belongs to the event loop;
-fence.py and clocks.py decide."""
+"""Fence and clocks of a running server, and the waits on them. Belongs to the event loop; fence.py
+and clocks.py decide."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyM
 from shoal_ps_server.consistency.fence import Change, Fence, Verdict
 
 ADMISSION_WAIT: Final = timedelta(seconds=5)
-"""How long a caller of a generation that this server has not heard of may wait for the
-coordinator's word. It comes within milliseconds when the coordinator is there."""
+"""How long a caller from an unknown generation may wait for the coordinator to announce it, which
+takes milliseconds if the coordinator is up."""
 PUSH_WAIT: Final = timedelta(seconds=5)
-"""bsp: how long a push may wait for others to read what it would change. A worker then looks
-whether it is to leave, and sends it again."""
+"""How long a bsp push may wait for others to read the values that it would change. The worker then
+checks whether it has to leave, and sends the push again."""
 
 _NONE: Final[Mapping[str, str]] = {}
 _NAMED: Final = 5
-"""How many of those who are waited for an error names."""
+"""Maximum number of awaited members named in an error."""
 
 
 class Membership:
-    """Who may act, and who must wait for whom."""
+    """Admits members, and makes them wait for each other."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class Membership:
         push_wait: timedelta = PUSH_WAIT,
         first_heard: Callable[[], None] = lambda: None,
     ) -> None:
-        """`first_heard`: called before the first report of a member is counted, which says where
-        its count begins."""
+        """`first_heard`: called before a member's first report, which fixes the origin of its
+        count."""
         self.fence = fence
         self.clocks = clocks
         self.consistency = Consistency()
@@ -47,20 +47,20 @@ class Membership:
         self._first_heard = first_heard
         self._stopping = False
         self._news = asyncio.Event()
-        """Set, and replaced, whenever something that a waiter looks at has changed."""
+        """Set and replaced whenever state that waiters check has changed."""
 
     def learn(
         self, generation: int, members: Iterable[str], key_digests: Mapping[str, str] = _NONE
     ) -> Change:
-        """The coordinator's word on a generation's members, and the digests of the keys of those
-        that have one."""
+        """Adopts the members of a generation and the digests of their keys, as announced by the
+        coordinator."""
         change = self.fence.learn(generation, members, key_digests)
         self.clocks.follow(self.fence.members)
         self._announce()
         return change
 
     async def know(self, generation: int) -> None:
-        """Returns when the coordinator has told of this generation or a newer one. Raises
+        """Waits until the coordinator has announced this generation or a newer one. Raises
         UnavailableError / MEMBERSHIP_UNKNOWN after `admission_wait`."""
         if not await self._until(lambda: self.fence.generation >= generation, self._admission_wait):
             raise UnavailableError(
@@ -71,8 +71,8 @@ class Membership:
             )
 
     def take_over(self, fence: Fence, clocks: Clocks | None) -> None:
-        """Remembers whom another server knows to have been put out, and goes on with its clocks, if
-        there are any."""
+        """Adds the evicted members known to another server, and continues with its clocks if there
+        are any."""
         self.fence.remember(fence)
         if clocks is not None:
             self.clocks = clocks
@@ -80,24 +80,24 @@ class Membership:
         self._announce()
 
     def wake(self) -> None:
-        """Whoever waits looks again."""
+        """Makes every waiter check its condition again."""
         self._announce()
 
     def check(self, member: str, generation: int) -> None:
-        """Raises StaleGenerationError when a caller that was admitted is so no more."""
+        """Raises StaleGenerationError if an admitted caller has since been fenced off."""
         self.fence.check(member, generation)
 
     def check_key(self, member: str, key: str) -> None:
-        """Raises PermissionDeniedError when `key` is not that of this member of the newest
+        """Raises PermissionDeniedError if `key` is not that of this member of the newest
         generation."""
         self.fence.check_key(member, key)
 
     async def admit(self, member: str, generation: int, *, key: str = "") -> None:
-        """Returns when the caller, which shows `key`, may act as `member`.
+        """Waits until the caller, which presents `key`, may act as `member`.
 
-        Raises PermissionDeniedError as `check_key`, StaleGenerationError, or UnavailableError /
-        MEMBERSHIP_UNKNOWN when the coordinator has not told this server of the caller's generation
-        within `admission_wait`.
+        Raises PermissionDeniedError like `check_key`, StaleGenerationError, or UnavailableError /
+        MEMBERSHIP_UNKNOWN if the coordinator has not announced the caller's generation within
+        `admission_wait`.
         """
         if self.fence.check(member, generation) is not Verdict.ADMITTED:
             await self._until_admitted(member, generation)
@@ -115,16 +115,16 @@ class Membership:
             )
 
     def finished(self, member: str, clock: int, *, place: int = 0) -> None:
-        """A member finished iteration `clock`, as it counts them. Ignored from one that has just
-        been put out. `place`: see `Clocks.report`."""
+        """Records that a member finished iteration `clock` by its own count. Ignored for a member
+        that has just been evicted. `place`: see `Clocks.report`."""
         if member in self.fence.members:
             self._hear(member)
             self.clocks.report(member, clock, place=place)
             self._clocks_changed()
 
     def has_read(self, member: str, clock: int) -> None:
-        """A member has the values that iteration `clock` ended with, as it counts them. Ignored
-        from one that has just been put out."""
+        """Records that a member has the values at the end of iteration `clock` by its own count.
+        Ignored for a member that has just been evicted."""
         if member in self.fence.members:
             self._hear(member)
             self.clocks.has_read(member, clock)
@@ -138,11 +138,11 @@ class Membership:
         wait: timedelta,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Returns when the member may begin its next iteration.
+        """Waits until the member may begin its next iteration.
 
         Raises DeadlineError (SSP_WAIT_TIMEOUT, BSP_WAIT_TIMEOUT) after `wait`, StaleGenerationError
-        when it is put out meanwhile, and what `check` does, which is asked whether to go on
-        waiting.
+        if the member is evicted meanwhile, and the errors of `check`, which is called to decide
+        whether to keep waiting.
         """
 
         def may_proceed() -> bool:
@@ -163,12 +163,12 @@ class Membership:
     async def let_in(
         self, member: str, generation: int, clock: int, *, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Returns when a push that will have finished iteration `clock`, as its member counts them,
-        may be admitted: under bsp when every member has read what it would change, else at once.
-        The member itself has, or it would not push.
+        """Waits until a push that completes iteration `clock` by its member's count may be
+        admitted: under bsp, until every other member has read the values that it would change;
+        otherwise returns at once.
 
-        Raises DeadlineError / BSP_WAIT_TIMEOUT, StaleGenerationError when the member is put out
-        meanwhile, and what `check` does, which is asked whether to go on waiting.
+        Raises DeadlineError / BSP_WAIT_TIMEOUT, StaleGenerationError if the member is evicted
+        meanwhile, and the errors of `check`, which is called to decide whether to keep waiting.
         """
         self.check(member, generation)
         if self.consistency.mode is not ConsistencyMode.BSP:
@@ -192,8 +192,8 @@ class Membership:
         self.clocks.open(iteration)
 
     def stop(self) -> None:
-        """The server stops: who waits is told to try again elsewhere or later, UnavailableError /
-        SERVER_STOPPING."""
+        """Stops the server's waits: waiters get UnavailableError / SERVER_STOPPING and may retry
+        elsewhere or later."""
         self._stopping = True
         self._announce()
 

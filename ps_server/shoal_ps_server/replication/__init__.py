@@ -1,8 +1,7 @@
-"""What servers send each other, so that a partition's state is on more than one of them, or on
-another one.
+"""Transfers of partition state between servers, for backups and for moves.
 
-A backup follows its primary's journal, and may take the primary's place (docs/decisions/0198):
-`primary` is the side of the server that is followed, `standby` the side of the one that follows. A
-server hands partitions over to another one (docs/decisions/0200): `giving` and `taking` are the two
-sides. `items` is what goes from one to the other.
+A backup follows its primary's journal and may take over its place (docs/decisions/0198): `primary`
+is the followed server's side, `standby` the follower's. A server hands partitions over to another
+(docs/decisions/0200): `giving` and `taking` are the two sides. `items` defines the transferred
+items.
 """

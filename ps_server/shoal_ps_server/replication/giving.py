@@ -1,10 +1,10 @@
-"""The giver's side of a move: partitions are frozen, copied to the server that is to have them, and
-noted in the journal as leaving.
+"""The giver's side of a move: freezes partitions, copies them to the receiver, and records in the
+journal that they are leaving.
 
-Up to the note this server may give up, and serves them on. After it only the coordinator ends the
-freeze (service/mover.py), whatever becomes of this process. All copies that are sent under one
-number are equal: once they are served again, or by another process, what a receiver still gets of
-that number must not count. Belongs to the event loop.
+Until that record this server may give up and serve the partitions again. After it only the
+coordinator ends the freeze (service/mover.py), whatever happens to this process. All copies sent
+under one number are equal: once the partitions are served again, or by another process, data that
+still arrives under that number must be ignored. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from shoal_ps_server.storage.recovery import coming_fields, leaving_record
 logger = logging.getLogger(__name__)
 
 _MOVE_LIMIT: Final = timedelta(seconds=20)
-"""How long a move may take until the receiver has all; and how long the receiver may take nothing
-of it, or not answer."""
+"""How long a move may take until the receiver has everything; and how long the receiver may go
+without accepting data or answering."""
 _IDLE_LIMIT: Final = timedelta(seconds=5)
 _TAKE: Final = "/shoal.v1.ParameterServer/TakePartitions"
 
 
 class NotTaken(Exception):
-    """The receiver is away, refuses what it is given, or does not take it in time: the giver is not
-    to blame."""
+    """The receiver is absent, refuses the partitions, or does not accept them in time: not the
+    giver's fault."""
 
     def __init__(self, error: ShoalError) -> None:
         super().__init__(str(error))
         self.error = error
-        """Why."""
+        """Cause of the failure."""
 
 
 class Giver:
-    """One server's."""
+    """Giver's side of moves of one server."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class Giver:
         move_limit: timedelta = _MOVE_LIMIT,
         idle_limit: timedelta = _IDLE_LIMIT,
     ) -> None:
-        """`state`: what is not in the shard. `wake` has those look again who wait for a turn.
-        `channel`: how to speak to a server."""
+        """`state`: the server's state outside the shard. `wake`: makes waiters check again.
+        `channel`: settings for calling another server."""
         self._shard = shard
         self._moves = moves
         self._changes = changes
@@ -81,17 +81,17 @@ class Giver:
         self._idle_limit_s = idle_limit.total_seconds()
         self._frozen_from = time.perf_counter()
         self._given_up = 0
-        """The last move after which this process served the partitions again."""
+        """Newest move after which this process served the partitions again."""
         self._given = (0, "")
-        """The last move of which a process has all partitions, and that process."""
+        """Newest move of which a process has all partitions, and that process."""
 
     async def give(self, order: MoveOrder) -> str:
-        """Returns the incarnation of the process that has the partitions, once this server can
-        change them no more by itself.
+        """Hands partitions over. Returns the incarnation of the process that has them, once this
+        server can no longer change them by itself.
 
-        Raises NotTaken where the receiver has not, and a ShoalError where this server could not
-        give them; they are served again then, unless an earlier attempt has noted that they are
-        leaving.
+        Raises NotTaken if the receiver does not have them, and a ShoalError if this server could
+        not send them. In both cases the partitions are served again, unless an earlier attempt has
+        recorded that they are leaving.
         """
         if self._moves.leaving is not None and self._moves.leaving.move == order.move:
             if self._given[0] != order.move:
@@ -124,8 +124,8 @@ class Giver:
         return receiver
 
     def freed(self, partition_ids: Collection[int]) -> None:
-        """Ends the freeze of these partitions: a move is settled, and they stay here or have gone
-        to the receiver."""
+        """Ends the freeze of these partitions once a move is settled, whether they stay or have
+        gone to the receiver."""
         if partition_ids:
             self._metrics.frozen_seconds.observe(time.perf_counter() - self._frozen_from)
             self._wake()
@@ -164,8 +164,8 @@ class Giver:
                 )
 
     async def _hand_over(self, order: MoveOrder) -> str:
-        """Sends the frozen partitions of a move to its receiver within a limit of time; returns its
-        incarnation. Raises as `give`."""
+        """Sends the frozen partitions of a move to its receiver within a time limit. Returns the
+        receiver's incarnation. Raises like `give`."""
         if not order.receiver_address:
             raise NotTaken(
                 UnavailableError(
@@ -221,14 +221,14 @@ class Giver:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # grpc.aio cancels a call whose messages cannot be made, and has logged why.
+            # grpc.aio cancels a call whose messages cannot be produced, and has logged the reason.
             raise InternalError(
                 f"move {order.move}: what was to be sent could not be put together"
             ) from error
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INTERNAL:
-                # grpc puts this in the place of the real status when the connection breaks while
-                # something is sent.
+                # grpc reports this status instead of the real one when the connection breaks during
+                # a send.
                 raise UnavailableError(
                     f"move {order.move}: the stream broke", reason="SESSION_BROKEN"
                 ) from error
@@ -241,7 +241,7 @@ class Giver:
     async def _chunks(
         self, order: MoveOrder, progress: Callable[[], None]
     ) -> AsyncGenerator[bytes]:
-        """What the receiver is sent."""
+        """Yields the chunks sent to the receiver."""
         state = self._state()
         assert state is not None, "it holds partitions"
         fields = {

@@ -1,8 +1,9 @@
-"""What servers send each other, as messages and back: to a backup first all that its primary holds,
-then each change; to a server that is to have some partitions, these.
+"""Items sent between servers, and their conversion to and from messages. A backup receives first
+everything that its primary holds and then each change; the receiver of a move gets the moved
+partitions.
 
-The fields of an item are JSON in the forms that snapshots and the journal have, so that a backup
-restores and replays with the same code as a server that starts.
+The fields of an item are JSON in the format of snapshots and the journal, so that a backup restores
+and replays with the same code as a starting server.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.storage.record import Record
 
 FORMAT_VERSION: Final = 4
-"""Grows when another release could not read the items."""
+"""Increased when other releases could not read the items."""
 LARGEST_ITEM_BYTES: Final = 1 << 30
 _NOTHING: Final = memoryview(b"")
 
@@ -31,7 +32,7 @@ RECORD: Final = pb.FollowHeader.KIND_RECORD
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """One thing that another server is told."""
+    """One item sent to another server."""
 
     kind: int
     """STATE, PARTITION, WHOLE or RECORD."""
@@ -39,10 +40,10 @@ class Item:
     """JSON values."""
     payload: memoryview = _NOTHING
     position: int = 0
-    """A record's place in its stream: 1, 2, 3, ...; 0 for other items."""
+    """Position of a record in its stream: 1, 2, 3, ...; 0 for other items."""
 
     def encoded(self) -> Iterator[bytes]:
-        """The FollowChunks that carry it."""
+        """Yields the encoded FollowChunks of the item."""
         header = pb.FollowHeader(
             kind=pb.FollowHeader.Kind.ValueType(self.kind),
             fields=json.dumps(self.fields, separators=(",", ":"), allow_nan=False).encode(),
@@ -53,7 +54,7 @@ class Item:
 
     @classmethod
     def of_record(cls, record: Record, position: int) -> Item:
-        """A change."""
+        """Returns the item for a change."""
         return cls(
             kind=RECORD,
             fields={"kind": record.kind, **record.fields},
@@ -62,14 +63,14 @@ class Item:
         )
 
     def record(self) -> Record:
-        """The inverse."""
+        """Returns the change; the inverse of `of_record`."""
         fields = dict(self.fields)
         return Record(kind=str(fields.pop("kind")), fields=fields, payload=self.payload)
 
 
 async def received_items(messages: AsyncIterator[bytes]) -> AsyncGenerator[Item]:
-    """The items of a stream, one by one, each whole. Raises CorruptDataError for a stream that is
-    none."""
+    """Yields the items of a stream, each one complete. Raises CorruptDataError for an invalid
+    stream."""
     header: pb.FollowHeader | None = None
     payload, came = memoryview(b""), 0
     async for data in messages:

@@ -1,11 +1,11 @@
-"""A primary's side of its backup: what the backup is sent, and when changes wait for it. Belongs to
-the event loop.
+"""A primary's side of its backup: chooses the data to send, and decides when changes wait for the
+backup. Belongs to the event loop.
 
-A backup that begins to follow gets all that there is, partition by partition between pushes, and
-the changes made since. Once it has said that all of this is on its disk, the journal holds each
-change back until the backup has it too, and then the coordinator is told that the backup is in
-sync. From then on only the coordinator lets the journal go on alone, by a new epoch: it may have
-made the backup the primary.
+A new follower receives the current state, partition by partition between pushes, and all changes
+made since. Once it has confirmed that all of this is on its disk, the journal holds each change
+back until the backup has it too, and the coordinator is notified that the backup is in sync. From
+then on only the coordinator can release the journal, by a new epoch: it may have made the backup
+the primary.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from shoal_ps_server.storage.snapshot import partition_to_bytes
 logger = logging.getLogger(__name__)
 
 PATIENCE: Final = timedelta(seconds=2)
-"""How long a backup may take to confirm a change, before the coordinator is asked to drop it."""
+"""How long a backup may take to confirm a change before the coordinator is asked to drop it."""
 _LOOK_S: Final = 0.1
 _MOST_BEHIND_BYTES: Final = 512 << 20
-"""A backup that is not in sync yet and falls further behind begins anew."""
+"""A backup that is not in sync yet and falls further behind starts over."""
 _MOST_COPIED_BYTES: Final = 64 << 20
-"""So much of what there is waits to be sent, at most."""
+"""Maximum amount of copied state that waits to be sent."""
 
 
 @dataclass(eq=False, kw_only=True)
 class _Stream:
-    """What is on its way to one backup. The journal's `Follower`."""
+    """Outgoing data for one backup. Acts as the journal's `Follower`."""
 
     server_id: str
     epoch: int
@@ -55,29 +55,30 @@ class _Stream:
     nbytes: int = 0
     """Bytes of the payloads in `items`."""
     due: set[int] = field(default_factory=set)
-    """Partitions that are still to be sent, with all their changes so far."""
+    """Partitions still to be sent, with all their changes so far."""
     position: int = 0
-    """Position of the last record; and of the last that the backup has confirmed."""
+    """Position of the last record; `confirmed`: position of the last record confirmed by the
+    backup."""
     confirmed: int = 0
     moved_at: float = 0.0
-    """When it last confirmed something, or had nothing to confirm."""
+    """Time of its last confirmation, or at which nothing was left to confirm."""
     whole: bool = False
-    """The backup has on disk what came before the records."""
+    """Whether the backup has everything before the records on disk."""
     in_sync: bool = False
-    """It has all that was acknowledged, and the coordinator was told."""
+    """Whether it has everything that was acknowledged, and the coordinator was notified."""
     failure: ShoalError | None = None
-    """Why it ends, or has ended."""
+    """Reason for its end."""
     failed_at: float = 0.0
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def made(self, record: Record) -> None:
-        """See `Follower`."""
+        """Implements `Follower.made`."""
         if record.kind == LAYOUT:
-            # what goes need not be sent; if it comes back, its records say all of it
+            # a partition that leaves need not be sent; if it returns, its records are complete
             self.due.intersection_update(layout_from_json(record.fields).partitions)
         if record.fields.get("partition") not in self.due:
             if record.kind == VALUES:
-                # they are the partition's own, which changes
+                # the payload is the partition's own memory, which changes
                 record = replace(record, payload=memoryview(bytes(record.payload)))
             self.written(record)
             if self.nbytes > _MOST_BEHIND_BYTES:
@@ -89,7 +90,7 @@ class _Stream:
                 )
 
     def written(self, record: Record) -> int:
-        """See `Follower`."""
+        """Implements `Follower.written`."""
         if record.kind != BACKUP:
             if self.confirmed == self.position:
                 self.moved_at = asyncio.get_running_loop().time()
@@ -114,7 +115,7 @@ class _Stream:
 
 
 class Backup:
-    """One server's backup, as its primary knows it."""
+    """A server's backup as seen by its primary."""
 
     def __init__(
         self,
@@ -127,9 +128,9 @@ class Backup:
         noted: str,
         patience: timedelta = PATIENCE,
     ) -> None:
-        """`state`: what is not in the shard. `report`: tells the coordinator an epoch, whether the
-        backup is in sync, and why not. `noted`: what the journal says at its end of who has to have
-        all changes."""
+        """`state`: the server's state outside the shard. `report`: sends the coordinator an epoch,
+        whether the backup is in sync, and the reason if not. `noted`: the backup that needs every
+        change, according to the end of the journal."""
         self._shard = shard
         self._moves = moves
         self._state = state
@@ -139,30 +140,31 @@ class Backup:
         self._journal: Journal | None = None
         self._place: Place | None = None
         self._stream: _Stream | None = None
-        """The one that is open."""
+        """The open stream."""
         self._held: _Stream | None = None
-        """The one that the journal holds changes back for, open or not, until the coordinator says
+        """Stream for which the journal holds changes back, open or not, until the coordinator says
         otherwise."""
         self.noted = noted
-        """The backup that has to have every change, as the journal says; empty: none has to."""
+        """Backup that must have every change, according to the journal; empty if none."""
         self._noting: asyncio.Future[None] | None = None
-        """The last note that was written, or is on its way."""
+        """The latest note, written or being written."""
 
     def write_to(self, journal: Journal) -> None:
-        """This is the journal that is followed."""
+        """Sets the journal to follow."""
         self._journal = journal
 
     @property
     def is_cut_off(self) -> bool:
-        """The backup has been out of reach for a while, and the coordinator has not dropped it: it
-        may be the primary by now."""
+        """Whether the backup has been unreachable for a while without being dropped by the
+        coordinator: it may be the primary by now."""
         failed = None if self._held is None or self._held.failure is None else self._held.failed_at
         return failed is not None and asyncio.get_running_loop().time() - failed > self._patience_s
 
     def placed(self, place: Place) -> bool:
-        """The coordinator's word that this server is the primary. It comes again at every
-        reconnection, and so what it has to know is said again. False: the coordinator takes a
-        backup for in sync that is not; this server must not serve before it is dropped."""
+        """Handles the coordinator's message that this server is the primary. The message is
+        repeated at every reconnection, so the backup's state is reported again. Returns False if
+        the coordinator wrongly considers a backup in sync; this server must not serve until it is
+        dropped."""
         self._place = place
         self._metrics.backup_in_sync.set(place.in_sync)
         if self._stream is not None and self._stream.epoch != place.epoch:
@@ -186,8 +188,8 @@ class Backup:
         return True
 
     def stop(self) -> None:
-        """The server stops. The coordinator makes a backup that is in sync the primary, which need
-        not have what waits for it here."""
+        """Stops. The coordinator promotes a backup that is in sync, which does not need the changes
+        still waiting here."""
         stopping = UnavailableError("this server is stopping; try again", reason="SERVER_STOPPING")
         if self._held is not None and self._journal is not None:
             self._journal.give_up(stopping)
@@ -197,8 +199,8 @@ class Backup:
     async def serve(
         self, begin: pb.FollowBegin, requests: AsyncIterator[pb.FollowRequest]
     ) -> AsyncGenerator[bytes]:
-        """One Follow stream, after its first message: FollowChunks, encoded. Raises what the .proto
-        says of it."""
+        """Serves one Follow stream after its first message: yields encoded FollowChunks. Raises the
+        errors documented in the .proto."""
         stream = self._open(begin)
         tasks = [
             asyncio.create_task(self._read(stream, requests)),
@@ -238,7 +240,7 @@ class Backup:
         if place is None or (place.epoch, place.backup_id) != (begin.epoch, begin.server_id):
             raise self._not_the_place(begin.epoch)
         if place.in_sync or self._held is not None or self._is_noting:
-            # what the backup has may be more than what is here
+            # the backup may have more than this server
             raise self._not_the_place(begin.epoch)
         if state is None or (state.configuration is None and state.layout.partitions):
             raise UnavailableError(
@@ -271,7 +273,7 @@ class Backup:
     # ----------------------------------------------------------------------- while a stream is open
 
     async def _copy(self, stream: _Stream) -> None:
-        """All that there is, and then the journal holds."""
+        """Sends the current state, after which the journal holds changes back."""
         assert self._journal is not None, "a server that may have a backup has a journal"
         journal = self._journal
 
@@ -295,7 +297,7 @@ class Backup:
                 entry, data = partition_to_bytes(image)
                 stream.put(Item(kind=PARTITION, fields=entry, payload=memoryview(data)))
             await self._until(stream, lambda: stream.nbytes < _MOST_COPIED_BYTES)
-        # What was pushed to a partition before its turn may have told of batches that are finished.
+        # Pushes to a partition before its turn may have reported finished batches.
         stream.put(Item(kind=WHOLE, fields={"batches": self._shard.batches.runs()}))
         await self._until(stream, lambda: stream.whole)
         failpoint("backup.before_note")
@@ -326,8 +328,8 @@ class Backup:
         raise UnavailableError("the backup has ended its stream", reason="SESSION_ENDED")
 
     async def _watch(self, stream: _Stream) -> None:
-        """A backup that does not keep up holds the workers up only so long, also while nothing can
-        be sent to it."""
+        """Limits how long a slow backup delays the workers, even while nothing can be sent to
+        it."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -343,7 +345,7 @@ class Backup:
                 return
 
     async def _until(self, stream: _Stream, condition: Callable[[], bool]) -> None:
-        """Also lets pushes and pulls go on in between."""
+        """Waits for a condition while letting pushes and pulls proceed."""
         await asyncio.sleep(0)
         while not condition():
             if stream.failure is not None:
@@ -354,7 +356,8 @@ class Backup:
         return self._stream is stream and stream.failure is None
 
     def _fail(self, stream: _Stream, failure: ShoalError) -> None:
-        """The first time, if changes wait for it, the coordinator is asked to drop the backup."""
+        """Fails a stream. The first time, if changes wait for it, asks the coordinator to drop the
+        backup."""
         if stream.failure is None and self._held is stream:
             logger.warning(
                 "the backup does not follow any more; changes wait until it is dropped",
@@ -377,9 +380,10 @@ class Backup:
         return self._noting is not None and not self._noting.done()
 
     def _hold(self, stream: _Stream) -> None:
-        """The journal has just said for whom it holds."""
+        """Makes the journal hold changes back for a stream, right after the journal has recorded
+        that."""
         if not self._is_open(stream):
-            # the stream ended meanwhile, and nobody was told that the backup is in sync
+            # the stream has ended meanwhile, and nobody was told that the backup is in sync
             self._note("")
             return
         assert self._journal is not None
@@ -395,8 +399,8 @@ class Backup:
     def _note(
         self, server_id: str, effect: Callable[[], None] = lambda: None
     ) -> asyncio.Future[None]:
-        """The journal says for whom changes are held back: this server, started anew, is to ask the
-        coordinator before it serves."""
+        """Records in the journal the backup for which changes are held back: after a restart this
+        server must ask the coordinator before it serves."""
         assert self._journal is not None
 
         def written() -> None:

@@ -1,8 +1,8 @@
-"""A server while it is a backup: it follows its primary, and serves nobody. Belongs to the event
+"""A server in the role of a backup: follows its primary and serves no workers. Belongs to the event
 loop.
 
-It keeps what it has until a primary sends it all anew: when its primary is lost, it may be told to
-take that one's place.
+It keeps its state until a primary has sent everything anew, since it may be promoted when its
+primary is lost.
 """
 
 from __future__ import annotations
@@ -55,19 +55,20 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S: Final = 0.1
 _LONGEST_BACKOFF_S: Final = 2.0
 _DIVERGED: Final = "BACKUP_DIVERGED"
-"""Refusal that means: a change could not be made here, so this is no copy of the primary any
-more."""
+"""Reason of the refusal if a change could not be applied here, so that this is no longer a copy of
+the primary."""
 _DIVERGED_AGAIN_S: Final = 30.0
-"""Another copy of all costs the primary as much as the first one, and may end the same way."""
+"""Delay before the next attempt: another full copy costs the primary as much as the first, and may
+fail in the same way."""
 _FIRST_FILE: Final = 1
-"""Number of the journal's file that a copy begins with."""
+"""Number of the journal file with which a copy begins."""
 _MOST_WAITING_BYTES: Final = 1 << 30
-"""Bytes of changes that may come while what was there before is put on disk."""
+"""Maximum bytes of changes that may arrive while the copied state is being written to disk."""
 _FOLLOW: Final = "/shoal.v1.ParameterServer/Follow"
 
 
 class Standby:
-    """One backup, from when it is told so until it is told otherwise. Made and run on one event
+    """One backup, for as long as the coordinator assigns it that role. Created and run on one event
     loop."""
 
     def __init__(self, settings: PsServerSettings, directory: DataDirectory) -> None:
@@ -78,23 +79,23 @@ class Standby:
         self._metrics.watch_disk(directory.path)
         self._place: Place | None = None
         self._moved = asyncio.Event()
-        """Set, and replaced, when the coordinator says something of the place."""
+        """Set and replaced when the coordinator sends a message about the place."""
         self._copy: _Copy | None = None
-        """What the primary sent, once that was whole."""
+        """Data from the primary, once complete."""
         self._keeping: asyncio.Task[None] | None = None
-        """Puts what a primary sent in the place of what was here. It comes to its end whatever
-        becomes of its stream."""
+        """Replaces the local state with the primary's. Runs to completion even if the stream
+        ends."""
         self._not_before = 0.0
-        """When this server may follow again, on the loop's clock, also another primary or in
-        another epoch."""
+        """Earliest time on the loop's clock at which this server may follow again, even under
+        another primary or epoch."""
 
     async def run(self, stop: asyncio.Event) -> Recovered | None:
-        """Follows until this server is made the primary, and returns what it holds then; None:
-        `stop` is set, or the job is over.
+        """Follows until this server is promoted, and returns its state at that point. Returns None
+        if `stop` is set or the job is over.
 
-        Raises AnotherRunError, the coordinator's refusal of this server's registration,
-        CorruptDataError where this server is made the primary of what it had before and cannot
-        read, and InternalError when it is made one though a change could not be made.
+        Raises AnotherRunError; the coordinator's refusal of this server's registration;
+        CorruptDataError if this server is promoted with earlier state that it cannot read; and
+        InternalError if it is promoted although a change could not be applied.
         """
         async with AsyncExitStack() as stack:
             http = stack.enter_context(
@@ -143,44 +144,44 @@ class Standby:
     # ------------------------------------------------------------------- the coordinator's listener
 
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
-        """The session is open."""
+        """Handles the opened session."""
         if run is not None:
             self._directory.note_run(run)
         self._metrics.coordinator_connected.set(1)
 
     def known(self) -> Known:
-        """Nothing: the primary's journal has it."""
+        """Returns nothing, since the primary's journal has it."""
         return Known()
 
     def disconnected(self) -> None:
-        """The session is broken; this server goes on following."""
+        """Handles the broken session; this server keeps following."""
         self._metrics.coordinator_connected.set(0)
 
     def members(
         self, generation: int, member_ids: tuple[str, ...], key_digests: Mapping[str, str]
     ) -> None:
-        """Nothing: the primary's journal has them."""
+        """Does nothing, since the primary's journal has the members."""
 
     def placed(self, place: Place) -> None:
-        """What this server is."""
+        """Handles the assignment of a place."""
         self._place = place
         self._moved.set()
         self._moved = asyncio.Event()
 
     def settled(self, move: int, epoch: int) -> None:
-        """Nothing: the primary's journal has what became of partitions that move."""
+        """Does nothing, since the primary's journal records moved partitions."""
 
     def ordered(self, order: MoveOrder) -> None:
-        """Nothing: a backup gives nothing away."""
+        """Does nothing, since a backup gives no partitions away."""
 
     def stored_bytes(self) -> int:
-        """For the heartbeat."""
+        """Returns the size for the heartbeat."""
         return 0 if self._copy is None else self._copy.stored_bytes
 
     # ------------------------------------------------------------------------------------ following
 
     async def _follow(self) -> None:
-        """Until the coordinator makes this server the primary."""
+        """Follows primaries until the coordinator promotes this server."""
         backoff = Backoff(first_s=_FIRST_BACKOFF_S, longest_s=_LONGEST_BACKOFF_S)
         while self._place is None or self._place.follows:
             place = self._place
@@ -201,7 +202,7 @@ class Standby:
                 await self._told(timeout_s=again_in_s)
 
     async def _told(self, *others: asyncio.Task[None], timeout_s: float | None = None) -> None:
-        """Waits until the coordinator says something of the place, or one of `others` ends."""
+        """Waits until the coordinator sends a message about the place, or one of `others` ends."""
         told = asyncio.create_task(self._moved.wait())
         try:
             await asyncio.wait(
@@ -211,8 +212,8 @@ class Standby:
             await end_tasks([told])
 
     def _is_still(self, place: Place) -> bool:
-        """What the coordinator says again after a broken session, or of a backup that is in sync,
-        interrupts nothing."""
+        """Returns whether the place is unchanged. Repeated messages after a broken session, or
+        about a backup in sync, interrupt nothing."""
         now = self._place
         return now is not None and (now.follows, now.epoch, now.primary_address) == (
             True,
@@ -234,7 +235,7 @@ class Standby:
         return again_in_s
 
     async def _follow_primary(self, place: Place, backoff: Backoff) -> None:
-        """One stream. Raises why it ended."""
+        """Follows the primary over one stream. Raises the reason for its end."""
         await self._kept()
         settings = self._settings.channel(place.primary_address)
         channel = aio_channel(settings)
@@ -259,8 +260,8 @@ class Standby:
             )
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INTERNAL:
-                # grpc puts this in the place of the real status when the connection breaks while
-                # something is sent.
+                # grpc reports this status instead of the real one when the connection breaks during
+                # a send.
                 raise stream.failure or UnavailableError(
                     "the stream broke", reason="SESSION_BROKEN"
                 ) from error
@@ -318,12 +319,12 @@ class Standby:
             await asyncio.wait([self._keeping])
 
     async def _keep(self, stream: _Stream) -> None:
-        """All that the primary held is here: it takes the place of what this server held. Changes
-        go on coming meanwhile."""
+        """Replaces this server's state with the complete state of the primary while further changes
+        arrive."""
         assert stream.state is not None, "it came first"
         job_id, server_id = self._settings.job, self._settings.server_id
-        # Started anew, this server is not to serve before the coordinator has spoken, whatever it
-        # was: the note says so.
+        # After a restart this server must not serve before the coordinator has spoken, whatever its
+        # role was; the note says so.
         own = replace(
             stream.state,
             batches=stream.batches or (),
@@ -355,7 +356,7 @@ class Standby:
         except ShoalError as error:
             stream.fail(error)
         except Exception as error:
-            # else nobody would hear of it, and the primary would wait for a word for ever
+            # otherwise nobody would notice, and the primary would wait for a confirmation forever
             stream.fail(
                 InternalError(
                     f"what the primary holds could not be kept: {type(error).__name__}: {error}"
@@ -374,7 +375,7 @@ class Standby:
 
 
 class _Stream:
-    """One stream from the primary, and what came in it before it was whole."""
+    """One stream from the primary, and the data received before it was complete."""
 
     def __init__(self, begin: pb.FollowBegin) -> None:
         self._begin = begin
@@ -382,13 +383,13 @@ class _Stream:
         self._ended = False
         self._whole = False
         self.position = 0
-        """Position of the last record that is in the journal and made."""
+        """Position of the last record that was written to the journal and applied."""
         self.state: ServerState | None = None
         self.images: list[PartitionImage] = []
         self.batches: tuple[tuple[int, int], ...] | None = None
-        """Finished ones; None: not all that the primary held has come."""
+        """Finished batches; None until all state of the primary has arrived."""
         self.records: list[tuple[Record, int]] = []
-        """Changes that are not on their way to the journal yet."""
+        """Changes not yet passed to the journal."""
         self.nbytes = 0
         """Bytes of their payloads."""
         self.copy: _Copy | None = None
@@ -398,34 +399,34 @@ class _Stream:
 
     @property
     def is_whole(self) -> bool:
-        """All that the primary held has come."""
+        """Whether all state of the primary has arrived."""
         return self.batches is not None
 
     def make_records(self) -> None:
-        """Hands the changes that came on."""
+        """Passes on the changes received so far."""
         assert self.copy is not None
         records, self.records, self.nbytes = self.records, [], 0
         for record, position in records:
             self.copy.make(record, position, self)
 
     def kept(self, position: int, *, whole: bool = False) -> None:
-        """Tells the primary."""
+        """Confirms a position to the primary."""
         self.position = max(self.position, position)
         self._whole |= whole
         self._changed.set()
 
     def fail(self, error: ShoalError) -> None:
-        """Ends the stream: what comes in it cannot be kept any more."""
+        """Ends the stream, since its data can no longer be kept."""
         self.failure = self.failure or error
         self.cancel()
 
     def end(self) -> None:
-        """Nothing more is told."""
+        """Ends the outgoing messages."""
         self._ended = True
         self._changed.set()
 
     async def requests(self) -> AsyncGenerator[pb.FollowRequest]:
-        """What the primary is told: the newest position stands for those before it."""
+        """Yields messages to the primary; the newest position implies all earlier ones."""
         yield pb.FollowRequest(begin=self._begin)
         while True:
             await self._changed.wait()
@@ -436,8 +437,8 @@ class _Stream:
 
 
 class _Copy:
-    """What a backup holds: all that its primary held, and each change since, in a journal of its
-    own."""
+    """State of a backup: everything that its primary held, and each change since, in a journal of
+    its own."""
 
     def __init__(
         self, settings: PsServerSettings, directory: DataDirectory, metrics: Metrics
@@ -461,7 +462,7 @@ class _Copy:
         self._periodic: asyncio.Task[None] | None = None
 
     async def begin(self, image: ServerImage) -> None:
-        """Puts `image` on disk; its tensors become this server's own. Raises UnavailableError /
+        """Writes `image` to disk; its tensors become this server's own. Raises UnavailableError /
         SNAPSHOT_FAILED."""
         loop = asyncio.get_running_loop()
         try:
@@ -505,7 +506,8 @@ class _Copy:
         )
 
     def make(self, record: Record, position: int, stream: _Stream) -> None:
-        """Writes a change to the journal and makes it, in order; then the primary is told."""
+        """Writes a change to the journal and applies it, in order; then confirms it to the
+        primary."""
         if stream.failure is not None:
             return  # it lacks one before this
 
@@ -542,8 +544,8 @@ class _Copy:
         return self._replay.shard.summary().stored_bytes
 
     async def taken_over(self) -> Recovered:
-        """Ends the journal; returns what this server holds. Raises InternalError when a change
-        could not be made."""
+        """Ends the journal and returns this server's state. Raises InternalError if a change could
+        not be applied."""
         await self.close()
         if self._failure is not None:
             raise InternalError(
@@ -553,7 +555,7 @@ class _Copy:
         return self._replay.recovered(next_file=number + 1, last_end=end)
 
     async def close(self) -> None:
-        """Waits for what is on its way to the disk."""
+        """Waits for pending writes."""
         if self._periodic is not None:
             await end_tasks([self._periodic])
         if self._snapshots is not None:

@@ -1,9 +1,9 @@
-"""The receiver's side of a move: partitions of another server are written to the journal, and wait
-there for the shard map that says whose they are. Belongs to the event loop.
+"""The receiver's side of a move: writes partitions of another server to the journal, where they
+wait for the shard map that names their owner. Belongs to the event loop.
 
-A receiver that holds no values of trained tensors goes on with the giver's clocks: a member is
-there as far as it was, and those who rest are not waited for. One that has some keeps its own: it
-is told of clocks, as who holds frozen tensors alone is not.
+A receiver without values of trained tensors adopts the giver's clocks: members keep their
+positions, and nobody waits for resting ones. A receiver with trained tensors keeps its own clocks,
+since members report to it; a server with only frozen tensors receives no reports.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _STREAM_LIMIT: Final = timedelta(seconds=30)
 
 @dataclass(frozen=True, kw_only=True)
 class _Offer:
-    """What the giver says first."""
+    """The giver's first item."""
 
     job_id: str
     move: int
     epoch: int
-    """The epoch of its shard map."""
+    """Epoch of its shard map."""
     partitions: frozenset[int]
     configuration: Configuration | None
     members: Members
@@ -63,7 +63,7 @@ class _Offer:
 
 
 class Receiver:
-    """One server's."""
+    """Receiver's side of moves of one server."""
 
     def __init__(
         self,
@@ -76,9 +76,10 @@ class Receiver:
         layout_of: Callable[[int, bool], Awaitable[Layout]],
         agree: Callable[[Configuration], Awaitable[Configuration]],
     ) -> None:
-        """`layout_of`: the shard map, of an epoch or newer; with True, as the coordinator has it
-        now. `agree`: sees that this server is configured as the giver is, and returns how it is;
-        raises PreconditionError / OPTIMIZER_CONFLICT."""
+        """`layout_of`: returns the shard map of an epoch or a newer one; with True, the
+        coordinator's current one. `agree`: makes sure that this server is configured like the
+        giver, and returns the common configuration; raises PreconditionError / OPTIMIZER_CONFLICT.
+        """
         self._job_id = job_id
         self._shard = shard
         self._moves = moves
@@ -87,10 +88,10 @@ class Receiver:
         self._layout_of = layout_of
         self._agree = agree
         self._newest: object = None
-        """The stream that was opened last: those before it are over."""
+        """The stream opened last; earlier ones are over."""
 
     async def take(self, messages: AsyncIterator[bytes]) -> None:
-        """One TakePartitions stream. Raises what the .proto says of it."""
+        """Serves one TakePartitions stream. Raises the errors documented in the .proto."""
         stream = self._newest = object()
         limit_s = _STREAM_LIMIT.total_seconds()
         try:
@@ -102,7 +103,7 @@ class Receiver:
                 configuration, layout = await self._check(offer)
                 await self._take_all(offer, configuration, layout, items, stream)
         except CorruptDataError as error:
-            # this is a request, and what is wrong with it the giver's fault
+            # this is a request, so invalid contents are the giver's fault
             raise InvalidRequestError(str(error), reason=error.reason) from error
         except TimeoutError as error:
             if not limit.expired():
@@ -112,8 +113,8 @@ class Receiver:
             ) from error
 
     async def _check(self, offer: _Offer) -> tuple[Configuration | None, Layout]:
-        """Whether this server can have them; it is configured as the giver is then, and knows as
-        much of the job."""
+        """Checks that this server can receive the partitions. Afterwards it is configured like the
+        giver and knows at least as much about the job."""
         if offer.job_id != self._job_id:
             raise UnknownResourceError(
                 f"this server holds job {self._job_id!r}, the stream is of {offer.job_id!r}",
@@ -122,14 +123,14 @@ class Receiver:
         if not offer.partitions:
             raise _malformed("its first item names no partitions")
         self._check_open(offer)
-        # A newer move means that the coordinator has decided on those before it: what it gave this
-        # server is to be known first.
+        # A newer move means that the coordinator has decided on earlier ones: what it gave this
+        # server must be known first.
         before = self._moves.taken
         layout = await self._layout_of(
             offer.epoch, before is not None and before.move != offer.move
         )
         self._check_not_held(offer)
-        # Else who was put out there could go on here.
+        # Otherwise a member evicted there could continue here.
         await self._membership.know(offer.members.generation)
         return None if offer.configuration is None else await self._agree(
             offer.configuration
@@ -222,7 +223,8 @@ def _bring(moves: Moves, move: int, image: PartitionImage) -> Callable[[], None]
 
 
 def _offer(item: Item) -> _Offer:
-    """Raises CorruptDataError / STREAM_MALFORMED and PreconditionError / FORMAT_UNSUPPORTED."""
+    """Parses the first item. Raises CorruptDataError / STREAM_MALFORMED and PreconditionError /
+    FORMAT_UNSUPPORTED."""
     if item.kind != STATE:
         raise _malformed("its first item: expected KIND_STATE")
     fields: Any = item.fields

@@ -1,2 +1,2 @@
-"""The ParameterServer service on grpc.aio: requests parsed into domain types at the door, streams
-taken apart, answers put together."""
+"""The ParameterServer service on grpc.aio: parses requests into domain types, splits streams into
+parts, and assembles answers."""

@@ -1,9 +1,9 @@
-"""The bulk channel's server: listens on a TCP port and on a Unix socket, and serves uploads and
-pulls to who shows a ticket of OpenData.
+"""Server of the bulk channel: listens on a TCP port and a Unix socket, and serves uploads and pulls
+to clients with a ticket from OpenData.
 
-Belongs to the event loop, which also does the reading and writing: what is received must be looked
-at and applied there in any case, and a thread for each connection was not quicker
-(docs/decisions/0196). What a stream means is `Transfers`' business, as it is under gRPC.
+Belongs to the event loop, which also does the reading and writing: received data must be checked
+and applied there anyway, and a thread per connection was not faster (docs/decisions/0196).
+`Transfers` implements the streams, as for gRPC.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ from shoal_ps_server.service.transfers import Transfers
 logger = logging.getLogger(__name__)
 
 _GREETING_LIMIT: Final = timedelta(seconds=5)
-"""How long who connects may take for the TLS handshake and its ticket."""
+"""How long a new connection may take for the TLS handshake and its ticket."""
 _BACKLOG: Final = 128
 _TURNED_AWAY_S: Final = 0.005
-"""After a connection that was turned away, or took the place of another: nobody can keep the event
-loop busy with them."""
+"""Delay after a connection that was turned away or replaced another, so that nobody can keep the
+event loop busy with such connections."""
 _UPLOADS: Final = {Kind.INITIALIZE: UploadKind.INITIALIZE, Kind.PUSH: UploadKind.PUSH}
 _MALFORMED: Final = "STREAM_MALFORMED"
 _NOTHING: Final = Arrived(memoryview(b""))
 
 
 class BulkServer:
-    """One server's bulk channel."""
+    """Bulk channel of one server."""
 
     def __init__(
         self,
@@ -74,9 +74,9 @@ class BulkServer:
         most_strangers: int,
         idle_limit: timedelta = IDLE_LIMIT,
     ) -> None:
-        """`most_strangers`: connections over each transport that have not shown a ticket yet; the
-        oldest of them makes room for one more. `idle_limit`: how long a peer may let a stream that
-        has begun stand still."""
+        """`most_strangers`: maximum number of connections per transport without a ticket so far;
+        the oldest is closed to make room for a new one. `idle_limit`: how long a peer may let an
+        open stream stall."""
         self._tickets = tickets
         self._transfers = transfers
         self._metrics = metrics
@@ -88,18 +88,18 @@ class BulkServer:
         self._listeners: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: dict[asyncio.Task[None], bool] = {}
-        """Connection -> it has a stream that has begun."""
+        """Connection -> whether a stream is in progress."""
         self._strangers: dict[Transport, dict[asyncio.Task[None], None]] = {
             Transport.TCP: {},
             Transport.MEMORY: {},
         }
-        """Those of them that have not shown a ticket, the oldest first. Over TCP anybody may come:
-        those of this machine have their own."""
+        """Connections that have not presented a ticket, oldest first. Anyone can connect over TCP,
+        so local connections are counted separately."""
         self._draining = False
         self.port = 0
-        """The TCP port, once it listens."""
+        """TCP port, set once it listens."""
         self.memory_name = ""
-        """Name of the Unix socket; empty where memory cannot be shared."""
+        """Name of the Unix socket; empty if memory cannot be shared."""
 
     def start(self, host: str, port: int) -> None:
         """Listens on host:port (0: any port) and on a Unix socket. Raises ConfigurationError."""
@@ -127,7 +127,7 @@ class BulkServer:
         name = f"shoal-ps-{secrets.token_hex(16)}"
         local = socket.socket(socket.AF_UNIX)
         try:
-            # an abstract name: no file that a killed process would leave behind
+            # an abstract name leaves no file behind when the process is killed
             local.bind(f"\0{name}")
             local.listen(_BACKLOG)
         except OSError as error:  # a sandbox, say: there is TCP
@@ -140,8 +140,8 @@ class BulkServer:
         self._accept_on(local, Transport.MEMORY, None)  # it never leaves the machine
 
     async def drain_and_stop(self, timeout: timedelta) -> None:
-        """No new connections and streams; up to `timeout` for those that have begun, then they are
-        cut off. Idempotent."""
+        """Refuses new connections and streams, waits up to `timeout` for open streams, then closes
+        them. Idempotent."""
         self._draining = True
         await end_tasks(self._accepting)
         for listener in self._listeners:
@@ -192,7 +192,7 @@ class BulkServer:
             self._serving[task] = False
             strangers[task] = None
             task.add_done_callback(partial(self._ended, connected))
-            # Others have their turn: who connects all the time is accepted without waiting.
+            # Lets other tasks run: a client that connects continuously is accepted without waiting.
             await asyncio.sleep(_TURNED_AWAY_S if is_crowded else 0)
 
     def _ended(self, connected: socket.socket, task: asyncio.Task[None]) -> None:
@@ -201,20 +201,20 @@ class BulkServer:
         self._is_known(task)
 
     def _is_known(self, task: asyncio.Task[None]) -> None:
-        """A connection has shown its ticket, or has ended: it is no stranger any more."""
+        """Removes a connection that has presented its ticket, or has ended, from the strangers."""
         for strangers in self._strangers.values():
             strangers.pop(task, None)
 
     async def _serve(
         self, connected: socket.socket, transport: Transport, context: ssl.SSLContext | None
     ) -> None:
-        """One connection to its end."""
+        """Serves one connection until it ends."""
         with contextlib.ExitStack() as stack:
             stack.callback(connected.close)
             try:
                 configure(connected)
                 if context is not None:
-                    # the old one is empty now
+                    # the original object no longer owns the socket
                     connected = context.wrap_socket(
                         connected, server_side=True, do_handshake_on_connect=False
                     )
@@ -240,8 +240,8 @@ class BulkServer:
                 logger.exception("a bulk connection failed")
 
     async def _greeted(self, connection: ServedConnection) -> Speaker:
-        """Whom a connection speaks for; from here on it counts as open. Raises AuthenticationError
-        when it has no good ticket."""
+        """Reads a connection's ticket and returns the speaker; from then on the connection counts
+        as open. Raises AuthenticationError without a valid ticket."""
         async with asyncio.timeout(_GREETING_LIMIT.total_seconds()):
             await connection.shake_hands(self._handshakes)
             greeted = bytearray(GREETING_BYTES)
@@ -281,7 +281,8 @@ class BulkServer:
     async def _serve_streams(
         self, connection: ServedConnection, speaker: Speaker, transport: Transport
     ) -> None:
-        """One stream after another, until the peer closes the connection or breaks a rule."""
+        """Serves one stream after another until the peer closes the connection or violates the
+        protocol."""
         task = asyncio.current_task()
         assert task is not None, "it is served by a task"
 
@@ -305,7 +306,7 @@ class BulkServer:
     async def _stream(
         self, connection: ServedConnection, frame: Frame, speaker: Speaker, transport: Transport
     ) -> None:
-        """The stream that a frame begins."""
+        """Serves the stream that begins with a frame."""
         if frame.kind in _UPLOADS:
             await self._upload(connection, _UPLOADS[frame.kind], speaker, transport)
         elif frame.kind is Kind.PULL:
@@ -368,7 +369,7 @@ class BulkServer:
 
 
 class _Incoming:
-    """One upload, as it comes over a connection."""
+    """One upload as it arrives over a connection."""
 
     def __init__(self, connection: ServedConnection, member_id: str) -> None:
         self._connection = connection
@@ -376,7 +377,7 @@ class _Incoming:
         self._ended = False
 
     async def parts(self) -> AsyncGenerator[Part]:
-        """What comes, up to END. Raises Disconnected, DecodeError, PermissionDeniedError, and
+        """Yields the parts up to END. Raises Disconnected, DecodeError, PermissionDeniedError, and
         InvalidRequestError / STREAM_MALFORMED."""
         while (frame := await self._next()) is not None:
             if frame.kind is Kind.DATA:
@@ -391,7 +392,7 @@ class _Incoming:
                 yield header, _NOTHING
 
     async def pass_over(self) -> None:
-        """Reads on to END: the upload was refused."""
+        """Reads and discards the rest of a refused upload."""
         connection = self._connection
         async with connection.in_time():
             await connection.pass_over()
@@ -407,7 +408,7 @@ class _Incoming:
                     await connection.message(frame)
 
     async def _next(self) -> Frame | None:
-        """The head of a frame of DATA or PARTITION; None: the upload has come to its END."""
+        """Returns the head of a DATA or PARTITION frame; None at the END of the upload."""
         if self._ended:
             return None
         frame = await self._connection.next_frame()
@@ -422,9 +423,8 @@ class _Incoming:
 
 
 async def _someone_comes(listener: socket.socket) -> None:
-    """Returns when somebody wants to connect. asyncio's own sock_accept accepts, and loses the
-    connection where its task is cancelled just then: nobody would close it, and its other end would
-    wait."""
+    """Waits for a connection attempt. asyncio's own sock_accept accepts and would leak the
+    connection if its task is cancelled at that moment, leaving the other end waiting."""
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
     loop.add_reader(listener, came.set)

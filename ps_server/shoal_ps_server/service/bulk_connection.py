@@ -1,9 +1,9 @@
-"""One bulk connection on the server's event loop: frames in and out of a socket that never blocks,
-payloads without copies of our own.
+"""One bulk connection on the server's event loop: exchanges frames over a non-blocking socket
+without copying payloads.
 
-Over TCP a payload goes from the kernel straight into the memory of its upload, and from a
-partition's values straight into the kernel; asyncio's own streams would copy it twice. TLS is the
-ssl module's, on the same socket. With shared memory the socket carries heads and messages alone
+Over TCP a payload goes from the kernel straight into its upload's memory, and from a partition's
+values straight into the kernel; asyncio's own streams would copy it twice. TLS is done by the ssl
+module on the same socket. With shared memory the socket carries only heads and messages
 (shoal_common.bulk).
 """
 
@@ -39,7 +39,7 @@ _MORE: Final = getattr(socket, "MSG_MORE", 0)
 
 
 class Disconnected(Exception):
-    """The peer is gone, or lets a stream stand still: there is nobody to tell."""
+    """The peer is gone or lets a stream stall, so there is nobody to notify."""
 
 
 class ServedConnection:
@@ -47,24 +47,24 @@ class ServedConnection:
     STREAM_MALFORMED."""
 
     def __init__(self, connected: socket.socket, *, idle_limit: timedelta) -> None:
-        """Takes it over; it must not block. `idle_limit`: how long the peer may leave it in the
-        middle of something."""
+        """Takes over the socket, which must not block. `idle_limit`: how long the peer may stay
+        silent in the middle of a stream."""
         self._loop = asyncio.get_running_loop()
         self._socket = connected
         self._idle_s = idle_limit.total_seconds()
         self._is_plain = not isinstance(connected, ssl.SSLSocket)
         self._area: SharedArea | None = None
         self._unread = 0
-        """Bytes of the payload at hand that are still to come over the socket."""
+        """Bytes of the current payload that are still to arrive over the socket."""
 
     @property
     def descriptor(self) -> int:
-        """The socket's."""
+        """File descriptor of the socket."""
         return self._socket.fileno()
 
     async def shake_hands(self, threads: Executor) -> None:
-        """Begins TLS, where it is: its arithmetic, which anybody can ask for, on `threads`, and the
-        waits for the peer here."""
+        """Performs the TLS handshake if TLS is enabled. Cryptography runs on `threads`, since any
+        client can request it; waits for the peer happen here."""
         if not isinstance(self._socket, ssl.SSLSocket):
             return
         while True:
@@ -72,7 +72,7 @@ class ServedConnection:
             try:
                 await asyncio.wait([step])
             except asyncio.CancelledError:
-                # the socket is closed next: no thread is to be at work on it
+                # the socket is closed next, so no thread may be using it
                 await asyncio.wait([step])
                 raise
             try:
@@ -85,8 +85,8 @@ class ServedConnection:
                 return
 
     def share(self, area: SharedArea, descriptor: int) -> None:
-        """Has payloads go through `area`, which it takes over, and sends the peer its descriptor
-        with READY. Before the first frame."""
+        """Transfers payloads through `area`, which it takes over, and sends the peer its descriptor
+        with READY. Call before the first frame."""
         self._area = area
         try:
             # a new socket has room for it
@@ -96,7 +96,7 @@ class ServedConnection:
 
     @asynccontextmanager
     async def in_time(self) -> AsyncIterator[None]:
-        """Raises Disconnected when what is done within takes longer than the idle limit."""
+        """Raises Disconnected if the enclosed block takes longer than the idle limit."""
         try:
             async with asyncio.timeout(self._idle_s) as limit:
                 yield
@@ -110,8 +110,8 @@ class ServedConnection:
     # ------------------------------------------------------------------------------------ receiving
 
     async def next_frame(self) -> Frame | None:
-        """The next frame's head; None: the peer has closed the connection."""
-        # others have their turn, also while frames without end are there already
+        """Returns the next frame's head, or None if the peer has closed the connection."""
+        # Lets other tasks run, even if an endless sequence of frames has already arrived.
         await asyncio.sleep(0)
         data = bytearray(HEAD_BYTES)
         received = await self._receive_some(memoryview(data))
@@ -123,7 +123,7 @@ class ServedConnection:
         return parse_head(data)
 
     async def message(self, frame: Frame) -> bytes:
-        """The message of a frame that has one."""
+        """Returns the message of a frame that has one."""
         data = bytearray(frame.length)
         await self.receive_into(memoryview(data))
         return bytes(data)
@@ -131,7 +131,7 @@ class ServedConnection:
     async def receive_into(
         self, target: memoryview, came: Callable[[int], None] = lambda nbytes: None
     ) -> None:
-        """Fills `target`; `came` is told of each part that is there."""
+        """Fills `target`; `came` is called with the size of each part that arrives."""
         while target.nbytes:
             received = await self._receive_some(target)
             if not received:
@@ -140,13 +140,14 @@ class ServedConnection:
             target = target[received:]
 
     def data(self, frame: Frame) -> Data:
-        """The payload of a frame of DATA. It must be moved or passed over before the next frame."""
+        """Returns the payload of a DATA frame. It must be moved or skipped before the next
+        frame."""
         self._unread = frame.length
         return Data(self, frame.length)
 
     async def move(self, upload: Upload) -> None:
-        """The payload at hand, to its upload. Raises as `Upload.room`; then it can still be passed
-        over."""
+        """Moves the current payload to its upload. Raises like `Upload.room`; the payload can then
+        still be skipped."""
         nbytes = self._unread
         room = upload.room(nbytes)
         if self._area is None:
@@ -163,7 +164,7 @@ class ServedConnection:
             upload.came(nbytes)
 
     async def pass_over(self) -> None:
-        """Drops the rest of the payload at hand, if there is any."""
+        """Discards the rest of the current payload, if any."""
         if not self._unread:
             return
         if self._area is None:
@@ -176,13 +177,13 @@ class ServedConnection:
     # -------------------------------------------------------------------------------------- sending
 
     async def send(self, kind: Kind, message: bytes = b"", *, more: bool = False) -> None:
-        """One frame. `more`: another one follows at once."""
+        """Sends one frame. `more`: another one follows immediately."""
         await self._send_bytes(head(kind, len(message)) + message, more=more)
 
     async def send_last(self, kind: Kind, message: bytes) -> None:
-        """One frame, after which the connection is to be closed. Takes some more of what the peer
-        sends, and drops it: a connection that is closed with bytes unread is reset, and the peer
-        may lose the frame."""
+        """Sends one frame, after which the connection must be closed. Reads and discards some more
+        of the peer's data: closing a connection with unread bytes resets it, and the peer may lose
+        the frame."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
                 await self.send(kind, message)
@@ -193,8 +194,8 @@ class ServedConnection:
                     pass
 
     async def send_values(self, reading: Reading) -> None:
-        """All that `reading` has left, as frames of DATA. Raises as `Reading.take`, between two of
-        them."""
+        """Sends the rest of `reading` as DATA frames. Raises like `Reading.take`, between two
+        frames."""
         while nbytes := min(reading.remaining, DATA_BYTES):
             async with self.in_time():
                 if self._area is None:
@@ -211,13 +212,13 @@ class ServedConnection:
             await asyncio.sleep(0)  # others have their turn
 
     async def settle(self) -> None:
-        """With shared memory: waits until the peer has read all pieces, after which both sides
-        agree on the next one."""
+        """Waits until the peer has read all pieces in shared memory, after which both sides agree
+        on the next one."""
         while self._area is not None and self._area.in_use:
             await self._wait_for_free(self._area)
 
     def close(self) -> None:
-        """Ends it. Idempotent."""
+        """Closes the connection. Idempotent."""
         self._socket.close()
         if self._area is not None:
             self._area.close()
@@ -230,15 +231,15 @@ class ServedConnection:
             raise malformed(f"{frame.kind.name} where FREE was expected")
 
     async def _send_live(self, reading: Reading, nbytes: int) -> None:
-        """Values from where they are. They may change while the socket takes no more: then the
-        reading goes on in a copy of them."""
+        """Sends values from their original memory. If they change while the socket is full, the
+        reading continues in a copy."""
         while nbytes:
             sent = await self._send_some_live(reading, nbytes)
             reading.take(sent)
             nbytes -= sent
 
     async def _send_some_live(self, reading: Reading, most: int) -> int:
-        # Looked up anew each time: what is to be read may be in a copy by then.
+        # Evaluated on each call, since the reading may have moved to a copy by then.
         return await self._perform(lambda: self._socket.send(reading.rest[:most]), writes=True)
 
     async def _send_bytes(self, data: bytes, *, more: bool = False) -> None:
@@ -252,8 +253,8 @@ class ServedConnection:
         return await self._perform(lambda: self._socket.recv_into(target), writes=False)
 
     async def _perform(self, operation: Callable[[], int | None], *, writes: bool) -> int:
-        """Repeats what would block when it no longer would. Under TLS a write may have to wait for
-        the peer, and a read to write."""
+        """Retries an operation that would block once the socket is ready. Under TLS a write may
+        have to wait for the peer, and a read for a write."""
         while True:
             try:
                 return operation() or 0
@@ -292,7 +293,7 @@ class Data:
         self.nbytes = nbytes
 
     async def move_to(self, upload: Upload) -> None:
-        """Receives it into the upload's own memory. Raises as `ServedConnection.move`."""
+        """Receives it into the upload's own memory. Raises like `ServedConnection.move`."""
         await self._connection.move(upload)
 
 

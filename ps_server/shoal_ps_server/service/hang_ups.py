@@ -1,7 +1,7 @@
-"""Peers that go away while nobody reads from their connections: a stream may wait for other members
-or for the journal, and what its peer has sent already stands before the end. gRPC cancels its calls
-then; this is the same for bulk connections. Belongs to the event loop.
-"""
+"""Detects peers that disconnect while nobody reads from their connections. A stream may wait for
+other members or for the journal, and data already sent by the peer precedes the end of the
+connection. gRPC cancels its calls in this case; this module does the same for bulk connections.
+Belongs to the event loop."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from contextlib import contextmanager
 
 
 class HangUps:
-    """Those of one server's connections. `close` it. On a system without epoll, where nothing says
-    so, it notices none: a stream whose peer is gone ends when it sends or receives."""
+    """Watched connections of one server; must be closed with `close`. Without epoll it detects
+    nothing, and a stream whose peer is gone ends at its next send or receive."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[int, Callable[[], object]] = {}
-        """Descriptor -> what is called when its peer has gone."""
+        """Descriptor -> callback for when its peer disconnects."""
         self._poll = select.epoll() if hasattr(select, "epoll") else None
         if self._poll is not None:
             self._loop.add_reader(self._poll.fileno(), self._look)
 
     @contextmanager
     def watched(self, descriptor: int, gone: Callable[[], object]) -> Iterator[None]:
-        """Calls `gone` when the peer of a socket goes away while what is done within lasts."""
+        """Calls `gone` if the peer of a socket disconnects during the enclosed block."""
         if self._poll is None:
             yield
             return
         self._waiting[descriptor] = gone
-        # not EPOLLIN: what it has sent may be there unread
+        # not EPOLLIN: unread data may be pending
         self._poll.register(descriptor, select.EPOLLRDHUP)
         try:
             yield
@@ -39,7 +39,7 @@ class HangUps:
             self._forget(descriptor)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stops watching. Idempotent."""
         if self._poll is not None and not self._poll.closed:
             self._loop.remove_reader(self._poll.fileno())
             self._poll.close()

@@ -1,8 +1,8 @@
-"""Initialize and Push: from a stream of parts to changes of the shard, and the answers back.
+"""Initialize and Push: turns a stream of parts into changes of the shard, and collects the answers.
 
 Belongs to the event loop. While a partition is written to the journal and applied here, gRPC's own
-threads, or the kernel, take the next chunks off the wire; flow control slows senders down to what
-the server can do. What is not applied yet has its memory from `staging.py`.
+threads, or the kernel, read the next chunks from the network; flow control limits senders to the
+server's speed. Memory for unapplied data comes from `staging.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IDLE_LIMIT: Final = timedelta(seconds=60)
 
 
 class Intake:
-    """What all upload streams of a server share."""
+    """State shared by all upload streams of a server."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class Intake:
         idle_limit: timedelta = IDLE_LIMIT,
         staging: Staging | None = None,
     ) -> None:
-        """`applied` is told of every outcome; `waited` of the seconds of every wait for other
-        members, also of those that took none."""
+        """`applied`: called with every outcome. `waited`: called with the seconds of every wait for
+        other members, including waits of zero length."""
         self._job_id = job_id
         self._changes = changes
         self._membership = membership
@@ -59,8 +59,8 @@ class Intake:
     async def receive(
         self, parts: AsyncIterator[Part], kind: UploadKind, *, key: str = ""
     ) -> pb.PushResponse:
-        """Serves one stream, of a caller that shows `key`, to its end. Raises what the .proto says
-        of Push, and DeadlineError / STREAM_IDLE."""
+        """Serves one stream, of a caller that presents `key`, to its end. Raises the errors
+        documented for Push in the .proto, and DeadlineError / STREAM_IDLE."""
         idle_s = self._idle_limit.total_seconds()
         loop = asyncio.get_running_loop()
         stream = _UploadStream()
@@ -74,13 +74,14 @@ class Intake:
                     idle.reschedule(loop.time() + idle_s)
         except TimeoutError as error:
             if not idle.expired():
-                # another's deadline: the coordinator's, say, when it was asked for the shard map
+                # another deadline expired, e.g. the coordinator's when it was asked for the shard
+                # map
                 raise
             raise DeadlineError(
                 f"no partition was completed in this stream for {idle_s:g} s", reason="STREAM_IDLE"
             ) from error
         except ShoalError:
-            # where one before it is refused too, that is what is told
+            # if an earlier partition is refused too, its error is reported
             await self._changes.in_time(stream.results)
             raise
         finally:
@@ -103,8 +104,8 @@ class Intake:
             stream.check_member(opened)
             await self._membership.admit(opened.member_id, opened.generation, key=key)
             if kind is UploadKind.PUSH and not self._changes.is_settled(opened):
-                # Before it has memory here: what waits for other members must not take the place of
-                # what these are waiting to send.
+                # Before it occupies memory here: pushes that wait for other members must not
+                # displace what those are about to send.
                 await self._await_turn(opened)
             decoded = (
                 0 if opened.codec == pb.CODEC_RAW else opened.length * opened.spec.element.itemsize
@@ -117,8 +118,8 @@ class Intake:
         return received_partitions(parts, open_upload)
 
     async def _await_turn(self, push: UploadHeader) -> None:
-        """bsp: a push may have to wait until all have read what it would change. Its sender is
-        slowed down by HTTP/2 meanwhile."""
+        """Makes a bsp push wait, if necessary, until all members have read the values that it would
+        change. Its sender is meanwhile slowed down by HTTP/2."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         try:
@@ -133,8 +134,8 @@ class Intake:
                 self._waited(loop.time() - started)
 
     async def _admit(self, upload: Upload, kind: UploadKind, stream: _UploadStream) -> None:
-        """A partition has come whole; it may have taken long. The next one may come while this one
-        is written and applied."""
+        """Admits a partition that has arrived completely, which may have taken long. The next one
+        may arrive while this one is written and applied."""
         header = upload.header
         self._membership.check(header.member_id, header.generation)
         admit = self._changes.push if kind is UploadKind.PUSH else self._changes.initialize
@@ -152,18 +153,18 @@ class Intake:
 
 
 class _UploadStream:
-    """One stream's progress."""
+    """Progress of one stream."""
 
     def __init__(self) -> None:
         self.member_id = ""
         self.clock = 0
         self.outcomes: list[asyncio.Future[Outcome]] = []
-        """What becomes of the partitions that were admitted, in the order of the stream."""
+        """Pending outcomes of the admitted partitions, in the order of the stream."""
         self.release: Callable[[], None] = _nothing
-        """Gives the memory back of the partition that is coming."""
+        """Releases the memory of the partition being received."""
 
     def check_member(self, upload: UploadHeader) -> None:
-        """Raises InvalidRequestError unless the stream is one member's."""
+        """Raises InvalidRequestError unless the stream belongs to one member."""
         if self.member_id and upload.member_id != self.member_id:
             raise InvalidRequestError(
                 f"member_id={upload.member_id!r} in a stream of {self.member_id!r}: one stream, "
@@ -172,7 +173,7 @@ class _UploadStream:
         self.member_id = upload.member_id
 
     async def results(self) -> list[pb.PartitionResult]:
-        """Waits for all that was admitted. Raises what the first to be refused was refused with."""
+        """Waits for all admitted partitions. Raises the error of the first one that was refused."""
         found = []
         for pending in self.outcomes:
             outcome = await asyncio.shield(pending)

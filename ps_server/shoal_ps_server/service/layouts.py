@@ -1,8 +1,8 @@
-"""The shard map as this server knows it, fetched from the coordinator when a newer one is spoken
-of. Belongs to the event loop.
+"""This server's view of the shard map, fetched from the coordinator when a request names a newer
+one. Belongs to the event loop.
 
-A newer map may give this server other partitions: those that another server handed over to it are
-served from then on, and those that it gave away are gone (storage/moves.py).
+A newer map may change this server's partitions: those handed over to it are served from then on,
+and those it gave away are dropped (storage/moves.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from shoal_common.errors import PreconditionError, UnavailableError
 from shoal_ps_server.shard.layout import Layout
 
 FetchLayout = Callable[[], Awaitable[Layout]]
-"""Asks the coordinator. Raises PreconditionError / TENSORS_UNDECLARED, and UnavailableError when it
-cannot be asked."""
+"""Fetches the shard map from the coordinator. Raises PreconditionError / TENSORS_UNDECLARED, and
+UnavailableError if the coordinator cannot be reached."""
 
 
 class Layouts:
-    """The newest layout, and what is done when a newer one comes."""
+    """The newest layout, with the adoption of newer ones."""
 
     def __init__(
         self,
@@ -29,8 +29,8 @@ class Layouts:
         fetch: FetchLayout,
         adopt: Callable[[Layout], Awaitable[None]],
     ) -> None:
-        """`adopt`: sees that the server holds what a layout gives it, and that it `becomes` the
-        newest; whoever waits for it may go away meanwhile. Raises PreconditionError /
+        """`adopt`: makes sure that the server holds the partitions of a layout, then makes it
+        current through `becomes`; waiters may disappear meanwhile. Raises PreconditionError /
         LAYOUT_CONFLICT, and UnavailableError."""
         self._current = current
         self._fetch = fetch
@@ -39,21 +39,21 @@ class Layouts:
 
     @property
     def current(self) -> Layout | None:
-        """The newest known here; None: none yet."""
+        """Newest layout known here; None if there is none yet."""
         return self._current
 
     def becomes(self, layout: Layout | None) -> None:
-        """This one counts from now on; None: it is to be asked for anew."""
+        """Makes this layout current; None: it must be fetched again."""
         self._current = layout
 
     async def any(self) -> Layout:
-        """The one known here, or the coordinator's if there is none. Raises as FetchLayout and
-        `adopt`."""
+        """Returns the layout known here, or the coordinator's if there is none. Raises like
+        FetchLayout and `adopt`."""
         return self._current if self._current is not None else await self._newer_than(0)
 
     async def of_epoch(self, epoch: int) -> Layout:
-        """The layout that a request was made for. Raises PreconditionError / STALE_SHARD_MAP, and
-        as `any`."""
+        """Returns the layout for which a request was made. Raises PreconditionError /
+        STALE_SHARD_MAP, and like `any`."""
         layout = self._current
         if layout is None or epoch > layout.epoch:
             layout = await self._newer_than(0 if layout is None else layout.epoch)
@@ -66,8 +66,9 @@ class Layouts:
         return layout
 
     async def at_least(self, epoch: int, afresh: bool = False) -> Layout:
-        """The layout of an epoch, or a newer one; `afresh`: as the coordinator has it now. Raises
-        UnavailableError / PLACE_UNKNOWN when the coordinator has none so new, and as `any`."""
+        """Returns the layout of an epoch or a newer one; `afresh`: the coordinator's current one.
+        Raises UnavailableError / PLACE_UNKNOWN if the coordinator has none that new, and like
+        `any`."""
         layout = self._current
         if layout is None or layout.epoch < epoch or afresh:
             layout = await self._newer_than(0 if layout is None else layout.epoch)
@@ -79,7 +80,7 @@ class Layouts:
         return layout
 
     async def _newer_than(self, epoch: int) -> Layout:
-        """Asks the coordinator once, however many requests want to know."""
+        """Fetches a newer layout from the coordinator, once for all concurrent requests."""
         async with self._fetching:
             if self._current is None or self._current.epoch <= epoch:
                 layout = await self._fetch()

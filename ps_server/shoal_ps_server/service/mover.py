@@ -1,5 +1,5 @@
-"""Does what the coordinator says of moves, one thing at a time: what it has decided is made so here
-first, then partitions are given away.
+"""Carries out the coordinator's orders about moves, one at a time: first applies its decisions,
+then gives partitions away.
 
 Belongs to the event loop.
 """
@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 
 
 class Report(Protocol):
-    """Tells the coordinator what became of a move."""
+    """Reports the outcome of a move to the coordinator."""
 
     def __call__(
         self, move: int, *, receiver: str = "", reason: str = "", giver_failed: bool = False
     ) -> None:
-        """The incarnation of the process that has the partitions, or why none has, and whether that
-        is this server's fault."""
+        """`receiver`: incarnation of the process that has the partitions. `reason`: why no process
+        has them. `giver_failed`: whether that is this server's fault."""
 
 
 class Mover:
-    """One server's."""
+    """Moves of one server."""
 
     def __init__(
         self, *, moves: Moves, giver: Giver, layouts: Layouts, changes: Changes, report: Report
@@ -47,29 +47,28 @@ class Mover:
         self._changes = changes
         self._report = report
         self._decided: tuple[int, int] | None = None
-        """The last move that is settled, and the epoch that says how; None: that has been made
-        so."""
+        """The last settled move and the epoch that records its outcome; None once applied."""
         self._order: MoveOrder | None = None
         self._giving: tuple[int, asyncio.Task[None]] | None = None
-        """The move that is under way."""
+        """The move in progress."""
         self._told = asyncio.Event()
 
     def settled(self, move: int, epoch: int) -> None:
-        """The coordinator has decided on all moves up to this one."""
+        """Records the coordinator's decision on all moves up to this one."""
         self._decided = max(self._decided or (0, 0), (move, epoch))
         if self._giving is not None and self._giving[0] <= move:
             self._giving[1].cancel()  # it decided without this server's word
         self._told.set()
 
     def ordered(self, order: MoveOrder) -> None:
-        """Partitions are to be given away. Heard again while that is under way, it changes nothing:
-        the report is to come."""
+        """Records an order to give partitions away. A repeated order for the move in progress
+        changes nothing: its report will follow."""
         if self._giving is None or self._giving[0] != order.move:
             self._order = order
             self._told.set()
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until cancelled."""
         while True:
             await self._told.wait()
             self._told.clear()
@@ -81,8 +80,8 @@ class Mover:
                     await self._give(order)
 
     async def _settle(self) -> None:
-        """Gets the map that the coordinator spoke of, and does away with what waited for it. What
-        cannot be done yet is tried again, until something newer is heard."""
+        """Fetches the announced shard map and removes partitions that waited for the decision.
+        Retries until it succeeds or newer news arrives."""
         backoff = Backoff(first_s=0.05, longest_s=2.0)
         while self._decided is not None:
             decided = move, epoch = self._decided
@@ -106,9 +105,9 @@ class Mover:
                 self._decided = None
 
     async def _end_moves(self, move: int) -> None:
-        # A record of the move may be on its way still.
+        # A record of the move may still be in progress.
         is_open = await asyncio.shield(self._changes.in_order(lambda: self._moves.is_open(move)))
-        # before it is written: no stream of the move goes on behind that
+        # before the record is written, so that no stream of the move continues after it
         self._moves.settled = max(self._moves.settled, move)
         if not is_open:
             return  # a recovery is told again

@@ -1,8 +1,7 @@
-"""Pull: waits for slower members and for first values, then gives partitions to be read, one after
-another.
+"""Pull: waits for slower members and for first values, then returns partitions one after another.
 
-Belongs to the event loop. A partition is read copy-on-write (shard/reading.py): consistent in
-itself, without a lock, however slow the reader.
+Belongs to the event loop. A partition is read copy-on-write (shard/reading.py): consistent, without
+a lock, however slow the reader.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from shoal_ps_server.shard.shard import Shard
 
 
 class Pulls:
-    """What all pulls of a server share."""
+    """State shared by all pulls of a server."""
 
     def __init__(
         self,
@@ -37,9 +36,9 @@ class Pulls:
         waited: Callable[[float], None],
         answered: Callable[[int | None], None],
     ) -> None:
-        """`quiet` waits for changes that are on their way. `waited` is told the seconds of every
-        wait for slower members, also of those that took none; `answered` of every partition that
-        was answered, and how many bytes of values were sent; None: it was unchanged."""
+        """`quiet`: waits for pending changes. `waited`: called with the seconds of every wait for
+        slower members, including waits of zero length. `answered`: called for every answered
+        partition with the number of value bytes sent, or None if it was unchanged."""
         self._shard = shard
         self._membership = membership
         self._quiet = quiet
@@ -49,12 +48,12 @@ class Pulls:
         self._stopping = False
 
     def initialized(self, partition_id: int) -> None:
-        """A partition has its first values: wakes the pulls that wait for them."""
+        """Wakes the pulls that wait for a partition's first values."""
         if event := self._first_values.pop(partition_id, None):
             event.set()
 
     def stop(self) -> None:
-        """The server stops: who waits for first values is told to try again, UnavailableError /
+        """Stops the server's pulls: those that wait for first values fail with UnavailableError /
         SERVER_STOPPING."""
         self._stopping = True
         for partition_id in list(self._first_values):
@@ -63,10 +62,10 @@ class Pulls:
     async def serve(
         self, pull: Pull, *, key: str = ""
     ) -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
-        """Gives a caller that shows `key` each partition's header and its values, which are to be
-        read before the next is asked for; None: unchanged.
+        """Yields each partition's header and values to a caller that presents `key`. The values
+        must be read before the next partition is requested; None: unchanged.
 
-        Raises what the .proto says of Pull.
+        Raises the errors documented for Pull in the .proto.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + pull.wait.total_seconds()
@@ -108,7 +107,8 @@ class Pulls:
             yield self._shard.read_rows(wanted.spec.partition_id, wanted.ids)
 
     def _note(self, pull: Pull, spec: PartitionSpec) -> None:
-        """What a member has now is kept for its next push, unless it has been put out meanwhile."""
+        """Keeps the values that a member now has for its next push, unless it has been evicted
+        meanwhile."""
         if (
             spec.bucket is None
             and pull.member_id
@@ -117,7 +117,7 @@ class Pulls:
             self._shard.note_pull(spec.partition_id, pull.member_id)
 
     async def _await_turn(self, pull: Pull, check: Callable[[], None]) -> None:
-        """ssp and bsp: the member says how far it is, and may have to wait for those behind."""
+        """Reports the member's progress under ssp and bsp, and waits for slower members."""
         self._membership.finished(pull.member_id, pull.clock)
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -126,16 +126,16 @@ class Pulls:
                 pull.member_id, pull.generation, wait=pull.wait, check=check
             )
             if self._membership.consistency.mode is ConsistencyMode.BSP:
-                # of a member that is gone, and that nobody waits for: all are to read with its last
-                # push, or without
+                # for a member that left and that nobody waits for: all readers must see its last
+                # push, or none
                 await self._quiet()
         finally:
             if self._membership.consistency.mode is not ConsistencyMode.ASP:
                 self._waited(loop.time() - started)
 
     async def _await_values(self, spec: PartitionSpec, deadline: float) -> None:
-        """Returns when a partition has values. Raises DeadlineError / PARTITION_UNINITIALIZED, and
-        as `Shard.check_open`."""
+        """Waits until a partition has values. Raises DeadlineError / PARTITION_UNINITIALIZED, and
+        like `Shard.check_open`."""
         self._shard.check_open(spec)
         try:
             async with asyncio.timeout_at(deadline):
@@ -155,7 +155,7 @@ class Pulls:
 
 
 def _codec(spec: PartitionSpec, asked: int) -> int:
-    """The codec that was asked for, where it saves something; rows come as they are."""
+    """Returns the requested codec if it saves bytes; rows are never encoded."""
     return (
         asked
         if asked != codecs.RAW

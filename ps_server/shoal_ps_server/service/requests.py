@@ -1,8 +1,9 @@
-"""From protobuf messages to frozen domain types: here, and only here, requests are checked for
-being well formed.
+"""Converts protobuf messages to frozen domain types. All checks for well-formed requests happen
+here and only here.
 
-What depends on the server's state (is the member fenced, has the partition values) is checked where
-that state is. Every refusal names the field, its value and what was expected.
+Checks that depend on the server's state (whether the member is fenced off, whether the partition
+has values) are made where that state is. Every refusal names the field, its value and the expected
+value.
 """
 
 from __future__ import annotations
@@ -51,22 +52,22 @@ class Wanted:
     spec: PartitionSpec
     newer_than: int
     ids: Ids | None = None
-    """The rows of a bucket that are asked for; None: it is none."""
+    """Requested rows of a bucket; None if the partition is not a bucket."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pull:
-    """A PullRequest that is right for this server."""
+    """A PullRequest that is valid for this server."""
 
     member_id: str
-    """Empty: an onlooker."""
+    """Empty for a read-only client."""
     generation: int
     partitions: tuple[Wanted, ...]
     clock: int
     wait: timedelta
     checksums: bool
     codec: int
-    """RAW or one of `codecs.FOR_VALUES`: where it saves nothing, values come as they are."""
+    """RAW or one of `codecs.FOR_VALUES`. Values are sent unencoded if the codec saves nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,7 @@ class HyperparameterChange:
 
 
 def check_job(job_id: str, expected: str) -> None:
-    """Raises UnknownResourceError / JOB_UNKNOWN for a request of another job."""
+    """Raises UnknownResourceError / JOB_UNKNOWN for a request for another job."""
     if job_id != expected:
         raise UnknownResourceError(
             f"this server holds job {expected!r}, the request is for {job_id!r}; the coordinator "
@@ -89,7 +90,7 @@ def check_job(job_id: str, expected: str) -> None:
 
 
 def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind) -> UploadHeader:
-    """A header, checked before a byte of its payload is kept.
+    """Parses a header, before any byte of its payload is kept.
 
     Raises LimitError / PAYLOAD_TOO_LARGE, UnknownResourceError / PARTITION_UNKNOWN,
     InvalidRequestError: DTYPE_MISMATCH, CODEC_UNSUPPORTED, PIECES_INVALID, ROWS_INVALID,
@@ -157,8 +158,8 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
 
 
 def parse_pull(request: pb.PullRequest, layout: Layout) -> Pull:
-    """Raises UnknownResourceError / PARTITION_UNKNOWN, LimitError / PAYLOAD_TOO_LARGE and
-    InvalidRequestError."""
+    """Parses a pull request. Raises UnknownResourceError / PARTITION_UNKNOWN, LimitError /
+    PAYLOAD_TOO_LARGE and InvalidRequestError."""
     longest_ms = LONGEST_WAIT // timedelta(milliseconds=1)
     if not 0 <= request.wait_ms <= longest_ms:
         raise InvalidRequestError(f"wait_ms={request.wait_ms}: expected 0 to {longest_ms}")
@@ -222,8 +223,8 @@ def _pull_codec(codec: int) -> int:
 
 
 def parse_optimizer(spec: pb.OptimizerSpec, tensors: frozenset[str] | None) -> OptimizerSettings:
-    """Raises InvalidRequestError / OPTIMIZER_INVALID. `tensors`: all of the job's; None: unknown,
-    groups are not compared with them."""
+    """Parses an optimizer. Raises InvalidRequestError / OPTIMIZER_INVALID. `tensors`: all tensors
+    of the job; None if unknown, in which case groups are not checked against them."""
     return optimizer_settings(
         name=spec.name,
         hyperparameters=dict(spec.hyperparameters),
@@ -234,7 +235,7 @@ def parse_optimizer(spec: pb.OptimizerSpec, tensors: frozenset[str] | None) -> O
 
 
 async def parse_begin(requests: AsyncIterator[pb.FollowRequest]) -> pb.FollowBegin:
-    """The first message of a Follow stream, which must come soon."""
+    """Returns the first message of a Follow stream, which must arrive soon."""
     with suppress(TimeoutError):
         async with asyncio.timeout(_FIRST_MESSAGE_WAIT.total_seconds()):
             async for request in requests:
@@ -248,7 +249,7 @@ async def parse_begin(requests: AsyncIterator[pb.FollowRequest]) -> pb.FollowBeg
 
 
 def parse_consistency(consistency: pb.Consistency) -> Consistency:
-    """Raises InvalidRequestError / CONSISTENCY_INVALID."""
+    """Parses a consistency model. Raises InvalidRequestError / CONSISTENCY_INVALID."""
     mode = MODES.get(consistency.mode)
     if mode is None:
         raise InvalidRequestError(
@@ -266,7 +267,7 @@ def parse_consistency(consistency: pb.Consistency) -> Consistency:
 
 
 def parse_hyperparameter_change(request: pb.SetHyperparametersRequest) -> HyperparameterChange:
-    """Raises InvalidRequestError."""
+    """Parses a SetHyperparametersRequest. Raises InvalidRequestError."""
     return HyperparameterChange(
         revision=at_least("revision", request.revision, 1),
         hyperparameters=dict(request.hyperparameters),
@@ -275,14 +276,14 @@ def parse_hyperparameter_change(request: pb.SetHyperparametersRequest) -> Hyperp
 
 
 def parse_member(member_id: str) -> str:
-    """Raises InvalidRequestError."""
+    """Checks a member id. Raises InvalidRequestError."""
     if not 1 <= len(member_id) <= 128:
         raise InvalidRequestError(f"member_id={member_id[:128]!r}: expected 1 to 128 characters")
     return member_id
 
 
 def at_least(field: str, value: int, least: int) -> int:
-    """Raises InvalidRequestError."""
+    """Checks a lower bound. Raises InvalidRequestError."""
     if value < least:
         raise InvalidRequestError(f"{field}={value}: expected {least} or more")
     return value
@@ -298,7 +299,8 @@ def _parameter_groups(groups: Iterable[pb.ParameterGroup]) -> tuple[ParameterGro
 
 
 def partition_of(partition_id: int, layout: Layout) -> PartitionSpec:
-    """Raises UnknownResourceError / PARTITION_UNKNOWN for one that is not this server's."""
+    """Returns a partition of this server. Raises UnknownResourceError / PARTITION_UNKNOWN for
+    others."""
     spec = layout.partitions.get(partition_id)
     if spec is not None:
         return spec

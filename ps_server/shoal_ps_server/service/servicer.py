@@ -1,8 +1,8 @@
-"""The RPCs of shoal.v1.ParameterServer: each parses its request, asks the parts of the server, and
-puts the answer together.
+"""RPCs of shoal.v1.ParameterServer: each parses its request, calls the parts of the server, and
+assembles the answer.
 
 Handlers run on the event loop and raise ShoalErrors; RpcServer turns those into statuses. Uploads
-and pulls are moved as raw messages, so that their payloads are not copied by protobuf
+and pulls are exchanged as raw messages, so that protobuf does not copy their payloads
 (shoal_common.wire).
 """
 
@@ -81,7 +81,7 @@ ALLOWED_ROLES: Final[Mapping[str, frozenset[Role]]] = {
     f"/{SERVICE}/TakePartitions": frozenset({Role.SERVER}),
     f"/{SERVICE}/GetServer": ANY_ROLE,
 }
-"""Besides admins, who may do everything."""
+"""Roles that may call each method, besides admins, who may call all."""
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -89,15 +89,15 @@ ResponseT = TypeVar("ResponseT")
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Whose server this is."""
+    """Job and id of the server."""
 
     job_id: str
     server_id: str
 
 
 class ParameterServerServicer:
-    """One server's RPCs. The configuration is its own; the rest belongs to the parts it is
-    given."""
+    """RPCs of one server. Owns the configuration; everything else belongs to the parts passed to
+    it."""
 
     def __init__(
         self,
@@ -119,9 +119,9 @@ class ParameterServerServicer:
         metrics: Metrics,
         configuration: Configuration | None,
     ) -> None:
-        """`receiver` makes what takes partitions over, given what configures this server as another
-        one is. `check_place` raises UnavailableError where this server cannot know that it is the
-        one to serve."""
+        """`receiver`: creates the Receiver, given the function that configures this server like
+        another one. `check_place`: raises UnavailableError if this server cannot be sure that it
+        has to serve."""
         self.configuration = configuration
         self._receiver = receiver(self.agree)
         self._backup = backup
@@ -138,9 +138,9 @@ class ParameterServerServicer:
         self._snapshots = snapshots
         self._changes = changes
         self._configuring = asyncio.Lock()
-        """Held from the look at the configuration until its change is made."""
+        """Held from reading the configuration until a change of it is made."""
         self._tasks: set[asyncio.Task[bool]] = set()
-        """Changes of the configuration that are on their way."""
+        """Pending changes of the configuration."""
         self._metrics = metrics
         if configuration is not None:
             membership.consistency = configuration.consistency
@@ -193,7 +193,7 @@ class ParameterServerServicer:
     async def initialize(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> pb.PushResponse:
-        """Initialize."""
+        """Serves Initialize."""
         return await self._transfers.upload(
             parts_of(messages), UploadKind.INITIALIZE, Transport.GRPC, key=member_key()
         )
@@ -201,7 +201,7 @@ class ParameterServerServicer:
     async def push(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> pb.PushResponse:
-        """Push."""
+        """Serves Push."""
         return await self._transfers.upload(
             parts_of(messages), UploadKind.PUSH, Transport.GRPC, key=member_key()
         )
@@ -209,7 +209,7 @@ class ParameterServerServicer:
     async def pull(
         self, request: pb.PullRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """Pull."""
+        """Serves Pull."""
         with self._metrics.counting_refusals("Pull"):
             self._check_onlooker(request.member_id)
         async with aclosing(
@@ -222,7 +222,7 @@ class ParameterServerServicer:
     async def read_rows(
         self, request: pb.ReadRowsRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """ReadRows."""
+        """Serves ReadRows."""
         with self._metrics.counting_refusals("ReadRows"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
@@ -233,7 +233,7 @@ class ParameterServerServicer:
     async def restore_rows(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> pb.RestoreRowsResponse:
-        """RestoreRows."""
+        """Serves RestoreRows."""
         with self._metrics.counting_refusals("RestoreRows"):
             await self._check_place()
             return await self._whole_buckets.restore(messages, key=member_key())
@@ -241,7 +241,7 @@ class ParameterServerServicer:
     async def open_data(
         self, request: pb.OpenDataRequest, context: grpc.aio.ServicerContext
     ) -> pb.OpenDataResponse:
-        """OpenData."""
+        """Serves OpenData."""
         with self._metrics.counting_refusals("OpenData"):
             check_job(request.job_id, self._identity.job_id)
             member_id = parse_member(request.member_id) if request.member_id else ""
@@ -257,7 +257,7 @@ class ParameterServerServicer:
     async def follow(
         self, requests: AsyncIterator[pb.FollowRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[bytes]:
-        """Follow."""
+        """Serves Follow."""
         with self._metrics.counting_refusals("Follow"):
             begin = await parse_begin(requests)
             check_job(begin.job_id, self._identity.job_id)
@@ -269,7 +269,7 @@ class ParameterServerServicer:
     async def take_partitions(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext
     ) -> pb.TakePartitionsResponse:
-        """TakePartitions."""
+        """Serves TakePartitions."""
         with self._metrics.counting_refusals("TakePartitions"):
             await self._check_place()
             await self._receiver.take(messages)
@@ -280,7 +280,7 @@ class ParameterServerServicer:
     async def configure_optimizer(
         self, request: pb.ConfigureOptimizerRequest, context: Any
     ) -> pb.ConfigureOptimizerResponse:
-        """ConfigureOptimizer."""
+        """Serves ConfigureOptimizer."""
         with self._metrics.counting_refusals("ConfigureOptimizer"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
@@ -303,7 +303,7 @@ class ParameterServerServicer:
     async def set_hyperparameters(
         self, request: pb.SetHyperparametersRequest, context: Any
     ) -> pb.SetHyperparametersResponse:
-        """SetHyperparameters."""
+        """Serves SetHyperparameters."""
         with self._metrics.counting_refusals("SetHyperparameters"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
@@ -315,7 +315,7 @@ class ParameterServerServicer:
     async def advance_clock(
         self, request: pb.AdvanceClockRequest, context: Any
     ) -> pb.AdvanceClockResponse:
-        """AdvanceClock."""
+        """Serves AdvanceClock."""
         with self._metrics.counting_refusals("AdvanceClock"):
             check_job(request.job_id, self._identity.job_id)
             await self._check_place()
@@ -336,7 +336,7 @@ class ParameterServerServicer:
                 )
             else:
                 self._membership.check_key(member_id, member_key())
-            # Partitions may have begun to move, or have moved, while it waited; from here on
+            # Partitions may have begun to move, or have moved, during the wait; from here on
             # nothing waits.
             if request.shard_map_epoch:
                 await self._layouts.of_epoch(request.shard_map_epoch)
@@ -350,14 +350,14 @@ class ParameterServerServicer:
             return pb.AdvanceClockResponse(slowest_clock=self._membership.clocks.slowest)
 
     async def snapshot(self, request: pb.SnapshotRequest, context: Any) -> pb.SnapshotResponse:
-        """Snapshot."""
+        """Serves Snapshot."""
         with self._metrics.counting_refusals("Snapshot"):
             check_job(request.job_id, self._identity.job_id)
             written = await self._snapshots.write()
             return pb.SnapshotResponse(path=str(written.path), bytes=written.nbytes)
 
     async def get_server(self, request: pb.GetServerRequest, context: Any) -> pb.GetServerResponse:
-        """GetServer."""
+        """Serves GetServer."""
         if request.member_id:  # a worker goes on from what it hears
             await self._check_place()
         summary = self._shard.summary(request.member_id)
@@ -399,8 +399,8 @@ class ParameterServerServicer:
         )
 
     def _check_clocks_stay(self) -> None:
-        """Who takes partitions over has a copy of the clocks: what is said until the shard map
-        names it would be lost to it."""
+        """Raises UnavailableError while partitions move. The receiver has a copy of the clocks and
+        would miss reports made before the shard map names it."""
         if self._shard.frozen and self._membership.consistency.mode is not ConsistencyMode.ASP:
             raise UnavailableError(
                 "partitions of this server are moving to another one, which has got the clocks: "
@@ -410,7 +410,8 @@ class ParameterServerServicer:
             )
 
     def _check_onlooker(self, member_id: str) -> None:
-        """Who may only look speaks for no member: it would hold others up."""
+        """Raises PermissionDeniedError if a reader claims to be a member: others would wait for
+        it."""
         if member_id and caller().role is Role.READER:
             raise PermissionDeniedError(
                 f"member_id={member_id!r}: a token of role reader may pull, but as nobody's "
@@ -445,8 +446,8 @@ class ParameterServerServicer:
             return True
 
     async def agree(self, given: Configuration) -> Configuration:
-        """Sees that this server is configured as another server of the job, with the newer revision
-        of the two, and returns how it is. Raises PreconditionError / OPTIMIZER_CONFLICT."""
+        """Makes this server's configuration agree with that of another server of the job, using the
+        newer revision, and returns it. Raises PreconditionError / OPTIMIZER_CONFLICT."""
         await self._to_its_end(self._agreement(given))
         assert self.configuration is not None, "it was agreed on"
         return self.configuration
@@ -461,7 +462,8 @@ class ParameterServerServicer:
             return newer
 
     async def _configure(self, configuration: Configuration) -> None:
-        """Between the pushes before and those after it, as the journal has it."""
+        """Changes the configuration between earlier and later pushes, in the order of the
+        journal."""
 
         def effect() -> None:
             self.configuration = configuration
@@ -471,8 +473,7 @@ class ParameterServerServicer:
         await self._changes.configure(configuration, effect)
 
     async def _to_its_end(self, change: Coroutine[Any, Any, bool]) -> bool:
-        """Also when the caller goes away meanwhile: the next change begins with what this one
-        leaves."""
+        """Completes a change even if the caller disappears: the next change builds on it."""
         task = asyncio.create_task(change)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -480,8 +481,8 @@ class ParameterServerServicer:
 
 
 def _pull_chunks(header: pb.PullHeader, reading: Reading | None) -> Iterator[bytes]:
-    """One partition of a pull as PullChunks; each is a copy, made when it is asked for, before
-    anything else can run."""
+    """Yields one partition of a pull as PullChunks. Each is a copy, made on demand before anything
+    else can run."""
     if reading is None:
         yield encode_pull_chunk((header, _NOTHING))
         return

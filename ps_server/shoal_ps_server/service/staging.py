@@ -1,5 +1,5 @@
-"""Memory for partitions that are on their way: a bound for all together, and one for each member,
-so that none takes the others' share.
+"""Memory for partitions being received: limited in total and per member, so that no member takes
+the others' share.
 
 Belongs to the event loop.
 """
@@ -13,22 +13,22 @@ from typing import Final
 
 DEFAULT_BYTES: Final = 1 << 30
 SHARE: Final = 4
-"""A member may have one part in so many of it."""
+"""A member may use this fraction (1/SHARE) of the memory."""
 
 
 class Staging:
-    """The memory of one server's upload streams."""
+    """Memory of one server's upload streams."""
 
     def __init__(self, *, nbytes: int = DEFAULT_BYTES) -> None:
         self._most = nbytes
         self._held: Counter[str] = Counter()
-        """Member -> bytes."""
+        """Member -> bytes in use."""
         self._freed = asyncio.Event()
-        """Set, and replaced, when memory is given back."""
+        """Set and replaced when memory is released."""
 
     async def take(self, member: str, nbytes: int) -> Callable[[], None]:
-        """Waits for room; returns what gives it back, which may be called more than once. A
-        partition alone always finds room."""
+        """Waits for room and returns a function that releases the memory, which may be called
+        repeatedly. A single partition always fits."""
         while not self._fits(member, nbytes):
             await self._freed.wait()
         self._held[member] += nbytes

@@ -1,8 +1,9 @@
-"""What a server is by the coordinator's word: which one of its job, and whether it is to serve.
+"""A server's place as assigned by the coordinator: its index in the job, and whether it has to
+serve.
 
-A server that does not know serves nobody, since another one may have been told by now what this one
-was. What follows from a place is not here: it is served by `ParameterServer`, or followed as a
-`Standby`. Belongs to the event loop.
+A server that does not know its place serves nobody, since another server may have received it by
+now. The consequences of a place are implemented elsewhere: `ParameterServer` serves and `Standby`
+follows. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from shoal_ps_server.storage.recovery import Recovered
 logger = logging.getLogger(__name__)
 
 _PLACE_WAIT: Final = timedelta(seconds=5)
-"""How long a request may wait for the coordinator's word on what this server is."""
+"""How long a request may wait for the coordinator to assign a place to this server."""
 
 
 class Standing:
-    """A primary's, from its start until it is told that it is one no more."""
+    """Place of a primary, from its start until it is demoted."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class Standing:
         layouts: Layouts,
         backup: Backup,
     ) -> None:
-        """`recovered`: what the server holds, of which `layouts` and `backup` are."""
+        """`recovered`: the server's state, which `layouts` and `backup` belong to."""
         self._job_id = job_id
         self._held_backup = recovered.backup
         self._has_journal = has_journal
@@ -50,12 +51,12 @@ class Standing:
         self._backup = backup
         self.server_index = None if recovered.layout is None else recovered.layout.server_index
         self._is_registered = False
-        """The coordinator has welcomed this process: whatever was told of its place since is of
-        `server_index`."""
+        """Whether the coordinator has welcomed this process: messages about its place since then
+        refer to `server_index`."""
         self._epoch = 0
-        """Newest one of this server's place."""
+        """Newest epoch of this server's place."""
         self.with_backups = False
-        """The job's servers have some."""
+        """Whether the job's servers have backups."""
         self._known = asyncio.Event()
         if recovered.layout is not None and not recovered.backup:
             self._known.set()  # else another server may have the place by now
@@ -64,17 +65,17 @@ class Standing:
 
     @property
     def is_known(self) -> bool:
-        """The coordinator has said what this server is, or nobody else can be it."""
+        """Whether the coordinator has assigned a place, or no other server can have it."""
         return self._known.is_set()
 
     @property
     def held_index(self) -> int | None:
-        """The place whose partitions this server holds; None: it holds none."""
+        """Place whose partitions this server holds; None if it holds none."""
         layout = self._layouts.current
         return None if layout is None or self._has_given_all() else layout.server_index
 
     def welcomed(self, server_index: int, *, with_backups: bool) -> None:
-        """See `Listener`."""
+        """Implements `Listener.welcomed`."""
         if with_backups and not self._has_journal:
             raise ConfigurationError(
                 "the job's parameter servers have backups, which need a journal: start each with "
@@ -82,7 +83,7 @@ class Standing:
             )
         self.with_backups = with_backups
         if self._held_backup and not self._is_registered:
-            # what it holds may be of no use any more: that is said with the place
+            # its state may be obsolete; the message about the place says so
             self.server_index = server_index
         if (
             self.server_index is not None
@@ -105,12 +106,13 @@ class Standing:
         self.server_index, self._is_registered = server_index, True
 
     def _has_given_all(self) -> bool:
-        """Others have all that was here: the job can have this server for a new one."""
+        """Returns whether other servers have everything that was here, so that the job can use this
+        server as a new one."""
         leaving = frozenset() if self._moves.leaving is None else self._moves.leaving.partitions
         return leaving.issuperset(self._shard.partition_ids())
 
     def placed(self, place: Place) -> None:
-        """See `Listener`."""
+        """Implements `Listener.placed`."""
         if place.epoch < self._epoch:
             logger.error(
                 "the coordinator has lost an epoch of this server's place",
@@ -128,8 +130,8 @@ class Standing:
         self._known.set()
 
     async def check(self) -> None:
-        """Returns where this server is to serve, which it may have to wait for. Raises
-        UnavailableError: PLACE_UNKNOWN."""
+        """Returns if this server has to serve, after waiting for the coordinator if necessary.
+        Raises UnavailableError: PLACE_UNKNOWN."""
         if not self._known.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(_PLACE_WAIT.total_seconds()):

@@ -1,8 +1,7 @@
-"""Putting an upload stream together: chunks as they come off the wire, back into whole partitions.
-Nothing is applied here.
+"""Assembles upload streams: turns the chunks of a stream back into complete partitions. Applies
+nothing.
 
-A stream is refused at the first thing that is wrong with it; partitions that were complete before
-have been handed on already.
+A stream is refused at its first error; partitions completed before it have already been passed on.
 """
 
 from __future__ import annotations
@@ -19,38 +18,38 @@ from shoal_ps_server.shard.payload import Upload, describe
 
 
 class Chunk(Protocol):
-    """Some bytes of a partition's payload, wherever they are."""
+    """Part of a partition's payload, wherever it is stored."""
 
     @property
     def nbytes(self) -> int:
-        """How many."""
+        """Number of bytes."""
 
     async def move_to(self, upload: Upload) -> None:
-        """Puts them behind what the upload has. Raises as `Upload.room`."""
+        """Appends the bytes to the upload. Raises like `Upload.room`."""
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """A chunk that lies in memory."""
+    """A chunk in memory."""
 
     payload: memoryview
 
     @property
     def nbytes(self) -> int:
-        """How many."""
+        """Number of bytes."""
         return self.payload.nbytes
 
     async def move_to(self, upload: Upload) -> None:
-        """Copies them. Raises as `Upload.add`."""
+        """Copies the bytes. Raises like `Upload.add`."""
         upload.add(self.payload)
 
 
 Part = tuple[pb.PushHeader | None, Chunk]
-"""What comes at a time: with a header it opens a partition, without it continues the one before."""
+"""Unit of a stream: opens a partition if it has a header, otherwise continues the previous one."""
 
 
 async def parts_of(messages: AsyncIterator[bytes]) -> AsyncGenerator[Part]:
-    """The parts in encoded PushChunks. Raises InvalidRequestError / MESSAGE_MALFORMED and
+    """Yields the parts of encoded PushChunks. Raises InvalidRequestError / MESSAGE_MALFORMED and
     LimitError / PAYLOAD_TOO_LARGE."""
     async for data in messages:
         header, payload = decode_push_chunk(data)
@@ -66,10 +65,10 @@ async def parts_of(messages: AsyncIterator[bytes]) -> AsyncGenerator[Part]:
 async def received_partitions(
     parts: AsyncIterator[Part], open_upload: Callable[[pb.PushHeader], Awaitable[Upload]]
 ) -> AsyncGenerator[Upload]:
-    """The partitions of a stream, one by one, each with nothing missing. `open_upload` checks a
-    header before its payload is kept.
+    """Yields the partitions of a stream, each one complete. `open_upload` checks a header before
+    its payload is kept.
 
-    Raises what `parts` and `open_upload` do, and InvalidRequestError: STREAM_MALFORMED,
+    Raises the errors of `parts` and `open_upload`, and InvalidRequestError: STREAM_MALFORMED,
     PAYLOAD_TRUNCATED, PAYLOAD_SIZE_MISMATCH.
     """
     upload: Upload | None = None

@@ -1,5 +1,5 @@
-"""Tickets for bulk connections: each opens one, for one member, within seconds. Pure; the caller
-says what time it is."""
+"""Tickets for bulk connections: each opens one connection, for one member, within seconds. Pure;
+the caller passes the time."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from shoal_common.errors import AuthenticationError, LimitError
 
 GOOD_FOR_S: Final = 10.0
 MOST_OF_A_MEMBER: Final = 8
-"""Connections that may speak for one member, with the tickets for more."""
+"""Maximum number of connections for one member, including tickets for further ones."""
 MOST_OF_ONLOOKERS: Final = 256
-"""Those of all who speak for nobody together."""
+"""The same for all anonymous clients together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speaker:
-    """The member, or the reader, that a bulk connection speaks for."""
+    """Member or reader on whose behalf a bulk connection is used."""
 
     member_id: str
-    """Empty: for nobody."""
+    """Empty for an anonymous client."""
     key: str = field(default="", repr=False)
-    """The member's key, as the call for the ticket has shown it. Each stream is checked by it: a
-    server may hear of the member later."""
+    """The member's key, as presented in the call for the ticket. Checked for each stream, since a
+    server may learn of the member later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,18 +42,19 @@ class _Issued:
 
 
 class Tickets:
-    """Those of one server, and the connections that were opened with them."""
+    """Tickets of one server, and the connections opened with them."""
 
     def __init__(self, *, most_together: int) -> None:
-        """`most_together`: connections of all members, with the tickets for more."""
+        """`most_together`: maximum number of connections of all members, including tickets for
+        further ones."""
         self._most_together = most_together
         self._issued: list[_Issued] = []
-        """Not used yet; the oldest first."""
+        """Unused tickets, oldest first."""
         self._open: Counter[str] = Counter()
-        """Member -> its connections."""
+        """Member -> number of its connections."""
 
     def issue(self, speaker: Speaker, now: float) -> bytes:
-        """Returns a ticket for a connection that speaks for `speaker`.
+        """Returns a ticket for a connection on behalf of `speaker`.
 
         Raises LimitError / CONNECTIONS_EXHAUSTED.
         """
@@ -75,7 +76,7 @@ class Tickets:
         return issued.ticket
 
     def redeem(self, ticket: bytes, now: float) -> Speaker:
-        """Returns whom the connection speaks for; it counts as open until `closed`.
+        """Returns the speaker of the connection, which counts as open until `closed`.
 
         Raises AuthenticationError / TICKET_INVALID.
         """
@@ -95,7 +96,7 @@ class Tickets:
         return found.speaker
 
     def closed(self, member_id: str) -> None:
-        """One of the member's connections has ended."""
+        """Records the end of one of the member's connections."""
         self._open[member_id] -= 1
         if not self._open[member_id]:
             del self._open[member_id]

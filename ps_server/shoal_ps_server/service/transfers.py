@@ -1,4 +1,4 @@
-"""Initialize, Push and Pull, whatever carries them: gRPC (servicer.py) or a bulk connection
+"""Initialize, Push and Pull, independent of the transport: gRPC (servicer.py) or a bulk connection
 (bulk.py). Belongs to the event loop."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal_ps_server.shard.reading import Reading
 
 
 class Transfers:
-    """The streams of one server."""
+    """Streams of one server."""
 
     def __init__(
         self,
@@ -31,7 +31,7 @@ class Transfers:
         pulls: Pulls,
         metrics: Metrics,
     ) -> None:
-        """`check_place` raises UnavailableError where this server cannot know that it is the one to
+        """`check_place`: raises UnavailableError if this server cannot be sure that it has to
         serve."""
         self._job_id = job_id
         self._check_place = check_place
@@ -43,7 +43,7 @@ class Transfers:
     async def upload(
         self, parts: AsyncIterator[Part], kind: UploadKind, transport: Transport, *, key: str = ""
     ) -> pb.PushResponse:
-        """Serves one Initialize or Push, of a caller that shows `key`, to its end. Raises as
+        """Serves one Initialize or Push, of a caller that presents `key`, to its end. Raises like
         `Intake.receive`."""
         with self._counted(kind.value, transport):
             await self._check_place()
@@ -52,10 +52,10 @@ class Transfers:
     async def pull(
         self, request: pb.PullRequest, transport: Transport, *, key: str = ""
     ) -> AsyncGenerator[tuple[pb.PullHeader, Reading | None]]:
-        """Serves one Pull of a caller that shows `key`: of each partition its header, and its
-        values, to be read before the next is asked for; None: unchanged.
+        """Serves one Pull of a caller that presents `key`: yields each partition's header and its
+        values, which must be read before the next one is requested; None: unchanged.
 
-        Raises what the .proto says of Pull.
+        Raises the errors documented for Pull in the .proto.
         """
         with self._counted("Pull", transport):
             check_job(request.job_id, self._job_id)

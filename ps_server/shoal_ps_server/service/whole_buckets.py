@@ -1,8 +1,8 @@
-"""ReadRows and RestoreRows: one bucket of a sparse table whole, for a checkpoint and from one.
+"""ReadRows and RestoreRows: transfer one entire bucket of a sparse table to or from a checkpoint.
 Belongs to the event loop.
 
-A bucket is at most 256 MiB; those that are on their way, in either direction, have a bound of
-memory in common, so that a table is never in memory once more than it is anyway.
+A bucket is at most 256 MiB. Buckets in transfer, in either direction, share a memory limit, so that
+a table is never in memory a second time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _IDLE_LIMIT: Final = timedelta(seconds=60)
 
 
 class WholeBuckets:
-    """The buckets of one server."""
+    """Bucket transfers of one server."""
 
     def __init__(
         self,
@@ -59,7 +59,8 @@ class WholeBuckets:
         self._memory = Staging(nbytes=_MEMORY_BYTES)
 
     async def read(self, request: pb.ReadRowsRequest) -> AsyncGenerator[bytes]:
-        """The chunks of a bucket. Raises what the .proto says of ReadRows."""
+        """Yields the chunks of a bucket. Raises the errors documented for ReadRows in the
+        .proto."""
         check_job(request.job_id, self._job_id)
         spec, bucket = _bucket(
             request.partition_id, await self._layout_of_epoch(request.shard_map_epoch)
@@ -94,8 +95,8 @@ class WholeBuckets:
     async def restore(
         self, messages: AsyncIterator[bytes], *, key: str = ""
     ) -> pb.RestoreRowsResponse:
-        """Serves one stream, of a caller that shows `key`, to its end. Raises what the .proto says
-        of RestoreRows."""
+        """Serves one stream, of a caller that presents `key`, to its end. Raises the errors
+        documented for RestoreRows in the .proto."""
         idle_s = self._idle_limit.total_seconds()
         release: Callable[[], None] = _nothing
         try:
@@ -113,7 +114,7 @@ class WholeBuckets:
                 )
                 self._shard.check_open(spec)
                 await self._membership.admit(member_id, generation, key=key)
-                # and the rows that are made of it
+                # twice: the payload, and the rows made of it
                 release = await self._memory.take(member_id, 2 * header.payload_bytes)
                 payload = await _received(
                     spec,
@@ -181,7 +182,7 @@ async def _received(
     messages: AsyncIterator[bytes],
     came: Callable[[], None],
 ) -> memoryview:
-    """The payload, whole."""
+    """Returns the complete payload."""
     payload, at = memoryview(bytearray(header.payload_bytes)), 0
     async for data in messages:
         opening, piece = decode_rows_chunk(data, InvalidRequestError)

@@ -1,2 +1,2 @@
-"""What a server holds: the layout, the partitions with their values and optimizers, and how an
-upload becomes a change of one."""
+"""State of a server: the layout, the partitions with their values and optimizers, and the
+conversion of an upload into a change."""

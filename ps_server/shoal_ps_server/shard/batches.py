@@ -1,10 +1,10 @@
-"""Which leased batches were pushed to the end, so that one which is dealt again after a member's
-death is not applied twice.
+"""Tracks finished leased batches, so that a batch dealt again after a member's death is not applied
+twice.
 
-A member says with each push which batches it has finished since the last. The batch that it is at,
-or died in, each partition knows by itself (partition.py). Keys of batches that follow one another
-do so too, so what is finished of an epoch grows together to one run of keys. Belongs to the thread
-that owns the shard.
+With each push, a member reports the batches finished since the last one. Each partition itself
+remembers the batch that the member works on or died in (partition.py). Consecutive batches have
+consecutive keys, so the finished batches of an epoch merge into one range of keys. Belongs to the
+thread that owns the shard.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from collections.abc import Iterable
 from typing import Final
 
 MOST_RUNS: Final = 1 << 16
-"""How many runs are kept; then the oldest are forgotten. There is about one for each block of
-batches that somebody is at."""
+"""Maximum number of ranges kept; the oldest are forgotten. There is about one per block of batches
+in progress."""
 
 
 class Batches:
-    """Keys, as runs of those that follow one another."""
+    """Keys of batches, as ranges of consecutive keys."""
 
     def __init__(self, runs: Iterable[tuple[int, int]] = ()) -> None:
-        """`runs`: first key and end of each, the oldest first."""
+        """`runs`: first key and end of each range, oldest first."""
         self._ends = dict(runs)
-        """First key -> end, the oldest first."""
+        """First key -> end, oldest first."""
         self._firsts = sorted(self._ends)
 
     def add(self, keys: Iterable[int]) -> None:
-        """Notes these keys as those of finished batches."""
+        """Adds the keys of finished batches."""
         for key in keys:
             if key and key not in self:
                 self._add(key)
 
     def add_runs(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Notes runs of keys, first key and end of each, as another server knows them."""
+        """Adds ranges of keys known to another server, each as first key and end."""
         for first, end in runs:
             place = bisect_right(self._firsts, end)
             while place and self._ends[self._firsts[place - 1]] >= first:  # it overlaps, or touches
@@ -51,7 +51,7 @@ class Batches:
         return place >= 0 and key < self._ends[self._firsts[place]]
 
     def runs(self) -> list[tuple[int, int]]:
-        """First key and end of each, the oldest first."""
+        """Returns the first key and end of each range, oldest first."""
         return list(self._ends.items())
 
     def _add(self, key: int) -> None:

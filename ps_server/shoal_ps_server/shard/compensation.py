@@ -1,15 +1,15 @@
-"""Delay compensation: what a gradient would be on the values as they are now, approximated from
-what it is on those that a member pulled.
+"""Delay compensation: approximates a gradient on the current values from one on the values that a
+member pulled.
 
 Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay Compensation", ICML 2017,
-Algorithm 2 and equation 10: to the gradient g is added `strength * g * g * (now - then)`, element
-by element, whose g * g stands for the Hessian's diagonal. So a server keeps, for each member, the
-values of the version that it pulled last: one copy for all members that pulled the same, and none
-of the version that the server is at.
+Algorithm 2 and equation 10: adds `strength * g * g * (now - then)` to the gradient g, element by
+element, where g * g approximates the diagonal of the Hessian. A server therefore keeps the values
+of the version that each member pulled last: one copy for all members with the same version, and
+none of the current version.
 
-Which version a member has pulled is not in the journal: pulls wait for no disk. A push whose base
-is not known here is applied as it came. The journal's record of a push says whether it is
-compensated; a recovery looks ahead for these and keeps the values that they need
+Pulled versions are not in the journal, since pulls do not wait for the disk. A push with an unknown
+base version is applied without compensation. The journal's record of a push says whether it was
+compensated; a recovery looks ahead for such pushes and keeps the values that they need
 (storage/recovery.py). Belongs to the thread that owns the shard.
 """
 
@@ -24,7 +24,7 @@ from shoal_ps_server.shard.payload import largest_of
 
 
 class BaseValues:
-    """The values of one partition that gradients of pushes to come were computed on."""
+    """Values of one partition that future pushes were computed on."""
 
     def __init__(
         self,
@@ -32,39 +32,39 @@ class BaseValues:
         pulled: Mapping[str, int] | None = None,
         copies: Mapping[int, torch.Tensor] | None = None,
     ) -> None:
-        """Those of a snapshot, or none. Copies that nothing refers to stay until the next
+        """Restores these from a snapshot, or starts empty. Unreferenced copies stay until the next
         change."""
         self.pulled: dict[str, int] = dict(pulled or {})
-        """Member -> version that it pulled last."""
+        """Member -> version it pulled last."""
         self.copies: dict[int, torch.Tensor] = dict(copies or {})
         """Version -> its values, if they have changed since."""
         self._due: Counter[int] = Counter()
-        """Version -> how many pushes that will be compensated with it are on their way."""
+        """Version -> number of pending pushes that will be compensated with it."""
 
     def note_pull(self, member_id: str, version: int) -> None:
-        """A member pulls the version that the partition is at."""
+        """Records that a member pulls the current version."""
         self.pulled[member_id] = version
         self._drop()
 
     def forget_all_but(self, members: Container[str]) -> None:
-        """Drops what other members have pulled."""
+        """Drops the versions pulled by other members."""
         self.pulled = {
             member: version for member, version in self.pulled.items() if member in members
         }
         self._drop()
 
     def expect(self, version: int) -> None:
-        """A push that will be compensated with this version is on its way."""
+        """Registers a pending push that will be compensated with this version."""
         self._due[version] += 1
 
     def settle(self, version: int) -> None:
-        """It has been applied, or is refused."""
+        """Unregisters a push that has been applied or refused."""
         self._due[version] -= 1
         self._due += Counter()  # without what is at 0
         self._drop()
 
     def before_change(self, version: int, values: torch.Tensor) -> None:
-        """The values, which are those of `version`, are about to change."""
+        """Keeps a copy of the values of `version`, if needed, before they change."""
         if version in self._needed():
             self.copies[version] = values.clone()
 
@@ -82,12 +82,11 @@ class BaseValues:
 def compensated(
     gradient: torch.Tensor, *, now: torch.Tensor, then: torch.Tensor, strength: float, limit: float
 ) -> torch.Tensor:
-    """A gradient on the values `then` as one on the values `now`; all of one shape and type. 16-bit
-    types are computed with in float32.
+    """Returns a gradient on the values `then`, converted to one on the values `now`. All have one
+    shape and type; 16-bit types are computed in float32.
 
-    `limit`: the largest magnitude that the result may have. Where any element of it would be
-    larger, or no number, the gradient is returned as it is: so far off is no approximation any
-    more.
+    `limit`: the largest magnitude allowed in the result. If any element would be larger or NaN, the
+    approximation is too far off and the gradient is returned unchanged.
     """
     wide = torch.float32 if gradient.element_size() < 4 else gradient.dtype
     own = gradient.to(wide)

@@ -1,4 +1,4 @@
-"""Element types of partitions: what shoal_common.wire knows of them, and torch's."""
+"""Element types of partitions: the mapping between shoal_common.wire and torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 @dataclass(frozen=True, kw_only=True)
 class ElementType:
-    """One element type, in every spelling that a server meets."""
+    """One element type in every representation used by a server."""
 
     name: str
-    """The name that shard maps and snapshots have for it: numpy's."""
+    """Name used by shard maps and snapshots, which is numpy's."""
 
     wire: pb.Dtype
     """shoal.v1.Dtype."""

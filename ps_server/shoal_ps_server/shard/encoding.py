@@ -1,8 +1,8 @@
-"""Values as fewer bytes for who pulls them: the codecs of shoal_common.codecs that suit values,
-written with torch.
+"""Compresses values for pulls: the codecs of shoal_common.codecs that suit values, implemented in
+torch.
 
-Each value is rounded to the nearest that the codec has, so equal values are equal bytes: all
-readers of a version see the same, whichever server answers. What the server holds keeps its
+Each value is rounded to the nearest representable one, so equal values give equal bytes: all
+readers of a version see the same, whichever server answers. The server's own values keep their
 precision.
 """
 
@@ -18,13 +18,13 @@ from shoal_common.errors import PreconditionError
 from shoal_ps_server.shard.payload import largest_of
 
 _INFINITE_FROM = {codecs.FLOAT16: 65520.0, codecs.BFLOAT16: 2.0**128 - 2.0**119}
-"""Codec -> the least magnitude that it rounds to infinity."""
+"""Codec -> smallest magnitude that it rounds to infinity."""
 
 
 def encode_values(values: torch.Tensor, codec: int) -> torch.Tensor:
-    """The payload of the codec, one of `codecs.FOR_VALUES`, as uint8.
+    """Returns the payload in a codec out of `codecs.FOR_VALUES`, as uint8.
 
-    Raises PreconditionError / VALUES_TOO_LARGE where a value would become infinite.
+    Raises PreconditionError / VALUES_TOO_LARGE if a value would become infinite.
     """
     values = values.to(torch.float32)
     largest, limit = largest_of(values), _INFINITE_FROM.get(codec, math.inf)
@@ -55,7 +55,7 @@ def _encode_int8(values: torch.Tensor, payload: torch.Tensor) -> None:
     filled[:count] = values
     blocked = filled.view(rows, INT8_BLOCK)
     largest = blocked.abs().amax(dim=1)
-    # A magnitude so small that its scale has hardly a bit left is zero, as in pushes.
+    # A magnitude so small that its scale has hardly a bit left becomes zero, as in pushes.
     scales.copy_(
         torch.where(largest < torch.finfo(torch.float32).tiny * 256, 0.0, largest / INT8_LARGEST)
     )

@@ -1,5 +1,5 @@
-"""Which partitions a server holds, as the coordinator's shard map says. Plain values; nothing here
-talks to the coordinator."""
+"""Partitions of a server according to the coordinator's shard map. Plain values; nothing here talks
+to the coordinator."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal_ps_server.shard.dtypes import BY_NAME, ElementType
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A run of elements of one flattened tensor."""
+    """A range of elements of one flattened tensor."""
 
     tensor: str
     """The tensor's name."""
@@ -30,44 +30,44 @@ class Piece:
     length: int
     """Elements; >= 1."""
     row: int = 1
-    """Elements that one index of the tensor's first dimension selects; 1: it has one dimension or
-    none, or is frozen, so that no optimizer asks."""
+    """Number of elements selected by one index of the tensor's first dimension; 1 if it has at most
+    one dimension, or is frozen, since no optimizer needs it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """The rows of a sparse table whose ids fall into one of its buckets."""
+    """Rows of a sparse table whose ids fall into one of its buckets."""
 
     table: str
     """The table's name."""
     rows: int
-    """Ids are below this, and not below 0; 0: any 64-bit id."""
+    """Ids are >= 0 and below this; 0: any 64-bit id."""
     dim: int
-    """Elements of a row."""
+    """Number of elements per row."""
     number: int
-    """Which bucket of the table's."""
+    """Number of the bucket in its table."""
     spec: TableSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionSpec:
-    """Pieces of tensors of one element type, one after another, or a bucket of a sparse table: the
-    unit of ownership, of atomicity and of versions."""
+    """Consecutive pieces of tensors of one element type, or a bucket of a sparse table: the unit of
+    ownership, of atomicity and of versions."""
 
     partition_id: int
     pieces: tuple[Piece, ...]
-    """None in a bucket, whose length and bytes are 0 then: they are not fixed."""
+    """Empty for a bucket, whose length and bytes are then 0 because they are not fixed."""
     element: ElementType
     bucket: Bucket | None = None
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
-        """Where each piece begins among the values, and at the end where the last one ends."""
+        """Start of each piece within the values, and finally the end of the last one."""
         return (0, *accumulate(piece.length for piece in self.pieces))
 
     @property
     def length(self) -> int:
-        """Elements of all pieces."""
+        """Total number of elements of all pieces."""
         return self.starts[-1]
 
     @property
@@ -76,11 +76,12 @@ class PartitionSpec:
         return self.length * self.element.itemsize
 
     def length_without(self, absent: Collection[int]) -> int:
-        """Elements of all pieces but those at these positions."""
+        """Returns the number of elements of all pieces except those at these positions."""
         return self.length - sum(self.pieces[position].length for position in absent)
 
     def shapes_without(self, absent: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """Rows and columns of all pieces but those at these positions, as codecs see them."""
+        """Returns rows and columns of all pieces except those at these positions, as seen by
+        codecs."""
         missing = frozenset(absent)
         return tuple(
             codecs.piece_shape(offset=piece.offset, length=piece.length, row=piece.row)
@@ -89,8 +90,8 @@ class PartitionSpec:
         )
 
     def without(self, values: torch.Tensor, absent: Collection[int]) -> torch.Tensor:
-        """Values laid out like this partition's, without the pieces at these positions: where they
-        lie if none is left out, else a copy."""
+        """Returns values laid out like this partition's, without the pieces at these positions: the
+        original memory if none is left out, otherwise a copy."""
         if not absent:
             return values
         missing = frozenset(absent)
@@ -98,8 +99,8 @@ class PartitionSpec:
         return torch.cat([part for position, part in enumerate(parts) if position not in missing])
 
     def name_of(self, element: int, absent: Collection[int] = ()) -> str:
-        """Which element of which tensor stands at a place of the values, where some pieces are left
-        out; for people."""
+        """Returns which element of which tensor is at an index of the values if some pieces are
+        left out; for people."""
         missing = frozenset(absent)
         for position, piece in enumerate(self.pieces):
             if position not in missing:
@@ -111,27 +112,26 @@ class PartitionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """One epoch of the shard map, as one server needs it."""
+    """One epoch of the shard map from the perspective of one server."""
 
     epoch: int
-    """The shard map's; >= 1."""
+    """Epoch of the shard map; >= 1."""
     server_index: int
     partitions: Mapping[int, PartitionSpec]
-    """Those that this server holds, by partition id, ascending."""
+    """Partitions of this server by id, ascending."""
     owners: Mapping[int, int]
-    """Every partition of the job -> server index of its primary: to tell a misdirected request
-    where to go."""
+    """Partition of the job -> server index of its primary, to redirect misdirected requests."""
     tensors: frozenset[str]
-    """Names of all tensors of the job, whoever holds them."""
+    """Names of all tensors of the job."""
     frozen: frozenset[str] = frozenset()
-    """Names of those that are not trained, and that no member tells clocks of."""
+    """Names of the tensors that are not trained and for which no member reports clocks."""
 
 
 def layout_from_shard_map(shard_map: coordinator_pb2.ShardMap, *, server_index: int) -> Layout:
-    """The part of a shard map that concerns one server.
+    """Returns the part of a shard map that concerns one server.
 
-    Raises InternalError where the map contradicts itself: it comes from the coordinator, never from
-    a user.
+    Raises InternalError if the map is inconsistent: it comes from the coordinator, never from a
+    user.
     """
     partitions: dict[int, PartitionSpec] = {}
     owners: dict[int, int] = {}

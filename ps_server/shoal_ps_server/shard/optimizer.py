@@ -1,8 +1,8 @@
-"""The server's optimizer as a job asked for it, checked.
+"""Validated settings of the server's optimizer as requested by a job.
 
-The arithmetic is torch's (runs.py). Which optimizers there are, with which hyperparameters and
-state, is declared in `shoal_common.server_optimizers`; values that torch would refuse are refused
-here, before anything has changed.
+The arithmetic is torch's (runs.py). The available optimizers, with their hyperparameters and state,
+are declared in `shoal_common.server_optimizers`; values that torch would refuse are refused here,
+before anything has changed.
 """
 
 from __future__ import annotations
@@ -28,37 +28,38 @@ from shoal_ps_server.shard.layout import PartitionSpec, Piece
 
 _CALM_HYPERPARAMETER: Final = 1e3
 _CALM_EPS: Final = 1e-30
-"""Below this Adam's division could be by zero."""
+"""Below this, Adam could divide by zero."""
 _CALM_GROWTH: Final = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Tensors whose hyperparameters differ from the rest."""
+    """Tensors with their own hyperparameters."""
 
     tensors: frozenset[str]
     hyperparameters: Mapping[str, float]
-    """Those that were named; the others are the optimizer's."""
+    """Explicitly given hyperparameters; the others are the optimizer's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """A job's optimizer: equal settings compare equal, however many defaults were spelled out. Made
-    by `optimizer_settings`."""
+    """A job's optimizer. Equal settings compare equal, however many defaults were spelled out.
+    Created by `optimizer_settings`."""
 
     name: str
     hyperparameters: Hyperparameters
-    """All of the optimizer's, for tensors in no group."""
+    """All hyperparameters, for tensors without a group."""
     groups: tuple[ParameterGroup, ...] = ()
     delay_compensation: float = 0.0
-    """How much of a gradient's staleness is made good for (compensation.py); 0: nothing."""
+    """Strength of the compensation for a gradient's staleness (compensation.py); 0: none."""
 
     def place_of(self, tensor: str) -> int:
-        """Which of the groups a tensor is in, by position; -1: in none."""
+        """Returns the index of a tensor's group; -1 if it has none."""
         return self._places.get(tensor, -1)
 
     def at(self, place: int) -> Hyperparameters:
-        """All hyperparameters that hold for the tensors of that group; -1: for those in none."""
+        """Returns all hyperparameters of the tensors in that group; -1: of those without a
+        group."""
         return (
             self.hyperparameters
             if place < 0
@@ -66,7 +67,7 @@ class OptimizerSettings:
         )
 
     def for_tensor(self, tensor: str) -> Hyperparameters:
-        """All hyperparameters that hold for one tensor."""
+        """Returns all hyperparameters of one tensor."""
         return self.at(self.place_of(tensor))
 
     @cached_property
@@ -78,11 +79,11 @@ class OptimizerSettings:
     def changed(
         self, hyperparameters: Mapping[str, float], groups: Iterable[ParameterGroup]
     ) -> OptimizerSettings:
-        """The settings after a schedule's step: `hyperparameters` go to every group but those in
-        `groups`, which get their own.
+        """Returns the settings after a step of the schedule: `hyperparameters` apply to every group
+        except those in `groups`, which get their own.
 
-        Raises InvalidRequestError / OPTIMIZER_INVALID on unknown names, impossible values, groups
-        that were never configured, and changes of hyperparameters that decide which state is kept.
+        Raises InvalidRequestError / OPTIMIZER_INVALID for unknown names, impossible values,
+        unconfigured groups, and changes of hyperparameters that determine which state is kept.
         """
         declared = SERVER_OPTIMIZERS[self.name]
         own = {group.tensors: group.hyperparameters for group in groups}
@@ -116,8 +117,8 @@ class OptimizerSettings:
         )
 
     def check_pieces(self, specs: Iterable[PartitionSpec]) -> None:
-        """Raises InvalidRequestError / OPTIMIZER_INVALID where a partition has a part of what this
-        optimizer updates as a whole."""
+        """Raises InvalidRequestError / OPTIMIZER_INVALID if a partition splits a unit that this
+        optimizer updates together."""
         declared = SERVER_OPTIMIZERS[self.name]
         for spec in specs:
             for piece in spec.pieces:
@@ -129,8 +130,8 @@ class OptimizerSettings:
                     )
 
     def is_calm(self, places: Collection[int]) -> bool:
-        """Whether an update by a gradient of ordinary size cannot come out infinite, nor values
-        grow with each update by themselves, of tensors in these groups."""
+        """Returns whether, for tensors in these groups, an update by a gradient of ordinary size
+        cannot be infinite and values cannot keep growing by themselves."""
         declared = SERVER_OPTIMIZERS[self.name]
         return all(
             is_calm(values)
@@ -141,36 +142,36 @@ class OptimizerSettings:
 
     @cached_property
     def most_growth(self) -> float:
-        """The largest factor by which one update may multiply the norm of a tensor, over all
-        parameter groups; 1: updates only add."""
+        """Largest factor by which one update may multiply the norm of a tensor, over all parameter
+        groups; 1 if updates only add."""
         declared = SERVER_OPTIMIZERS[self.name]
         return max(declared.growth(self.at(place)) for place in range(-1, len(self.groups)))
 
     @cached_property
     def _most_state_tensors(self) -> int:
-        """How many state tensors it keeps for a tensor, where it keeps the most."""
+        """Maximum number of state tensors kept per tensor."""
         declared = SERVER_OPTIMIZERS[self.name]
         return max(declared.state_tensors(self.at(place)) for place in range(-1, len(self.groups)))
 
     @property
     def unit(self) -> Unit:
-        """What it updates together."""
+        """Unit that is updated together."""
         return SERVER_OPTIMIZERS[self.name].unit
 
     def most_state_bytes(self, pieces: Iterable[Piece], element: ElementType) -> int:
-        """Bytes of the state that it keeps for these pieces, at most."""
+        """Returns the maximum bytes of state for these pieces."""
         itemsize = self.state_dtype(element).itemsize
         return (
             self._most_state_tensors * itemsize * sum(self.state_length(piece) for piece in pieces)
         )
 
     def state_length(self, piece: Piece) -> int:
-        """Elements of one state tensor for a piece."""
+        """Returns the number of elements of one state tensor for a piece."""
         return piece.length // piece.row if self.unit is Unit.ROW else piece.length
 
     def state_dtype(self, element: ElementType) -> torch.dtype:
-        """Type of the state of values of a type: theirs, and of sums over rows 32 bits or more,
-        which costs little."""
+        """Returns the type of the state for values of a type: the same, except that sums over rows
+        have at least 32 bits, which costs little."""
         return torch.float32 if self.unit is Unit.ROW and element.itemsize < 4 else element.torch
 
     @property
@@ -187,11 +188,11 @@ def optimizer_settings(
     tensors: frozenset[str] | None = None,
     delay_compensation: float = 0.0,
 ) -> OptimizerSettings:
-    """Checks an optimizer as a request or a snapshot names it, and fills in the defaults.
+    """Validates an optimizer from a request or a snapshot, and fills in the defaults.
 
-    `tensors`: the names that groups may use; None: any. Raises InvalidRequestError /
-    OPTIMIZER_INVALID: an optimizer or hyperparameter that does not exist, a value that torch would
-    refuse, a tensor that does not exist or is in two groups.
+    `tensors`: names that groups may use; None: any. Raises InvalidRequestError / OPTIMIZER_INVALID
+    for an unknown optimizer or hyperparameter, a value that torch would refuse, and a tensor that
+    does not exist or is in two groups.
     """
     declared = SERVER_OPTIMIZERS.get(name)
     if declared is None:
@@ -241,8 +242,8 @@ def optimizer_settings(
 
 
 def is_calm(values: Hyperparameters) -> bool:
-    """Whether hyperparameters are such that an update by a gradient of ordinary size cannot come
-    out infinite."""
+    """Returns whether, with these hyperparameters, an update by a gradient of ordinary size cannot
+    be infinite."""
     return (
         all(value <= _CALM_HYPERPARAMETER for value in values.values())
         and values.get("momentum", 0.0) <= 1

@@ -1,5 +1,5 @@
-"""One partition: its values, version, optimizer and the sequence numbers applied to it. They change
-together or not at all."""
+"""One partition: its values, version, optimizer and applied sequence numbers, which change together
+or not at all."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
 from shoal_ps_server.shard.runs import PartitionOptimizer, RunImage
 
 _CALM: Final = {torch.float32: 1e16, torch.bfloat16: 1e16, torch.float64: 1e150}
-"""Magnitudes whose square is far from the largest number of the type, as Adam squares. In float16
-there are none."""
+"""Magnitudes whose square, as computed by Adam, is far below the type's largest number. There are
+none in float16."""
 
 _CALM_MARGIN: Final = 1e8
-"""Where an update is multiplied by the norm of the values over its own, the values must be so much
-smaller still."""
+"""Factor by which values must be smaller still if an update is multiplied by the ratio of the
+values' norm to its own."""
 
 MOST_LEFT: Final = 1024
-"""How many batches are remembered that their members gave up."""
+"""Maximum number of remembered batches that their members gave up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionImage:
-    """A partition at one moment, in tensors of its own: what a snapshot holds."""
+    """Copy of a partition at one moment, as stored in a snapshot."""
 
     spec: PartitionSpec
     version: int
-    """>= 1; partitions without values are not in snapshots."""
+    """At least 1, since partitions without values are not in snapshots."""
     values: torch.Tensor
     runs: tuple[RunImage, ...]
     """The optimizer's state; empty before the first push."""
@@ -49,22 +49,23 @@ class PartitionImage:
     left: list[int]
     """Keys of batches that were pushed here and given up by their members: see `Settled.left`."""
     pulled: Mapping[str, int] = field(default_factory=dict)
-    """For delay compensation: member -> version that it pulled last, and, of versions before this
-    one, their values."""
+    """For delay compensation: member -> version it pulled last; `base_values`: values of versions
+    before this one."""
     base_values: Mapping[int, torch.Tensor] = field(default_factory=dict)
     rows: RowsImage | None = None
-    """The rows of a bucket of a table, which has neither `values` nor `runs`; None: it is none."""
+    """Rows of a bucket of a table, which has neither `values` nor `runs`; None for other
+    partitions."""
     restoration: int = 0
-    """See `Partition.restoration`."""
+    """Number of the last restoration, as in `Partition.restoration`."""
 
     def settled(self) -> Settled:
-        """Which pushes it has, in dictionaries of their own."""
+        """Returns the settled pushes, in dictionaries of their own."""
         return Settled(
             sequences=dict(self.sequences), batches=dict(self.batches), left=list(self.left)
         )
 
     def state(self) -> dict[str, torch.Tensor]:
-        """The optimizer's tensors, by "RUN:NAME"."""
+        """Returns the optimizer's tensors by "RUN:NAME"."""
         return {
             f"{place}:{name}": run.state[name]
             for place, run in enumerate(self.runs)
@@ -72,7 +73,7 @@ class PartitionImage:
         }
 
     def copy(self) -> PartitionImage:
-        """Tensors of its own."""
+        """Returns a copy with tensors of its own."""
         runs = tuple(
             replace(run, state={name: tensor.clone() for name, tensor in run.state.items()})
             for run in self.runs
@@ -83,21 +84,22 @@ class PartitionImage:
 
 @dataclass(kw_only=True)
 class Settled:
-    """Which pushes need no further attention: they were applied, or were known by their batch."""
+    """Pushes that need no further attention because they were applied, or were known by their
+    batch."""
 
     sequences: dict[str, int] = field(default_factory=dict)
     """Member -> the last of its sequence numbers 1, 2, 3, ..."""
     batches: dict[str, int] = field(default_factory=dict)
-    """Member -> key of the batch that its last push was computed on, if it had one. A member works
-    on one batch at a time, so this is the only one that it may have pushed and not finished when it
-    dies; whoever gets the batch then pushes what is missing of it."""
+    """Member -> key of the batch of its last push, if it had one. A member works on one batch at a
+    time, so only this one may be partially pushed when the member dies; its next owner then pushes
+    the missing part."""
     left: list[int] = field(default_factory=list)
-    """Keys of batches that were pushed here and that their members gave up for another one: other
-    partitions may lack them."""
+    """Keys of batches that were pushed here and then given up by their members for another one;
+    other partitions may lack them."""
 
     def settle(self, push: UploadHeader, finished: Container[int]) -> None:
-        """Uses the push's number up. An older one than the last changes nothing. `finished`:
-        batches that all partitions have."""
+        """Marks the push's sequence number as used. One older than the last changes nothing.
+        `finished`: batches that all partitions have."""
         if push.sequence <= self.sequences.get(push.member_id, 0):
             return
         self.sequences[push.member_id] = push.sequence
@@ -110,19 +112,19 @@ class Settled:
             self.batches.pop(push.member_id, None)
 
     def has(self, batch: int, *, but_of: str = "") -> bool:
-        """Somebody has pushed it; `but_of`: a member that is not asked about."""
+        """Returns whether any member other than `but_of` has pushed the batch."""
         return batch != 0 and (
             batch in self.left
             or any(key == batch for member, key in self.batches.items() if member != but_of)
         )
 
     def forget(self, member_id: str) -> None:
-        """A member that will not come back."""
+        """Forgets a member that will not return."""
         self.sequences.pop(member_id, None)
         self.batches.pop(member_id, None)
 
     def copy(self) -> Settled:
-        """One of its own."""
+        """Returns an independent copy."""
         return Settled(
             sequences=dict(self.sequences), batches=dict(self.batches), left=list(self.left)
         )
@@ -130,43 +132,42 @@ class Settled:
 
 @dataclass(kw_only=True)
 class Partition:
-    """Invariants: version 0 <=> no values; version = 1 + pushes applied. Pushes are admitted, and
-    then, in that order, all applied or, from one on, all refused."""
+    """Invariants: version 0 <=> no values; version = 1 + pushes applied. Pushes are admitted first;
+    then, in that order, they are all applied or, from some push on, all refused."""
 
     spec: PartitionSpec
     version: int = 0
     values: torch.Tensor | None = None
     settled: Settled = field(default_factory=Settled)
     largest_at_first: float = 0.0
-    """The largest magnitude among the values when they came here. Calm updates do not raise it to
-    where they could overflow."""
+    """Largest magnitude among the initial values here. Calm updates do not raise it to where values
+    could overflow."""
     optimizer: PartitionOptimizer | None = None
-    """Made at the first push."""
+    """Created at the first push."""
     bases: BaseValues = field(default_factory=BaseValues)
-    """With delay compensation; else empty."""
+    """Used with delay compensation; otherwise empty."""
     readings: set[Reading] = field(default_factory=set)
-    """Open ones of the values themselves: they must not see the next change."""
+    """Open readings of the live values, which must not see the next change."""
     encoded: WeakValueDictionary[int, EncodedValues] = field(default_factory=WeakValueDictionary)
-    """Codec -> the values as they are now in it, while somebody reads them so."""
+    """Codec -> the current values encoded in it, while a reader uses them."""
     ahead: Settled | None = None
-    """`settled`, with what was admitted and is not applied yet; None: there is nothing of the
-    kind."""
+    """`settled` including pushes that are admitted but not applied; None if there are none."""
     on_their_way: int = 0
-    """How many were admitted and are neither applied nor refused; and `to_apply`: how many of them
-    will change the values."""
+    """Number of admitted pushes that are neither applied nor refused; `to_apply`: the number of
+    those that will change the values."""
     to_apply: int = 0
     restoration: int = 0
-    """Number of the last restoration of a bucket of a table, which has set its version; 0: there
-    was none."""
+    """Number of the last restoration of a bucket of a table, which determined its version; 0 if
+    there was none."""
     is_restoring: bool = False
-    """A restoration was admitted, and is neither made nor refused."""
+    """Whether a restoration is admitted but neither carried out nor refused."""
     _is_calm: tuple[OptimizerSettings, bool] | None = None
-    """What `OptimizerSettings.is_calm` said of these settings and this partition's tensors."""
+    """Cached result of `OptimizerSettings.is_calm` for these settings and this partition's
+    tensors."""
 
     @classmethod
     def restored(cls, image: PartitionImage, optimizer: OptimizerSettings | None) -> Partition:
-        """Makes the partition that `image` was taken of. The image's tensors become the partition's
-        own."""
+        """Restores the partition from `image`, whose tensors become the partition's own."""
         partition = cls(
             spec=image.spec,
             version=image.version,
@@ -182,14 +183,14 @@ class Partition:
         return partition
 
     def initialize(self, values: torch.Tensor) -> None:
-        """The first values. Only at version 0."""
+        """Sets the first values. Only at version 0."""
         self.values = values
         self.largest_at_first = largest_of(values)
         self.version = 1
 
     def is_duplicate(self, push: UploadHeader) -> bool:
-        """True when this push was applied before, by this member or by one that had its batch;
-        False when it is the member's next one.
+        """Returns True if this push was applied before, by this member or by one that had its
+        batch; False if it is the member's next one.
 
         Raises PreconditionError: PARTITION_UNINITIALIZED, SEQUENCE_GAP, BASE_VERSION_AHEAD.
         """
@@ -218,20 +219,22 @@ class Partition:
         return known.has(push.batch)
 
     def has_of_another(self, push: UploadHeader) -> bool:
-        """Another member has pushed the batch here, or this one before it gave it up."""
+        """Returns whether another member has pushed the batch here, or this one before it gave the
+        batch up."""
         return self.settled.has(push.batch, but_of=push.member_id)
 
     def last_sequence(self, member_id: str) -> int:
-        """The last of a member's numbers that was applied, or is on its way; 0: none."""
+        """Returns the last sequence number of a member that was applied or is pending; 0 if
+        none."""
         return (self.ahead or self.settled).sequences.get(member_id, 0)
 
     def is_next(self, push: UploadHeader) -> bool:
-        """Whether its number is the member's next: that of a push which was known by its batch is
-        to be used up."""
+        """Returns whether its number is the member's next one, so that a push known by its batch
+        still has to use its number up."""
         return push.sequence > (self.ahead or self.settled).sequences.get(push.member_id, 0)
 
     def admit(self, push: UploadHeader, finished: Container[int], *, applies: bool) -> int:
-        """The push is on its way; returns the version that will be after it. `applies`: it changes
+        """Registers a pending push and returns the version after it. `applies`: whether it changes
         the values."""
         if self.ahead is None:
             self.ahead = self.settled.copy()
@@ -243,7 +246,7 @@ class Partition:
     def arrived(
         self, push: UploadHeader, finished: Container[int], *, applies: bool, refused: bool = False
     ) -> None:
-        """What was admitted first has been applied, or is refused."""
+        """Unregisters the earliest pending push, which has been applied or is refused."""
         if not refused:
             self.settled.settle(push, finished)
         self.on_their_way -= 1
@@ -259,10 +262,9 @@ class Partition:
         copies: Copies,
         base: int = 0,
     ) -> None:
-        """One optimizer step with a sound gradient of the values' dtype, which is read and not
-        kept; the pieces at the positions `absent` are not in it. Open readings read on in `copies`.
-        `base`: the version that it is compensated with, which `bases` expects it to be; 0: it is
-        not."""
+        """Makes one optimizer step with a valid gradient of the values' dtype, which is read and
+        not kept; it lacks the pieces at the positions `absent`. Open readings continue in `copies`.
+        `base`: the version it is compensated with, which `bases` expects; 0: no compensation."""
         values = self._values()
         gradient = self._compensated(gradient, absent, optimizer, base)
         if base:
@@ -277,8 +279,8 @@ class Partition:
         self.version += 1
 
     def needs_trial(self, largest: float, optimizer: OptimizerSettings) -> bool:
-        """Whether an update by a gradient of such magnitude may come out infinite: then
-        `check_trial` finds out."""
+        """Returns whether an update by a gradient of this magnitude may be infinite; `check_trial`
+        then finds out."""
         limit = _CALM.get(self.spec.element.torch, 0.0)
         if not limit or not max(largest, self.largest_at_first) <= limit:
             return True
@@ -293,8 +295,8 @@ class Partition:
         )
 
     def _may_outgrow(self, limit: float, growth: float) -> bool:
-        """Whether values may be above `limit` after what is on its way and one update more, each of
-        which multiplies their norm by `growth` at most, or moves those that are zero by about 1."""
+        """Returns whether values may exceed `limit` after the pending updates and one more, each of
+        which multiplies their norm by at most `growth`, or changes zero values by about 1."""
         norm = max(1.0, largest_of(self._values())) * math.sqrt(self.spec.length)
         return math.log(norm) + (self.to_apply + 1) * math.log(growth) > math.log(limit)
 
@@ -305,11 +307,10 @@ class Partition:
         optimizer: OptimizerSettings,
         base: int = 0,
     ) -> None:
-        """Makes the update on copies. Only while nothing is on its way. `base`: as `apply` takes
-        it.
+        """Makes the update on copies. Only while nothing is pending. `base`: as in `apply`.
 
-        Raises InvalidRequestError / RESULT_NOT_FINITE when values or the optimizer's state came out
-        infinite or as NaN.
+        Raises InvalidRequestError / RESULT_NOT_FINITE if values or the optimizer's state become
+        infinite or NaN.
         """
         trial = Partition.restored(self.as_it_is().copy(), optimizer)
         gradient = self._compensated(gradient, absent, optimizer, base)
@@ -329,8 +330,8 @@ class Partition:
     def reserve(
         self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings
     ) -> None:
-        """Sees that there is memory for what the first push of a piece will make beside the values,
-        and for a copy of them where delay compensation may need one.
+        """Ensures that there is memory for the state created by the first push of a piece, and for
+        a copy of the values if delay compensation may need one.
 
         Raises LimitError / MEMORY_EXHAUSTED.
         """
@@ -351,14 +352,14 @@ class Partition:
             ) from error
 
     def forget(self, member_id: str) -> None:
-        """A member that will not come back."""
+        """Forgets a member that will not return."""
         self.settled.forget(member_id)
         if self.ahead is not None:
             self.ahead.forget(member_id)
 
     def read(self, codec: int, copies: Copies) -> Reading:
-        """The values as they are now, in a codec, to be read in pieces. Only with values;
-        `readings.discard` it when done. Raises as `encode_values`."""
+        """Returns a reading of the current values in a codec, to be read in pieces. Only with
+        values; call `readings.discard` when done. Raises like `encode_values`."""
         if codec != codecs.RAW:
             encoded = self.encoded.get(codec)
             if encoded is None:
@@ -369,14 +370,14 @@ class Partition:
         return reading
 
     def image(self) -> PartitionImage:
-        """A copy. Only with values."""
+        """Returns a copy. Only with values."""
         return replace(
             self.as_it_is(), pulled=dict(self.bases.pulled), base_values=dict(self.bases.copies)
         ).copy()
 
     def as_it_is(self) -> PartitionImage:
-        """An image that shares the partition's tensors, so that the next change shows in it;
-        without the copies for delay compensation. Only with values."""
+        """Returns an image that shares the partition's tensors, so that the next change is visible
+        in it; excludes the copies for delay compensation. Only with values."""
         return PartitionImage(
             spec=self.spec,
             version=self.version,
@@ -389,7 +390,7 @@ class Partition:
 
     @property
     def stored_rows(self) -> int:
-        """Rows of a sparse table."""
+        """Number of rows of a sparse table."""
         return 0
 
     @property

@@ -1,12 +1,12 @@
-"""From the chunks of one upload to a tensor that is known to be sound: size, checksum, only finite
-numbers. Nothing is applied here.
+"""Turns the chunks of one upload into a validated tensor: checks size, checksum, and that all
+numbers are finite. Applies nothing.
 
-Of rows of a sparse table the payload is their ids and then their gradients; what is sound is the
-payload, as bytes.
+A payload of sparse-table rows consists of their ids followed by their gradients; it is validated as
+bytes.
 
-Each chunk is copied and examined when it comes, while the processor's cache still holds it; and the
-message that brought it is free again, so the next one lands in the same memory. A compressed
-partition is kept as it comes, and decoded when it is whole.
+Each chunk is copied and checked on arrival, while it is in the processor's cache. The message that
+brought it is then free, so the next one reuses its memory. A compressed partition is kept
+compressed and decoded once complete.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ID_BYTES: Final = 8
 _WITH_NORMS: Final = frozenset({torch.float32, torch.float64})
 """Types whose products are summed in the type itself, and quickly."""
 _CALM_SQUARES: Final = 1e32
-"""A sum of squares so large is far from overflowing."""
+"""A sum of squares of this size is far from overflowing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class UploadHeader:
-    """What a member says of one partition that it sends, checked at the door."""
+    """Validated header of one partition sent by a member."""
 
     spec: PartitionSpec
     member_id: str
@@ -42,29 +42,29 @@ class UploadHeader:
     sequence: int
     """1, 2, 3, ... per (member, partition); 0 in Initialize."""
     base_version: int
-    """The version that a gradient was computed on, >= 1; 0 in Initialize."""
+    """Version that the gradient was computed on, >= 1; 0 in Initialize."""
     clock: int
-    """Iterations that the member has finished with this."""
+    """Number of iterations finished by the member, including this one."""
     codec: int
     """shoal.v1.Codec."""
     payload_bytes: int
-    """Right for the codec and the partition's length."""
+    """Consistent with the codec and the partition's length."""
     checksum: int
-    """xxh3-64 of the payload; 0: not computed."""
+    """xxh3-64 of the payload; 0 if not computed."""
     batch: int = 0
-    """Key of the leased batch that a gradient was computed on, the same whoever pushes it; 0:
-    none."""
+    """Key of the leased batch that a gradient was computed on, independent of the pushing member; 0
+    if none."""
     absent: tuple[int, ...] = ()
-    """Positions of the partition's pieces that the payload leaves out, ascending."""
+    """Positions of the partition's pieces missing from the payload, ascending."""
     finished_batches: tuple[int, ...] = ()
     """Keys of batches that the member has finished on all servers."""
     rows: int = 0
-    """How many rows of a table the payload has gradients for; 0 where the partition is no bucket,
-    too."""
+    """Number of table rows with gradients in the payload; 0 also for partitions that are not
+    buckets."""
 
     @property
     def length(self) -> int:
-        """Elements of the decoded payload."""
+        """Number of elements of the decoded payload."""
         return (
             self.spec.length_without(self.absent)
             if self.spec.bucket is None
@@ -73,8 +73,8 @@ class UploadHeader:
 
 
 class Upload:
-    """One partition while it comes, or those of its pieces that do. `add` its chunks until
-    `missing` is 0, then take its `values`."""
+    """One partition, or some of its pieces, during its arrival. Call `add` with its chunks until
+    `missing` is 0, then read its `values`."""
 
     def __init__(self, header: UploadHeader) -> None:
         self.header = header
@@ -84,18 +84,18 @@ class Upload:
         self._tensor = torch.empty(
             header.payload_bytes if self._as_bytes else header.length, dtype=element
         )
-        """What comes."""
+        """The received data."""
         self._bytes = np.asarray(bytes_of(self._tensor))
         self._received = 0
         self._digest = xxhash.xxh3_64() if header.checksum else None
         self._seen = 0
-        """Elements that are in `_largest`."""
+        """Number of elements covered by `_largest`."""
         self._largest = 0.0
         self._values: torch.Tensor | None = None
 
     @property
     def received(self) -> int:
-        """Bytes that came so far."""
+        """Bytes received so far."""
         return self._received
 
     @property
@@ -105,19 +105,19 @@ class Upload:
 
     @property
     def payload(self) -> memoryview:
-        """The bytes as they came. Of a partition in CODEC_RAW they are those of its `values`."""
+        """Bytes as received. For a partition in CODEC_RAW they are those of its `values`."""
         return self._bytes.data
 
     def add(self, chunk: memoryview) -> None:
-        """The next bytes, which are copied. Raises as `room`."""
+        """Copies the next bytes. Raises like `room`."""
         self.room(chunk.nbytes)[:] = chunk
         self.came(chunk.nbytes)
 
     def room(self, nbytes: int) -> memoryview:
-        """Where the next bytes belong: write them there, then say that they `came`, all at once or
-        one part after another.
+        """Returns the memory for the next bytes. Write them there, then call `came`, either once or
+        after each part.
 
-        Raises InvalidRequestError / PAYLOAD_SIZE_MISMATCH when the header declares fewer.
+        Raises InvalidRequestError / PAYLOAD_SIZE_MISMATCH if the header declares fewer bytes.
         """
         if nbytes > self.missing:
             raise InvalidRequestError(
@@ -128,8 +128,7 @@ class Upload:
         return self._bytes.data[self._received : self._received + nbytes]
 
     def came(self, nbytes: int) -> None:
-        """The next bytes are in their place: examines them while the processor's cache holds
-        them."""
+        """Checks bytes that have just been written, while they are in the processor's cache."""
         end = self._received + nbytes
         if self._digest is not None:
             self._digest.update(self._bytes.data[self._received : end])
@@ -138,11 +137,11 @@ class Upload:
             self._look_up_to(end // self.header.spec.element.itemsize)
 
     def values(self) -> torch.Tensor:
-        """All that came, one piece after another, or of rows the payload (`split_rows`); the same
-        tensor each time. Only when nothing is missing.
+        """Returns all received values, one piece after another, or for rows the payload
+        (`split_rows`); the same tensor on each call. Only when nothing is missing.
 
         Raises CorruptDataError / CHECKSUM_MISMATCH, and InvalidRequestError: PAYLOAD_INVALID,
-        ROWS_INVALID, or GRADIENT_NOT_FINITE, naming the tensor, or the row.
+        ROWS_INVALID, or GRADIENT_NOT_FINITE with the name of the tensor or the row.
         """
         assert self.missing == 0, "the caller adds every chunk first"
         if self._values is None:
@@ -151,8 +150,8 @@ class Upload:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude among the `values`, or a little more (`bound_of`); 0 without
-        elements. Raises as `values`."""
+        """Largest magnitude among the `values`, or a slightly larger bound (`bound_of`); 0 without
+        elements. Raises like `values`."""
         self.values()
         return self._largest
 
@@ -181,7 +180,8 @@ class Upload:
         return values
 
     def _decoded(self) -> torch.Tensor:
-        """Codecs are of float32 values; a partition of another type gets them converted."""
+        """Decodes the payload. Codecs produce float32 values, which are converted for a partition
+        of another type."""
         spec = self.header.spec
         values = torch.empty(self.header.length, dtype=torch.float32)
         try:
@@ -208,8 +208,9 @@ class Upload:
 
 
 def bound_of(values: torch.Tensor) -> float:
-    """No magnitude is above it by more than rounding; it is the largest one where that is above
-    1e16 or so, nan where one is, and as a rule the norm, which is read 4 times as quickly."""
+    """Returns an upper bound of all magnitudes, up to rounding. It is the exact maximum if that is
+    above about 1e16, NaN if any value is, and otherwise usually the norm, which is 4 times as fast
+    to compute."""
     if values.dtype in _WITH_NORMS:
         squares = float(torch.dot(values, values))
         if squares < _CALM_SQUARES:
@@ -218,7 +219,7 @@ def bound_of(values: torch.Tensor) -> float:
 
 
 def largest_of(values: torch.Tensor) -> float:
-    """The largest magnitude; nan where one is, and 20 times cheaper than isfinite()."""
+    """Returns the largest magnitude; NaN if any value is. 20 times cheaper than isfinite()."""
     if not values.numel():
         return 0.0
     least, most = torch.aminmax(values)
@@ -226,7 +227,7 @@ def largest_of(values: torch.Tensor) -> float:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A contiguous tensor's bytes, where they are, writable."""
+    """Returns a writable view of a contiguous tensor's bytes."""
     if not tensor.numel():  # whose strides may be anything
         return memoryview(bytearray())
     # numpy's stubs for 3.11 lack __buffer__
@@ -234,7 +235,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def split_rows(payload: torch.Tensor, dim: int) -> tuple[Ids, Values]:
-    """The ids in a payload of rows, and their gradients, `[rows, dim]`, where they lie."""
+    """Returns the ids in a payload of rows and their gradients, `[rows, dim]`, as views."""
     raw = payload.numpy()
     rows = raw.nbytes // (ID_BYTES + 4 * dim)
     return raw[: ID_BYTES * rows].view(np.int64), raw[ID_BYTES * rows :].view(np.float32).reshape(
@@ -243,7 +244,7 @@ def split_rows(payload: torch.Tensor, dim: int) -> tuple[Ids, Values]:
 
 
 def check_ids(spec: PartitionSpec, bucket: Bucket, ids: Ids) -> None:
-    """Raises InvalidRequestError / ROWS_INVALID where an id is not of the table, or not of this
+    """Raises InvalidRequestError / ROWS_INVALID if an id does not belong to the table or to this
     bucket."""
     if bucket.rows and ((ids < 0) | (ids >= bucket.rows)).any():
         culprit = int(ids[(ids < 0) | (ids >= bucket.rows)][0])
@@ -257,7 +258,7 @@ def check_ids(spec: PartitionSpec, bucket: Bucket, ids: Ids) -> None:
 
 
 def describe(spec: PartitionSpec) -> str:
-    """A partition, for people."""
+    """Describes a partition for people."""
     if spec.bucket is not None:
         return (
             f"partition {spec.partition_id} (bucket {spec.bucket.number} of table "

@@ -1,13 +1,12 @@
-"""Reading a partition in pieces while others may change it: copy on write.
+"""Reads a partition in pieces while it may change: copy on write.
 
-A reading sees the values of the moment it was opened. As long as nobody changes the partition it
-reads them where they are; before a push is applied, the values are copied once for all that have
-not read to their end. So a pull normally costs no copy of its own, takes no lock, and a slow reader
-delays nobody. Where readers are so slow that the copies would be too many, those that began first
-are ended.
+A reading sees the values at the time it was opened. Until the partition changes, it reads the live
+values; before a push is applied, the values are copied once for all unfinished readings. A pull
+therefore normally needs no copy and no lock, and a slow reader delays nobody. If slow readers would
+require too many copies, the earliest readings are ended.
 
-Who reads compressed values reads a copy from the beginning, one for all that read that version at
-the same time.
+Readers of compressed values read a copy from the start, one for all concurrent readers of that
+version.
 """
 
 from __future__ import annotations
@@ -25,18 +24,19 @@ from shoal_common.errors import UnavailableError
 from shoal_ps_server.shard.payload import bytes_of
 
 MOST_COPIES_BYTES: Final = 256 << 20
-"""Together, of a server's copies for readers."""
+"""Maximum total size of a server's copies for readers."""
 RETRY_AFTER: Final = timedelta(seconds=1)
-"""Who was ended reads again after that: others may have come to their ends by then."""
+"""How long a reader that was ended should wait before reading again; others may have finished by
+then."""
 
 
 class Reading:
-    """One reader's place in one partition. Belongs to the thread that owns the shard."""
+    """Position of one reader in one partition. Belongs to the thread that owns the shard."""
 
     def __init__(
         self, values: torch.Tensor, *, version: int, encoded: EncodedValues | None = None
     ) -> None:
-        """`encoded`: whose payload `values` is, if they are not the partition's own."""
+        """`encoded`: owner of the payload `values`, unless they are the partition's own."""
         self.version = version
         self._encoded = encoded
         self._rest = bytes_of(values)
@@ -44,10 +44,10 @@ class Reading:
         self._promised = 0
 
     def take(self, nbytes: int) -> memoryview:
-        """The next bytes, at most `nbytes`; empty at the end. Live: copy them before anything else
-        happens to the shard.
+        """Returns the next bytes, at most `nbytes`; empty at the end. They are live: copy them
+        before anything else happens to the shard.
 
-        Raises UnavailableError / PULL_TOO_SLOW when they were given up.
+        Raises UnavailableError / PULL_TOO_SLOW if the reading was ended.
         """
         self._check_held()
         piece, self._rest = self._rest[:nbytes], self._rest[nbytes:]
@@ -55,8 +55,8 @@ class Reading:
         return piece
 
     def promise(self, nbytes: int) -> None:
-        """The reader has been told that so many bytes follow: these can be taken also when the rest
-        is given up. Raises as `take`."""
+        """Reserves bytes already announced to the reader: they can be taken even after the rest is
+        given up. Raises like `take`."""
         self._check_held()
         self._promised = nbytes
 
@@ -71,35 +71,35 @@ class Reading:
 
     @property
     def rest(self) -> memoryview:
-        """What was not read yet; as live as what `take` gives."""
+        """Unread bytes, as live as the result of `take`."""
         return self._rest
 
     @property
     def remaining(self) -> int:
-        """Bytes not read yet."""
+        """Number of unread bytes."""
         return self._rest.nbytes
 
     def detach(self, copy: memoryview) -> None:
-        """The values are about to change: reads on in `copy`, which has all of them."""
+        """Continues in `copy`, a complete copy of the values, which are about to change."""
         self._rest = copy[copy.nbytes - self._rest.nbytes :]
 
     def give_up(self) -> None:
-        """The next `take` fails, but for what was promised."""
+        """Ends the reading: the next `take` fails, except for promised bytes."""
         self._given_up = True
-        # there is something left to take, and that fails
+        # one more byte remains, and taking it fails
         self._rest = memoryview(bytes(self._rest[: self._promised]) + b"\0")
 
 
 @dataclass(eq=False)
 class EncodedValues:
-    """One version of a partition, compressed. Those who read it keep it, and nobody else."""
+    """One version of a partition, compressed. Only its readers keep it alive."""
 
     payload: torch.Tensor
     """uint8."""
     readers: weakref.WeakSet[Reading] = field(default_factory=weakref.WeakSet)
 
     def read(self, copies: Copies, *, version: int) -> Reading:
-        """One more reader."""
+        """Adds a reader."""
         copies.keep(self.payload.nbytes, self.readers)
         reading = Reading(self.payload, version=version, encoded=self)
         self.readers.add(reading)
@@ -107,16 +107,16 @@ class EncodedValues:
 
 
 class Copies:
-    """What readers of a server still read that is not the values themselves: copies of such as have
-    changed, and compressed ones."""
+    """Memory used by a server's readers besides the live values: copies of changed values, and
+    compressed ones."""
 
     def __init__(self, *, limit: int = MOST_COPIES_BYTES) -> None:
         self._limit = limit
         self._copies: deque[tuple[int, weakref.WeakSet[Reading]]] = deque()
-        """Bytes, and who reads them; the oldest first."""
+        """Bytes of each copy and its readers, oldest first."""
 
     def detach(self, values: torch.Tensor, readings: Iterable[Reading]) -> None:
-        """`values` are about to change: those who have not read to their end read on in a copy."""
+        """Lets unfinished readings of `values`, which are about to change, continue in a copy."""
         unread = weakref.WeakSet(reading for reading in readings if reading.remaining)
         if not unread:
             return
@@ -126,8 +126,8 @@ class Copies:
             reading.detach(copy)
 
     def keep(self, nbytes: int, readers: weakref.WeakSet[Reading]) -> None:
-        """So much more is held while any of these readings, or of those that join them, is not at
-        its end. Where that is too much, those that began first are ended."""
+        """Counts memory as used until all of these readings, including later additions, have
+        finished. Ends the earliest readings if the total is too large."""
         self._copies = deque(
             each for each in self._copies if any(reading.remaining for reading in each[1])
         )

@@ -1,10 +1,10 @@
-"""A partition's optimizer: one `torch.optim` instance over the runs of its values.
+"""Optimizer of a partition: one `torch.optim` instance over the runs of its values.
 
-A run is one tensor for pieces that lie side by side, have the same hyperparameters and have been
-through the same updates: torch steps them at once. A push that has a gradient for a part of a run
-splits it, since from then on the parts differ (in Adam's count of steps, say), for good where there
-is a state. Where an optimizer looks at more than one element at a time, each piece is a run by
-itself.
+A run is one tensor for adjacent pieces with the same hyperparameters and the same history of
+updates, so that torch steps them at once. A push with a gradient for only part of a run splits it,
+because the parts then differ (e.g. in Adam's step count); with optimizer state the split is
+permanent. For an optimizer that considers more than one element at a time, each piece is a separate
+run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from shoal_ps_server.shard.optimizer import OptimizerSettings
 
 @dataclass(frozen=True, kw_only=True)
 class RunImage:
-    """A run's state at one moment."""
+    """State of a run at one moment."""
 
     first: int
-    """Position of its first piece; it ends before piece `end`."""
+    """Position of its first piece; `end` is exclusive."""
     end: int
     state: Mapping[str, torch.Tensor]
-    """The optimizer's state tensors by torch's names for them; empty before the run's first
-    update."""
+    """The optimizer's state tensors by torch's names; empty before the run's first update."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,8 +36,8 @@ class _Run:
     first: int
     end: int
     values: torch.Tensor
-    """Its part of the partition's values: a view, which is torch's parameter. Flat, or by rows
-    where the optimizer goes by them."""
+    """Its part of the partition's values: a view that serves as torch's parameter. Flat, or by rows
+    if the optimizer works on rows."""
 
 
 class PartitionOptimizer:
@@ -52,7 +51,7 @@ class PartitionOptimizer:
         runs: Sequence[RunImage] = (),
     ) -> None:
         """`runs`: those of an earlier optimizer of the partition, whose tensors this one takes
-        over; none: it has not been updated yet."""
+        over; empty before the first update."""
         self._values = values
         self._spec = spec
         self._place_of_piece = [settings.place_of(piece.tensor) for piece in spec.pieces]
@@ -64,7 +63,7 @@ class PartitionOptimizer:
         for run in self._runs:
             by_place.setdefault(self._place_of(run), []).append(run.values)
         self._places = list(by_place)
-        """Where the hyperparameters of each torch parameter group are in the settings."""
+        """Index in the settings of each torch parameter group's hyperparameters."""
         declared = SERVER_OPTIMIZERS[settings.name]
         made: Callable[..., torch.optim.Optimizer] = declared.optimizer_class()
         least = declared.fused_from_bytes
@@ -73,21 +72,21 @@ class PartitionOptimizer:
             {"params": params, **declared.arguments(settings.at(place))}
             for place, params in by_place.items()
         ]
-        # Adagrad takes the state's first value from its arguments, and not from the groups.
+        # Adagrad takes the initial state from its constructor's arguments, not from the groups.
         self._torch = made(groups, **fused, **declared.arguments(settings.hyperparameters))
         for run, image in zip(self._runs, runs, strict=False):
             if image.state:
                 self._torch.state[run.values] = dict(image.state)
 
     def retune(self, settings: OptimizerSettings) -> None:
-        """Takes the hyperparameters of these settings from now on; the state stays."""
+        """Adopts the hyperparameters of these settings; the state stays."""
         declared = SERVER_OPTIMIZERS[settings.name]
         for place, group in zip(self._places, self._torch.param_groups, strict=True):
             group.update(declared.arguments(settings.at(place)))
 
     def step(self, gradient: torch.Tensor, absent: Collection[int] = ()) -> None:
-        """One update. `gradient`: of all pieces but those at the positions `absent`, one after
-        another; it is read and not kept."""
+        """Makes one update. `gradient`: of all pieces except those at the positions `absent`,
+        consecutively; it is read and not kept."""
         missing = frozenset(absent)
         if missing:
             self._split(missing)
@@ -98,7 +97,7 @@ class PartitionOptimizer:
         for run, part in zip(present, gradients, strict=True):
             (known if run.values in self._torch.state else fresh)[run] = part
         try:
-            # Apart: torch's fused SGD fails where some have their momentum and some have not.
+            # Separately, since torch's fused SGD fails if only some parameters have momentum.
             self._step(fresh)
             self._step(known)
         except BaseException:
@@ -120,7 +119,7 @@ class PartitionOptimizer:
                 run.values.grad = None
 
     def fresh_pieces(self, absent: Collection[int]) -> list[Piece]:
-        """The pieces that have no state yet, and would get some from an update without the pieces
+        """Returns the pieces without state that would get some from an update without the pieces
         `absent`."""
         missing = frozenset(absent)
         fresh = (run for run in self._runs if run.values not in self._torch.state)
@@ -132,15 +131,15 @@ class PartitionOptimizer:
         ]
 
     def state(self) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-        """Every tensor of the state: the name of its kind, the element of the values that it begins
-        at, how many each of its numbers is for, and the tensor."""
+        """Yields every state tensor: its name, the index of its first element in the values, the
+        number of values per state element, and the tensor."""
         for run in self._runs:
             each = self._spec.pieces[run.first].row if self._unit is Unit.ROW else 1
             for name, tensor in self._state_of(run).items():
                 yield name, self._spec.starts[run.first], each, tensor
 
     def images(self) -> tuple[RunImage, ...]:
-        """The state of all runs, in order, in the tensors that the next step changes."""
+        """Returns the state of all runs in order, in the tensors that the next step changes."""
         return tuple(
             RunImage(first=run.first, end=run.end, state=self._state_of(run)) for run in self._runs
         )
@@ -162,7 +161,7 @@ class PartitionOptimizer:
         return _Run(first=first, end=end, values=values)
 
     def _split(self, missing: frozenset[int]) -> None:
-        """Cuts runs so that none has both missing pieces and others."""
+        """Splits runs so that none mixes missing pieces with others."""
         parts_of: dict[_Run, list[_Run]] = {}
         for run in self._runs:
             parts = [
@@ -176,7 +175,7 @@ class PartitionOptimizer:
         self._put([part for run in self._runs for part in parts_of.get(run, (run,))])
 
     def _join_stateless(self) -> None:
-        """Side by side, those without a state have all been through the same, which is nothing."""
+        """Merges adjacent runs without state, whose histories are all empty."""
         if self._unit is not Unit.ELEMENT:
             return
         runs: list[_Run] = []
@@ -207,7 +206,7 @@ class PartitionOptimizer:
         return self._place_of_piece[run.first]
 
     def _hand_down(self, run: _Run, parts: Sequence[_Run]) -> None:
-        """Gives each of the parts that a run was cut into its part of the run's state."""
+        """Passes a run's state on to the parts into which it was split."""
         if run.values not in self._torch.state:
             return
         state = self._torch.state.pop(run.values)
@@ -227,13 +226,13 @@ class PartitionOptimizer:
 
 
 def _alike(places: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and end of each stretch of pieces with the same hyperparameters."""
+    """Yields start and end of each stretch of pieces with the same hyperparameters."""
     for _, positions in groupby(range(len(places)), key=places.__getitem__):
         stretch = list(positions)
         yield stretch[0], stretch[-1] + 1
 
 
 def warm_up() -> None:
-    """Call once at the start: torch imports its compiler, for a second, when a process makes its
-    first optimizer. No push should wait for that."""
+    """Makes a first optimizer. Call it once at the start: torch then imports its compiler, which
+    takes a second, and no push should wait for that."""
     torch.optim.SGD([torch.zeros(1)], lr=0.0)

@@ -1,12 +1,12 @@
-"""A server's shard: every partition it holds, and the only ways to change one.
+"""Shard of a server: every partition that it holds, and the only functions that change one.
 
-A change is made in two steps: `admit_push` checks all that can be checked and takes its place in
-the order; `apply` makes it, once the journal has it; or `refuse` says that it cannot be made. All
-that are admitted are applied in the order of their admission, or, from one on, refused.
+A change is made in two steps: `admit_push` checks everything that can be checked and fixes its
+position in the order; `apply` makes it once it is in the journal, or `refuse` withdraws it.
+Admitted changes are applied in the order of their admission or, from some change on, all refused.
 
 The shard belongs to the event loop's thread: no method locks, waits, or may be called from
-elsewhere (docs/decisions/0031 has the measurement). gRPC's own threads take the next chunks off the
-wire while torch, which releases the GIL, applies a partition.
+elsewhere (docs/decisions/0031 has the measurement). gRPC's own threads read the next chunks from
+the network while torch, which releases the GIL, applies a partition.
 """
 
 from __future__ import annotations
@@ -34,80 +34,80 @@ from shoal_ps_server.shard.reading import Copies, Reading
 from shoal_ps_server.shard.table_rows import TableRows, new_partition, restored_partition
 
 MOVING_RETRY: Final = timedelta(milliseconds=50)
-"""When whoever asked for a partition that is moving asks again: a move takes fractions of a
+"""How long a client waits before it requests a moving partition again; a move takes fractions of a
 second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one uploaded partition."""
+    """Outcome of one uploaded partition."""
 
     partition_id: int
     version: int
-    """After it."""
+    """Version after the upload."""
     staleness: int = 0
-    """Versions between the one the gradient was computed on and the one it was applied to."""
+    """Number of versions between the one the gradient was computed on and the one it was applied
+    to."""
     duplicate: bool = False
-    """Known before; nothing changed."""
+    """Whether the upload was known before and changed nothing."""
     known_batch: bool = False
-    """Another push had brought its batch; then `duplicate` is True as well."""
+    """Whether another push had delivered its batch; `duplicate` is then True as well."""
     apply_seconds: float = 0.0
-    """Spent in arithmetic and last checks."""
+    """Time spent on arithmetic and final checks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Admitted:
-    """A change that was found right, and is to be applied."""
+    """A validated change that will be applied."""
 
     partition: Partition
     header: UploadHeader
     version: int
-    """The partition's, after it."""
+    """Version of the partition after the change."""
     values: torch.Tensor | None
-    """The gradient, or the first values; None: a push that was known by its batch, of which only
-    the number is used up."""
+    """The gradient or the first values; None for a push known by its batch, which only uses its
+    number up."""
     first: bool = False
-    """These are the first values."""
+    """Whether these are the first values."""
     base: int = 0
-    """The version whose values the gradient will be compensated with; 0: it will not be."""
+    """Version whose values the gradient will be compensated with; 0: no compensation."""
     check_seconds: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Restoration:
-    """The rows of a bucket, which are to take the place of those that are there: see
-    RestoreRows."""
+    """Rows that will replace those of a bucket: see RestoreRows."""
 
     spec: PartitionSpec
     number: int
     """RowsHeader.restoration."""
     version: int
     rows: Rows
-    """Found right, and the partition's own from then on (`Shard.prepared`)."""
+    """Validated rows, which become the partition's own (`Shard.prepared`)."""
     payload: memoryview
-    """The file that they came in."""
+    """The file that contained them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardSummary:
-    """What GetServer and the metrics tell."""
+    """Values for GetServer and the metrics."""
 
     versions: Mapping[int, int]
-    """Partition id -> version, ascending; 0: no values yet."""
+    """Partition id -> version, ascending; 0 if it has no values yet."""
     sequences: Mapping[int, int]
-    """Partition id -> the last sequence of the member asked about that was applied, or is on its
-    way; only those above 0."""
+    """Partition id -> last sequence number of the requested member that was applied or is pending;
+    only those above 0."""
     restorations: Mapping[int, int]
     """Partition id -> number of the last restoration; only those above 0."""
     stored_bytes: int
     stored_rows: int
-    """Rows of sparse tables."""
+    """Number of sparse-table rows."""
     pushes_applied: int
     pushes_deduplicated: int
 
 
 class Shard:
-    """All partitions of one server. `restored`: what a snapshot held."""
+    """All partitions of one server. `restored`: contents of a snapshot."""
 
     def __init__(
         self,
@@ -116,11 +116,11 @@ class Shard:
         restored: Iterable[PartitionImage] = (),
         batches: Iterable[tuple[int, int]] = (),
     ) -> None:
-        """`batches`: runs of keys of finished batches, as `Batches` takes them."""
+        """`batches`: ranges of keys of finished batches, as in `Batches`."""
         self.batches = Batches(batches)
-        """After what was applied: what a snapshot has."""
+        """Finished batches after the applied changes, as stored in a snapshot."""
         self._admitted_batches = Batches(self.batches.runs())
-        """After what was admitted: what the next push is compared with."""
+        """Finished batches after the admitted changes, against which the next push is checked."""
         self._optimizer = optimizer
         self._partitions = {
             image.spec.partition_id: restored_partition(image, optimizer) for image in restored
@@ -131,40 +131,38 @@ class Shard:
         self._pushes_deduplicated = 0
 
     def adopt(self, layout: Layout) -> None:
-        """Makes room for the partitions of a layout; those that are here stay as they are."""
+        """Creates the missing partitions of a layout; existing ones stay unchanged."""
         for partition_id, spec in layout.partitions.items():
             self._partitions.setdefault(partition_id, new_partition(spec))
 
     @property
     def frozen(self) -> frozenset[int]:
-        """Partitions that are on their way to another server: nobody pulls them, and no push of
-        them is admitted."""
+        """Partitions moving to another server: they can be neither pulled nor pushed."""
         return self._frozen
 
     def freeze(self, partition_ids: Iterable[int]) -> None:
-        """Lets nobody pull these partitions or push to them; what was admitted before is still
-        applied, and then they change no more."""
+        """Blocks pulls of and pushes to these partitions; changes admitted earlier are still
+        applied, after which the partitions no longer change."""
         self._frozen |= frozenset(partition_ids)
 
     def thaw(self, partition_ids: Iterable[int]) -> None:
-        """Ends the freeze of these partitions, which stay here: they are served again."""
+        """Ends the freeze of these partitions, which stay here and are served again."""
         self._frozen -= frozenset(partition_ids)
 
     def drop(self, partition_ids: Collection[int]) -> None:
-        """Another server has them. Who is reading one reads it to its end."""
+        """Drops partitions that another server has. Open readings can still finish."""
         for partition_id in partition_ids:
             del self._partitions[partition_id]
         self.thaw(partition_ids)
 
     def put(self, image: PartitionImage) -> None:
-        """Adds a partition as another server had it; the image's tensors become its own."""
+        """Adds a partition of another server; the image's tensors become its own."""
         assert image.spec.partition_id not in self._partitions, "one server has it"
         self._partitions[image.spec.partition_id] = restored_partition(image, self._optimizer)
 
     def check_open(self, spec: PartitionSpec) -> None:
-        """Raises UnavailableError / PARTITION_MOVING for a partition that is frozen, and
-        PreconditionError / STALE_SHARD_MAP for one that has gone to another server since its
-        request was looked at."""
+        """Raises UnavailableError / PARTITION_MOVING for a frozen partition, and PreconditionError
+        / STALE_SHARD_MAP for one that has moved to another server since its request was checked."""
         if spec.partition_id in self._frozen:
             raise UnavailableError(
                 f"{describe(spec)} is moving to another server: get the shard map anew from the "
@@ -184,21 +182,21 @@ class Shard:
         return self._partitions[spec.partition_id]
 
     def add_batches(self, runs: Iterable[tuple[int, int]]) -> None:
-        """Takes over which leased batches another server knows to be finished, as runs of keys."""
+        """Adds leased batches known to another server as finished, as ranges of keys."""
         runs = tuple(runs)
         for batches in (self.batches, self._admitted_batches):
             batches.add_runs(runs)
 
     def configure(self, optimizer: OptimizerSettings) -> None:
-        """Sets the optimizer, or changes the hyperparameters of the one that is set."""
+        """Sets the optimizer, or changes the hyperparameters of the current one."""
         self._optimizer = optimizer
         for partition in self._partitions.values():
             if partition.optimizer is not None:
                 partition.optimizer.retune(optimizer)
 
     def admit_values(self, upload: Upload) -> Admitted | None:
-        """First values of a partition; None: it has some, or they are on their way. Raises as
-        `check_open` and `Upload.values`."""
+        """Admits first values of a partition; returns None if it already has some or they are
+        pending. Raises like `check_open` and `Upload.values`."""
         started = time.perf_counter()
         header = upload.header
         partition = self._open(header.spec)
@@ -216,14 +214,14 @@ class Shard:
         )
 
     def is_settled(self, header: UploadHeader) -> bool:
-        """Whether the number of a push is used up, or will be by what is on its way. Raises as
-        `check_open`."""
+        """Returns whether the number of a push is used up, or will be by pending pushes. Raises
+        like `check_open`."""
         return not self._open(header.spec).is_next(header)
 
     def needs_trial(self, upload: Upload) -> bool:
-        """Whether an update may come out infinite, so that it is tried first, which needs all
-        before it to be applied; so does one behind a restoration, which makes another version of
-        the partition. Raises as `admit_push`."""
+        """Returns whether an update may be infinite and must therefore be tried first, once all
+        earlier changes are applied. The same holds after a restoration, which changes the
+        partition's version. Raises like `admit_push`."""
         partition = self._open(upload.header.spec)
         if partition.is_restoring:
             return True
@@ -232,12 +230,12 @@ class Shard:
         return partition.needs_trial(upload.largest, self._optimizer)
 
     def admit_push(self, upload: Upload) -> Admitted | None:
-        """A gradient, which will be applied once; None: it is known, by its number. One that
-        `needs_trial` comes when nothing else is on its way to the partition.
+        """Admits a gradient, which will be applied once; returns None if it is known by its number.
+        If `needs_trial`, call it only when nothing is pending for the partition.
 
-        Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and as `Partition.is_duplicate`),
-        LimitError / MEMORY_EXHAUSTED, InvalidRequestError / RESULT_NOT_FINITE, and as `check_open`
-        and `Upload.values`; nothing is admitted then.
+        Raises PreconditionError (OPTIMIZER_UNCONFIGURED, and like `Partition.is_duplicate`),
+        LimitError / MEMORY_EXHAUSTED, InvalidRequestError / RESULT_NOT_FINITE, and like
+        `check_open` and `Upload.values`; nothing is admitted in these cases.
         """
         started = time.perf_counter()
         header = upload.header
@@ -276,8 +274,7 @@ class Shard:
         )
 
     def apply(self, admitted: Admitted) -> Outcome:
-        """Makes the change that was admitted first of all that are on their way to its
-        partition."""
+        """Applies the earliest pending change of its partition."""
         started = time.perf_counter()
         partition, header, values = admitted.partition, admitted.header, admitted.values
         staleness = 0
@@ -306,18 +303,19 @@ class Shard:
         )
 
     def prepared(self, spec: PartitionSpec, image: RowsImage) -> Rows:
-        """What a `Restoration` has, of a bucket. On any thread. Raises as `TableRows.prepared`."""
+        """Returns the rows of a `Restoration` for a bucket. Callable on any thread. Raises like
+        `TableRows.prepared`."""
         return TableRows.empty(spec).prepared(image)
 
     def admit_restoration(self, restoration: Restoration) -> bool:
-        """With nothing on its way to the bucket: whether the restoration is to be made, by
-        `restore`; else it is known. Raises as `check_open`."""
+        """Returns whether the restoration has to be carried out by `restore`; otherwise it is
+        known. Only while nothing is pending for the bucket. Raises like `check_open`."""
         partition = self._bucket(restoration.spec)
         partition.is_restoring = partition.takes(restoration.number)
         return partition.is_restoring
 
     def restore(self, restoration: Restoration) -> Outcome:
-        """Makes a restoration that was admitted, or that was made in another process."""
+        """Carries out a restoration that was admitted, or that was made in another process."""
         partition = self._partitions[restoration.spec.partition_id]
         assert isinstance(partition, TableRows), "it was looked at when it was admitted"
         partition.is_restoring = False
@@ -325,19 +323,19 @@ class Shard:
         return Outcome(partition_id=restoration.spec.partition_id, version=partition.version)
 
     def refuse_restoration(self, restoration: Restoration) -> None:
-        """It will not be made."""
+        """Withdraws a restoration."""
         self._partitions[restoration.spec.partition_id].is_restoring = False
 
     def restoration(self, partition_id: int) -> int:
-        """Number of a partition's last restoration; 0: there was none."""
+        """Returns the number of a partition's last restoration; 0 if there was none."""
         return self._partitions[partition_id].restoration
 
     def bucket_image(self, spec: PartitionSpec) -> PartitionImage:
-        """A copy of a bucket of a table as it is now. Raises as `check_open`."""
+        """Returns a copy of a bucket of a table. Raises like `check_open`."""
         return self._bucket(spec).as_it_is()
 
     def bucket_bytes(self, spec: PartitionSpec) -> int:
-        """What a copy of a bucket takes at most. Raises as `check_open`."""
+        """Returns the maximum size of a copy of a bucket. Raises like `check_open`."""
         return self._bucket(spec).stored_bytes
 
     def _bucket(self, spec: PartitionSpec) -> TableRows:
@@ -346,7 +344,7 @@ class Shard:
         return partition
 
     def refuse(self, admitted: Admitted) -> None:
-        """It will not be applied; nor will what was admitted after it."""
+        """Withdraws a change; changes admitted after it are withdrawn as well."""
         if admitted.first:
             admitted.partition.on_their_way -= 1
         else:
@@ -357,17 +355,18 @@ class Shard:
                 admitted.partition.bases.settle(admitted.base)
 
     def _is_known(self, partition: Partition, header: UploadHeader) -> bool:
-        """Raises as `Partition.is_duplicate`."""
+        """Returns whether a push is known by its number or batch. Raises like
+        `Partition.is_duplicate`."""
         return partition.is_duplicate(header) or header.batch in self._admitted_batches
 
     def settle(self, header: UploadHeader) -> None:
-        """Uses the number of a push up that was known by its batch."""
+        """Marks the number of a push that was known by its batch as used."""
         self._partitions[header.spec.partition_id].settled.settle(header, self.batches)
 
     def redo(self, upload: Upload, *, compensated: bool = False) -> int:
         """Applies a push that was admitted and applied in another process; returns the version
-        after it. `compensated`: it was, and is expected (`will_redo`). Raises as
-        `Upload.values`."""
+        after it. `compensated`: whether it was compensated and registered by `will_redo`. Raises
+        like `Upload.values`."""
         assert self._optimizer is not None, "it was admitted with one"
         partition = self._partitions[upload.header.spec.partition_id]
         base = upload.header.base_version if compensated else 0
@@ -376,28 +375,29 @@ class Shard:
         return partition.version
 
     def will_redo(self, partition_id: int, base_version: int) -> None:
-        """A push is to be redone later that was compensated with the values of this version."""
+        """Registers a push to be redone later that was compensated with the values of this
+        version."""
         self._partitions[partition_id].bases.expect(base_version)
 
     def note_pull(self, partition_id: int, member_id: str) -> None:
-        """A member is given the values that a partition has now, or has them. With delay
-        compensation they are kept for its next push."""
+        """Records that a member has the partition's current values. With delay compensation they
+        are kept for its next push."""
         if self._optimizer is not None and self._optimizer.delay_compensation:
             partition = self._partitions[partition_id]
             partition.bases.note_pull(member_id, partition.version)
 
     def keep_bases_of(self, members: Container[str]) -> None:
-        """Drops what is kept for the pushes of members that are not among these."""
+        """Drops the values kept for pushes of other members."""
         for partition in self._partitions.values():
             partition.bases.forget_all_but(members)
 
     def pushed_before(self, header: UploadHeader) -> None:
-        """Notes what a push that was applied in another process said of batches."""
+        """Records the batches reported by a push that was applied in another process."""
         for batches in (self.batches, self._admitted_batches):
             batches.add(header.finished_batches)
 
     def known(self, header: UploadHeader) -> Outcome:
-        """What is answered to an upload that changes nothing. Raises as `check_open`."""
+        """Returns the answer to an upload that changes nothing. Raises like `check_open`."""
         partition = self._open(header.spec)
         if header.sequence:
             self._pushes_deduplicated += 1
@@ -410,24 +410,25 @@ class Shard:
         )
 
     def initialize(self, upload: Upload) -> Outcome:
-        """Gives a partition its first values at once; a duplicate if it has some. Raises as
+        """Sets a partition's first values at once; a duplicate if it has some. Raises like
         `admit_values`."""
         admitted = self.admit_values(upload)
         return self.known(upload.header) if admitted is None else self.apply(admitted)
 
     def push(self, upload: Upload) -> Outcome:
-        """Applies one gradient at once. Raises as `admit_push`; nothing changed then."""
+        """Applies one gradient at once. Raises like `admit_push`, in which case nothing has
+        changed."""
         admitted = self.admit_push(upload)
         return self.known(upload.header) if admitted is None else self.apply(admitted)
 
     def version(self, partition_id: int) -> int:
-        """A partition's version; 0: no values yet."""
+        """Returns a partition's version; 0 if it has no values yet."""
         return self._partitions[partition_id].version
 
     @contextmanager
     def reading(self, partition_id: int, codec: int = codecs.RAW) -> Iterator[Reading]:
-        """A partition's values as they are now, in a codec, to be read in pieces. Only with values.
-        Raises as `encode_values`."""
+        """Yields a reading of a partition's current values in a codec, to be read in pieces. Only
+        with values. Raises like `encode_values`."""
         partition = self._partitions[partition_id]
         reading = partition.read(codec, self._copies)
         try:
@@ -436,51 +437,51 @@ class Shard:
             partition.readings.discard(reading)
 
     def read_rows(self, partition_id: int, ids: Ids) -> Reading:
-        """Rows of a bucket as they are now, to be read in pieces."""
+        """Returns a reading of the current rows of a bucket, to be read in pieces."""
         partition = self._partitions[partition_id]
         assert isinstance(partition, TableRows), "the request was checked against the layout"
         return partition.read_rows(ids, self._copies)
 
     def image(self, partition_id: int) -> PartitionImage | None:
-        """A copy of a partition for a snapshot or another server; None without values, or when it
-        is not held."""
+        """Returns a copy of a partition for a snapshot or another server; None if it has no values
+        or is not held."""
         partition = self._partitions.get(partition_id)
         return partition.image() if partition is not None and partition.version else None
 
     def frozen_image(self, partition_id: int) -> PartitionImage:
-        """A partition that is frozen, where it lies, with nothing on its way to it. What its
-        members have pulled, for delay compensation, is left out: another server does not know of
-        it."""
+        """Returns an image that shares the memory of a frozen partition without pending changes.
+        Omits the members' pulled versions for delay compensation, which another server cannot know.
+        """
         partition = self._partitions[partition_id]
         assert partition_id in self._frozen, "it would change"
         assert not partition.on_their_way, "what was admitted is waited for"
         return partition.as_it_is()
 
     def is_trained(self, frozen: AbstractSet[str]) -> bool:
-        """Whether a partition here has values of a tensor that is not among these."""
+        """Returns whether a partition here has values of a tensor that is not in `frozen`."""
         held = [partition for partition in self._partitions.values() if partition.version]
         return any(
             piece.tensor not in frozen for partition in held for piece in partition.spec.pieces
         )
 
     def partition_ids(self) -> tuple[int, ...]:
-        """Those held, ascending, with values or without."""
+        """Returns the ids of all partitions, with or without values, ascending."""
         return tuple(sorted(self._partitions))
 
     def forget(self, member_ids: Iterable[str]) -> None:
-        """Drops what is known of members that will not come back."""
+        """Drops the state of members that will not return."""
         for partition in self._partitions.values():
             for member_id in member_ids:
                 partition.forget(member_id)
 
     def forget_all_but(self, known: AbstractSet[str]) -> None:
-        """Drops what is known of members that are not in `known`."""
+        """Drops the state of members that are not in `known`."""
         for partition in self._partitions.values():
             for member_id in partition.settled.sequences.keys() - known:
                 partition.forget(member_id)
 
     def summary(self, member_id: str = "") -> ShardSummary:
-        """Totals and versions, and the sequences of one member."""
+        """Returns totals and versions, and the sequence numbers of one member."""
         held = [self._partitions[partition_id] for partition_id in self.partition_ids()]
         return ShardSummary(
             versions={each.spec.partition_id: each.version for each in held},

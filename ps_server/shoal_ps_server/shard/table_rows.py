@@ -1,9 +1,9 @@
-"""A bucket of a sparse table as a partition: rows by id in place of values, which a push changes,
-and a pull only looks at.
+"""A bucket of a sparse table as a partition: has rows by id instead of values. A push changes them,
+and a pull only reads them.
 
-Its version is 1 from the beginning, since a row that nobody has pushed has values too; they follow
-from its id, and are not kept. So it takes no first values, and version - 1 is the number of pushes,
-with rows or without.
+Its version starts at 1, since even a row that was never pushed has values; they follow from its id
+and are not stored. The bucket therefore takes no first values, and version - 1 is the number of
+pushes, including empty ones.
 """
 
 from __future__ import annotations
@@ -26,25 +26,22 @@ from shoal_ps_server.shard.payload import UploadHeader, check_ids, describe, lar
 from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
 
 LARGEST_BUCKET_BYTES: Final = 256 << 20
-"""A bucket is copied as a whole, for snapshots and for other servers, while nothing else is
-done."""
+"""A bucket is copied as a unit, for snapshots and for other servers, while nothing else runs."""
 _CALM: Final = 1e16
-"""Magnitudes whose square is far from the largest float32, as Adagrad squares."""
+"""Magnitudes whose square, as computed by Adagrad, is far below the largest float32."""
 
 
 @dataclass(kw_only=True)
 class TableRows(Partition):
-    """A partition that is a bucket; `optimizer`, `values` and `bases` of `Partition` are not
-    used."""
+    """A partition that is a bucket; `optimizer`, `values` and `bases` of `Partition` are unused."""
 
     rows: Rows
     coming: int = 0
-    """Rows that were not here when their pushes were admitted, of pushes that are on their way, at
-    most."""
+    """Upper bound of the number of rows that pending pushes will create."""
 
     @classmethod
     def empty(cls, spec: PartitionSpec) -> TableRows:
-        """No row has been pushed."""
+        """Returns a bucket without pushed rows."""
         bucket = _bucket(spec)
         largest = bucket.spec.scale * 6  # beyond which nothing is drawn
         return cls(
@@ -67,7 +64,8 @@ class TableRows(Partition):
         return made
 
     def needs_trial(self, largest: float, optimizer: OptimizerSettings) -> bool:
-        """See `Partition.needs_trial`. The optimizer is the table's own."""
+        """Returns whether an update must be tried first, like `Partition.needs_trial`. The
+        optimizer is the table's own."""
         return not max(largest, self.largest_at_first) <= _CALM or not is_calm(
             dict(_bucket(self.spec).spec.hyperparameters)
         )
@@ -96,7 +94,7 @@ class TableRows(Partition):
     def reserve(
         self, gradient: torch.Tensor, absent: Collection[int], optimizer: OptimizerSettings
     ) -> None:
-        """See `Partition.reserve`: for rows that are new."""
+        """Ensures that there is memory for new rows, like `Partition.reserve`."""
         bucket = _bucket(self.spec)
         ids, _ = split_rows(gradient, bucket.dim)
         more = self.coming + self.rows.count_new(ids)
@@ -138,17 +136,17 @@ class TableRows(Partition):
         copies: Copies,
         base: int = 0,
     ) -> None:
-        """See `Partition.apply`. `gradient`: a payload of rows. Its step is numbered by the version
+        """Applies a payload of rows, like `Partition.apply`. The step is numbered by the version
         before it."""
         ids, gradients = split_rows(gradient, _bucket(self.spec).dim)
         self.rows.update(ids, gradients, self.version)
         self.version += 1
 
     def prepared(self, image: RowsImage) -> Rows:
-        """What `put_in_place` takes; nothing changes. On any thread.
+        """Returns the rows for `put_in_place`; changes nothing. Callable on any thread.
 
-        Raises InvalidRequestError / ROWS_INVALID for rows that cannot be of this bucket, LimitError
-        / MEMORY_EXHAUSTED for too many.
+        Raises InvalidRequestError / ROWS_INVALID for rows that cannot belong to this bucket,
+        LimitError / MEMORY_EXHAUSTED for too many.
         """
         bucket = _bucket(self.spec)
         begun = Rows(bucket.spec, bucket.dim)
@@ -179,8 +177,8 @@ class TableRows(Partition):
             ) from error
 
     def takes(self, restoration: int) -> bool:
-        """Whether the restoration with this number, or 0, is to be made: see
-        RowsHeader.restoration. Only with nothing on its way."""
+        """Returns whether the restoration with this number (or 0) has to be carried out: see
+        RowsHeader.restoration. Only while nothing is pending."""
         return (
             restoration > self.restoration
             if restoration
@@ -188,17 +186,17 @@ class TableRows(Partition):
         )
 
     def put_in_place(self, rows: Rows, version: int, restoration: int) -> None:
-        """A restoration: these are the rows from now on."""
+        """Replaces the bucket's rows: a restoration."""
         self.rows, self.version, self.restoration = rows, version, restoration
         self.largest_at_first = max(self.largest_at_first, rows.largest)
 
     def read_rows(self, ids: Ids, copies: Copies) -> Reading:
-        """These rows as they are now, in a copy."""
+        """Returns a reading of a copy of these rows."""
         values = torch.from_numpy(self.rows.values(ids))
         return EncodedValues(values.view(-1).view(torch.uint8)).read(copies, version=self.version)
 
     def as_it_is(self) -> PartitionImage:
-        """See `Partition.as_it_is`; a copy."""
+        """Returns a copy, unlike `Partition.as_it_is`."""
         return PartitionImage(
             spec=self.spec,
             version=self.version,
@@ -213,12 +211,12 @@ class TableRows(Partition):
 
     @property
     def stored_rows(self) -> int:
-        """See `Partition.stored_rows`: those that were pushed, and not evicted."""
+        """Number of rows that were pushed and not evicted."""
         return len(self.rows)
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of rows and their optimizer state, and of the room for more."""
+        """Bytes of rows and their optimizer state, including spare capacity."""
         return self.rows.nbytes
 
 
@@ -228,10 +226,10 @@ def _bucket(spec: PartitionSpec) -> Bucket:
 
 
 def new_partition(spec: PartitionSpec) -> Partition:
-    """A partition of what the layout says, as it begins."""
+    """Returns a new partition for an entry of the layout."""
     return Partition(spec=spec) if spec.bucket is None else TableRows.empty(spec)
 
 
 def restored_partition(image: PartitionImage, optimizer: OptimizerSettings | None) -> Partition:
-    """The partition that `image` was taken of."""
+    """Restores the partition from `image`."""
     return (Partition if image.spec.bucket is None else TableRows).restored(image, optimizer)

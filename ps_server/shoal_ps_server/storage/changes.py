@@ -1,7 +1,7 @@
-"""Every change of a server's state on its way: checked, written to the journal, made. Belongs to
-the event loop.
+"""Path of every change of a server's state: checks it, writes it to the journal, makes it. Belongs
+to the event loop.
 
-Without a data directory there is no journal, and a change is made at once.
+Without a data directory there is no journal, and changes are made at once.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from shoal_ps_server.storage.recovery import (
 T = TypeVar("T")
 
 PENDING_LIMIT: Final = timedelta(seconds=5)
-"""How long a change may wait for a backup, before whoever waits is told to ask again."""
+"""How long a change may wait for a backup before its waiters are told to retry."""
 
 
 class Changes:
-    """All changes of one server, in one order."""
+    """All changes of one server, in a single order."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class Changes:
         members: Callable[[], Members],
         pending_limit: timedelta = PENDING_LIMIT,
     ) -> None:
-        """`layout`, `members`: as they are now; the journal has them before anything that was done
-        under them."""
+        """`layout`, `members`: return the current ones; the journal records them before any change
+        made under them."""
         self._shard = shard
         self._pending_limit = pending_limit
         self._layout = layout
@@ -55,37 +55,37 @@ class Changes:
         self._journal: Journal | None = None
         self._layout_written: Layout | None = None
         self._layout_on_its_way: Layout | None = None
-        """The newest that `adopt` was called with."""
+        """Newest layout passed to `adopt`."""
         self._members_due = True
         self._latest: dict[int, asyncio.Future[Outcome]] = {}
-        """Partition -> the last change of it that is on its way, or was."""
+        """Partition -> its latest change, pending or not."""
         self._configured: asyncio.Future[None] | None = None
-        """The last configuration that is on its way, or was."""
+        """The latest change of the configuration, pending or not."""
 
     def write_to(self, journal: Journal) -> None:
-        """From now on."""
+        """Sets the journal to write to."""
         self._journal = journal
 
     @property
     def write_error(self) -> Exception | None:
-        """Why the journal's last write failed; None: it did not, or there is no journal. Any thread
-        may ask."""
+        """Error of the journal's last write; None if it succeeded or there is no journal. May be
+        read on any thread."""
         return None if self._journal is None else self._journal.write_error
 
     def members_changed(self) -> None:
-        """The journal is to have them before the next change."""
+        """Schedules a journal record of the members before the next change."""
         self._members_due = True
 
     async def push(self, upload: Upload) -> asyncio.Future[Outcome]:
-        """Admits a gradient; the future has what became of it, and is others' too: `shield` it.
-        Raises as `Shard.admit_push`."""
+        """Admits a gradient. The returned future has its outcome and is shared, so `shield` it.
+        Raises like `Shard.admit_push`."""
         while self._shard.needs_trial(upload) and (before := self._on_their_way(upload)):
             await asyncio.wait(before)
         return await self._partition(upload, self._shard.admit_push(upload))
 
     async def quiet(self) -> None:
-        """Waits for the changes of partitions that are on their way now. Raises UnavailableError
-        when this server makes none any more."""
+        """Waits for the currently pending changes of partitions. Raises UnavailableError if this
+        server makes no more changes."""
         if pending := [each for each in self._latest.values() if not each.done()]:
             await asyncio.wait(pending)
         if self.is_broken:
@@ -95,8 +95,8 @@ class Changes:
             )
 
     async def in_time(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Awaits what waits for changes; it is cancelled and begun anew now and then. While changes
-        wait for a backup, whoever waits for one is told to look for the server elsewhere: it may
+        """Awaits `attempt`, which waits for changes, and periodically cancels and restarts it.
+        While changes wait for a backup, waiters are told to look for the server elsewhere: it may
         have been replaced without knowing it.
 
         Raises UnavailableError / CHANGE_PENDING.
@@ -117,7 +117,7 @@ class Changes:
                     ) from error
 
     async def made(self, partition_ids: Iterable[int]) -> None:
-        """Waits for what is on its way to these partitions, whatever becomes of it."""
+        """Waits for the pending changes of these partitions, whatever their outcome."""
         if pending := [
             latest
             for each in partition_ids
@@ -126,7 +126,7 @@ class Changes:
             await asyncio.wait(pending)
 
     async def restore(self, restoration: Restoration) -> asyncio.Future[Outcome]:
-        """Admits rows that are to take the place of a bucket's. Raises as `Shard.check_open`."""
+        """Admits rows that replace those of a bucket. Raises like `Shard.check_open`."""
         number = restoration.spec.partition_id
         while (latest := self._latest.get(number)) is not None and not latest.done():
             await asyncio.wait([latest])
@@ -143,16 +143,16 @@ class Changes:
         return made
 
     def check_open(self, spec: PartitionSpec) -> None:
-        """Raises as `Shard.check_open`."""
+        """Raises like `Shard.check_open`."""
         self._shard.check_open(spec)
 
     def is_settled(self, push: UploadHeader) -> bool:
-        """Whether the number of a push is used up, so that it will change nothing. Raises as
-        `Shard.check_open`."""
+        """Returns whether the number of a push is used up, so that it will change nothing. Raises
+        like `Shard.check_open`."""
         return self._shard.is_settled(push)
 
     async def initialize(self, upload: Upload) -> asyncio.Future[Outcome]:
-        """Admits first values. Raises as `Shard.admit_values`."""
+        """Admits first values. Raises like `Shard.admit_values`."""
         return await self._partition(upload, self._shard.admit_values(upload))
 
     def configure(
@@ -164,8 +164,8 @@ class Changes:
         return self._configured
 
     def adopt(self, layout: Layout, effect: Callable[[], None]) -> asyncio.Future[None]:
-        """Calls `effect`, by which partitions come and go, once the journal has the shard map that
-        says so. The future fails as that of `configure`."""
+        """Calls `effect`, which adds and removes partitions, once the journal has the corresponding
+        shard map. The future fails like that of `configure`."""
         if self._journal is None:
             effect()
             return _done(None)
@@ -179,56 +179,57 @@ class Changes:
         *,
         refused: Callable[[], None] = lambda: None,
     ) -> asyncio.Future[None]:
-        """Calls `effect` once the journal has what is said of partitions that move; `refused` where
-        it cannot. The future fails as that of `configure`."""
+        """Calls `effect` once the journal has a record about moving partitions, or `refused` if it
+        cannot be written. The future fails like that of `configure`."""
         return self._make(record, effect, refused=refused)
 
     def in_order(self, look: Callable[[], T]) -> asyncio.Future[T]:
-        """Calls `look` once all that was said to the journal before has been made. The future fails
-        as that of `configure`."""
+        """Calls `look` once everything passed to the journal before has been made. The future fails
+        like that of `configure`."""
         return self._make(None, look)
 
     def clock(self, member_id: str, clock: int, *, place: int = 0) -> None:
-        """A member's word on its clock, without a push, for the journal. Nobody waits for it: a
-        member whose word is lost is held for slower than it is, until it speaks again."""
+        """Writes a member's clock reported without a push to the journal. Nobody waits for it: if
+        it is lost, the member is considered slower than it is until its next report."""
         if self._journal is not None:
             self._make(clock_record(member_id, clock, place=place), lambda: None)
 
     @property
     def holds(self) -> bool:
-        """Changes wait for another server to have them."""
+        """Whether changes wait for another server to have them."""
         return self._journal is not None and self._journal.holds
 
     def give_up(self, reason: UnavailableError) -> None:
-        """Makes no change any more; whoever waits for one is told why."""
+        """Stops making changes; waiters get the reason."""
         if self._journal is not None:
             self._journal.give_up(reason)
 
     def begin_file(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
-        """See `Journal.rotate`; without a journal the number is 0."""
+        """Begins a journal file, like `Journal.rotate`; without a journal the number is 0."""
         if self._journal is None:
             return _done(effect(0))
-        # The new file says first what the snapshot that begins with it may not know.
+        # The new file starts with what the snapshot taken at its beginning may lack.
         self._layout_written, self._members_due = None, True
         return self._journal.rotate(effect)
 
     @property
     def is_broken(self) -> bool:
-        """A change that the journal has could not be made: memory is not to be written anywhere."""
+        """Whether a change in the journal could not be made, so that the in-memory state must not
+        be written anywhere."""
         return self._journal is not None and self._journal.is_broken
 
     @property
     def journal_bytes(self) -> int:
-        """Written since the last `begin_file`."""
+        """Bytes written since the last `begin_file`."""
         return 0 if self._journal is None else self._journal.bytes_since_rotation
 
     async def close(self) -> None:
-        """Waits for what is on its way. Nothing is to be changed after that."""
+        """Waits for pending changes. No change may follow."""
         if self._journal is not None:
             await self._journal.close()
 
     def _on_their_way(self, upload: Upload) -> list[asyncio.Future[Any]]:
-        """What an update that is tried first has to wait for."""
+        """Returns the changes that an update to be tried first has to wait for."""
         changes = (self._latest.get(upload.header.spec.partition_id), self._configured)
         return [each for each in changes if each is not None and not each.done()]
 
@@ -252,8 +253,7 @@ class Changes:
 
     def _refused(self, change: Admitted) -> None:
         self._shard.refuse(change)
-        # With all that is on its way to the partition; what was applied before is known by its
-        # number.
+        # With everything pending for the partition; applied pushes are known by their numbers.
         self._latest.pop(change.header.spec.partition_id, None)
 
     def _make(
@@ -276,7 +276,7 @@ class Changes:
         return journal.append(record, effect, refused=refused)
 
     def _newest_layout(self) -> Layout | None:
-        """The journal never goes back to a map before one that is on its way."""
+        """Returns the newest layout. The journal never goes back to a map before a pending one."""
         layout, coming = self._layout(), self._layout_on_its_way
         return (
             coming

@@ -1,8 +1,7 @@
-"""A server's data directory: one snapshot in it, the journal of what came after it, and one server
-at a time.
+"""Data directory of a server: one snapshot, the journal of later changes, and one server at a time.
 
-All that is of one run of the job, which the file `run` names. What is of a run that is over is set
-aside in folders of their own, `run-3`.
+Everything in it belongs to one run of the job, which the file `run` names. State of past runs is
+set aside in folders such as `run-3`.
 """
 
 from __future__ import annotations
@@ -32,26 +31,26 @@ from shoal_ps_server.storage.snapshot import read_snapshot
 _SNAPSHOT: Final = "snapshot.safetensors"
 _LOCK: Final = "lock"
 _CLEARING: Final = "clearing"
-"""While this file is there, nothing else in the directory counts."""
+"""While this file exists, everything else in the directory is ignored."""
 _RUN: Final = "run"
 _ASIDE: Final = "run-"
 _SETTING_ASIDE: Final = "setting-aside"
-"""Names the folder that everything is being put into."""
+"""Names the folder into which everything is being moved."""
 RUNS_KEPT: Final = 4
-"""Folders of ended runs. There are more than compose.yaml restarts a failing job, so that these
-restarts push out nothing from before."""
+"""Maximum number of folders of past runs: more than compose.yaml's restarts of a failing job, so
+that these do not push out older state."""
 
 
 class DataDirectory:
-    """An open, locked data directory; a context manager. The lock goes with the process, however it
-    ends."""
+    """An open, locked data directory; a context manager. The lock is released when the process
+    ends, however that happens."""
 
     def __init__(self, path: Path) -> None:
-        """Makes the directory if it is not there. ConfigurationError when it cannot be used or
+        """Creates the directory if necessary. Raises ConfigurationError if it cannot be used or
         another server uses it."""
         self.path = path
         self.run: Run | None = None
-        """The run of what is in it; None: nothing is."""
+        """Run of the directory's contents; None if it is empty."""
         self._segments: Segments | None = None
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -74,15 +73,15 @@ class DataDirectory:
 
     @property
     def snapshot(self) -> Path:
-        """Where the snapshot is, or will be."""
+        """Path of the snapshot, whether or not it exists."""
         return self.path / _SNAPSHOT
 
     def read(self, *, job_id: str, server_id: str) -> ServerImage | None:
-        """The snapshot of this job and server; None when there is none.
+        """Returns the snapshot of this job and server; None if there is none.
 
-        Raises CorruptDataError as `read_snapshot`, and ConfigurationError / SNAPSHOT_FOREIGN for
-        another job's or server's. Only after a good read are temporary files of a server that died
-        while writing removed.
+        Raises CorruptDataError like `read_snapshot`, and ConfigurationError / SNAPSHOT_FOREIGN for
+        that of another job or server. Removes temporary files left by a killed server only after a
+        successful read.
         """
         image = read_snapshot(self.snapshot)
         if image is not None and (image.state.job_id, image.state.server_id) != (job_id, server_id):
@@ -97,7 +96,7 @@ class DataDirectory:
         return image
 
     def recover(self, *, job_id: str, server_id: str) -> Recovered:
-        """The server as it was when it ended, however that was. Raises as `read` and
+        """Returns the server's state at its end, however that happened. Raises like `read` and
         `recovery.recover`."""
         if (self.path / _CLEARING).exists():
             self._remove_all()
@@ -113,8 +112,8 @@ class DataDirectory:
             ) from error
 
     def clear(self, *, job_id: str, server_id: str) -> None:
-        """Removes the snapshot and the journal, for what another server holds, and begins a
-        journal. Raises OSError; who opens the directory next removes the rest then."""
+        """Removes the snapshot and the journal, because another server's state replaces them, and
+        begins a journal. Raises OSError; the next opening then removes the rest."""
         (self.path / _CLEARING).touch()
         sync_directory(self.path)
         self._remove_all()
@@ -122,7 +121,7 @@ class DataDirectory:
         self._segments.open()
 
     def note_run(self, run: Run) -> None:
-        """What is in it from now on is of this run. On disk before anything else is. Raises
+        """Records the run of the contents from now on, on disk before anything else. Raises
         ConfigurationError."""
         if run == self.run:
             return
@@ -135,12 +134,11 @@ class DataDirectory:
         self.run = run
 
     def set_aside(self) -> Path | None:
-        """Puts what is in it into a folder of its own, of which the newest ones are kept; returns
-        that. Raises ConfigurationError.
+        """Moves the contents into a separate folder and returns it; only the newest such folders
+        are kept. Raises ConfigurationError.
 
-        None: there was nothing. A run that ends before it has begun to train leaves no folder, or a
-        few of them, as of a container that is started again and again, would soon be all that is
-        kept.
+        Returns None if there was nothing. A run that ends before it begins to train leaves no
+        folder; otherwise a few restarts of a container would displace everything else.
         """
         number = 1 if self.run is None else self.run.number
         names = (
@@ -170,7 +168,8 @@ class DataDirectory:
         return self.path / name
 
     def _holds_nothing(self) -> bool:
-        """After `recover`: neither a snapshot nor a change is in it."""
+        """Returns whether the directory contains neither a snapshot nor a change. Call after
+        `recover`."""
         if self.snapshot.exists() or self._segments is None:
             return False
         try:
@@ -179,7 +178,7 @@ class DataDirectory:
             return False
 
     def _finish_setting_aside(self) -> None:
-        """A server that died while it set something aside is no hindrance."""
+        """Completes the setting aside of contents by a server that was killed meanwhile."""
         marker = self.path / _SETTING_ASIDE
         if not marker.exists():
             return
@@ -193,7 +192,8 @@ class DataDirectory:
         marker.unlink()
 
     def _read_run(self) -> Run | None:
-        """An older release wrote no such file: then what is here is of the job's first run."""
+        """Returns the run of the contents. Older releases wrote no such file; contents then belong
+        to the job's first run."""
         if not (self.path / _RUN).exists():
             return (
                 Run(number=1)
@@ -221,16 +221,17 @@ class DataDirectory:
 
     @property
     def segments(self) -> Segments:
-        """The journal's files. After `recover`."""
+        """The journal's files. Available after `recover`."""
         assert self._segments is not None, "recover() comes first"
         return self._segments
 
     def forget_journal_before(self, number: int) -> None:
-        """A snapshot has all that is in files before `number`. Raises OSError."""
+        """Removes journal files before `number`, whose contents are in a snapshot. Raises
+        OSError."""
         self.segments.forget_before(number)
 
     def close(self) -> None:
-        """Gives the directory back. Idempotent."""
+        """Releases the directory. Idempotent."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1

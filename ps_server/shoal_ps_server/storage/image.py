@@ -1,7 +1,7 @@
-"""What a snapshot holds, as values, and its metadata as JSON.
+"""Contents of a snapshot as values, and its metadata as JSON.
 
-The metadata names every tensor in the file with its xxh3-64, and is itself covered by one
-(file.py), so a snapshot is either exactly what was written or refused. There is no pickle anywhere.
+The metadata lists every tensor in the file with its xxh3-64 and is itself covered by one (file.py),
+so a snapshot is either exactly what was written or refused. No pickle is used anywhere.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from shoal_ps_server.shard.partition import PartitionImage
 from shoal_ps_server.storage.moves import Leaving, Taken
 
 FORMAT_VERSION: Final = 7
-"""Grows when an older release could not read the file: 2 has a journal beside it, in 3 a partition
-has pieces of several tensors, in 4 pieces know their rows, in 5 partitions may be on their way
-between servers, in 6 they may be buckets of tables, and in 7 those may have been put in place from
-a checkpoint."""
+"""Increased when an older release could not read the file: 2 has a journal beside it, in 3 a
+partition has pieces of several tensors, in 4 pieces know their rows, in 5 partitions may be moving
+between servers, in 6 they may be buckets of tables, and in 7 buckets may have been restored from a
+checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
-    """Who may act, and how far the slowest is."""
+    """Membership and clocks."""
 
     generation: int = -1
     members: frozenset[str] = frozenset()
     put_out: Mapping[str, int] = field(default_factory=dict)
     key_digests: Mapping[str, str] = field(default_factory=dict)
     clocks: Mapping[str, MemberClock] = field(default_factory=dict)
-    """Each member's clock."""
+    """Clock of each member."""
     slowest_clock: int = 0
     opened: int = 0
-    """bsp: the last iteration of which a push was let in."""
+    """Under bsp, the newest iteration with an admitted push."""
 
     def fence(self) -> Fence:
-        """A fence as it was."""
+        """Returns the restored fence."""
         return Fence.restored(
             generation=self.generation,
             members=self.members,
@@ -54,14 +54,14 @@ class Members:
         )
 
     def restored_clocks(self) -> Clocks:
-        """The members' clocks, to be gone on with."""
+        """Returns the restored clocks of the members."""
         clocks = Clocks(members=self.clocks, slowest=self.slowest_clock, opened=self.opened)
         clocks.follow(self.members)
         return clocks
 
     @classmethod
     def of(cls, fence: Fence, clocks: Clocks) -> Members:
-        """What is kept of a fence and of clocks."""
+        """Returns the stored state of a fence and of clocks."""
         return cls(
             generation=fence.generation,
             members=fence.members,
@@ -75,7 +75,7 @@ class Members:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerState:
-    """Everything but the partitions: small, and taken on the event loop."""
+    """Everything except the partitions: small, and captured on the event loop."""
 
     job_id: str
     server_id: str
@@ -83,33 +83,31 @@ class ServerState:
     configuration: Configuration | None
     membership: Members
     batches: Sequence[tuple[int, int]] = ()
-    """Which leased batches are finished: see `Batches`."""
+    """Finished leased batches, as in `Batches`."""
     backup: str = ""
-    """See `Recovered.backup`."""
+    """Backup that must have all acknowledged changes, as in `Recovered.backup`."""
     settled: int = 0
-    """The last move of partitions between servers on which the coordinator has decided; and
-    `leaving`: those that are to go."""
+    """Last move of partitions decided by the coordinator; `leaving`: partitions about to go."""
     leaving: Leaving | None = None
     journal: int = 0
-    """Number of the journal's first file that has what a snapshot lacks; 0: there is no journal
-    yet."""
+    """Number of the first journal file that the snapshot lacks; 0 if there is no journal yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerImage:
-    """A whole server. Each partition is consistent in itself; they may be of slightly different
-    moments."""
+    """State of an entire server. Each partition is consistent; different partitions may be from
+    slightly different moments."""
 
     state: ServerState
     partitions: tuple[PartitionImage, ...]
     taken: Taken | None = None
-    """What another server handed over and is not this one's yet; and `coming`: what came of it when
-    not all has."""
+    """Partitions handed over by another server that are not this one's yet; `coming`: the part
+    received of an incomplete move."""
     coming: Taken | None = None
 
 
 def state_to_json(state: ServerState) -> dict[str, Any]:
-    """Plain JSON values."""
+    """Converts to plain JSON values."""
     return {
         "job_id": state.job_id,
         "server_id": state.server_id,
@@ -129,8 +127,8 @@ def state_to_json(state: ServerState) -> dict[str, Any]:
 
 
 def state_from_json(value: Mapping[str, Any]) -> ServerState:
-    """The inverse. Raises KeyError, TypeError or ValueError for what `state_to_json` did not
-    make."""
+    """Restores from JSON values. Raises KeyError, TypeError or ValueError for values not produced
+    by `state_to_json`."""
     return ServerState(
         job_id=str(value["job_id"]),
         server_id=str(value["server_id"]),
@@ -155,7 +153,7 @@ def _leaving_from_json(value: Sequence[Any] | None) -> Leaving | None:
 
 
 def layout_to_json(layout: Layout) -> dict[str, Any]:
-    """Plain JSON values."""
+    """Converts to plain JSON values."""
     return {
         "epoch": layout.epoch,
         "server_index": layout.server_index,
@@ -167,7 +165,7 @@ def layout_to_json(layout: Layout) -> dict[str, Any]:
 
 
 def layout_from_json(value: Mapping[str, Any]) -> Layout:
-    """The inverse. Raises as `state_from_json`."""
+    """Restores from JSON values. Raises like `state_from_json`."""
     specs = list(map(spec_from_json, value["partitions"]))
     return Layout(
         epoch=int(value["epoch"]),
@@ -182,14 +180,14 @@ def layout_from_json(value: Mapping[str, Any]) -> Layout:
 
 
 def spec_to_json(spec: PartitionSpec) -> list[Any]:
-    """Plain JSON values; of a bucket of a table one more."""
+    """Converts to plain JSON values; a bucket of a table has one more."""
     pieces = [[piece.tensor, piece.offset, piece.length, piece.row] for piece in spec.pieces]
     bucket = [] if spec.bucket is None else [_bucket_to_json(spec.bucket)]
     return [spec.partition_id, spec.element.name, pieces, *bucket]
 
 
 def spec_from_json(value: Sequence[Any]) -> PartitionSpec:
-    """The inverse. Raises as `state_from_json`."""
+    """Restores from JSON values. Raises like `state_from_json`."""
     number, dtype, pieces, *bucket = value
     return PartitionSpec(
         partition_id=int(number),
@@ -203,7 +201,7 @@ def spec_from_json(value: Sequence[Any]) -> PartitionSpec:
 
 
 def configuration_to_json(configuration: Configuration) -> dict[str, Any]:
-    """Plain JSON values."""
+    """Converts to plain JSON values."""
     return {
         "configured": _optimizer_to_json(configuration.configured),
         "optimizer": _optimizer_to_json(configuration.optimizer),
@@ -216,7 +214,7 @@ def configuration_to_json(configuration: Configuration) -> dict[str, Any]:
 
 
 def configuration_from_json(value: Mapping[str, Any]) -> Configuration:
-    """The inverse. Raises as `state_from_json`."""
+    """Restores from JSON values. Raises like `state_from_json`."""
     return Configuration(
         configured=_optimizer_from_json(value["configured"]),
         optimizer=_optimizer_from_json(value["optimizer"]),
@@ -229,7 +227,7 @@ def configuration_from_json(value: Mapping[str, Any]) -> Configuration:
 
 
 def members_to_json(members: Members) -> dict[str, Any]:
-    """Plain JSON values."""
+    """Converts to plain JSON values."""
     return {
         "generation": members.generation,
         "members": sorted(members.members),
@@ -244,16 +242,16 @@ def members_to_json(members: Members) -> dict[str, Any]:
 
 
 def members_from_json(value: Mapping[str, Any]) -> Members:
-    """The inverse. Raises as `state_from_json`."""
-    # not in what was written before there was bsp
+    """Restores from JSON values. Raises like `state_from_json`."""
+    # missing in data from before bsp existed
     resting = frozenset(map(str, value.get("resting", ())))
-    # nor in what older releases wrote
+    # missing in data from older releases
     taking_part = frozenset(map(str, value.get("taking_part", ())))
     return Members(
         generation=int(value["generation"]),
         members=frozenset(map(str, value["members"])),
         put_out={str(member): int(generation) for member, generation in value["put_out"]},
-        # nor those
+        # likewise
         key_digests={
             str(member): str(digest) for member, digest in value.get("key_digests", {}).items()
         },
@@ -272,7 +270,7 @@ def members_from_json(value: Mapping[str, Any]) -> Members:
 
 
 def dumps(value: Mapping[str, Any]) -> str:
-    """The one spelling of a value, so that a digest of it can be compared."""
+    """Serializes a value canonically, so that digests can be compared."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

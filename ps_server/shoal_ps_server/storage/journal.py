@@ -1,15 +1,15 @@
-"""Appends records to the journal: in the order given, many to one sync, and each one's effect after
-it is on disk, in that same order.
+"""Appends records to the journal: in the given order, many per sync. The effect of each runs after
+it is on disk, in the same order.
 
-Threads: the event loop calls `append` and `rotate`, and runs effects; one thread writes. They share
-the queue alone.
+Threads: the event loop calls `append` and `rotate` and runs effects; one thread writes. They share
+only the queue.
 
-When the disk does not take a batch, it and all that was appended meanwhile have no effect, and
-whoever waits for them is told. The next append tries anew, in a new file, which says that nothing
+If the disk does not accept a batch, neither that batch nor anything appended meanwhile has an
+effect, and its waiters are notified. The next append starts a new file, which records that nothing
 of that batch counts.
 
-Another server may have to have each record as well (`hold`): then its effect comes once that one
-has said so.
+Another server may have to receive each record as well (`hold`); its effect then waits for that
+server's confirmation.
 """
 
 from __future__ import annotations
@@ -41,45 +41,47 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOST_IN_A_BATCH_BYTES: Final = 64 << 20
-"""So much is written before those who wait for the first of it are answered."""
+"""Maximum bytes written before the waiters for the first record are answered."""
 _RETRY_AFTER: Final = timedelta(seconds=2)
-"""Sooner than that a disk that is full will hardly have room, and pushes are megabytes."""
+"""Suggested retry delay: a full disk will hardly have room sooner, and pushes are megabytes."""
 _LOG_EVERY_S: Final = 10.0
 _MOST_AT_ONCE_S: Final = 0.005
-"""So long effects follow one another before the loop's other work has its turn."""
+"""How long consecutive effects may run before the loop's other tasks get their turn."""
 
 
 class Follower(Protocol):
-    """What hears of every record, in order. Called on the loop."""
+    """Receives every record in order. Called on the loop."""
 
     def made(self, record: Record) -> None:
-        """It is on disk, and has had its effect. While the journal does not hold."""
+        """Handles a record that is on disk and has had its effect. Called while the journal does
+        not hold."""
 
     def written(self, record: Record) -> int:
-        """It is on disk, and has its effect once this position was confirmed. While the journal
-        holds."""
+        """Handles a record that is on disk. Its effect runs once the returned position is
+        confirmed. Called while the journal holds."""
 
 
 @dataclass(kw_only=True)
 class _Entry(Generic[T]):
     record: Record | None
-    """None: nothing is written."""
+    """None if nothing is written."""
     effect: Callable[[], T]
     refused: Callable[[], None]
     done: asyncio.Future[T]
     rotates: bool = False
-    """The next file begins here."""
+    """Whether the next file begins here."""
     number: int = 0
-    """That file's. Written before the loop is told."""
+    """Number of that file. Written before the loop is notified."""
     over: bool = False
-    """It has had its effect, or was refused. The loop's."""
+    """Whether its effect has run, or it was refused. Owned by the loop."""
     position: int = 0
-    """While the journal holds: what must be confirmed before its effect. The loop's."""
+    """Position that must be confirmed before its effect while the journal holds. Owned by the
+    loop."""
 
 
 class _Control(enum.Enum):
     RESUME = "resume"
-    """The loop knows of the failure: what is in the queue behind this was appended with that
+    """The loop knows of the failure: later entries in the queue were appended with that
     knowledge."""
     CLOSE = "close"
 
@@ -91,7 +93,7 @@ class _Batch:
 
 
 class Journal:
-    """One server's. Made on the event loop; `close` it."""
+    """Journal of one server. Created on the event loop; must be closed with `close`."""
 
     def __init__(
         self,
@@ -104,10 +106,10 @@ class Journal:
         written: Callable[[int, int, float], None] = lambda records, nbytes, seconds: None,
         unwritten: Callable[[], None] = lambda: None,
     ) -> None:
-        """Begins file `number`; of the one before it, `previous_end` bytes count. `failed` is told
-        of an effect that raised: memory lacks what the disk has, so the server must end and
-        recover. `written`: of each batch, its records, bytes and seconds; `unwritten`: of a batch
-        that the disk did not take. Raises OSError."""
+        """Begins file `number`; `previous_end` is the number of valid bytes in the previous file.
+        `failed`: called when an effect raises; memory then lacks changes on disk, so the server
+        must end and recover. `written`: called with the records, bytes and seconds of each batch.
+        `unwritten`: called for a batch that the disk did not accept. Raises OSError."""
         self._segments = segments
         self._fsync = fsync
         self._failed = failed
@@ -119,38 +121,40 @@ class Journal:
         self._descriptor, self._end = segments.create(number, previous_end=previous_end)
         self._journal_id = segments.journal_id
         self._durable = self._end
-        """So much of the file is on disk for certain; and so much of it counts."""
+        """Number of bytes of the file known to be on disk; `_end`: number of valid bytes."""
         self._pending: deque[_Entry[Any]] = deque()
-        """What was appended and is not known to be written. The loop's."""
+        """Entries not known to be written. Owned by the loop."""
         self._ready: deque[_Entry[Any]] = deque()
-        """What is written and has had no effect yet. The loop's."""
+        """Written entries whose effect has not run. Owned by the loop."""
         self._refusal: Exception | None = None
-        """Why what is in `_pending` cannot be written; it is refused once `_ready` is empty. The
-        loop's, as what follows."""
+        """Why the entries in `_pending` cannot be written; they are refused once `_ready` is empty.
+        Owned by the loop, like the following fields."""
         self._making_soon = False
-        """`_make_some` is to be called."""
+        """Whether a call of `_make_some` is scheduled."""
         self._follower: Follower | None = None
         self._holding = False
         self._position = 0
-        """Position of the last record that the follower was given while the journal holds; and
-        `_confirmed`: up to where it has them."""
+        """Position of the last record given to the follower while the journal holds; `_confirmed`:
+        the position up to which the follower has them."""
         self._confirmed = 0
         self.write_error: Exception | None = None
-        """Why the last write failed; None: it did not. Assigned on the loop, read by any thread."""
+        """Error of the last write; None if it succeeded. Assigned on the loop, read by any
+        thread."""
         self._unmade: Exception | None = None
-        """Why the effect of a record failed, or nothing is written any more: those after it have
-        none. The loop's."""
+        """Why the effect of a record failed or no more records are written; later records have no
+        effect. Owned by the loop."""
         self._broken = False
-        """The file may have a part of a batch at its end. This and what stands above but for the
-        queue: the thread's."""
+        """Whether the file may end with part of a batch. Owned by the thread, like the fields above
+        except the queue."""
         self._unwritten_batches = 0
-        """Refused since the last one that was written; `_logged_at`: when the log last said so. The
-        thread's."""
+        """Batches refused since the last one that was written; `_logged_at`: when this was last
+        logged. Owned by the thread."""
         self._logged_at = -math.inf
         self._held: _Entry[Any] | None = None
-        """Taken out of the queue, for a batch of its own."""
+        """Entry taken from the queue for a batch of its own."""
         self.bytes_since_rotation = segments.nbytes()
-        """Written since the last `rotate`, or what a recovery would have to read. The loop's."""
+        """Bytes written since the last `rotate`, or the bytes that a recovery would have to read.
+        Owned by the loop."""
         self._thread = threading.Thread(target=self._write, name="shoal-ps-journal", daemon=True)
         self._thread.start()
 
@@ -161,19 +165,19 @@ class Journal:
         *,
         refused: Callable[[], None] = lambda: None,
     ) -> asyncio.Future[T]:
-        """Writes the record, then calls `effect` on the loop; the future has its result, or
+        """Writes the record, then calls `effect` on the loop. The future gets its result, or
         UnavailableError / JOURNAL_FAILED.
 
-        Without a record: after all that was appended before. Where the record could not be written,
-        `refused` is called in the effect's place.
+        Without a record, only waits for all earlier appends. If the record could not be written,
+        `refused` is called instead of the effect.
         """
         return self._put(
             _Entry(record=record, effect=effect, refused=refused, done=self._loop.create_future())
         )
 
     def rotate(self, effect: Callable[[int], T]) -> asyncio.Future[T]:
-        """Begins the next file, and calls `effect` with its number, between what is in the files
-        before and what is in that one. Fails as `append`."""
+        """Begins the next file, and calls `effect` with its number between the records of earlier
+        files and those of that one. Fails like `append`."""
         done: asyncio.Future[T] = self._loop.create_future()
         entry = _Entry(
             record=None,
@@ -185,57 +189,57 @@ class Journal:
         return self._put(entry)
 
     def follow(self, follower: Follower) -> None:
-        """From now on `follower` hears of what has had its effect; one that heard before does not.
-        An effect may call it."""
+        """Sets the follower, which from now on receives records after their effects. Replaces an
+        earlier one. May be called by an effect."""
         assert not self._holding, "the one before has been let go"
         self._follower = follower
 
     def hold(self, *, position: int, confirmed: int) -> None:
-        """From now on the follower is given each record before its effect, which waits for
-        `confirm`. So far it was given records up to `position`, and has those up to `confirmed`. An
-        effect may call it."""
+        """Makes effects wait: from now on the follower receives each record before its effect,
+        which waits for `confirm`. So far the follower has received records up to `position`, and
+        confirmed them up to `confirmed`. May be called by an effect."""
         assert self._follower is not None, "somebody follows"
         self._holding, self._position, self._confirmed = True, position, confirmed
         for entry in self._ready:
             self._give(entry)
 
     def confirm(self, position: int) -> None:
-        """The follower has all up to this position."""
+        """Records that the follower has everything up to this position."""
         self._confirmed = max(self._confirmed, position)
         self._make_soon()
 
     def follow_no_more(self) -> None:
-        """Effects wait for nobody, as before `follow`."""
+        """Removes the follower, so that effects wait for nobody."""
         self._follower, self._holding = None, False
         self._make_soon()
 
     @property
     def holds(self) -> bool:
-        """Effects wait for a follower."""
+        """Whether effects wait for a follower."""
         return self._holding
 
     @property
     def is_broken(self) -> bool:
-        """A record has had no effect: memory lacks what the disk has."""
+        """Whether a record has had no effect, so that memory lacks a change on disk."""
         return self._unmade is not None
 
     @property
     def end(self) -> tuple[int, int]:
-        """Number of the last file, and how many bytes of it count. After `close`."""
+        """Number of the last file and of its valid bytes. Available after `close`."""
         return self._number, self._end
 
     def give_up(self, reason: UnavailableError) -> None:
-        """No record has an effect any more; whoever waits for one is told why."""
+        """Stops all further effects; waiters get the reason."""
         if self._unmade is None:
             self._unmade = reason
         self._follower, self._holding = None, False
         self._make_soon()
 
     async def close(self) -> None:
-        """Waits for what was appended, but not for a follower. Nothing is to be appended after
-        that."""
+        """Waits for appended records, but not for a follower. Nothing may be appended
+        afterwards."""
         self._queue.put(_Control.CLOSE)
-        # it has told the loop of all before this returns
+        # the thread has reported everything to the loop before this returns
         await asyncio.to_thread(self._thread.join)
         if self._holding and self._ready:
             self.give_up(
@@ -258,12 +262,12 @@ class Journal:
     # ---------------------------------------------------------------------------------- on the loop
 
     def _finish(self, batch: _Batch, error: Exception | None, seconds: float) -> None:
-        """The thread is done with a batch."""
+        """Handles a batch that the thread has finished."""
         if all(entry.over for entry in batch.entries):
             return  # refused with a batch before it
         if error is not None:
-            # What was written before is to have its effect first: what is admitted later is
-            # compared with that.
+            # Records written earlier get their effects first, since later admissions depend on
+            # them.
             self._refusal = self._refusal or error
             self.write_error = error
         else:
@@ -326,7 +330,7 @@ class Journal:
             self._follower.made(entry.record)
 
     def _refuse(self, error: Exception) -> None:
-        """All that is on its way, at once: what is admitted from here on must not count on any of
+        """Refuses everything pending at once, so that later admissions do not depend on any of
         it."""
         self._refusal = None
         refused, self._pending = self._pending, deque()
@@ -356,8 +360,8 @@ class Journal:
             os.close(self._descriptor)
 
     def _next(self) -> tuple[_Batch, _Control | None]:
-        """What is there, once there is something: entries that go together, and the control that
-        came behind them, if one did."""
+        """Waits for the next entries and returns those that go together, with the control that
+        followed them, if any."""
         batch = _Batch()
         held, self._held = self._held, None
         item = held or self._queue.get()
@@ -378,8 +382,8 @@ class Journal:
                 return batch, None
 
     def _write_batch(self, batch: _Batch) -> Exception | None:
-        """Returns why it could not be written: whatever that is, the journal goes on with the next
-        one."""
+        """Writes a batch and returns the error, if any; whatever it is, the journal continues with
+        the next batch."""
         try:
             if self._broken:
                 self._begin(self._number + 1)
@@ -420,7 +424,8 @@ class Journal:
         return None
 
     def _log_failure(self, error: Exception) -> None:
-        """At once, and then every ten seconds: clients repeat refused updates without end."""
+        """Logs a failure immediately and then every ten seconds, since clients repeat refused
+        updates endlessly."""
         self._unwritten_batches += 1
         now = time.monotonic()
         if now >= self._logged_at + _LOG_EVERY_S:
@@ -431,8 +436,8 @@ class Journal:
             )
 
     def _disown(self) -> None:
-        """What a failed write left in the file, and whether a failed sync left anything, is not
-        known: it must not count, also if this process is killed before the next write."""
+        """Invalidates the remainder of a failed write or sync, whose extent is unknown, even in
+        case this process is killed before the next write."""
         if not self._broken:
             return
         try:
@@ -443,7 +448,7 @@ class Journal:
                 os.fdatasync(self._descriptor)
 
     def _begin(self, number: int) -> None:
-        """Goes over to the next file, which says how much of this one counts."""
+        """Switches to the next file, which records how much of this one is valid."""
         if not self._broken:
             os.fdatasync(self._descriptor)
         descriptor, end = self._segments.create(number, previous_end=self._end)

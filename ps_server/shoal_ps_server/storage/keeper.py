@@ -1,8 +1,8 @@
-"""When snapshots are written: when asked, every so often, and at the end. Belongs to the event
+"""Decides when to write snapshots: on request, periodically, and at the end. Belongs to the event
 loop.
 
-Partitions are copied one by one, between pushes, and written to disk on a thread, so training goes
-on; what it costs is one copy of the shard in memory while it lasts (docs/decisions/0034).
+Partitions are copied one by one between pushes and written to disk on a thread, so training
+continues; the cost is one copy of the shard in memory meanwhile (docs/decisions/0034).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from shoal_ps_server.storage.snapshot import write_snapshot
 logger = logging.getLogger(__name__)
 
 _RETRY_AFTER: Final = timedelta(seconds=2)
-"""Sooner than that a disk that is full will hardly have room."""
+"""Suggested retry delay: a full disk will hardly have room sooner."""
 _LOOK_S: Final = 1.0
-"""How often the length of the journal is looked at."""
+"""Interval between checks of the journal's length."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +57,9 @@ class SnapshotKeeper:
         metrics: Metrics,
         journal_limit: int,
     ) -> None:
-        """`state` gives what is not in the shard; None while the server does not know its
-        partitions. `journal_limit`: bytes of the journal from which on a snapshot is due, if that
-        is more than four times what the server holds."""
+        """`state`: returns the state outside the shard; None while the server does not know its
+        partitions. `journal_limit`: size of the journal in bytes above which a snapshot is due, if
+        the journal also exceeds four times the size of the server's state."""
         self._directory = directory
         self._shard = shard
         self._moves = moves
@@ -70,19 +70,19 @@ class SnapshotKeeper:
         self._metrics = metrics
         self._writing = asyncio.Lock()
         self._on_disk: asyncio.Future[int] | None = None
-        """The thread that writes, or wrote last; and the one that removes what a snapshot has made
-        superfluous."""
+        """Result of the writing thread; `_forgetting`: result of the thread that removes files made
+        obsolete by a snapshot."""
         self._forgetting: asyncio.Future[None] | None = None
         self._last: tuple[object, ...] = ()
         self._begun = _Begun()
-        """What the snapshot that is being written has so far."""
+        """Data captured so far for the snapshot in progress."""
 
     async def write(self) -> Written:
-        """Writes one now; returns when it is on disk.
+        """Writes a snapshot now; returns once it is on disk.
 
         Raises PreconditionError (SNAPSHOTS_OFF without a data directory, TENSORS_UNDECLARED before
-        there are partitions) and UnavailableError: SNAPSHOT_FAILED or JOURNAL_FAILED when the disk
-        does not take it; the one before is still there then.
+        there are partitions) and UnavailableError: SNAPSHOT_FAILED or JOURNAL_FAILED if the disk
+        does not accept it; the previous one is then still there.
         """
         if self._directory is None:
             raise PreconditionError(
@@ -96,8 +96,8 @@ class SnapshotKeeper:
                     reason="TENSORS_UNDECLARED",
                 )
             started = time.perf_counter()
-            # What comes after this is in the journal's new file, and what came before is in the
-            # partitions that are copied now.
+            # Later changes are in the journal's new file, and earlier ones in the partitions copied
+            # now.
             state = await asyncio.shield(self._changes.begin_file(self._state_at))
             partitions = await self._capture()
             if state.configuration is None and (now := self._state()) is not None:
@@ -115,7 +115,7 @@ class SnapshotKeeper:
             )
             self._begun = _Begun()
             if self._on_disk is not None:
-                # Cancelling whoever waited for it did not end it, and it writes the same temporary
+                # Cancelling its waiter did not end that thread, which writes the same temporary
                 # file.
                 await asyncio.wait([self._on_disk])
             self._on_disk = asyncio.get_running_loop().run_in_executor(
@@ -146,8 +146,8 @@ class SnapshotKeeper:
             return Written(path=self._directory.snapshot, nbytes=nbytes)
 
     async def write_if_changed(self) -> None:
-        """Writes one unless there is nothing to write, or nothing was applied since the last.
-        Raises UnavailableError as `write`."""
+        """Writes a snapshot unless there is nothing to write or nothing was applied since the last
+        one. Raises UnavailableError like `write`."""
         state = self._state()
         if self._directory is None or state is None:
             return
@@ -162,8 +162,8 @@ class SnapshotKeeper:
         await self.write()
 
     async def idle(self) -> None:
-        """Waits until no thread of this keeper's is at work in the directory. No snapshot is to be
-        asked for meanwhile."""
+        """Waits until no thread of this keeper uses the directory. No snapshot may be requested
+        meanwhile."""
         threads: list[asyncio.Future[Any]] = [
             each for each in (self._on_disk, self._forgetting) if each is not None
         ]
@@ -171,8 +171,8 @@ class SnapshotKeeper:
             await asyncio.wait(threads)
 
     async def periodically(self, interval: timedelta) -> None:
-        """Writes one every `interval` (0: never), and when the journal has grown enough, until
-        cancelled. A failure is logged and counted; training goes on."""
+        """Writes a snapshot every `interval` (0: never), and whenever the journal has grown enough,
+        until cancelled. Failures are logged and counted; training continues."""
         loop = asyncio.get_running_loop()
         due = loop.time() + interval.total_seconds() if interval else float("inf")
         while True:
@@ -192,7 +192,8 @@ class SnapshotKeeper:
     def _state_at(self, journal_file: int) -> ServerState:
         state, moves = self._state(), self._moves
         assert state is not None, "what is known of the partitions is not forgotten"
-        # What others handed over is served, and changes, when it becomes this server's own.
+        # Partitions handed over by others are served, and change, once they become this server's
+        # own.
         taken, coming = (
             None if each is None else each.copy() for each in (moves.taken, moves.coming)
         )
@@ -215,8 +216,8 @@ class SnapshotKeeper:
             )
 
     async def _capture(self) -> tuple[PartitionImage, ...]:
-        """All partitions of the moment when the journal's file was begun, also those that go to
-        another server meanwhile."""
+        """Returns all partitions as of the beginning of the journal's file, including those that go
+        to another server meanwhile."""
         begun = self._begun
         while begun.due:
             self._copy_now([min(begun.due)])
@@ -233,12 +234,12 @@ class SnapshotKeeper:
 @dataclass(kw_only=True)
 class _Begun:
     due: set[int] = field(default_factory=set)
-    """Partitions that are still to be copied."""
+    """Partitions still to be copied."""
     images: list[PartitionImage] = field(default_factory=list)
     taken: Taken | None = None
     coming: Taken | None = None
 
 
 def _fingerprint(state: ServerState, versions: dict[int, tuple[int, int]]) -> tuple[object, ...]:
-    """Equal for two moments between which no value changed."""
+    """Returns a value that is equal at two moments if no value changed between them."""
     return versions, state.configuration, state.layout.epoch

@@ -1,9 +1,9 @@
-"""Partitions that are on their way between this server and another one, as the journal has it
+"""Partitions on their way between this server and another one, as recorded in the journal
 (docs/decisions/0200).
 
-What leaves stays here, frozen, and what was taken is not served, until the coordinator's shard map
-says whose it is. The server that runs, the one that recovers and its backup all come to it by the
-methods below, one for each kind of record. Belongs to the event loop.
+Leaving partitions stay here, frozen, and taken ones are not served until the coordinator's shard
+map names their owner. A running server, a recovering one and its backup all reach the same state
+through the methods below, one for each kind of record. Belongs to the event loop.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from shoal_ps_server.shard.shard import Shard
 
 @dataclass(frozen=True, kw_only=True)
 class Leaving:
-    """Partitions that another server has taken, or may have."""
+    """Partitions that another server has taken, or may have taken."""
 
     move: int
-    """The coordinator's number of the move: 1, 2, 3, ... in a job."""
+    """Number of the move assigned by the coordinator: 1, 2, 3, ... in a job."""
     partitions: frozenset[int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """Partitions that another server has handed over."""
+    """Partitions handed over by another server."""
 
     move: int
     images: Mapping[int, PartitionImage]
-    """Partition id -> image. Its tensors become the server's own when the shard map gives it the
-    partition."""
+    """Partition id -> image. Its tensors become the server's own when the shard map assigns the
+    partition to it."""
 
     def copy(self) -> Taken:
-        """Tensors of its own."""
+        """Returns a copy with tensors of its own."""
         return replace(self, images={number: image.copy() for number, image in self.images.items()})
 
 
 class Moves:
-    """What one server gives and takes.
+    """Partitions given and taken by one server.
 
-    Invariants: what is `leaving` is in the shard, and frozen; what is `taken` or `coming` is not
-    served from there. It is not in the shard either, but for a copy that came again just when the
-    shard map had given the first one to this server: that one counts for nothing, and is gone when
+    Invariants: `leaving` partitions are in the shard and frozen; `taken` and `coming` ones are not
+    served. They are not in the shard either, except for a copy that arrived again just when the
+    shard map had assigned the first one to this server; the second copy is ignored and dropped when
     its move is settled.
     """
 
@@ -60,23 +60,23 @@ class Moves:
         taken: Taken | None = None,
         coming: Taken | None = None,
     ) -> None:
-        """What a snapshot has of them; else nothing is on its way."""
+        """Restores the state from a snapshot; by default nothing is in progress."""
         self._shard = shard
         self.settled = settled
-        """The coordinator has decided on all moves up to this one."""
+        """Last move decided by the coordinator."""
         self.leaving = leaving
         self.taken = taken
-        """All partitions of a move."""
+        """All partitions of a complete move."""
         self.coming = coming
-        """Those of a move that have come so far; they count once all have."""
+        """Partitions received so far of an incomplete move; they count once all have arrived."""
         self.before_drop: Callable[[Collection[int]], None] = lambda partition_ids: None
-        """Told of partitions that are about to go, by whoever is copying the shard."""
+        """Called with partitions about to be dropped; set by a component that copies the shard."""
         if leaving is not None:
             shard.freeze(leaving.partitions)
 
     def bring(self, move: int, image: PartitionImage) -> None:
-        """One partition of a move is here. One that came before, in the same move, is forgotten for
-        it. Of an older move than what is here already it is late, and nothing."""
+        """Adds one received partition of a move, replacing an earlier copy from the same move.
+        Ignores partitions of a move older than the one already here."""
         if self._is_late(move):
             return
         before = {} if self.coming is None or self.coming.move != move else self.coming.images
@@ -85,9 +85,9 @@ class Moves:
     def take(
         self, move: int, partition_ids: Iterable[int], batches: Iterable[tuple[int, int]]
     ) -> None:
-        """All partitions of a move are here. Where that is late, too, or one of them is not here,
-        nothing is taken. `batches`: runs of finished ones, as the giver knows them, which they are
-        in any case."""
+        """Completes a move whose partitions have all arrived. Takes nothing if the move is late or
+        a partition is missing. `batches`: ranges of finished batches known to the giver, which are
+        recorded in any case."""
         self._shard.add_batches(batches)
         wanted = frozenset(partition_ids)
         if (
@@ -108,14 +108,15 @@ class Moves:
         )
 
     def leave(self, move: int, partition_ids: Iterable[int]) -> None:
-        """Another server has these: from now on only the coordinator's word ends it."""
+        """Records that another server has these partitions: from now on only the coordinator
+        decides about them."""
         self.leaving = Leaving(move=move, partitions=frozenset(partition_ids))
         self._shard.freeze(self.leaving.partitions)
 
     def check(self, layout: Layout, *, before: Layout | None) -> None:
-        """Raises PreconditionError / LAYOUT_CONFLICT for a map by which values would be lost
-        without a word: of a server that knew a map `before`, it names partitions that nobody handed
-        over, or other tensors in them, or leaves some out that were not given away."""
+        """Raises PreconditionError / LAYOUT_CONFLICT for a map that would silently lose values: for
+        a server that knew a map `before`, it names partitions that nobody handed over, or with
+        different tensors, or omits partitions that were not given away."""
         arriving, gone = self._changed_by(layout)
         known = {} if before is None else before.partitions
         wrong = {
@@ -136,14 +137,14 @@ class Moves:
             )
 
     def changes_with(self, layout: Layout) -> bool:
-        """Whether this server gives up or gets a partition that has values by a map."""
+        """Returns whether this server gains or loses a partition with values under a map."""
         arriving, gone = self._changed_by(layout)
         return bool(gone) or (self.taken is not None and not arriving.isdisjoint(self.taken.images))
 
     def adopt(self, layout: Layout, *, before: Layout | None, members: AbstractSet[str]) -> None:
-        """A shard map counts from now on: what it gives this server is served, and what it does not
-        is dropped. `members`: those of whom sequence numbers are kept. Raises as `check`; nothing
-        has changed then."""
+        """Adopts a shard map: partitions assigned to this server are served, and others dropped.
+        `members`: members whose sequence numbers are kept. Raises like `check`, in which case
+        nothing has changed."""
         self.check(layout, before=before)
         arriving, gone = self._changed_by(layout)
         if gone:
@@ -162,8 +163,8 @@ class Moves:
         self._shard.adopt(layout)
 
     def settle(self, move: int) -> None:
-        """The coordinator has decided on all moves up to this one, and the map that says so was
-        adopted: what is still leaving stays, and what is still taken belongs to another server."""
+        """Settles all moves up to this one after the corresponding map was adopted: partitions
+        still leaving stay, and partitions still taken belong to another server."""
         self.settled = max(self.settled, move)
         if self.taken is not None and self.taken.move <= move:
             self.taken = None
@@ -174,14 +175,15 @@ class Moves:
             self.leaving = None
 
     def is_open(self, move: int) -> bool:
-        """Whether something here waits for the coordinator to decide on a move up to this one."""
+        """Returns whether anything here waits for the coordinator's decision on a move up to this
+        one."""
         return any(
             each is not None and each.move <= move
             for each in (self.leaving, self.taken, self.coming)
         )
 
     def _changed_by(self, layout: Layout) -> tuple[frozenset[int], frozenset[int]]:
-        """What would come, and what would go."""
+        """Returns the partitions that would be added, and those that would be dropped."""
         held = frozenset(self._shard.partition_ids())
         return frozenset(layout.partitions) - held, held - layout.partitions.keys()
 

@@ -1,20 +1,19 @@
-"""A record: one change of a server, as bytes that tell by themselves whether they are whole.
+"""Record format of the journal: one change of a server, with a checksum that shows completeness.
 
     magic        8 bytes
-    file         8 bytes: number of the file that it belongs to: what stands behind it may be left
-                 of an older one
-    header size  4 bytes, little-endian, as all numbers
+    file         8 bytes: number of the record's file; later data may be left from an older file
+    header size  4 bytes, little-endian, like all numbers
     payload size 8 bytes
-    durable      8 bytes: so much of this file was on disk for certain when this record was written
-    checksum     8 bytes: xxh3-64 of all of the above, of where in the file the record begins, and
-                 of what follows; its seed is the journal's id, so that nothing that came in a
-                 payload passes for a record
+    durable      8 bytes: bytes of this file known to be on disk when this record was written
+    checksum     8 bytes: xxh3-64 of all of the above, of the record's offset in the file, and of
+                 what follows; seeded with the journal's id, so that no part of a received payload
+                 can pass for a record
     header       JSON
-    payload      a partition as it came over the wire, from a member or from another server; empty
-                 in records that have none
+    payload      a partition as received from a member or another server; empty in records without
+                 one
 
-`durable` tells a write that a crash tore, which nobody was told of, from damage to what was
-acknowledged (segments.py).
+`durable` distinguishes a write torn by a crash, which was never acknowledged, from damage to
+acknowledged data (segments.py).
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ _NOTHING: Final = memoryview(b"")
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What is written of one change."""
+    """Record of one change."""
 
     kind: str
-    """What changed: `recovery.py` has the kinds, and the fields of each."""
+    """Kind of change: `recovery.py` defines the kinds and the fields of each."""
     fields: Mapping[str, Any] = field(default_factory=dict)
     """JSON values."""
     payload: memoryview = _NOTHING
@@ -50,8 +49,8 @@ class Record:
     def encoded(
         self, journal_id: int, *, file: int, at: int, durable: int
     ) -> tuple[bytes, memoryview]:
-        """The record's bytes: what stands before the payload, and the payload where it lies. It
-        will begin at byte `at`. `file`, `durable`: see above."""
+        """Returns the bytes before the payload, and the payload in its original memory. The record
+        will begin at byte `at`. `file`, `durable`: see the module."""
         header = json.dumps(
             {"kind": self.kind, **self.fields}, separators=(",", ":"), allow_nan=False
         ).encode()
@@ -63,17 +62,17 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A whole record, in a file."""
+    """A complete record in a file."""
 
     record: Record
     end: int
-    """Where the next one begins."""
+    """Offset of the next record."""
     durable: int
 
 
 def read(data: memoryview, start: int, journal_id: int, file: int) -> Found | None:
-    """The record that begins at `start`; None when none of that journal and file does, or not all
-    of it is there or right."""
+    """Returns the record that begins at `start`; None if there is no complete and valid record of
+    that journal and file."""
     if start + OVERHEAD_BYTES > data.nbytes:
         return None
     magic, number, header_size, payload_size, durable = _FIXED.unpack_from(data, start)
@@ -110,7 +109,7 @@ def read(data: memoryview, start: int, journal_id: int, file: int) -> Found | No
 
 
 def read_all(data: memoryview, journal_id: int, file: int) -> Iterator[Found]:
-    """Whole records one after the other, up to the first that is not."""
+    """Yields consecutive valid records up to the first invalid one."""
     start = 0
     while (found := read(data, start, journal_id, file)) is not None:
         yield found
@@ -118,7 +117,7 @@ def read_all(data: memoryview, journal_id: int, file: int) -> Iterator[Found]:
 
 
 def later(data: memoryview, start: int, journal_id: int, file: int) -> Iterator[Found]:
-    """Whole records that begin anywhere after `start`: what lies behind damage."""
+    """Yields valid records that begin anywhere after `start`, behind damaged data."""
     for position in _places(data, start + 1):
         if (found := read(data, position, journal_id, file)) is not None:
             yield found
@@ -134,7 +133,7 @@ def _digest(journal_id: int, at: int, *parts: bytes | memoryview) -> int:
 
 
 def _places(data: memoryview, start: int) -> Iterator[int]:
-    """Where the magic stands. Searched in pieces, which overlap by its length."""
+    """Yields the offsets of the magic. Searches in pieces that overlap by its length."""
     step = 1 << 24
     for piece in range(start, data.nbytes, step):
         part = bytes(data[piece : piece + step + len(MAGIC) - 1])

@@ -1,13 +1,13 @@
-"""From a snapshot and the journal after it to the server as it was: every change that was
-acknowledged, once, in the order it was made.
+"""Recovers a server from a snapshot and the journal after it: every acknowledged change, once, in
+its original order.
 
-What is written of each kind of change, and how it is made again. A partition's changes carry the
-version that they led to: what the snapshot of that partition has already is passed over. The
-arithmetic is the same as the first time, so the values are the same to the bit.
+Defines the record of each kind of change and its replay. A partition's changes carry the version
+that they led to; those already in the partition's snapshot are skipped. The arithmetic is the same
+as the first time, so the values are identical to the bit.
 
-A push that was compensated for its delay (shard/compensation.py) needs values of an earlier
-version, which only it refers to. So where a job has that switched on, the journal is looked through
-for such pushes before the first of them is made.
+A push compensated for its delay (shard/compensation.py) needs values of an earlier version, which
+only it refers to. If a job uses compensation, the journal is therefore searched for such pushes
+before the first of them is replayed.
 """
 
 from __future__ import annotations
@@ -55,43 +55,42 @@ CONFIGURATION: Final = "configuration"
 VALUES: Final = "values"
 PUSH: Final = "push"
 CLOCK: Final = "clock"
-"""A member told of finished iterations without a push."""
+"""A member reported finished iterations without a push."""
 BACKUP: Final = "backup"
-"""From here on, another server had to have each change before it was made; or none had to."""
+"""From here on, a given backup had to have each change before it was made, or none had to."""
 KNOWN: Final = "known"
-"""A push that was known by its batch: its number is used up, and nothing else changes."""
+"""A push known by its batch: its number is used up, and nothing else changes."""
 RESTORED: Final = "restored"
-"""The rows of a bucket were put in place from a checkpoint. From here on its versions are counted
-anew, so that records of pushes say after which restoration they were made."""
+"""The rows of a bucket were restored from a checkpoint. From here on its versions count from there,
+so records of pushes name the restoration after which they were made."""
 COMING: Final = "coming"
-"""A partition that another server hands over."""
+"""A partition being handed over by another server."""
 TAKEN: Final = "taken"
-"""All partitions of a move have come. They are this server's once a LAYOUT says so."""
+"""All partitions of a move have arrived. They become this server's once a LAYOUT says so."""
 LEAVING: Final = "leaving"
-"""Another server has taken partitions; from here on nothing of them changes. A LAYOUT without them
-drops them."""
+"""Another server has taken partitions, which no longer change. A LAYOUT without them drops them."""
 SETTLED: Final = "settled"
-"""The coordinator has decided on all moves up to this one, as the last LAYOUT says."""
+"""The coordinator has decided on all moves up to this one, as recorded in the last LAYOUT."""
 
 
 def layout_record(layout: Layout) -> Record:
-    """Makes the record of the shard map as this server knows it."""
+    """Returns the record of the shard map as this server knows it."""
     return Record(kind=LAYOUT, fields=layout_to_json(layout))
 
 
 def members_record(members: Members) -> Record:
-    """Makes the record of the fence, and of where the clocks stand."""
+    """Returns the record of the fence and the clocks."""
     return Record(kind=MEMBERS, fields=members_to_json(members))
 
 
 def configuration_record(configuration: Configuration) -> Record:
-    """Makes the record of the optimizer, with what a schedule has made of it."""
+    """Returns the record of the optimizer, including changes by a schedule."""
     return Record(kind=CONFIGURATION, fields=configuration_to_json(configuration))
 
 
 def clock_record(member_id: str, clock: int, *, place: int = 0) -> Record:
-    """Makes the record of a member's word that it has finished so many iterations, and of the clock
-    that it says this is, if any."""
+    """Returns the record of a member's finished iterations, and of the corresponding clock if the
+    member reported it."""
     return Record(
         kind=CLOCK,
         fields={"member": member_id, "clock": clock} | ({"place": place} if place else {}),
@@ -99,19 +98,17 @@ def clock_record(member_id: str, clock: int, *, place: int = 0) -> Record:
 
 
 def backup_record(server_id: str) -> Record:
-    """Makes the record of the backup that has to have each change from now on; empty: none has
-    to."""
+    """Returns the record of the backup that must have each change from now on; empty: none."""
     return Record(kind=BACKUP, fields={"server_id": server_id})
 
 
 def coming_record(move: int, entry: Mapping[str, Any], payload: memoryview) -> Record:
-    """Makes the record of a partition that another server hands over, as `coming_fields` and its
-    tensors came."""
+    """Returns the record of a partition being handed over, from `coming_fields` and its tensors."""
     return Record(kind=COMING, fields={**entry, "move": move}, payload=payload)
 
 
 def coming_fields(image: PartitionImage) -> tuple[dict[str, Any], bytes]:
-    """What is said of a partition that is handed over, and its tensors."""
+    """Returns the description of a partition being handed over, and its tensors."""
     entry, data = partition_to_bytes(image)
     return entry | {"spec": spec_to_json(image.spec)}, data
 
@@ -119,15 +116,16 @@ def coming_fields(image: PartitionImage) -> tuple[dict[str, Any], bytes]:
 def coming_image(
     entry: Mapping[str, Any], data: memoryview, optimizer: OptimizerSettings | None
 ) -> PartitionImage:
-    """The inverse. Raises as `partition_from_bytes`."""
+    """Restores the partition from `coming_fields` and its tensors. Raises like
+    `partition_from_bytes`."""
     return partition_from_bytes(entry, data, spec_from_json(entry["spec"]), optimizer)
 
 
 def taken_record(
     move: int, partition_ids: Iterable[int], batches: Iterable[tuple[int, int]]
 ) -> Record:
-    """Makes the record of a move whose partitions have all come. `batches`: finished ones, as the
-    giver knows them."""
+    """Returns the record of a move whose partitions have all arrived. `batches`: finished ones
+    known to the giver."""
     return Record(
         kind=TAKEN,
         fields={"move": move, "partitions": list(partition_ids), "batches": list(batches)},
@@ -135,18 +133,18 @@ def taken_record(
 
 
 def leaving_record(move: int, partition_ids: Iterable[int]) -> Record:
-    """Makes the record of partitions that another server has taken."""
+    """Returns the record of partitions that another server has taken."""
     return Record(kind=LEAVING, fields={"move": move, "partitions": list(partition_ids)})
 
 
 def settled_record(move: int) -> Record:
-    """Makes the record of the coordinator's decision on all moves up to this one."""
+    """Returns the record of the coordinator's decision on all moves up to this one."""
     return Record(kind=SETTLED, fields={"move": move})
 
 
 def moves_records(moves: Moves) -> Iterator[Record]:
-    """Makes the records of what other servers have handed over so far, for who begins to follow.
-    Their payloads are copies."""
+    """Yields the records of partitions handed over so far, for a new follower. Their payloads are
+    copies."""
     for taken in (moves.taken, moves.coming):
         if taken is not None:
             for image in taken.images.values():
@@ -157,7 +155,7 @@ def moves_records(moves: Moves) -> Iterator[Record]:
 
 
 def partition_record(admitted: Admitted, upload: Upload) -> Record:
-    """Makes the record of a change of a partition, with its payload as it came."""
+    """Returns the record of a change of a partition, with its payload as received."""
     header = admitted.header
     fields: dict[str, Any] = {"partition": header.spec.partition_id, "version": admitted.version}
     if admitted.first:
@@ -183,7 +181,7 @@ def partition_record(admitted: Admitted, upload: Upload) -> Record:
 
 
 def restoration_record(restoration: Restoration) -> Record:
-    """Makes the record of rows that take the place of a bucket's."""
+    """Returns the record of rows that replace those of a bucket."""
     fields = {
         "partition": restoration.spec.partition_id,
         "version": restoration.version,
@@ -194,27 +192,27 @@ def restoration_record(restoration: Restoration) -> Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Recovered:
-    """A server as it was."""
+    """A recovered server."""
 
     shard: Shard
     moves: Moves
-    """Partitions on their way to this server's shard, or from it."""
+    """Partitions moving into or out of this server's shard."""
     layout: Layout | None = None
-    """None: it knew no shard map yet."""
+    """None if it knew no shard map yet."""
     configuration: Configuration | None = None
     members: Members = field(default_factory=Members)
     backup: str = ""
-    """The backup that had to have all that was acknowledged: it may have taken this server's place
-    since. Empty: none."""
+    """Backup that had to have all acknowledged changes and may have taken over since; empty if
+    none."""
     next_file: int = 0
-    """Number of the journal's file to begin."""
+    """Number of the next journal file."""
     last_end: int = 0
-    """How many bytes of the file before it count."""
+    """Number of valid bytes in the file before it."""
 
 
 def recover(segments: Segments, image: ServerImage | None) -> Recovered:
-    """Raises CorruptDataError as `Segments.records`, and for records that contradict each other or
-    the snapshot; OSError."""
+    """Recovers a server. Raises CorruptDataError like `Segments.records`, and for records that
+    contradict each other or the snapshot; OSError."""
     started = time.perf_counter()
     failpoint("recovery.begun")
     first = 0 if image is None else image.state.journal
@@ -248,16 +246,16 @@ def recover(segments: Segments, image: ServerImage | None) -> Recovered:
 
 
 class Replay:
-    """Makes the changes of records again, one after the other."""
+    """Replays records, one after another."""
 
     def __init__(
         self, image: ServerImage | None, records: Callable[[], Iterable[Record]] = tuple
     ) -> None:
-        """`image`: the server before them; its tensors become the shard's own. None: it held
-        nothing. `records`: all that will be made, as far as that is known before."""
+        """`image`: the server before the records, whose tensors become the shard's own; None if it
+        was empty. `records`: all records to be replayed, as far as known in advance."""
         self._records = records
         self._looked_ahead: frozenset[int] = frozenset()
-        """Partitions of the layout that the journal was looked through for."""
+        """Partitions of the layout for which the journal was searched."""
         state = None if image is None else image.state
         self._backup = "" if state is None else state.backup
         self.layout = None if state is None else state.layout
@@ -298,11 +296,11 @@ class Replay:
 
     @property
     def members(self) -> Members:
-        """Who may act, and the members' clocks after all records that were made."""
+        """Membership and clocks after the records replayed so far."""
         return Members.of(self._members.fence(), self._clocks)
 
     def recovered(self, *, next_file: int, last_end: int) -> Recovered:
-        """The server after all records that were made."""
+        """Returns the server after the records replayed so far."""
         return Recovered(
             shard=self.shard,
             moves=self.moves,
@@ -315,7 +313,7 @@ class Replay:
         )
 
     def make(self, record: Record) -> None:
-        """One change, again. Raises many things for a record that cannot be."""
+        """Replays one change. Raises various errors for a record that cannot be replayed."""
         self._makers[record.kind](record)
 
     def _hold(self, record: Record) -> None:
@@ -344,8 +342,8 @@ class Replay:
         self.moves.settle(int(record.fields["move"]))
 
     def _look_ahead(self) -> None:
-        """Once it is known that there may be compensated pushes, says which values they will need;
-        again of partitions that come later."""
+        """Registers the values needed by compensated pushes once there may be any; repeated for
+        partitions that come later."""
         compensates = (
             self.configuration is not None and self.configuration.optimizer.delay_compensation
         )
@@ -384,7 +382,8 @@ class Replay:
             self._clocks.report(member_id, clock, place=place)
 
     def _let_in(self, push: UploadHeader) -> None:
-        """The iteration before the push was finished for certain; its own may have come in part."""
+        """Counts the iteration before the push as finished; the push's own iteration may be
+        incomplete."""
         self._finished(push.member_id, max(0, push.clock - 1))
         if (
             self.configuration is not None

@@ -1,16 +1,15 @@
-"""The journal's files: `journal.NUMBER`, one after the other, each opened once to be written from
-its beginning on.
+"""Files of the journal: `journal.NUMBER`, each written once from beginning to end.
 
-A snapshot begins a new file, and when it is on disk those before are not needed any more. One of
-them is kept as a spare, which the next file is made of: to write over pages that are there takes
-the kernel a tenth of the time that new ones take. So what stands behind the last record of a file
-may be left of an older one; records know their file.
+A snapshot begins a new file, and once it is on disk the earlier files are obsolete. One of them is
+kept as a spare for the next file: overwriting existing pages takes the kernel a tenth of the time
+of allocating new ones. Data behind the last record of a file may therefore stem from an older file;
+records know the file they belong to.
 
-The first record of a file says whose it is, and where the file before it ends. The file
-`journal.id` has a random number, which the checksums of all records begin with. The last file ends
-where its records do. A crash may have torn the last of them, which nobody was told of. Where a
-record behind the damage says that the damaged bytes had been on disk for certain, the disk has lost
-what was acknowledged, and the server does not start.
+The first record of a file identifies its owner and the end of the previous file. The file
+`journal.id` contains a random number that seeds the checksums of all records. The last file ends
+with its last record. A crash may have torn that record, which was never acknowledged. If a record
+behind the damage says that the damaged bytes had been on disk for certain, the disk has lost
+acknowledged data, and the server does not start.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from shoal_ps_server.storage.record import Found, Record, later, read_all
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION: Final = 6
-"""Grows when an older release could not read the file: in 2 a partition has pieces of several
+"""Increased when an older release could not read the file: in 2 a partition has pieces of several
 tensors, in 3 pieces know their rows, in 4 partitions move between servers, in 5 they may be buckets
-of tables, and in 6 those may be put in place from a checkpoint."""
+of tables, and in 6 buckets may be restored from a checkpoint."""
 _OLDEST_READABLE: Final = 3
 OPENING: Final = "journal"
 """Kind of a file's first record."""
@@ -44,19 +43,19 @@ JOURNAL_PREFIX: Final = "journal."
 _SPARE: Final = "journal.spare"
 _ID: Final = "journal.id"
 _MOST_PARTS: Final = 512
-"""Fewer than the kernel takes at once."""
+"""Below the kernel's limit per call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Whose journal it is."""
+    """Owner of a journal."""
 
     job_id: str
     server_id: str
 
     def opening(self, number: int, *, previous_end: int) -> Record:
-        """The first record of file `number`. `previous_end`: how many bytes of the file before it
-        count."""
+        """Returns the first record of file `number`. `previous_end`: number of valid bytes in the
+        previous file."""
         fields = {
             "version": FORMAT_VERSION,
             "job_id": self.job_id,
@@ -67,18 +66,18 @@ class Owner:
 
 
 class Segments:
-    """The files in a data directory. Methods that change them: one thread at a time."""
+    """Files in a data directory. Methods that change them may be called by one thread at a time."""
 
     def __init__(self, directory: Path, owner: Owner) -> None:
         self._directory = directory
         self._owner = owner
         self.last_end = 0
-        """How many bytes of the last file count. After `records` has come to its end."""
+        """Number of valid bytes in the last file. Available after `records` is exhausted."""
         self.journal_id = 0
-        """The random number. After `open`."""
+        """The random number. Available after `open`."""
 
     def open(self) -> None:
-        """Reads the journal's id, or makes one. Raises OSError, and CorruptDataError /
+        """Reads the journal's id, or creates one. Raises OSError, and CorruptDataError /
         JOURNAL_CORRUPT."""
         path = self._directory / _ID
         if not path.exists():
@@ -95,11 +94,11 @@ class Segments:
         self.journal_id = int(text, 16)
 
     def path(self, number: int) -> Path:
-        """Where file `number` is, or will be."""
+        """Returns the path of file `number`, whether or not it exists."""
         return self._directory / f"{JOURNAL_PREFIX}{number:08d}"
 
     def numbers(self) -> list[int]:
-        """Numbers of the files that are there, ascending."""
+        """Returns the numbers of the existing files, ascending."""
         names = (
             path.name.removeprefix(JOURNAL_PREFIX)
             for path in self._directory.glob(f"{JOURNAL_PREFIX}*")
@@ -107,12 +106,12 @@ class Segments:
         return sorted(int(name) for name in names if re.fullmatch(r"\d{8,}", name, re.ASCII))
 
     def nbytes(self) -> int:
-        """Size of all files together. Raises OSError."""
+        """Returns the total size of all files. Raises OSError."""
         return sum(self.path(number).stat().st_size for number in self.numbers())
 
     def create(self, number: int, *, previous_end: int) -> tuple[int, int]:
-        """Makes the file, on disk with its first record; returns a descriptor, and where to write
-        on. Raises OSError; there is no such file then."""
+        """Creates the file, on disk with its first record; returns a descriptor and the offset for
+        the next write. Raises OSError, in which case there is no such file."""
         path = self.path(number)
         with contextlib.suppress(FileNotFoundError):
             (self._directory / _SPARE).rename(path)
@@ -126,15 +125,15 @@ class Segments:
             sync_directory(self._directory)
         except BaseException:
             with contextlib.suppress(OSError):
-                # what is left of it does not count, and is written over
+                # its remaining contents are invalid and get overwritten
                 os.close(descriptor)
                 path.unlink(missing_ok=True)
             raise
         return descriptor, end
 
     def forget_before(self, number: int) -> None:
-        """A snapshot has what is in the files before `number`: the newest of them is the spare from
-        now on. Raises OSError."""
+        """Removes the files before `number`, whose contents are in a snapshot; the newest of them
+        becomes the spare. Raises OSError."""
         *older, newest = [0, *(each for each in self.numbers() if each < number)]
         if newest:
             self.path(newest).rename(self._directory / _SPARE)
@@ -144,8 +143,8 @@ class Segments:
         failpoint("snapshot.journal_shortened")
 
     def records(self, first: int) -> Iterator[Record]:
-        """All records of the files from `first` on, in order; 0: of all. Their payloads lie in the
-        files.
+        """Yields all records of the files from `first` on, in order; 0: of all files. Their
+        payloads are views of the files.
 
         Raises CorruptDataError: JOURNAL_CORRUPT, JOURNAL_NEWER, JOURNAL_OLDER; ConfigurationError /
         JOURNAL_FOREIGN for another server's.
@@ -197,8 +196,7 @@ class Segments:
                     "they may have been acknowledged",
                     extra={"path": path, "byte": end, "records": len(behind)},
                 )
-            # What was written by a process that was killed may not be on disk yet; from here on it
-            # is counted on.
+            # Data written by a killed process may not be on disk yet; from here on it must be.
             sync_file(path)
             self.last_end = end
         elif end != counted:
@@ -207,7 +205,8 @@ class Segments:
             )
 
     def _opening(self, number: int) -> Record | None:
-        """The first record of a file, checked; None: it is not whole, or not of this number."""
+        """Returns the validated first record of a file; None if it is incomplete or has another
+        number."""
         found: Found | None = next(read_all(self._data(number), self.journal_id, number), None)
         if found is None or found.record.kind != OPENING:
             return None
@@ -239,8 +238,8 @@ class Segments:
 
 
 def write_all(descriptor: int, parts: list[bytes | memoryview], *, at: int) -> int:
-    """Writes all of them, from byte `at` on; returns how many bytes. Raises OSError: any part of
-    them may have been written."""
+    """Writes all parts from byte `at` on; returns the number of bytes. Raises OSError, in which
+    case any part may have been written."""
     views = [memoryview(part).cast("B") for part in parts if len(part)]
     total = sum(view.nbytes for view in views)
     while views:
@@ -254,7 +253,7 @@ def write_all(descriptor: int, parts: list[bytes | memoryview], *, at: int) -> i
 
 
 def sync_file(path: Path) -> None:
-    """Makes its content last, whoever wrote it. Raises OSError."""
+    """Makes a file's content durable, whoever wrote it. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -263,7 +262,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes names in it last. Raises OSError."""
+    """Makes a directory's entries durable. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

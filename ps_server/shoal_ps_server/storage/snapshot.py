@@ -1,14 +1,14 @@
-"""A snapshot on disk: a safetensors file that any tool can open, written under a temporary name,
+"""Snapshot on disk: a safetensors file that any tool can open, written under a temporary name,
 synced, and renamed into place.
 
 Tensors are named `PARTITION:values`, `PARTITION:state:RUN:NAME` and `PARTITION:base:VERSION` (of
-earlier versions, for delay compensation), and of a bucket of a table `PARTITION:rows:ids`,
-`PARTITION:rows:values`, `PARTITION:rows:updated_at` and `PARTITION:rows:state:NAME`, with `taken:`
-or `coming:` before that where another server handed them over; which pieces a run has is in the
-metadata. That has three entries: `format` says whose file it is, `shoal` is the JSON of image.py
-with each tensor's xxh3-64, `xxh3` is the xxh3-64 of that JSON. The file is written by hand, since
-the library's writer would hold all of it in memory once more, and read by the library, whose parser
-is strict.
+earlier versions, for delay compensation). A bucket of a table has `PARTITION:rows:ids`,
+`PARTITION:rows:values`, `PARTITION:rows:updated_at` and `PARTITION:rows:state:NAME`. Partitions
+handed over by another server have the prefix `taken:` or `coming:`. The metadata lists the pieces
+of each run. It has three entries: `format` identifies the file, `shoal` is the JSON of image.py
+with each tensor's xxh3-64, and `xxh3` is the xxh3-64 of that JSON. The file is written by hand,
+since the library's writer would hold everything in memory once more, and read by the library, whose
+parser is strict.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ _DTYPES: Final = {name: dtype for dtype, name in _SAFETENSORS_NAMES.items()}
 
 
 def write_snapshot(path: Path, image: ServerImage) -> int:
-    """Replaces `path` atomically; returns its size in bytes. On OSError the old file is still
-    there, and nothing else is left."""
+    """Replaces `path` atomically; returns its size in bytes. On OSError the old file is intact, and
+    nothing else is left behind."""
     tensors = {
         name: tensor for partition in image.partitions for name, tensor in _named(partition).items()
     }
@@ -95,7 +95,7 @@ def write_snapshot(path: Path, image: ServerImage) -> int:
 
 
 def read_snapshot(path: Path) -> ServerImage | None:
-    """The image that was written; None when there is no file.
+    """Returns the stored image; None if there is no file.
 
     Raises CorruptDataError: SNAPSHOT_CORRUPT (truncated, changed, unreadable), SNAPSHOT_FOREIGN
     (another program's file), SNAPSHOT_NEWER and SNAPSHOT_OLDER (another release's).
@@ -151,8 +151,8 @@ def read_snapshot(path: Path) -> ServerImage | None:
 
 
 def partition_to_bytes(partition: PartitionImage) -> tuple[dict[str, Any], bytes]:
-    """One partition for another server: what the metadata of a snapshot says of it, and its tensors
-    as a safetensors file."""
+    """Returns one partition for another server: its entry in the metadata of a snapshot, and its
+    tensors as a safetensors file."""
     tensors = _named(partition)
     header = _header(tensors, {})
     return _entry(partition), b"".join(
@@ -166,8 +166,9 @@ def partition_from_bytes(
     spec: PartitionSpec,
     optimizer: OptimizerSettings | None,
 ) -> PartitionImage:
-    """The inverse, in tensors of its own. `optimizer`: what the partition's state is of. Raises
-    KeyError, TypeError or ValueError for what `partition_to_bytes` did not make."""
+    """Restores the partition, in tensors of its own. `optimizer`: the owner of the partition's
+    state. Raises KeyError, TypeError or ValueError for data not produced by `partition_to_bytes`.
+    """
     begin = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(bytes(data[8:begin]))
 
@@ -352,7 +353,7 @@ def _partition(
 def _bucket(
     spec: PartitionSpec, bucket: Bucket, entry: Mapping[str, Any], tensors: dict[str, torch.Tensor]
 ) -> PartitionImage:
-    """A bucket of a table."""
+    """Returns the image of a bucket of a table."""
     prefix = f"{spec.partition_id}:rows:"
     arrays = {name.removeprefix(prefix): tensor.numpy() for name, tensor in tensors.items()}
     begun = Rows(bucket.spec, bucket.dim)
@@ -394,7 +395,7 @@ def _run(
     tensors: dict[str, torch.Tensor],
     optimizer: OptimizerSettings | None,
 ) -> RunImage:
-    """Takes a run's tensors out of a partition's."""
+    """Extracts a run's tensors from a partition's."""
     if not 0 <= first < end <= len(spec.pieces):
         raise ValueError(f"partition {spec.partition_id} has no run of the pieces {first} to {end}")
     if optimizer is None:
@@ -423,7 +424,7 @@ def _check_shape(
 
 
 def _sync_directory(directory: Path) -> None:
-    """A rename is durable only when its directory is."""
+    """Makes a rename durable by syncing its directory."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

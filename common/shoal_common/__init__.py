@@ -1,14 +1,14 @@
-"""What Shoal's services share: settings, errors, security, RPC, telemetry, wire format, Redis, the
-gRPC clients, and the optimizers that parameter servers run (`server_optimizers`). No torch, but in
-`optim`, which has those of them that torch lacks."""
+"""Code shared by Shoal's services: settings, errors, security, RPC, telemetry, wire format, Redis,
+the gRPC clients, and the optimizers of parameter servers (`server_optimizers`). Only `optim`, which
+adds optimizers missing in torch, imports torch."""
 
 import os
 
 # Forked children (a DataLoader's workers) hang or crash when gRPC's fork handlers meet live
-# channels; gRPC reads this once, when it is first imported, so it must be set before anything in
-# this package imports it.
+# channels. gRPC reads this variable once, on its first import, so it must be set before anything in
+# this package imports gRPC.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
-# gRPC's own notes on connections that come and go would break up the log; what matters reaches
-# callers as a status.
+# gRPC's own messages about connections would clutter the log; relevant errors reach callers as a
+# status.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

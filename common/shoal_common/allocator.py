@@ -1,12 +1,10 @@
-"""Telling glibc's malloc to keep what is freed: what a process needs through which megabytes come
-and go.
+"""Configures glibc's malloc to keep freed memory, for processes that move megabytes of data.
 
-By default glibc gives freed memory at the top of its heap back to the kernel and takes it again,
-page fault by page fault, for the next message. gRPC allocates and frees every message it receives,
-so most of the time of a large transfer went into page faults: a push and pull of 64 MiB took 3 to
-10 times the processor time of the copies themselves (docs/decisions/0030). A training step frees
-its gradients, and what its optimizer computes on the way, in the same manner. Other C libraries are
-left alone.
+By default glibc returns freed memory at the top of its heap to the kernel and takes it back, page
+fault by page fault, for the next message. gRPC allocates and frees every message it receives, so
+page faults dominated large transfers: a push and pull of 64 MiB took 3 to 10 times the processor
+time of the copies themselves (docs/decisions/0030). A training step likewise frees its gradients
+and its optimizer's temporaries. Other C libraries are left alone.
 """
 
 from __future__ import annotations
@@ -20,17 +18,17 @@ _M_TOP_PAD: Final = -2
 _M_MMAP_THRESHOLD: Final = -3
 
 KEPT_BYTES: Final = 256 << 20
-"""At most so much freed memory at the top of a heap stays with the process."""
+"""Maximum amount of freed memory at the top of a heap that stays with the process."""
 
 _GROWTH_BYTES: Final = 16 << 20
 _LARGEST_MMAP_THRESHOLD: Final = 32 << 20
-"""glibc takes no higher one on 64-bit machines."""
+"""glibc's upper limit on 64-bit machines."""
 
 
 def keep_freed_memory() -> bool:
-    """Call once, early; affects the whole process. False where the C library is not glibc, or
-    refuses, or where the environment says how malloc is to be (MALLOC_TRIM_THRESHOLD_ and its like,
-    or GLIBC_TUNABLES): then that holds."""
+    """Configures malloc for the entire process; call it once, early. Returns False if the C library
+    is not glibc or refuses, or if the environment already configures malloc (MALLOC_TRIM_THRESHOLD_
+    and similar, or GLIBC_TUNABLES), which takes precedence."""
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get(
         "GLIBC_TUNABLES", ""
     ):

@@ -1,8 +1,8 @@
-"""Certificates of Shoal's own making: an authority for development, and the passing ones of
-connections between members of a job.
+"""Creates certificates: an authority for development, and ephemeral ones for connections between
+members of a job.
 
-Clusters that last have an authority already; what is made here serves those that have none.
-`cryptography` is imported when something is made: most processes never do.
+Permanent clusters usually have their own authority; the certificates created here serve those
+without one. `cryptography` is imported on demand, since most processes never need it.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 WARN_BEFORE_EXPIRY: Final = timedelta(days=30)
 _BACKDATED: Final = timedelta(minutes=10)
-"""Clocks of a cluster's machines differ by less."""
+"""Larger than the clock differences between a cluster's machines."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Issued:
-    """A certificate with its key, PEM."""
+    """A certificate with its key, both in PEM."""
 
     certificate: bytes
     key: bytes
@@ -40,17 +40,17 @@ class Issued:
 
 
 def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[str, bytes]:
-    """Makes an authority, one certificate for all services and one for all clients, and returns the
+    """Creates an authority, one certificate for all services and one for all clients. Returns the
     files to write: name -> content.
 
-    The authority's own key is not among them: nobody issues more with it, so new ones are made all
-    together.
+    The authority's own key is not among them, so nothing more can be issued with it; renew all
+    files together.
 
     Args:
         names: names and addresses under which the services are reached.
 
     Raises:
-        ConfigurationError: a name that no certificate can have, or a lifetime that has no end.
+        ConfigurationError: a name that no certificate can have, or a lifetime without an end.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -118,8 +118,7 @@ def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[s
         authority_key,
         [(x509.BasicConstraints(ca=True, path_length=0), True), (_usage(signs=True), True)],
     )
-    # Parameter servers call the coordinator and each other with the certificate that they serve
-    # with.
+    # Parameter servers call the coordinator and each other with their serving certificate.
     both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
     server = issued(
         "shoal services",
@@ -137,7 +136,7 @@ def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[s
 
 
 def expiry_of(certificate: bytes) -> datetime | None:
-    """Returns when a certificate in PEM expires, the first one of a chain. None: only OpenSSL can
+    """Returns the expiry of a PEM certificate, the first one of a chain. None if only OpenSSL can
     read it."""
     from cryptography import x509
 
@@ -148,10 +147,9 @@ def expiry_of(certificate: bytes) -> datetime | None:
 
 
 def expiry_warning(path: Path, ends: datetime, *, now: datetime) -> str | None:
-    """Returns what to tell an operator of a certificate that has expired or is about to; None: it
-    is good for longer.
+    """Returns a warning for operators if a certificate has expired or is about to; otherwise None.
 
-    `path`: the file that it was read from. `ends`: when it expires.
+    `path`: file it was read from. `ends`: its expiry.
     """
     if ends > now + WARN_BEFORE_EXPIRY:
         return None
@@ -167,8 +165,8 @@ def expiry_warning(path: Path, ends: datetime, *, now: datetime) -> str | None:
 
 
 def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Writes them all, readable by their owner alone, or none. Raises ConfigurationError: one is
-    there already, or cannot be written."""
+    """Writes all files, readable only by their owner, or none. Raises ConfigurationError if one
+    exists already or cannot be written."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     there = sorted(name for name in files if (directory / name).exists())
     if there:
@@ -228,17 +226,17 @@ def _general_name(name: str) -> Any:
 
 
 class PairContexts:
-    """TLS between two processes that share a secret, and have no certificates that others could
-    check.
+    """TLS between two processes that share a secret but have no certificates that others could
+    verify.
 
-    The listener's key is made from the secret: who knows the secret knows the listener's public
-    key, and who does not cannot be the listener. Whoever connects says that it knows the secret, or
-    what else it was told, within the connection.
+    The listener's key is derived from the secret: anyone who knows the secret knows the listener's
+    public key, and nobody else can impersonate the listener. The connecting process proves within
+    the connection that it knows the secret, or another secret it was given.
     """
 
     @staticmethod
     def listener(secret: str) -> ssl.SSLContext:
-        """Makes the context of the one that listens."""
+        """Returns the listener's context."""
         from cryptography import x509
         from cryptography.hazmat.primitives import serialization
         from cryptography.x509.oid import NameOID
@@ -260,7 +258,7 @@ class PairContexts:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.num_tickets = 0
         with tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".pem") as file:
-            # of this user alone; OpenSSL reads files only
+            # readable only by this user; OpenSSL accepts keys only from files
             file.write(
                 key.private_bytes(
                     serialization.Encoding.PEM,
@@ -275,18 +273,19 @@ class PairContexts:
 
     @staticmethod
     def caller() -> ssl.SSLContext:
-        """Makes the context of those that connect. They call `check` after the handshake, before
-        they send anything."""
+        """Returns the context of connecting processes. They call `check` after the handshake,
+        before they send anything."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
-        # no authority signs it: `check` compares its key, whose possession the handshake has proved
+        # no authority signs it: `check` compares its key, whose possession was proved by the
+        # handshake
         context.verify_mode = ssl.CERT_NONE
         return context
 
     @staticmethod
     def check(connection: ssl.SSLSocket, secret: str) -> None:
-        """Raises ssl.SSLError unless the listener is one that knows `secret`."""
+        """Raises ssl.SSLError unless the listener knows `secret`."""
         from cryptography import x509
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 

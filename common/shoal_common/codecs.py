@@ -63,18 +63,18 @@ RANDOMK: Final[int] = pb.CODEC_RANDOMK
 POWERSGD: Final[int] = pb.CODEC_POWERSGD
 
 FOR_VALUES: Final = (FLOAT16, BFLOAT16, INT8)
-"""Codecs that a pull may ask for: each value comes with an error in proportion to it, or to the
-largest one of its block. The other codecs leave values out, which later pushes make up for; a pull
-has nothing that comes later."""
+"""Codecs allowed in pulls: the error of each value is proportional to it, or to the largest one of
+its block. The other codecs omit values that later pushes make up for; a pull has no such
+successor."""
 INT8_BLOCK: Final = 256
 INT8_LARGEST: Final = 127
 SIGN_BLOCK: Final = 1024
 TOPK_BLOCK: Final = 65536
 RANDOMK_HEADER_BYTES: Final = 16
 POWERSGD_LARGEST_RANK: Final = 64
-"""Decoding takes as many looks at a piece: a server does nothing else meanwhile."""
+"""Decoding takes this many passes over a piece, during which a server does nothing else."""
 _TILE: Final = 1 << 16
-"""Values that are worked on at a time, so that they stay in the processor's cache."""
+"""Number of values processed at a time, so that they stay in the processor's cache."""
 
 Shapes = Sequence[tuple[int, int]]
 """Rows and columns of each piece."""
@@ -87,22 +87,22 @@ _NAN_BFLOAT16: Final = 0x7FC0
 
 
 def blocks(length: int, block: int) -> int:
-    """How many blocks `length` values fill."""
+    """Returns how many blocks `length` values fill."""
     return -(-length // block)
 
 
 def piece_shape(*, offset: int, length: int, row: int) -> tuple[int, int]:
-    """Rows and columns of a run of elements of a flattened tensor. `row`: elements of the tensor
-    that one index of its first dimension selects. A run that cuts a row is one row, as is one of a
-    vector: nothing is gained by factors of it."""
+    """Returns rows and columns of a range of elements of a flattened tensor. `row`: number of
+    elements selected by one index of the tensor's first dimension. A range that splits a row counts
+    as one row, as does one of a vector, since factoring it gains nothing."""
     return (
         (length // row, row) if row > 1 and offset % row == 0 and length % row == 0 else (1, length)
     )
 
 
 def payload_bytes(codec: int, length: int, kept: int = 0) -> int:
-    """Size of the payload of `length` values. `kept`: k, for TOPK and RANDOMK. POWERSGD's follows
-    from ranks: `powersgd_bytes`.
+    """Returns the size of the payload of `length` values. `kept`: k, for TOPK and RANDOMK. The size
+    for POWERSGD depends on the ranks: `powersgd_bytes`.
 
     Raises:
         InvalidRequestError (CODEC_UNSUPPORTED): not one of the codecs above, or POWERSGD.
@@ -122,8 +122,8 @@ def payload_bytes(codec: int, length: int, kept: int = 0) -> int:
 
 
 def powersgd_bytes(shapes: Shapes, ranks: Sequence[int]) -> int:
-    """Size of a POWERSGD payload of pieces of these shapes, with these ranks; 0: a piece that comes
-    as it is."""
+    """Returns the size of a POWERSGD payload with pieces of these shapes and ranks; rank 0: an
+    uncompressed piece."""
     floats = (
         rank * (rows + columns) if rank else rows * columns
         for (rows, columns), rank in zip(shapes, ranks, strict=True)
@@ -135,18 +135,17 @@ def powersgd_bytes(shapes: Shapes, ranks: Sequence[int]) -> int:
 
 
 def decode(codec: int, payload: memoryview | bytes, out: Values, shapes: Shapes = ()) -> None:
-    """Writes the values of a payload into `out`, a contiguous float32 array that is as long as the
-    tensor is known to be. `shapes`: of the pieces that `out` consists of, for POWERSGD; none: it is
-    one vector.
+    """Writes the values of a payload into `out`, a contiguous float32 array with the known length
+    of the tensor. `shapes`: those of the pieces in `out`, for POWERSGD; empty: a single vector.
 
-    Whether the values are finite is for the caller to check. When it raises, what is in `out` is
+    The caller must check that the values are finite. If it raises, the contents of `out` are
     undefined.
 
     Raises:
-        InvalidRequestError: CODEC_UNSUPPORTED; PAYLOAD_SIZE_MISMATCH when the payload is not of
-            `out`'s length; PAYLOAD_INVALID for places that lie outside of the tensor, or twice at
-            one place, and for ranks that a piece cannot have. Whoever carries payloads over a wire
-            guards them with a checksum, so what is wrong in here was sent so.
+        InvalidRequestError: CODEC_UNSUPPORTED; PAYLOAD_SIZE_MISMATCH if the payload does not match
+            `out`'s length; PAYLOAD_INVALID for indices outside of the tensor, duplicate indices,
+            and ranks that a piece cannot have. Transports protect payloads with a checksum, so such
+            errors were made by the sender.
     """
     if out.dtype != np.float32 or out.ndim != 1 or not out.flags.c_contiguous:
         raise ConfigurationError(
@@ -168,9 +167,9 @@ def decode(codec: int, payload: memoryview | bytes, out: Values, shapes: Shapes 
 
 
 def check_size(codec: int, size: int, length: int, pieces: int = 1) -> None:
-    """Whether a payload of `length` values in so many pieces may have `size` bytes; the sparse ones
-    may hold any number of the values, and what POWERSGD's must have exactly is known once the ranks
-    are there.
+    """Checks that a payload of `length` values in `pieces` pieces may have `size` bytes. Sparse
+    codecs may hold any number of the values; the exact size for POWERSGD is known only once the
+    ranks are.
 
     Raises:
         InvalidRequestError: CODEC_UNSUPPORTED or PAYLOAD_SIZE_MISMATCH.
@@ -195,7 +194,7 @@ def check_size(codec: int, size: int, length: int, pieces: int = 1) -> None:
 
 
 def _kept(codec: int, size: int, length: int) -> int:
-    """How many values a payload of that size holds; the size is checked against it afterwards."""
+    """Returns how many values a payload of that size holds; the size is verified afterwards."""
     if codec == TOPK:
         return max(0, size - 4 * blocks(length, TOPK_BLOCK)) // 6
     return max(0, size - RANDOMK_HEADER_BYTES) // 4 if codec == RANDOMK else 0
@@ -265,7 +264,7 @@ def _decode_randomk(data: memoryview, out: Values) -> None:
     start, stride = (int(number) for number in np.frombuffer(data, _U8, 2))
     values = np.frombuffer(data, _F4, offset=RANDOMK_HEADER_BYTES)
     if start >= max(1, out.size) or stride >= max(2, out.size) or math.gcd(stride, out.size) != 1:
-        # said rightly also of no values
+        # the message is also correct for an empty array
         raise InvalidRequestError(
             f"a RANDOMK payload starts at {start} with stride {stride} in {out.size} values; "
             "expected a start below that, and a stride below it without a common divisor",
@@ -308,8 +307,8 @@ def _decode_powersgd(data: memoryview, out: Values, shapes: Shapes) -> None:
 
 
 def _multiply(left: NDArray[Any], right: NDArray[Any], out: Values) -> None:
-    """`left` times `right`, its products added up in the order of the rank: each operation rounds
-    as IEEE 754 says, on any machine."""
+    """Computes `left` times `right`, adding the products in the order of the rank, so that each
+    operation rounds according to IEEE 754 on any machine."""
     rows, columns = out.shape
     step = max(1, _TILE // columns)
     product = np.empty((min(step, rows), columns), np.float32)
@@ -340,8 +339,8 @@ _DECODERS: Final[Mapping[int, Callable[[memoryview, Values], None]]] = {
 
 
 def encode(codec: int, values: Values, *, kept: int = 0, seed: int = 0) -> memoryview:
-    """The payload of a float32 array of one dimension. `kept`: k of TOPK and RANDOMK; `seed`: of
-    INT8's rounding and RANDOMK's places.
+    """Returns the payload of a one-dimensional float32 array. `kept`: k of TOPK and RANDOMK;
+    `seed`: for INT8's rounding and RANDOMK's indices.
 
     For POWERSGD see `encode_powersgd`.
 
@@ -360,8 +359,8 @@ def encode(codec: int, values: Values, *, kept: int = 0, seed: int = 0) -> memor
 
 
 def encode_powersgd(pieces: Sequence[Values | tuple[Values, Values]]) -> memoryview:
-    """The POWERSGD payload of pieces that are given as they are, in one dimension, or as P, rows x
-    r, and Q, r x columns."""
+    """Returns the POWERSGD payload of pieces given either uncompressed, in one dimension, or as P,
+    rows x r, and Q, r x columns."""
     ranks = [piece[0].shape[1] if isinstance(piece, tuple) else 0 for piece in pieces]
     parts = [part for piece in pieces for part in (piece if isinstance(piece, tuple) else (piece,))]
     return (
@@ -394,8 +393,8 @@ def _encode_int8(values: Values, kept: int, random: np.random.Generator) -> list
         scales = np.where(
             np.isfinite(largest), largest / np.float32(INT8_LARGEST), np.float32(np.nan)
         ).astype(_F4)
-        # A magnitude so small that its scale has hardly a bit left is zero: the division would not
-        # stay within int8.
+        # A magnitude so small that its scale has hardly a bit left becomes zero: the division would
+        # not stay within int8.
         scales[largest < np.finfo(np.float32).tiny * 256] = 0
         inverse = np.where(scales > 0, 1 / scales, 0)[:, None].astype(np.float32)
         levels = np.floor(rows * inverse + random.random(rows.shape, np.float32))
@@ -444,8 +443,8 @@ _ENCODERS: Final[Mapping[int, Callable[[Values, int, np.random.Generator], list[
 
 
 def randomk_draw(random: np.random.Generator, length: int) -> tuple[int, int]:
-    """A start and a stride for `length` values: each place is equally likely to be among the first
-    k, whatever k."""
+    """Returns a start and a stride for `length` values such that each index is equally likely to be
+    among the first k, for any k."""
     if length < 2:
         return 0, 1
     start = int(random.integers(length))
@@ -456,20 +455,20 @@ def randomk_draw(random: np.random.Generator, length: int) -> tuple[int, int]:
 
 
 def randomk_places(start: int, stride: int, kept: int, length: int) -> NDArray[np.int64]:
-    """The places of RANDOMK's values; all different. Tensors have fewer than 2^31 values: the
+    """Returns the distinct indices of RANDOMK's values. Tensors have fewer than 2^31 values, so the
     products stay below 2^63."""
     return (start + np.arange(kept, dtype=np.int64) * stride) % max(1, length)
 
 
 def _in_blocks(values: Values, block: int) -> Values:
-    """One block a row, the last filled up with zeros."""
+    """Returns the values with one block per row, the last one padded with zeros."""
     rows = np.zeros((blocks(values.size, block), block), np.float32)
     rows.reshape(-1)[: values.size] = values
     return rows
 
 
 def name(codec: int) -> str:
-    """A codec's name in the protocol; its number where it has none."""
+    """Returns a codec's name in the protocol, or its number if it has none."""
     return pb.Codec.Name(codec) if codec in pb.Codec.values() else str(codec)
 
 

@@ -1,9 +1,8 @@
-"""Tokens, keys and certificates as people give them: which settings and flags there are, the same
-for every command and service.
+"""Settings and flags for tokens, keys and certificates, the same for every command and service.
 
-A secret is never an argument, since every process list shows those: it stands in a file that a flag
-names, or in a variable. What a process has read from a variable it keeps to itself
-(process_secrets.py), so that the processes which it starts do not inherit it.
+A secret is never an argument, since process lists show arguments: it is in a file named by a flag,
+or in a variable. A process removes secrets from its environment (process_secrets.py), so that its
+child processes do not inherit them.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ CALLER_FLAGS: Final[Mapping[str, str]] = {
     "--tls-key": "its private key (PEM)",
     "--token-file": "file with the bearer token of this caller",
 }
-"""Flag -> help, of whatever calls a service. As variables: SHOAL_TLS_CA and so on."""
+"""Flag -> help, for all programs that call a service. The variables are SHOAL_TLS_CA and so on."""
 
 _SERVICE_FLAGS: Final[Mapping[str, str]] = {
     "--tokens": "lines `role: token` or `role@job: token`: who may call (default: everyone)",
@@ -50,8 +49,8 @@ _RENAMED: Final[Mapping[str, str]] = {
 
 
 def read_secret(path: Path, what: str) -> str:
-    """Returns the secret in a file, without the end of its line. Raises ConfigurationError: it
-    cannot be read, or holds nothing."""
+    """Returns the secret in a file, without the end of its line. Raises ConfigurationError if the
+    file is unreadable or empty."""
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
@@ -79,8 +78,7 @@ class _SecuritySettings(ShoalSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Secrets that this process has taken out of its environment count as if they were there
-        still."""
+        """Adds secrets removed from the environment as if they were still there."""
         prefix = str(cls.model_config.get("env_prefix", ""))
         _refuse_old_names(prefix, os.environ)
         taken = {
@@ -93,34 +91,35 @@ class _SecuritySettings(ShoalSettings):
 
 
 class CallerSettings(_SecuritySettings):
-    """Settings of a process that calls services: what it shows them, and by what it knows them."""
+    """Settings of a process that calls services: its credentials, and how it verifies the
+    services."""
 
     token: SecretStr | None = None
-    """Bearer token; in a variable only."""
+    """Bearer token; from a variable only."""
 
     token_file: Path | None = None
-    """File that holds the bearer token."""
+    """File that contains the bearer token."""
 
     tls_ca: Path | None = None
-    """Certificates (PEM) that the services' must be signed by; None: plain text."""
+    """CA certificates (PEM) that verify the services; None: plain text."""
 
     tls_cert: Path | None = None
-    """Own certificate chain (PEM), for mutual TLS."""
+    """Client certificate chain (PEM), for mutual TLS."""
 
     tls_key: Path | None = None
     """The private key (PEM) of `tls_cert`."""
 
     @property
     def bearer_token(self) -> str | None:
-        """The token, wherever it stands. Raises ConfigurationError when its file cannot be read."""
+        """The token from either source. Raises ConfigurationError if its file cannot be read."""
         if self.token_file is not None:
             return read_secret(self.token_file, "token-file")
         return None if self.token is None else self.token.get_secret_value()
 
     def channel(self, address: str, **more: Any) -> ChannelSettings:
-        """How to call the service at host:port. `more`: other fields of ChannelSettings. Raises
-        ConfigurationError."""
-        # gRPC: commands that fail before they call anybody do without it
+        """Returns the settings for calling the service at host:port. `more`: other fields of
+        ChannelSettings. Raises ConfigurationError."""
+        # imports gRPC, which commands that fail early do not need
         from shoal_common.rpc.channel import ChannelSettings
 
         return ChannelSettings(
@@ -129,7 +128,7 @@ class CallerSettings(_SecuritySettings):
 
     @property
     def calling_tls(self) -> TlsSettings | None:
-        """How calls to other services use TLS; None: they are in plain text.
+        """TLS settings of calls to other services; None: plain text.
 
         Raises ConfigurationError for a certificate without its key.
         """
@@ -139,10 +138,11 @@ class CallerSettings(_SecuritySettings):
 
 
 class ServiceSettings(_SecuritySettings):
-    """Settings of a process that serves others: whom it lets in."""
+    """Settings of a process that serves others: its credentials, and how it authenticates
+    callers."""
 
     tokens: Path | None = None
-    """File of `role: token` or `role@job: token` lines: who may call. None: everyone."""
+    """File of `role: token` or `role@job: token` lines that define who may call. None: everyone."""
 
     tls_cert: Path | None = None
     """Certificate chain of this service (PEM); None: plain text."""
@@ -151,16 +151,18 @@ class ServiceSettings(_SecuritySettings):
     """The private key (PEM) of `tls_cert`."""
 
     tls_client_ca: Path | None = None
-    """Mutual TLS: certificates (PEM) that clients' must be signed by; None: clients need none."""
+    """CA certificates (PEM) that verify clients, for mutual TLS; None: clients need no
+    certificate."""
 
     insecure: bool = False
     """Allows a `listen` address that other machines can reach without TLS or without tokens."""
 
     @property
     def serving_tls(self) -> TlsSettings | None:
-        """How this service uses TLS; None: it serves in plain text.
+        """TLS settings of this service; None: plain text.
 
-        Raises ConfigurationError for half of a pair, or for a client CA without a certificate.
+        Raises ConfigurationError for a certificate or key without the other, or for a client CA
+        without a certificate.
         """
         if self.tls_cert is None and self.tls_key is None:
             if self.tls_client_ca is not None:
@@ -176,13 +178,13 @@ class ServiceSettings(_SecuritySettings):
 
     @property
     def token_table(self) -> TokenTable:
-        """Who may call. Raises ConfigurationError when the file cannot be read."""
+        """Tokens with their roles. Raises ConfigurationError if the file cannot be read."""
         return TokenTable.open() if self.tokens is None else TokenTable.from_file(self.tokens)
 
 
 def _refuse_old_names(prefix: str, environment: Mapping[str, str]) -> None:
-    """Raises ConfigurationError for a variable under the name of an earlier release: to pass it
-    over would be to do without TLS."""
+    """Raises ConfigurationError for a variable with the name of an earlier release, since ignoring
+    it would disable TLS."""
     for old, new in _RENAMED.items():
         if environment.get(f"{prefix}{old}"):
             raise ConfigurationError(
@@ -194,8 +196,8 @@ def _refuse_old_names(prefix: str, environment: Mapping[str, str]) -> None:
 
 
 def add_service_flags(parser: argparse.ArgumentParser, *, calls: bool) -> None:
-    """Adds the flags of ServiceSettings; with `calls` also those of CallerSettings that a service
-    does not have anyway."""
+    """Adds the flags of ServiceSettings; with `calls`, also those of CallerSettings that a service
+    lacks."""
     flags = dict(_SERVICE_FLAGS)
     if calls:
         flags |= {flag: text for flag, text in CALLER_FLAGS.items() if flag not in flags}
@@ -210,7 +212,7 @@ def add_service_flags(parser: argparse.ArgumentParser, *, calls: bool) -> None:
 
 
 def refuse_password(flag: str, url: str | None, remedy: str) -> None:
-    """Raises ConfigurationError, with the remedy, for a URL among the arguments that has a
+    """Raises ConfigurationError, with the remedy, for a URL in the arguments that contains a
     password."""
     if url is not None and _has_password(url):
         raise ConfigurationError(
@@ -221,7 +223,7 @@ def refuse_password(flag: str, url: str | None, remedy: str) -> None:
 
 
 class RefusedToken(argparse.Action):
-    """`--token VALUE`: names the remedy."""
+    """`--token VALUE`: refuses the flag and names the remedy."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         raise ConfigurationError(

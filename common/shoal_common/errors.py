@@ -30,18 +30,18 @@ from typing import ClassVar
 
 
 class ShoalError(Exception):
-    """The root. `reason` is the machine-readable cause; classes give a default."""
+    """Root of the tree. `reason` is the machine-readable cause; classes define a default."""
 
     code: ClassVar[str] = "UNKNOWN"
-    """Name of its gRPC status."""
+    """Name of the corresponding gRPC status."""
     default_reason: ClassVar[str] = "UNKNOWN"
     failed_at: float | None = None
-    """When it happened (`time.time()`), where it is raised later than that: of failures that led to
-    one another the first is the cause."""
+    """Time of the failure (`time.time()`), if it is raised later; the earliest of several related
+    failures is the cause."""
 
     retry_after: timedelta | None
-    """Who refused is overloaded, and asks not to be asked again before that; None: it does not
-    say."""
+    """The refusing service is overloaded and should not be asked again before this time has passed;
+    None: not specified."""
 
     def __init__(
         self, message: str, *, reason: str | None = None, retry_after: timedelta | None = None
@@ -52,14 +52,14 @@ class ShoalError(Exception):
 
 
 class ConfigurationError(ShoalError, ValueError):
-    """A setting or argument that cannot work: names the field, its value and the remedy."""
+    """An invalid setting or argument: names the field, its value and the remedy."""
 
     code = "INVALID_ARGUMENT"
     default_reason = "CONFIGURATION_INVALID"
 
 
 class InvalidRequestError(ShoalError, ValueError):
-    """A malformed request: a field missing, out of range or in contradiction to another."""
+    """A malformed request: a field is missing, out of range or contradicts another."""
 
     code = "INVALID_ARGUMENT"
     default_reason = "REQUEST_INVALID"
@@ -73,35 +73,36 @@ class UnknownResourceError(ShoalError, LookupError):
 
 
 class PreconditionError(ShoalError):
-    """The request is well formed but the state does not allow it; repeating it unchanged will not
-    help."""
+    """The request is well formed but not allowed in the current state; repeating it unchanged will
+    not help."""
 
     code = "FAILED_PRECONDITION"
     default_reason = "PRECONDITION_FAILED"
 
 
 class StaleGenerationError(PreconditionError):
-    """The caller acts for a generation that is over. It must re-join or end; it must not retry."""
+    """The caller acts for a generation that has ended. It must rejoin or exit, and must not
+    retry."""
 
     default_reason = "STALE_GENERATION"
 
 
 class LimitError(ShoalError):
-    """Larger or more than the receiver allows."""
+    """The size or number exceeds the receiver's limit."""
 
     code = "RESOURCE_EXHAUSTED"
     default_reason = "LIMIT_EXCEEDED"
 
 
 class AuthenticationError(ShoalError):
-    """No bearer token, or one that is not known."""
+    """No bearer token, or an unknown one."""
 
     code = "UNAUTHENTICATED"
     default_reason = "TOKEN_INVALID"
 
 
 class PermissionDeniedError(ShoalError):
-    """The token is valid, but its role may not do this."""
+    """The token is valid, but its role does not permit this."""
 
     code = "PERMISSION_DENIED"
     default_reason = "ROLE_NOT_ALLOWED"
@@ -115,21 +116,21 @@ class UnavailableError(ShoalError):
 
 
 class DeadlineError(ShoalError, TimeoutError):
-    """A wait ran into its deadline; the message says what was waited for."""
+    """A wait reached its deadline; the message names the awaited event."""
 
     code = "DEADLINE_EXCEEDED"
     default_reason = "DEADLINE_EXCEEDED"
 
 
 class MembershipChanged(ShoalError):
-    """A collective ran on a process group whose membership is over; the group must be made anew."""
+    """A collective ran on a process group whose membership has ended; a new group is needed."""
 
     code = "ABORTED"
     default_reason = "MEMBERSHIP_CHANGED"
 
 
 class CorruptDataError(ShoalError):
-    """A file or a transfer failed its checksum, is truncated, or comes from another program or a
+    """A file or a transfer has a wrong checksum, is truncated, or stems from another program or a
     newer release."""
 
     code = "DATA_LOSS"
@@ -137,7 +138,7 @@ class CorruptDataError(ShoalError):
 
 
 class InternalError(ShoalError):
-    """An invariant of Shoal's own does not hold. Please report it."""
+    """A violated invariant of Shoal itself. Please report it."""
 
     code = "INTERNAL"
     default_reason = "INTERNAL"

@@ -1,8 +1,7 @@
-"""Exit statuses with a meaning of their own, of workers and of `shoal run` (docs/exit-status.md).
-All others are the script's.
+"""Exit statuses with a special meaning, for workers and for `shoal run` (docs/exit-status.md). All
+others come from the script.
 
-They are the same numbers on both levels, so that whatever starts the one or the other (a launcher,
-a batch system) can treat them alike.
+They are the same on both levels, so that a launcher and a batch system can treat them alike.
 """
 
 from __future__ import annotations
@@ -10,14 +9,14 @@ from __future__ import annotations
 from typing import Final
 
 PUT_OUT: Final = 75
-"""It ended before the job was finished, for what happened to it and not for what its script did:
-started again, it goes on.
+"""The process ended before the job was finished because of an external event rather than an error
+of the script; a restart continues the job.
 
-Of a worker: the coordinator has put it out (its lease, its stream, a stall), or its group broke
-under code of the user's. Its launcher replaces it as it does one that a signal killed. Of a run:
-the job is not finished, and no worker is left here.
+For a worker: the coordinator has evicted it (lease, stream, stall), or its group broke during user
+code. Its launcher replaces it like one killed by a signal. For a run: the job is not finished, and
+no worker is left here.
 """
 
 PREEMPTED: Final = 143
-"""SIGTERM came before the job was finished: 128 + 15, as a shell tells a process that the signal
-ended. Never of a finished job."""
+"""SIGTERM arrived before the job was finished: 128 + 15, as a shell reports a process ended by the
+signal. Never used for a finished job."""

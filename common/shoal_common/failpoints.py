@@ -1,4 +1,4 @@
-"""Named places in the code where a test can make this process fail, at exactly the moment it means:
+"""Named points in the code at which a test can make this process fail:
 in workers, parameter servers and the coordinator alike.
 
 `SHOAL_FAILPOINTS` holds `name@hit=action` entries, comma-separated: at the `hit`-th pass (from 1)
@@ -139,7 +139,7 @@ def _wanted() -> dict[tuple[str, int], str]:
 
 _hits: Counter[str] = Counter()
 _counting: Final = threading.Lock()
-"""A failpoint may be passed by several threads at once."""
+"""Guards the counts, since several threads may pass a failpoint at once."""
 
 
 def failpoint(name: str) -> None:

@@ -1,13 +1,14 @@
-"""Optimizers that torch lacks, as `torch.optim.Optimizer`s: `shoal.optim`. Workers take them from a
-user, parameter servers run them.
+"""Optimizers missing in torch, as `torch.optim.Optimizer`s: `shoal.optim`. Workers accept them from
+users, and parameter servers run them.
 
-The one module of this package that imports torch. `LAMB` and `RowWiseAdagrad` treat several
-elements together: a whole tensor, or a row of it. So they are right where tensors are whole (alone,
-or under strategies that copy the model), and strategies that cut tensors refuse them.
+The only module of this package that imports torch. `LAMB` and `RowWiseAdagrad` combine several
+elements: an entire tensor, or a row of it. They are therefore correct only for unsplit tensors (on
+a single process, or under strategies that replicate the model), and strategies that split tensors
+refuse them.
 
-Values and state of 16-bit types are computed with in float32 and rounded once. Norms do not depend
-on the number of threads, so that a parameter server that is recovered elsewhere has the same bits
-(`torch.linalg.vector_norm` keeps to that, `sum` does not).
+Values and state of 16-bit types are computed in float32 and rounded once. Norms do not depend on
+the number of threads, so that a parameter server recovered on another machine computes the same
+bits (`torch.linalg.vector_norm` guarantees that, `sum` does not).
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from shoal_common.errors import ConfigurationError
 
 
 class _OwnOptimizer(torch.optim.Optimizer):
-    """What the optimizers of this module share."""
+    """Base of the optimizers in this module."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates all parameters that have a gradient. `closure` computes the loss again, which is
+        """Updates all parameters that have a gradient. `closure` recomputes the loss, which is
         returned.
 
         Raises:
@@ -65,20 +66,20 @@ class _OwnOptimizer(torch.optim.Optimizer):
         gradients: list[torch.Tensor],
         group: Mapping[str, Any],
     ) -> None:
-        """One step of parameters of one device and type. `gradients`: to be descended, in the type
-        to compute with, and only read."""
+        """Makes one step for parameters of one device and type. `gradients`: descent directions in
+        the type used for computation; read only."""
         raise NotImplementedError
 
 
 class LAMB(_OwnOptimizer):
-    """Adam whose step is as long, for each tensor, as the learning rate times the tensor's own
+    """Adam with a step for each tensor whose length is the learning rate times the tensor's own
     norm.
 
     Algorithm 2 of You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76
     minutes", ICLR 2020, with its bias correction and phi(z) = z: with r = m' / (sqrt(v') + eps) and
-    u = r + weight_decay * w the step is `lr * |w| / |u| * u`, of Euclidean norms over the tensor.
-    Where either norm is zero the ratio is 1. Tensors that are to have no decay (biases, norms) go
-    into a parameter group with `weight_decay=0`.
+    u = r + weight_decay * w the step is `lr * |w| / |u| * u`, with Euclidean norms over the tensor.
+    If either norm is zero, the ratio is 1. Put tensors without weight decay (biases, norms) into a
+    parameter group with `weight_decay=0`.
 
     State per tensor: two tensors of its shape and type (`exp_avg`, `exp_avg_sq`), and `step`.
     """
@@ -93,10 +94,10 @@ class LAMB(_OwnOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        """Arguments are those of `torch.optim.Adam`; `maximize` climbs instead of descending.
+        """Arguments are those of `torch.optim.Adam`; `maximize` ascends instead of descending.
 
         Raises:
-            ConfigurationError: a value that cannot work.
+            ConfigurationError: an invalid value.
         """
         _check_not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         if not all(0.0 <= beta < 1.0 for beta in betas):
@@ -154,17 +155,18 @@ class LAMB(_OwnOptimizer):
 
 
 class RowWiseAdagrad(_OwnOptimizer):
-    """Adagrad with one sum for each row: of the means of the squared gradients over the row.
+    """Adagrad with one accumulator per row: the sum of the row's mean squared gradients.
 
     For a row w with gradient g: `sum += mean(g * g)`, `w -= lr * g / (sqrt(sum) + eps)`, where g
-    has `weight_decay * w` in it. A row is what one index of a tensor's first dimension selects;
-    each element of a vector is a row, and plain Adagrad is what it gets. Meant for embeddings: the
-    state is as long as the table, and not as wide. (Gupta, Bengio and Weston, "Training Highly
-    Multiclass Classifiers", JMLR 2014; Naumov et al., "Deep Learning Recommendation Model for
-    Personalization and Recommendation Systems", 2019; FBGEMM's EXACT_ROWWISE_ADAGRAD.)
+    includes `weight_decay * w`. A row is the part selected by one index of a tensor's first
+    dimension; for a vector each element is a row, which gives plain Adagrad. Meant for embeddings:
+    the state has one number per row instead of one per element. (Gupta, Bengio and Weston,
+    "Training Highly Multiclass Classifiers", JMLR 2014; Naumov et al., "Deep Learning
+    Recommendation Model for Personalization and Recommendation Systems", 2019; FBGEMM's
+    EXACT_ROWWISE_ADAGRAD.)
 
-    State per tensor: `sum`, one number for each row, in float32, or float64 where the tensor has
-    that.
+    State per tensor: `sum`, one number per row, in float64 for a float64 tensor and otherwise in
+    float32.
     """
 
     def __init__(
@@ -177,10 +179,10 @@ class RowWiseAdagrad(_OwnOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        """Arguments are those of `torch.optim.Adagrad`; `maximize` climbs instead of descending.
+        """Arguments are those of `torch.optim.Adagrad`; `maximize` ascends instead of descending.
 
         Raises:
-            ConfigurationError: a value that cannot work.
+            ConfigurationError: an invalid value.
         """
         _check_not_negative(
             lr=lr,
@@ -200,8 +202,8 @@ class RowWiseAdagrad(_OwnOptimizer):
         )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer.load_state_dict`, which alone would round the sums to the
-        parameters' type."""
+        """Loads the state without rounding the sums to the parameters' type, which
+        `torch.optim.Optimizer.load_state_dict` alone would do."""
         super().load_state_dict(state_dict)
         numbers: Iterable[int] = (
             number for group in state_dict["param_groups"] for number in group["params"]
@@ -242,19 +244,20 @@ class RowWiseAdagrad(_OwnOptimizer):
 
 
 class DelayedNesterov(_OwnOptimizer):
-    """SGD with Nesterov momentum for gradients that come one after another from several workers, as
-    those of outer steps do.
+    """SGD with Nesterov momentum for gradients that arrive one after another from several workers,
+    as in outer steps.
 
     Algorithm 3 of Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024, with c
-    = 0: each gradient g moves the values by `lr * g / every` at once; and behind every so many of
-    them the momentum, m' = momentum * m + their mean, moves the values by `lr * momentum * m'`.
+    = 0: each gradient g immediately moves the values by `lr * g / every`. After every `every`
+    gradients the momentum, m' = momentum * m + their mean, moves the values by `lr * momentum *
+    m'`.
 
-    With `every` = the number of workers, that many gradients, in whatever order, come to one step
-    of `torch.optim.SGD` with `nesterov=True` and their mean; with 1 each gradient does. Where
-    `weight_decay` is not 0, g has `weight_decay * w` in it.
+    With `every` = the number of workers, that many gradients in any order amount to one step of
+    `torch.optim.SGD` with `nesterov=True` and their mean; with 1 each gradient does. If
+    `weight_decay` is not 0, g includes `weight_decay * w`.
 
     State per tensor: two tensors of its shape and type (`momentum_buffer`, `gradient_sum`), and
-    `step`, gradients since the momentum moved.
+    `step`, the number of gradients since the last momentum step.
     """
 
     def __init__(
@@ -267,11 +270,11 @@ class DelayedNesterov(_OwnOptimizer):
         *,
         maximize: bool = False,
     ) -> None:
-        """Arguments are those of `torch.optim.SGD`; `every`: how many gradients make one step of
-        the momentum, >= 1.
+        """Arguments are those of `torch.optim.SGD`; `every`: number of gradients per momentum step,
+        >= 1.
 
         Raises:
-            ConfigurationError: a value that cannot work.
+            ConfigurationError: an invalid value.
         """
         _check_not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay)
         if momentum >= 1:
@@ -328,7 +331,7 @@ def _wide_type(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or of a 16-bit one a copy to compute with."""
+    """Returns the tensor itself, or for a 16-bit one a float32 copy to compute with."""
     return tensor.to(_wide_type(tensor))
 
 

@@ -1,11 +1,11 @@
-"""The addresses of this machine: which of them other machines are told, and which its processes
-listen on.
+"""Addresses of this machine: the one announced to other machines, and the one its processes listen
+on.
 
-By default both are the address of the route to the coordinator, without asking what the machine's
-own name resolves to (often 127.0.1.1, or nothing). A person names another with `--local-addr` or
+By default both are the address of the route to the coordinator, without resolving the machine's own
+name (which often gives 127.0.1.1, or nothing). Users override it with `--local-addr` or
 SHOAL_LOCAL_ADDR, as an address, an interface or a host name; and with `--listen-addr` or
-SHOAL_LISTEN_ADDR where processes listen, if that is not where others reach them (NAT). What is told
-is numeric, so no other machine has to know a name. Linux alone.
+SHOAL_LISTEN_ADDR if processes listen on another address than the one under which others reach them
+(NAT). Announced addresses are numeric, so no other machine has to resolve a name. Linux only.
 """
 
 from __future__ import annotations
@@ -23,36 +23,38 @@ from typing import Any, Final
 from shoal_common.errors import ConfigurationError
 
 LOCAL_ADDR: Final = "--local-addr (SHOAL_LOCAL_ADDR)"
-"""How errors name what says where others reach this machine."""
+"""Name of the local address setting in errors."""
 LISTEN_ADDR: Final = "--listen-addr (SHOAL_LISTEN_ADDR)"
-"""How errors name what says where processes listen."""
+"""Name of the listen address setting in errors."""
 REACHED_ELSEWHERE: Final = (
     "an address is what each worker tells of its own machine; where others reach a machine at "
     "another one, start its launcher with " + LOCAL_ADDR
 )
-"""What errors of connecting to other workers say of the addresses that were tried."""
+"""Text in errors about connections to other workers that explains the addresses that were tried."""
 ELSEWHERE: Final = (("192.0.2.1", 9), ("2001:db8::1", 9))
-"""Addresses of no host at all (RFC 5737, RFC 3849): the way there is the way to other machines."""
+"""Addresses that belong to no host (RFC 5737, RFC 3849): the route to them is the route to other
+machines."""
 _REASON: Final = "ADDRESS_UNUSABLE"
 _UNSPECIFIED: Final = ("0.0.0.0", "::")  # noqa: S104 - compared with
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnAddress:
-    """Where other machines reach this one, and where its processes listen. Both are numeric."""
+    """Address under which other machines reach this one, and the address its processes listen on.
+    Both are numeric."""
 
     told: str
     bound: str
-    """0.0.0.0 or :: stands for all addresses."""
+    """0.0.0.0 or :: means all addresses."""
 
     @classmethod
     def find(cls, local: str | None, listen: str | None, *, towards: tuple[str, int]) -> OwnAddress:
-        """Reads what a person said with `--local-addr` and `--listen-addr`, None where nothing was;
-        `towards` is the host and port of the coordinator, the way to which is the default.
+        """Resolves the values of `--local-addr` and `--listen-addr`, None if not given. `towards`:
+        host and port of the coordinator, whose route is the default.
 
         Raises:
-            ConfigurationError: such an address this machine does not have, or others cannot reach
-                it; or nothing was said, and there is no way to the coordinator's host.
+            ConfigurationError: this machine does not have such an address, or others cannot reach
+                it; or neither was given and there is no route to the coordinator's host.
         """
         preferred = route_towards(*towards)
         bound = (
@@ -79,8 +81,8 @@ class OwnAddress:
 
 
 def route_towards(host: str, port: int) -> str | None:
-    """Returns this machine's address on the way to `host`; None where there is no way, or no such
-    host. Sends nothing: connecting a datagram socket only chooses the route."""
+    """Returns this machine's address on the route to `host`; None if there is no route or no such
+    host. Sends nothing: connecting a datagram socket only selects the route."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, target in socket.getaddrinfo(
             host, port, type=socket.SOCK_DGRAM
@@ -92,18 +94,18 @@ def route_towards(host: str, port: int) -> str | None:
 
 
 def is_unspecified(host: str) -> bool:
-    """Whether `host`, to listen on, stands for all addresses."""
+    """Returns whether `host`, as a listen address, means all addresses."""
     return host in _UNSPECIFIED
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`, a numeric address."""
+    """Returns whether `host`, a numeric address, can be reached only from this machine."""
     parsed = _parsed(host)
     return parsed is not None and parsed.is_loopback
 
 
 def is_own(address: str) -> bool:
-    """Whether this machine has the numeric address: processes can listen on it."""
+    """Returns whether this machine has the numeric address, so that processes can listen on it."""
     try:
         with socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
             probe.bind((address, 0))
@@ -115,8 +117,7 @@ def is_own(address: str) -> bool:
 
 
 def interfaces() -> Mapping[str, list[str]]:
-    """Returns this machine's addresses by interface, IPv4 before IPv6, without those that are valid
-    on one link alone."""
+    """Returns this machine's addresses by interface, IPv4 before IPv6, without link-local ones."""
     found: dict[str, list[str]] = {}
     for name, address in sorted(_assigned(), key=lambda each: ":" in each[1]):
         parsed = ip_address(address)
@@ -126,18 +127,18 @@ def interfaces() -> Mapping[str, list[str]]:
 
 
 def of_interface(name: str) -> str | None:
-    """Returns the first address of an interface of this machine; None: it has no such interface, or
-    that has no address."""
+    """Returns the first address of an interface of this machine; None if it has no such interface
+    or the interface has no address."""
     return next(iter(interfaces().get(name, ())), None)
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the interface that has the numeric address; None: none of this machine's."""
+    """Returns the interface with the numeric address; None if this machine does not have it."""
     return next((name for name, addresses in interfaces().items() if address in addresses), None)
 
 
 def resolved(name: str) -> list[str]:
-    """Returns the numeric addresses that `name` stands for here; none where it is not known."""
+    """Returns the numeric addresses of `name`; empty if it cannot be resolved."""
     try:
         return list(
             dict.fromkeys(
@@ -150,16 +151,16 @@ def resolved(name: str) -> list[str]:
 
 
 def name_for_others() -> str | None:
-    """Returns this machine's own name if it stands for an address that others may reach; None if it
-    is unknown here, or means loopback."""
+    """Returns this machine's own name if it resolves to an address that others may reach; None if
+    it cannot be resolved or is loopback."""
     name = socket.gethostname()
     return name if any(not is_loopback(address) for address in resolved(name)) else None
 
 
 def own_host(given: str) -> str:
-    """Returns how other machines name this one, for a service that is to listen there: an
-    interface's address, or what else is given; if that is nothing, this machine's name, or its
-    address on the way to others where that name is none for them."""
+    """Returns the name of this machine for others, for a service that listens there: an interface's
+    address, or whatever else is given. If nothing is given, this machine's name, or its address on
+    the route to other machines if that name is unusable."""
     if given:
         return of_interface(given) or given
     return (
@@ -170,8 +171,8 @@ def own_host(given: str) -> str:
 
 
 def _own(given: str, flag: str, preferred: str | None) -> str:
-    """The address of this machine that `given` stands for. Raises ConfigurationError where it has
-    none."""
+    """Returns the address of this machine that `given` resolves to. Raises ConfigurationError if
+    there is none."""
     candidates = _candidates(given, flag)
     own = [address for address in candidates if is_own(address)]
     if not own:
@@ -189,14 +190,14 @@ def _own(given: str, flag: str, preferred: str | None) -> str:
 
 
 def _told(given: str, preferred: str | None) -> str:
-    """The address that `given` stands for, which another machine may have: what is sent there comes
-    here."""
+    """Returns the address that `given` resolves to. Another machine may own it, if traffic sent
+    there arrives here."""
     return _chosen(_candidates(given, LOCAL_ADDR), preferred)
 
 
 def _candidates(given: str, flag: str) -> list[str]:
-    """The numeric addresses that an address, an interface or a host name stands for. Raises
-    ConfigurationError where it is none of them, or nobody else could use it."""
+    """Returns the numeric addresses for an address, an interface or a host name. Raises
+    ConfigurationError if it is none of these, or if others could not use it."""
     given = given[1:-1] if given.startswith("[") and given.endswith("]") else given
     parsed = _parsed(given)
     if parsed is not None:
@@ -235,7 +236,8 @@ def _candidates(given: str, flag: str) -> list[str]:
 
 
 def _chosen(addresses: list[str], preferred: str | None) -> str:
-    """The preferred one, else the first of its family: all machines have to use one."""
+    """Returns the preferred address, otherwise the first one of its family, since all machines must
+    use the same family."""
     if preferred is None or preferred in addresses:
         return preferred or addresses[0]
     return next(
@@ -269,7 +271,7 @@ def _family(address: str) -> socket.AddressFamily:
 
 
 class _InterfaceAddress(ctypes.Structure):
-    """The beginning of C's struct ifaddrs."""
+    """Beginning of C's struct ifaddrs."""
 
 
 _InterfaceAddress._fields_ = [
@@ -283,7 +285,7 @@ _ADDRESS_AT: Final = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
 
 
 def _assigned() -> Iterator[tuple[str, str]]:
-    """Interfaces and their addresses, as the kernel lists them. Raises OSError."""
+    """Yields interfaces and their addresses as listed by the kernel. Raises OSError."""
     library: Any = ctypes.CDLL(None, use_errno=True)
     first = ctypes.POINTER(_InterfaceAddress)()
     if library.getifaddrs(ctypes.byref(first)):

@@ -1,5 +1,4 @@
-"""Secrets that stand in this process's environment, taken out of it, so that the processes which it
-starts do not inherit them.
+"""Removes secrets from this process's environment, so that its child processes do not inherit them.
 
 Imports nothing: every command calls it before anything else.
 """
@@ -11,37 +10,37 @@ from collections.abc import Mapping
 from typing import Final
 
 SECRETS: Final = ("SHOAL_TOKEN", "SHOAL_STORE_URL")
-"""Variables of callers whose values are secrets. Each has a brother of the same name with _FILE:
-where the secret is read."""
+"""Callers' variables with secret values. For each there is another one with the suffix _FILE that
+names a file with the secret."""
 
 _OF_ONE_PROCESS: Final = ("SHOAL_MEMBER_KEY",)
-"""Variables whose values are secrets of one process, given to no other."""
+"""Variables with secrets of a single process, which are never passed on."""
 
 SERVICE_SECRETS: Final = (
     "SHOAL_PS_SERVER_TOKEN",
     "SHOAL_COORDINATOR_REDIS",
     "SHOAL_COORDINATOR_STORE_URL",
 )
-"""Variables whose values are secrets of services, which start nothing that runs a user's code."""
+"""Variables with secrets of services, which start nothing that runs user code."""
 
 _taken: dict[str, str] = {}
-"""Variable -> the secret that this process's environment had there."""
+"""Variable -> secret removed from this process's environment."""
 
 
 def take_secrets() -> None:
     """Moves secrets from this process's environment into its memory. Settings
-    (shoal_common.credentials) go on finding them. What other users of this machine can read is the
-    environment that a process began with; they cannot read that of this user's either way."""
+    (shoal_common.credentials) still find them. Other users of this machine can read at most the
+    environment with which a process started, and not even that for processes of this user."""
     for name in (*SECRETS, *_OF_ONE_PROCESS):
         if value := os.environ.pop(name, ""):
             _taken[name] = value
 
 
 def taken_secrets() -> Mapping[str, str]:
-    """Returns what `take_secrets` has taken, by the names of the variables."""
+    """Returns the secrets taken by `take_secrets`, by variable."""
     return dict(_taken)
 
 
 def secrets_to_hand_on() -> Mapping[str, str]:
-    """Returns those of them that are also for processes of the same job."""
+    """Returns the secrets that are meant for other processes of the same job too."""
     return {name: value for name, value in _taken.items() if name in SECRETS}

@@ -1,8 +1,8 @@
-"""Starting child processes that cannot outlive the process that started them, and what children
-have used of processors.
+"""Starts child processes that cannot outlive the process that started them, and measures the
+processor time of children.
 
 Linux only (prctl). Used for the embedded Redis-protocol server and by launchers. It does not
-supervise: restarting, output and exit codes are the caller's.
+supervise: restarts, output and exit codes are left to the caller.
 
 The kernel ties PR_SET_PDEATHSIG to the *thread* that started the child, not to its process: when
 that thread ends, the child gets the signal. Start such children from a thread that lives as long as
@@ -18,9 +18,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# Runs in the child, before the real program replaces it. A preexec_fn would do the same, but it
-# runs between fork and exec in a copy of a process that may have other threads, where it can
-# deadlock. The parent may have died before prctl: then getppid() differs already.
+# Runs in the child before the real program replaces it. A preexec_fn would do the same, but it runs
+# between fork and exec in a copy of a process that may have other threads, where it can deadlock.
+# The parent may have died before prctl; getppid() then already differs.
 _TRAMPOLINE = """
 import ctypes, os, sys
 number, parent = int(sys.argv[1]), int(sys.argv[2])
@@ -35,11 +35,11 @@ os.execvp(sys.argv[3], sys.argv[3:])
 def tied_to_parent(
     command: Sequence[str], *, death_signal: signal.Signals = signal.SIGKILL
 ) -> list[str]:
-    """`command`, wrapped so that the kernel sends it `death_signal` when the thread that starts it
-    ends, however it ends.
+    """Wraps `command` so that the kernel sends it `death_signal` when the thread that starts it
+    ends for any reason.
 
     The wrapper execs the program, so its pid is the pid that Popen reports. It inherits file
-    descriptors as `pass_fds` says. Call this in the process that will start the command.
+    descriptors according to `pass_fds`. Call this in the process that will start the command.
     """
     return [
         sys.executable,
@@ -54,8 +54,8 @@ def tied_to_parent(
 
 
 def children_cpu_s() -> float:
-    """Processor time that the live children of this process have used, in seconds. Children that
-    end on the way are left out."""
+    """Returns the processor time, in seconds, used by the live children of this process. Omits
+    children that end meanwhile."""
     used = 0
     for listing in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # that thread has ended

@@ -1,9 +1,9 @@
-"""The table of a generation's ranks, as coordinator and members both know it: its digest, and how
-one table follows from another.
+"""Rank table of a generation, as shared by coordinator and members: its digest, and the changes
+from one table to the next.
 
-A generation of thousands is told to its members by what has changed since the one before, with a
-digest of the whole. So this is the one place that says what the digest covers, and what a change
-means; who may be told what is the coordinator's affair.
+Members of a generation of thousands of ranks receive only the changes since the previous one, with
+a digest of the full table. This module alone defines the contents of the digest and the meaning of
+a change; the coordinator decides who receives which.
 """
 
 from __future__ import annotations
@@ -17,24 +17,25 @@ from shoal_common.errors import CorruptDataError
 T = TypeVar("T")
 
 MOST_TOLD_WHOLE: Final = 64
-"""Worlds of up to so many ranks are told whole, with each generation: that takes some kilobytes,
-and nobody ever has to ask."""
+"""Worlds of up to this many ranks are always sent in full: that takes a few kilobytes and avoids
+requests for the table."""
 DIGEST_BYTES: Final = 16
 
 
 def line(member_id: str, host: str, donor_address: str, donor_key: str) -> str:
-    """What the digest covers of one rank. None of the four may hold a line break."""
+    """Returns the part of the digest's input for one rank. None of the four values may contain a
+    line break."""
     return f"{member_id}\t{host}\t{donor_address}\t{donor_key}"
 
 
 def digest(lines: Iterable[str]) -> bytes:
-    """The digest of a table, from the lines of its ranks in rank order."""
+    """Returns the digest of a table, from the lines of its ranks in rank order."""
     return hashlib.blake2b("\n".join(lines).encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def follow(table: Sequence[T], removed: Sequence[int], added: Sequence[tuple[int, T]]) -> list[T]:
-    """The table without the ranks `removed` (its own, ascending) and with those that are `added`,
-    each at its new rank, ascending.
+    """Returns the table without the ranks `removed` (of the old table, ascending) and with those in
+    `added`, each at its new rank, ascending.
 
     Raises:
         CorruptDataError: the change does not fit this table.
@@ -64,7 +65,7 @@ def follow(table: Sequence[T], removed: Sequence[int], added: Sequence[tuple[int
 
 
 def runs(ranks: Iterable[int]) -> list[int]:
-    """Ascending ranks as the first of each run and its length, alternately."""
+    """Encodes ascending ranks as runs: the first rank and the length of each run, alternately."""
     found: list[int] = []
     for rank in ranks:
         if found and rank == found[-2] + found[-1]:
@@ -75,7 +76,7 @@ def runs(ranks: Iterable[int]) -> list[int]:
 
 
 def of_runs(found: Sequence[int], world_size: int) -> Iterator[int]:
-    """The ranks that `runs` was given. Raises CorruptDataError where they are none of a world of
+    """Yields the ranks encoded by `runs`. Raises CorruptDataError if they are invalid in a world of
     `world_size`."""
     if len(found) % 2:
         raise CorruptDataError(f"runs of ranks come in pairs, not as {len(found)} numbers")

@@ -1,8 +1,8 @@
-"""A run of a job as text: how a launcher names it to its workers, and a server to its data
+"""Text form of a job's run, used by a launcher for its workers and by a server for its data
 directory.
 
-Free of protobuf, so that what reads files and environments needs none; messages are made where gRPC
-is spoken.
+Free of protobuf, which code that reads files and environments does not need; messages are created
+in the gRPC code.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from shoal_common.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run: its number in the job, and what tells it from one that had the number before the
-    coordinator lost its data."""
+    """A run: its number in the job, and its start time, which distinguishes it from one with the
+    same number before the coordinator lost its data."""
 
     number: int
     began_unix_ms: int = 0
-    """0: not known."""
+    """0 if unknown."""
 
     @classmethod
     def parse(cls, text: str, *, what: str) -> Run:
-        """From what `str` gives. Raises ConfigurationError, which names `what` was read."""
+        """Parses the result of `str`. Raises ConfigurationError, which names the source `what`."""
         found = re.fullmatch(r"([1-9]\d{0,8}):(\d{1,18})", text, re.ASCII)
         if found is None:
             raise ConfigurationError(

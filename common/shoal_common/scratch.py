@@ -1,17 +1,17 @@
-"""Temporary directories that go with their owner, also with one that was killed.
+"""Temporary directories that are removed with their owner, even one that was killed.
 
-Each has a keeper: a process of its own that waits for the owner's end, and removes what is left
-then. It is started before the directory is made, in a session of its own, so that no signal to the
-owner's group or terminal reaches it. An owner that closes in good order removes the directory
-itself, and ends the keeper.
+Each has a keeper: a separate process that waits for the owner's end and then removes the remaining
+directory. It is started before the directory is created, in a session of its own, so that signals
+to the owner's group or terminal do not reach it. An owner that closes normally removes the
+directory itself and ends the keeper.
 
-Where the keeper was killed as well (a machine that loses its power, a container that ends), whoever
-makes the next directory removes what dead owners left. An owner holds a lock on its directory, and
-on a file in it, for as long as it lives; the kernel lets go of them however it ends. The file gets
-its name when it is locked already, so one that can be locked is a dead owner's; and a directory
-without one that can be locked after a minute is one, too (in a living owner's the file may be gone:
-systems remove old files from /tmp). Nothing is ever removed but directories of this user: shoal-*
-with such a file in them, and shoal-scratch-* without one.
+If the keeper was killed too (power failure, end of a container), the next process that creates a
+directory removes those of dead owners. An owner holds a lock on its directory, and on a file in it,
+for as long as it lives; the kernel releases them however the owner ends. The file gets its name
+only after it is locked, so a file that can be locked belongs to a dead owner. So does a directory
+without such a file that can be locked after a minute (a living owner's file may be gone, since
+systems remove old files from /tmp). Only directories of this user are ever removed: shoal-* with
+such a file in them, and shoal-scratch-* without one.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ _PREFIX: Final = "shoal-"
 _OWN_PREFIX: Final = "shoal-scratch-"
 _LOCK: Final = ".shoal-owner"
 _UNLOCKED_S: Final = 60.0
-"""A directory of a living owner has its lock long before it is as old as this."""
+"""Age below which the directory of a living owner may not be locked yet; locking takes far less
+time."""
 
-# Its standard input ends with the owner, and with all that the owner forked: they hold the other
-# end as well. What the owner started, such as a Redis server that the kernel is ending, may write
-# for a moment longer: so it looks again until nothing comes back.
+# Its standard input ends with the owner and everything that the owner forked, which hold the other
+# end as well. A process started by the owner, such as a Redis server being killed by the kernel,
+# may write for a moment longer, so it checks again until nothing reappears.
 _KEEPER: Final = """
 import os, sys
 os.chdir("/")
@@ -56,7 +57,7 @@ while quiet < 5 and time.monotonic() < give_up_at:
 
 
 def temporary_directory() -> Path:
-    """Returns the system's temporary directory. Raises ConfigurationError: this user can write to
+    """Returns the system's temporary directory. Raises ConfigurationError if this user can write to
     none."""
     try:
         return Path(tempfile.gettempdir()).absolute()
@@ -67,11 +68,11 @@ def temporary_directory() -> Path:
 
 
 class ScratchDirectory:
-    """One directory below the system's temporary one, until `close`."""
+    """A directory below the system's temporary one, removed by `close`."""
 
     def __init__(self, purpose: str) -> None:
-        """Makes it; `purpose` is part of its name. Raises ConfigurationError: there is no room for
-        it, or no directory to write to."""
+        """Creates it; `purpose` becomes part of its name. Raises ConfigurationError if there is no
+        space or no writable directory."""
         temporary = temporary_directory()
         self.path = temporary / f"{_OWN_PREFIX}{purpose}-{secrets.token_hex(8)}"
         try:
@@ -94,18 +95,18 @@ class ScratchDirectory:
         self._finalizer = weakref.finalize(self, _remove, self.path, locks, keeper, os.getpid())
 
     def close(self) -> None:
-        """Removes it with all that it holds. Idempotent; happens by itself when nobody has this
-        object any more, and at exit."""
+        """Removes it with its contents. Idempotent; happens automatically when this object is
+        garbage-collected, and at exit."""
         self._finalizer()
 
 
 class _Keeper:
-    """The process that removes `path` when its owner, which makes this object, has ended without
+    """Process that removes `path` when its owner, which creates this object, has ended without
     `close`."""
 
     def __init__(self, path: Path) -> None:
-        """Starts it. Raises OSError."""
-        # Nothing is ever written to it: it ends with this process.
+        """Starts the process. Raises OSError."""
+        # Nothing is ever written to it: the pipe ends with this process.
         self._process = subprocess.Popen(
             [sys.executable or "python3", "-I", "-S", "-c", _KEEPER, str(path)],
             stdin=subprocess.PIPE,
@@ -115,13 +116,13 @@ class _Keeper:
         )
 
     def close(self) -> None:
-        """Ends it: there is nothing to remove any more."""
+        """Ends the process, since nothing is left to remove."""
         self._process.kill()
         self._process.wait()
         self._close_pipe()
 
     def leave(self) -> None:
-        """Lets go of it in a forked child, whose own it is not."""
+        """Detaches from the process in a forked child, which does not own it."""
         self._process.returncode = 0  # else it would be warned of
         self._close_pipe()
 
@@ -142,12 +143,11 @@ def remove_orphans() -> None:
 
 
 def _lock(path: Path) -> tuple[int, int]:
-    """Takes the locks of an owner, of the directory and of the file in it. Returns their
-    descriptors."""
+    """Locks a directory and the file in it for its owner. Returns their descriptors."""
     with contextlib.ExitStack() as undo:
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         undo.callback(os.close, directory)
-        # whoever looks for orphans leaves one alone that is as new as this
+        # the search for orphans skips directories as new as this one
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         lock, unnamed = tempfile.mkstemp(dir=path)
         undo.callback(os.close, lock)
@@ -168,8 +168,8 @@ def _remove(path: Path, locks: tuple[int, int], keeper: _Keeper, owner: int) -> 
 
 
 def _remove_if_orphaned(path: Path) -> None:
-    # A link in the place of the directory is not followed: only root and this user could have put
-    # one there, and neither would mean this.
+    # A link in place of the directory is not followed: only root and this user could have put one
+    # there, and neither would intend this.
     directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         try:

@@ -1,7 +1,8 @@
-"""Who may call: roles, bearer tokens, certificates. No gRPC here; the interceptors are in rpc/.
+"""Authentication: roles, bearer tokens, certificates. Contains no gRPC; the interceptors are in
+rpc/.
 
 Tokens are compared in constant time and never appear in messages, reprs or logs. An empty table is
-open: everyone is let in, which servers allow on loopback only unless told otherwise.
+open: it admits everyone, which servers allow only on loopback unless configured otherwise.
 """
 
 from __future__ import annotations
@@ -22,42 +23,43 @@ from shoal_common.errors import AuthenticationError, ConfigurationError, Permiss
 
 BEARER: Final = "Bearer "
 MEMBER_KEY: Final = "shoal-member-key"
-"""gRPC metadata: the secret by which the coordinator and the servers know one member from another
-that has the same token."""
+"""gRPC metadata key of the secret by which the coordinator and the servers distinguish members with
+the same token."""
 _JOB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 class Role(StrEnum):
-    """What a token's holder is. ADMIN may do everything; the others what each method's
-    `allowed_roles` says."""
+    """Role of a token's holder. ADMIN may do everything; the others what each method's
+    `allowed_roles` permits."""
 
     ADMIN = "admin"
-    """Who operates the cluster: drains, stops, and all that the others may."""
+    """Operates the cluster: drains, stops, and everything that the other roles may do."""
     WORKER = "worker"
     SERVER = "server"
     VIEWER = "viewer"
-    """Who looks at jobs and metrics."""
+    """Views jobs and metrics."""
     READER = "reader"
-    """A viewer who may also read a model's values from the servers."""
+    """A viewer that may also read a model's values from the servers."""
 
 
 ANY_ROLE: Final = frozenset(Role)
 
 COMPANIONS: Final = (".nodes", ".torchrun")
-"""What follows a job's id in the ids of the jobs in which its launchers meet: who may act in a job
-may act in these."""
+"""Suffixes of the jobs in which a job's launchers meet: anyone who may act in a job may also act in
+these."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who a token makes its bearer."""
+    """Identity conferred by a token."""
 
     role: Role
     job: str | None = None
-    """The only job that it is for, with those in which that job's launchers meet; None: all."""
+    """Only job that it is for, including those in which that job's launchers meet; None: all
+    jobs."""
 
     def may_touch(self, job_id: str) -> bool:
-        """Whether the token is for this job."""
+        """Returns whether the token is for this job."""
         return (
             self.job is None
             or job_id == self.job
@@ -78,16 +80,16 @@ class Holder:
 
 
 ANYONE: Final = Holder(Role.ADMIN)
-"""Who calls where no tokens are asked for."""
+"""Caller of a service without tokens."""
 
 
 class TokenTable:
-    """Which token has which role, in which job. Immutable, so threads may share it."""
+    """Tokens with their roles and jobs. Immutable, so threads may share it."""
 
     def __init__(self, roles: Mapping[str, Role | str] | None = None) -> None:
         """`roles`: token -> role, or `role@job`.
 
-        Raises ConfigurationError for an unknown role, a job that cannot be, or a token that no HTTP
+        Raises ConfigurationError for an unknown role, an invalid job, or a token that no HTTP
         header can carry.
         """
         self._holders: dict[bytes, Holder] = {}
@@ -96,13 +98,13 @@ class TokenTable:
 
     @classmethod
     def open(cls) -> TokenTable:
-        """The empty table: no authentication."""
+        """Returns the empty table: no authentication."""
         return cls()
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> TokenTable:
-        """Reads a table from lines `role: token` or `role@job: token`; blank lines and lines
-        starting with # are skipped. A file without tokens is refused."""
+        """Reads a table from lines `role: token` or `role@job: token`; skips blank lines and lines
+        starting with #. Refuses a file without tokens."""
         table = cls()
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -132,8 +134,8 @@ class TokenTable:
         return not self._holders
 
     def holder_of(self, authorization: str | None) -> Holder:
-        """Whose an `authorization` header's value is, `Bearer TOKEN`. Not for open tables, which
-        know nobody.
+        """Returns the holder of the token in an `authorization` header, `Bearer TOKEN`. Not for
+        open tables, which have no holders.
 
         Raises AuthenticationError: TOKEN_MISSING or TOKEN_INVALID.
         """
@@ -147,7 +149,7 @@ class TokenTable:
             raise AuthenticationError("the authorization is not of the form `Bearer TOKEN`")
         digest = _digest(token)
         found: Holder | None = None
-        # No early exit: the time must not depend on which token matches.
+        # No early exit, since the time must not depend on which token matches.
         for known, holder in self._holders.items():
             if hmac.compare_digest(known, digest):
                 found = holder
@@ -193,7 +195,7 @@ def _parse_holder(text: str, where: str) -> Holder:
 @dataclass(frozen=True, kw_only=True)
 class TlsSettings:
     """PEM files of one side of a TLS connection. A server needs certificate and key; a client needs
-    them for mutual TLS only."""
+    them only for mutual TLS."""
 
     certificate: Path | None = None
     """This side's certificate chain."""
@@ -202,11 +204,11 @@ class TlsSettings:
     """Its private key."""
 
     authority: Path | None = None
-    """Client only: the certificates that the server's must be signed by; None: the system's."""
+    """Client only: CA certificates that verify the server; None: the system's."""
 
     client_authority: Path | None = None
-    """Server only: mutual TLS, clients must show a certificate signed by one of these; None: they
-    need none."""
+    """Server only: for mutual TLS, CA certificates that verify clients; None: clients need no
+    certificate."""
 
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
@@ -214,8 +216,8 @@ class TlsSettings:
             raise ConfigurationError(f"TLS {given} is given without its {missing}; give both")
 
     def load(self) -> TlsMaterial:
-        """Reads and checks the files, so that a wrong one is named here and not by a failing
-        handshake. Raises ConfigurationError."""
+        """Reads and checks the files, so that an invalid one is named here instead of causing a
+        failed handshake. Raises ConfigurationError."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         for what, path in (
             ("authority", self.authority),
@@ -225,7 +227,7 @@ class TlsSettings:
                 _checked(what, path, partial(context.load_verify_locations, path))
         if self.certificate is not None and self.key is not None:
             certificate, key = self.certificate, self.key
-            # An encrypted key would make OpenSSL ask on the terminal.
+            # OpenSSL would ask for an encrypted key's passphrase on the terminal.
             _checked(
                 "certificate and key",
                 certificate,
@@ -235,8 +237,8 @@ class TlsSettings:
         return TlsMaterial(*(None if path is None else path.read_bytes() for path in paths))
 
     def server_context(self) -> ssl.SSLContext:
-        """Makes a context for sockets that are served without gRPC, with the RPCs' certificates and
-        demands. Raises ConfigurationError."""
+        """Returns a context for sockets served without gRPC, with the same certificates and
+        requirements. Raises ConfigurationError."""
         self.load()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.num_tickets = 0  # nobody resumes sessions
@@ -248,11 +250,11 @@ class TlsSettings:
         return context
 
     def client_context(self) -> ssl.SSLContext:
-        """Makes a context for sockets that are opened without gRPC; it checks the server's name.
-        Raises ConfigurationError."""
+        """Returns a context for sockets opened without gRPC; it checks the server's name. Raises
+        ConfigurationError."""
         self.load()
         context = ssl.create_default_context(cafile=self.authority)
-        # Python 3.13 sets it: certificates good enough for gRPC would fail
+        # Python 3.13 sets this flag: certificates that gRPC accepts would fail
         context.verify_flags &= ~ssl.VERIFY_X509_STRICT
         if self.certificate is not None and self.key is not None:
             context.load_cert_chain(self.certificate, self.key)
@@ -282,14 +284,14 @@ def _checked(what: str, path: Path, load: Callable[[], object]) -> None:
 
 
 def member_key_digest(key: str) -> str:
-    """Returns what those keep who are to know a member's key again: 32 hexadecimal digits; of no
-    key none."""
+    """Returns the digest by which others recognize a member's key: 32 hexadecimal digits; empty for
+    an empty key."""
     return hashlib.sha256(b"member\0" + key.encode()).hexdigest()[:32] if key else ""
 
 
 def check_member_key(member_id: str, known: str, key: str) -> None:
-    """Raises PermissionDeniedError (MEMBER_KEY_WRONG) unless `key` is the one whose digest is
-    `known`: empty for members without one."""
+    """Raises PermissionDeniedError (MEMBER_KEY_WRONG) unless `known` is the digest of `key` or
+    empty, for members without a key."""
     if known and not hmac.compare_digest(known, member_key_digest(key)):
         raise PermissionDeniedError(
             f"member {member_id!r} is another process than the caller, which does not have its "

@@ -1,9 +1,9 @@
-"""The optimizers that parameter servers run, by name. Adding one is a declaration here.
+"""Optimizers of parameter servers, by name. Each is added by a declaration here.
 
-A worker takes a user's torch optimizer apart by it, and a server makes one out of what the worker
-sends. Hyperparameters travel as numbers by name; what torch has as a pair (`betas`) is two names,
-what it has as a switch is 0 or 1. This module imports no torch: a class is named, and imported by
-whoever asks for it.
+A worker uses the declaration to extract the settings of a user's torch optimizer, and a server to
+create an optimizer from them. Hyperparameters are sent as numbers by name; a pair in torch
+(`betas`) becomes two names, a switch becomes 0 or 1. This module imports no torch: classes are
+given by name and imported on use.
 """
 
 from __future__ import annotations
@@ -16,75 +16,76 @@ from types import MappingProxyType
 from typing import Any, Final
 
 Hyperparameters = Mapping[str, float]
-"""Name -> value, with every name that the optimizer has."""
+"""Name -> value, for every hyperparameter of the optimizer."""
 
 
 class Unit(enum.Enum):
-    """What an optimizer updates together."""
+    """Unit that an optimizer updates together."""
 
     ELEMENT = "element"
-    """Each element by itself, so that tensors side by side can be one to it."""
+    """Each element separately, so that adjacent tensors can be merged."""
     ROW = "row"
-    """What one index of a tensor's first dimension selects; its state is one number for each row.
-    Rows must not be cut."""
+    """The part selected by one index of a tensor's first dimension; the state has one number per
+    row. Rows must not be split."""
     TENSOR = "tensor"
-    """A tensor, or, where that is cut, each of its pieces."""
+    """A tensor or, if it is split, each of its pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerDeclaration:
-    """One optimizer: its hyperparameters, and what torch calls them."""
+    """Declaration of one optimizer: its hyperparameters, and their names in torch."""
 
     name: str
     torch_class: str
-    """Name of the class that computes the update. Subclasses of it are other optimizers: they may
-    override the update."""
+    """Name of the class that computes the update. Subclasses of it are different optimizers, since
+    they may override the update."""
     module: str = "torch.optim"
-    """Where that class is."""
+    """Module of that class."""
     unit: Unit = Unit.ELEMENT
-    """What it updates together, and so how much of a tensor it must see at once."""
+    """Unit updated together, and so how much of a tensor it must have at once."""
     defaults: Hyperparameters
-    """Value of each hyperparameter where a user gives none: torch's own."""
+    """Default value of each hyperparameter: torch's own."""
     switches: frozenset[str] = frozenset()
     """Hyperparameters that are 0 or 1."""
     structural: frozenset[str] = frozenset()
-    """Hyperparameters that decide which state the optimizer keeps, and so cannot change once it
-    runs."""
+    """Hyperparameters that determine which state the optimizer keeps and therefore cannot change
+    once it runs."""
     below_one: frozenset[str] = frozenset()
     """Hyperparameters that must lie in [0, 1)."""
     pairs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Keys of a torch parameter group that hold two hyperparameters."""
+    """Keys of a torch parameter group that contain two hyperparameters."""
     state: frozenset[str]
     """Names of the state tensors that it may keep for a parameter."""
     state_tensors: Callable[[Hyperparameters], int]
-    """How many state tensors it keeps, with given hyperparameters: each as large as the parameter,
-    or with one number for each row."""
+    """Returns the number of state tensors for given hyperparameters; each is as large as the
+    parameter, or has one number per row."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of a torch parameter group that can have one value alone."""
+    """Keys of a torch parameter group for which only one value is allowed."""
     fused_from_bytes: int | None = None
-    """torch's fused implementation is used for values of at least so many bytes each; None:
+    """torch's fused implementation is used for values of at least this many bytes each; None:
     never."""
     not_for: frozenset[str] = frozenset()
-    """Dtypes whose values it makes NaN of, by numpy's names."""
+    """Dtypes whose values it turns into NaN, by numpy's names."""
     always_tried: Callable[[Hyperparameters], bool] = lambda values: False
-    """Whether a sound update may come out as NaN, so that each is tried on a copy first."""
+    """Returns whether a valid update may produce NaN, so that each is tried on a copy first."""
     growth: Callable[[Hyperparameters], float] = lambda values: 1.0
-    """The largest factor by which one update may multiply the norm of a parameter, with given
-    hyperparameters; 1: an update only adds what the gradient and the learning rate say."""
+    """Returns the largest factor by which one update may multiply the norm of a parameter, for
+    given hyperparameters; 1: an update only adds the gradient times the learning rate."""
     contradiction: Callable[[Hyperparameters], str] = lambda values: ""
-    """What is wrong with values of which each is possible by itself; empty: nothing."""
+    """Returns what is wrong with a combination of values that are individually valid; empty if
+    nothing."""
 
     def optimizer_class(self) -> Any:
-        """The class that computes the update. Imports torch."""
+        """Returns the class that computes the update. Imports torch."""
         return getattr(import_module(self.module), self.torch_class)
 
     def cuts_rows(self, *, row: int, offset: int, length: int) -> bool:
-        """Whether a piece of a tensor, whose rows have `row` elements, has a part of a row that
-        this optimizer needs whole."""
+        """Returns whether a piece of a tensor, whose rows have `row` elements, contains an
+        incomplete row although this optimizer needs complete ones."""
         return self.unit is Unit.ROW and bool(offset % row or length % row)
 
     def arguments(self, values: Hyperparameters) -> dict[str, Any]:
-        """Hyperparameters as keys of a torch parameter group."""
+        """Converts hyperparameters to keys of a torch parameter group."""
         paired = {name for names in self.pairs.values() for name in names}
         single = {
             name: bool(values[name]) if name in self.switches else values[name]
@@ -96,7 +97,7 @@ class OptimizerDeclaration:
         }
 
     def read(self, group: Mapping[str, Any]) -> dict[str, float]:
-        """Takes the hyperparameters out of a torch parameter group: the inverse of `arguments`."""
+        """Extracts the hyperparameters from a torch parameter group: the inverse of `arguments`."""
         pairs = {
             name: value
             for key, names in self.pairs.items()
@@ -123,8 +124,8 @@ def _so_many_gradients(values: Hyperparameters) -> str:
 
 
 _EPS_VANISHES: Final = frozenset({"float16"})
-"""Dtypes in which the usual eps of Adagrad and RMSprop rounds to zero: torch then divides zero by
-zero where a gradient is zero."""
+"""Dtypes in which the usual eps of Adagrad and RMSprop rounds to zero, so that torch divides zero
+by zero for a zero gradient."""
 
 
 def _moments(values: Hyperparameters) -> int:
@@ -150,7 +151,7 @@ SERVER_OPTIMIZERS: Final = {
             switches=frozenset({"nesterov", "maximize"}),
             state=frozenset({"momentum_buffer"}),
             state_tensors=lambda values: int(values["momentum"] != 0),
-            # torch 2.13's fused SGD leaves 16-bit parameters on the CPU unchanged, without a word.
+            # torch 2.13's fused SGD silently leaves 16-bit parameters on the CPU unchanged.
             fused_from_bytes=4,
             contradiction=_nesterov_alone,
         ),
@@ -175,7 +176,7 @@ SERVER_OPTIMIZERS: Final = {
             state=frozenset({"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
             state_tensors=_moments,
             fixed=MappingProxyType({"decoupled_weight_decay": True}),
-            # 4 times faster here, and the only form whose eps survives in float16.
+            # 4 times faster here, and the only variant whose eps survives in float16.
             fused_from_bytes=0,
         ),
         OptimizerDeclaration(
@@ -264,7 +265,7 @@ SERVER_OPTIMIZERS: Final = {
             pairs=MappingProxyType({"betas": ("beta1", "beta2")}),
             state=frozenset({"step", "exp_avg", "exp_avg_sq"}),
             state_tensors=lambda _: 2,
-            # A step is as long as the learning rate times the values' norm, however small the
+            # The length of a step is the learning rate times the values' norm, however small the
             # gradient.
             growth=lambda values: 1 + values["lr"],
         ),
@@ -302,7 +303,7 @@ SERVER_OPTIMIZERS: Final = {
         ),
     )
 }
-"""The optimizers that parameter servers run, by the names that requests give them."""
+"""Optimizers of parameter servers, by their names in requests."""
 
 SPARSE_ADAM: Final = OptimizerDeclaration(
     name="sparse_adam",
@@ -319,19 +320,20 @@ SPARSE_ADAM: Final = OptimizerDeclaration(
         "" if values["lr"] > 0 and values["eps"] > 0 else "sparse_adam needs lr and eps above 0"
     ),
 )
-"""Adam that leaves rows without a gradient alone, moments and all: for sparse gradients, and so for
-tables."""
+"""Adam that skips rows without a gradient, including their moments: for sparse gradients and
+therefore for tables."""
 
 TABLE_OPTIMIZERS: Final = {
     **{name: SERVER_OPTIMIZERS[name] for name in ("sgd", "adagrad", "rowwise_adagrad")},
     SPARSE_ADAM.name: SPARSE_ADAM,
 }
-"""The optimizers that the rows of sparse tables may have: torch's that take sparse gradients, and
-Shoal's for rows."""
+"""Optimizers for the rows of sparse tables: those of torch that accept sparse gradients, and
+Shoal's row-wise ones."""
 
 
 def in_words() -> str:
-    """The classes that a server runs, for people: "torch.optim.SGD and shoal.optim.LAMB"."""
+    """Lists the classes that a server supports, for people: "torch.optim.SGD and
+    shoal.optim.LAMB"."""
     homes = {"shoal_common.optim": "shoal.optim"}  # where users find them
     *others, last = [
         f"{homes.get(each.module, each.module)}.{each.torch_class}"

@@ -1,8 +1,8 @@
-"""Reading values that people write: durations, listen addresses, environment variables. One clear
-ConfigurationError for each mistake.
+"""Parses values written by people: durations, listen addresses, environment variables. Each mistake
+gives one clear ConfigurationError.
 
 Only a service's own settings module reads the environment, through ShoalSettings; everything else
-takes values. This module knows no service and has no defaults of theirs.
+takes values. This module knows no service and none of their defaults.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _LONGEST_DURATION: Final = timedelta(days=3650)
 
 
 def parse_duration(text: str) -> timedelta:
-    """`250ms`, `1.5s`, `2m`, `1h`, `1d`, `10us`: a number and a unit, never negative, at most ten
-    years."""
+    """Parses `250ms`, `1.5s`, `2m`, `1h`, `1d`, `10us`: a number and a unit, never negative, at
+    most ten years."""
     match = _DURATION.fullmatch(text.strip())
     if match is None or match["unit"] not in _UNITS:
         raise ConfigurationError(
@@ -52,15 +52,15 @@ def parse_duration(text: str) -> timedelta:
 
 @dataclass(frozen=True)
 class Address:
-    """host:port, to listen on or to connect to. Port 0, for listening: the operating system picks
-    one."""
+    """host:port, to listen on or to connect to. Port 0, for listening: chosen by the operating
+    system."""
 
     host: str
     port: int
 
     @property
     def is_loopback(self) -> bool:
-        """Only this machine can reach it."""
+        """Whether only this machine can reach it."""
         if self.host == "localhost":
             return True
         try:
@@ -69,7 +69,7 @@ class Address:
             return False
 
     def check_free(self) -> None:
-        """Raises ConfigurationError if nobody could listen here now."""
+        """Raises ConfigurationError if it is currently impossible to listen here."""
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             socket.create_server((self.host, self.port), family=family).close()
@@ -83,7 +83,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """`127.0.0.1:7000`, `coordinator:7000`, `[::1]:7000`, `0.0.0.0:0`."""
+    """Parses `127.0.0.1:7000`, `coordinator:7000`, `[::1]:7000`, `0.0.0.0:0`."""
     host, separator, port = text.strip().rpartition(":")
     if (
         not separator
@@ -127,12 +127,12 @@ AddressField = Annotated[Address, NoDecode, BeforeValidator(_address_or_pass)]
 
 
 class ShoalSettings(BaseSettings):
-    """The base of every service's settings: environment variables SHOAL_..., frozen, unknown
-    arguments refused.
+    """Base of every service's settings: environment variables SHOAL_..., frozen, unknown arguments
+    refused.
 
     A service subclasses it with `model_config =
     SettingsConfigDict(env_prefix="SHOAL_COORDINATOR_")`; pydantic merges the rest. Explicit
-    arguments win over the environment, the environment over defaults. Make instances with `load`,
+    arguments override the environment, which overrides the defaults. Create instances with `load`,
     which turns pydantic's errors into one ConfigurationError.
     """
 
@@ -146,13 +146,15 @@ class ShoalSettings(BaseSettings):
 
     @classmethod
     def load(cls, **given: Any) -> Self:
-        """From `given` (flags; None means not given) over the environment over the defaults."""
+        """Loads settings: `given` (flags; None means not given) overrides the environment, which
+        overrides the defaults."""
         try:
             return cls(**{name: value for name, value in given.items() if value is not None})
         except ValidationError as error:
             raise ConfigurationError(cls._explained(error)) from error
         except SettingsError as error:
-            # A list or a mapping that is not JSON: pydantic-settings says so before it validates.
+            # A list or a mapping that is not valid JSON: pydantic-settings reports it before
+            # validation.
             prefix = cls.model_config.get("env_prefix", "")
             raise ConfigurationError(
                 f"{error}: {error.__cause__}; correct the variable {prefix}..."

@@ -1,15 +1,14 @@
-"""What a worker has committed, in a file of fixed size that its launcher reads: counts that are
-exact whenever the worker dies.
+"""A worker's counts of committed work in a fixed-size file that its launcher reads. They are exact
+whenever the worker dies.
 
-The worker maps the file into its memory and writes a few numbers there at each commit, without a
-system call; the kernel keeps them when the process gets SIGKILL. Each commit goes into the older
-one of two slots, with a checksum, so that there is always one that is whole. A *span* is a time in
-which the worker committed step after step in one generation: where one ends and the next one
-begins, training may have stood still. Moments are those of `time.monotonic_ns`, which is one clock
-for all processes of a machine.
+The worker maps the file into its memory and writes a few numbers at each commit, without a system
+call; the kernel keeps them if the process gets SIGKILL. Each commit overwrites the older one of two
+slots, with a checksum, so that one slot is always complete. A *span* is a period in which the
+worker committed step after step in one generation; training may have paused between two spans.
+Times are those of `time.monotonic_ns`, which is one clock for all processes of a machine.
 
-What all members of a job tell the coordinator, and how often, is `shoal.v1.Progress`; this is for
-the launcher on the same machine alone.
+Progress reports to the coordinator are `shoal.v1.Progress`; this file is only for the launcher on
+the same machine.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 LONG_GAP_NS: Final = 500_000_000
-"""Between two commits in one generation, from which on they belong to two spans: an evaluation,
-say, or a lost parameter server."""
+"""Minimum time between two commits of one generation that separates spans, e.g. because of an
+evaluation or a lost parameter server."""
 MOST_SPANS: Final = 64
-"""Finished spans that a tally holds, the newest ones."""
+"""Maximum number of finished spans in a tally; the newest are kept."""
 
 _MAGIC: Final = b"shoaltal"
 _SPAN: Final = struct.Struct("<qqqqq")
@@ -45,75 +44,74 @@ _SIZE: Final = _KNOWN_AT + _MOST_KNOWN * _KNOWN.size
 
 
 class Span(NamedTuple):
-    """Commits that followed each other in one generation."""
+    """Consecutive commits in one generation."""
 
     generation: int
     began_after: int
-    """Committed steps of the run before the first one of the span."""
+    """Committed steps of the run before the span's first commit."""
     steps: int
-    """Committed steps of the run after the last one of the span."""
+    """Committed steps of the run after the span's last commit."""
     first_ns: int
-    """When the first one was committed."""
+    """Time of the first commit."""
     last_ns: int
-    """When the last one was."""
+    """Time of the last commit."""
 
 
 class Counts(NamedTuple):
-    """What is counted over all spans. Samples are those of all ranks; those of this worker alone
-    where `asynchronous`."""
+    """Totals over all spans. Samples are those of all ranks; only those of this worker if
+    `asynchronous`."""
 
     commits: int = 0
     """Commits of this process."""
     samples: int = 0
-    """Samples of the run's committed steps; 0 where the script deals its samples itself."""
+    """Samples of the run's committed steps; 0 if the script distributes its samples itself."""
     samples_before: int = 0
-    """What `samples` was before this process's first commit: a joiner and a run that is resumed
-    have some."""
+    """Value of `samples` before this process's first commit; not 0 for a joiner or a resumed
+    run."""
     steps_before: int = 0
     """Steps of the run before this process's first commit."""
     steps_in_all: int = 0
-    """How many steps the run will have had at its end, as its loop over epochs tells; 0: not
-    known."""
+    """Total number of steps of the run, according to its loop over epochs; 0 if unknown."""
     epoch: int = 0
     lost_steps: int = 0
-    """Steps that a fault made void here."""
+    """Steps aborted here because of a fault."""
     losses: int = 0
-    """How many losses `loss_sum` is of."""
+    """Number of losses in `loss_sum`."""
     loss_sum: float = 0.0
-    """The sum of the losses told that are finite."""
+    """Sum of the finite losses reported."""
     loss: float = math.nan
-    """Told last; NaN: none was, or that."""
+    """Loss reported last; NaN if none was."""
     asynchronous: bool = False
-    """Each worker takes steps of its own (async_sgd): the run's steps and samples are the sum over
-    the workers."""
+    """Whether each worker makes its own steps (async_sgd): the run's steps and samples are then the
+    sum over the workers."""
     batch: int = 0
-    """Key of the batch whose push was committed last; 0: pushes have none."""
+    """Key of the batch whose push was committed last; 0 if pushes have none."""
     unpushed_steps: int = 0
-    """Inner steps since the last push, among `commits`: the servers do not have them yet."""
+    """Inner steps since the last push, included in `commits`: the servers do not have them yet."""
     unpushed_samples: int = 0
-    """Samples of those."""
+    """Samples of those steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tally:
-    """A worker's commits, at one moment."""
+    """A worker's commits at one moment."""
 
     counts: Counts
     spans: tuple[Span, ...]
-    """The newest ones, oldest first; the last one may go on."""
+    """The newest spans, oldest first; the last one may continue."""
     spans_before: int
-    """How many there were before these."""
+    """Number of earlier spans."""
     in_doubt: int = 0
-    """Key of a batch whose push had begun and is not among the commits: a worker that died may have
-    pushed it. 0: none."""
+    """Key of a batch whose push has begun and is not among the commits: a worker that died may have
+    pushed it. 0 if none."""
     known: Mapping[int, tuple[int, int]] = field(default_factory=dict)
-    """Steps and samples, by key, of batches that the servers had from another worker already. They
-    are not among the commits: if that worker committed them, it has counted them; else they are its
-    `in_doubt`."""
+    """Key -> steps and samples of batches that the servers already had from another worker. They
+    are not among the commits: if that worker committed them, it has counted them; otherwise they
+    are its `in_doubt`."""
 
     @property
     def steps(self) -> int:
-        """Committed steps of the run; of this worker where it is asynchronous."""
+        """Committed steps of the run, or of this worker if it is asynchronous."""
         return self.spans[-1].steps
 
     @property
@@ -123,18 +121,18 @@ class Tally:
 
     @property
     def own_samples(self) -> int:
-        """Samples of those."""
+        """Samples of those steps."""
         return self.counts.samples - self.counts.samples_before - self.counts.unpushed_samples
 
 
 class TallyWriter:
-    """The worker's side. Used by its training thread alone."""
+    """Worker's side of the file. Used only by its training thread."""
 
     def __init__(self, path: Path, *, clock_ns: Callable[[], int] = time.monotonic_ns) -> None:
-        """Makes the file. Raises OSError: there is no room for it, or no such directory."""
+        """Creates the file. Raises OSError if there is no space for it or no such directory."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            # an error here, where writing to a page that cannot be had would be a signal
+            # raises an error here; writing to an unavailable page would raise a signal
             os.posix_fallocate(descriptor, 0, _SIZE)
             self._memory = mmap.mmap(descriptor, _SIZE)
         finally:
@@ -147,12 +145,12 @@ class TallyWriter:
         self._known = 0
 
     def pushing(self, batch: int) -> None:
-        """A push of the batch with this key begins; 0: none is under way."""
+        """Records the start of a push of the batch with this key; 0: none is in progress."""
         struct.pack_into("<Q", self._memory, _PUSHING_AT, batch)
 
     def known(self, batch: int, steps: int, samples: int) -> None:
-        """The servers had the batch from another worker already, or the round of so many steps that
-        has this key."""
+        """Records that the servers already had the batch, or the round of `steps` steps with this
+        key, from another worker."""
         self.pushing(0)
         _KNOWN.pack_into(
             self._memory, _KNOWN_AT + self._known % _MOST_KNOWN * _KNOWN.size, batch, steps, samples
@@ -160,7 +158,7 @@ class TallyWriter:
         self._known += 1
 
     def committed(self, counts: Counts, *, generation: int, steps: int) -> None:
-        """A step was committed in `generation`; the run has `steps` now."""
+        """Records a step committed in `generation`, after which the run has `steps`."""
         now, span = self._clock_ns(), self._span
         if (
             span is not None
@@ -180,7 +178,7 @@ class TallyWriter:
         self.recount(counts)
 
     def recount(self, counts: Counts) -> None:
-        """The counts have changed since the last commit, which stands."""
+        """Updates the counts without a new commit."""
         span = self._span
         if span is None:
             return
@@ -196,7 +194,7 @@ class TallyWriter:
 
 
 def read_tally(path: Path) -> Tally | None:
-    """Returns what the worker has committed by now; None: nothing yet, or there is no such file."""
+    """Returns the worker's commits so far; None if there are none or there is no such file."""
     try:
         content = path.read_bytes()
     except OSError:
@@ -212,7 +210,7 @@ def read_tally(path: Path) -> Tally | None:
     if newest is None:
         return None
     _, counts, span, finished = newest
-    # the oldest one may be being written over
+    # the oldest one may be being overwritten
     kept = range(max(0, finished - MOST_SPANS + 1), finished)
     ring = [
         Span(*_SPAN.unpack_from(content, _RING_AT + number % MOST_SPANS * _SPAN.size))

@@ -1,4 +1,4 @@
-"""Ending tasks of an event loop that work in rounds until they are cancelled."""
+"""Ends tasks of an event loop that work in rounds until they are cancelled."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _AGAIN_S: Final = 0.2
 
 
 async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
-    """Cancels tasks until all have ended; how they end, an error included, is for whoever awaits
-    them.
+    """Cancels tasks until all have ended; their results, including errors, are left to whoever
+    awaits them.
 
-    Once may not be enough: a cancellation that meets the end of what the task awaits can be lost on
-    the way. Python 3.11's asyncio.wait_for loses it (python/cpython issue 86296), and redis-py
-    sends every command through that.
+    One cancellation may not be enough: if it coincides with the end of the operation that the task
+    awaits, it can be lost. Python 3.11's asyncio.wait_for loses it (python/cpython issue 86296),
+    and redis-py sends every command through that.
     """
     pending = set(tasks)
     while pending:

@@ -2,14 +2,14 @@
 copies of their payload.
 
 A generated class copies a `bytes` field when it is set, when it is serialized, when it is parsed
-and when it is read. Here the header is protobuf's business and the payload stays a memoryview: one
-copy to encode (gRPC sends only `bytes`), none to decode. Any other client speaks the same bytes
-with its generated classes: what is unusual but valid (unknown fields, other orders) is left to
+and when it is read. Here protobuf handles only the header, and the payload stays a memoryview: one
+copy to encode (gRPC sends only `bytes`), none to decode. Other clients exchange the same bytes with
+their generated classes: valid but unusual encodings (unknown fields, other orders) are left to
 protobuf itself.
 
 The functions are gRPC serializers: `(header or None, payload)` in, `bytes` out, and back. numpy
-only; bfloat16, which numpy does not have, is carried as uint16. Nothing here checks a header
-against a payload: the receivers do.
+only; bfloat16, which numpy lacks, is represented as uint16. Nothing here checks a header against a
+payload: the receivers do.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CHUNK_BYTES: Final = 1 << 20
 """Payload of one chunk: streams are fastest between 256 KiB and 4 MiB."""
 
 LARGEST_CHUNK_BYTES: Final = 4 << 20
-"""What PushChunk allows."""
+"""Maximum size allowed in PushChunk."""
 
 LARGEST_PAYLOAD_BYTES: Final = 16 << 20
-"""What a push or a pull may have for one partition."""
+"""Maximum size of a push or a pull for one partition."""
 
 HeaderT = TypeVar("HeaderT", pb.PushHeader, pb.PullHeader, pb.FollowHeader, pb.RowsHeader)
 
@@ -48,7 +48,7 @@ class DtypeInfo:
     """shoal.v1.Dtype."""
 
     name: str
-    """The name that TensorSpec.dtype has for it."""
+    """Name in TensorSpec.dtype."""
 
     numpy: np.dtype[Any]
     """Little-endian; uint16 for bfloat16."""
@@ -67,13 +67,13 @@ DTYPES: Final[Mapping[int, DtypeInfo]] = {
         DtypeInfo(pb.DTYPE_BFLOAT16, "bfloat16", np.dtype("<u2")),
     )
 }
-"""Every Dtype but UNSPECIFIED."""
+"""All Dtypes except UNSPECIFIED."""
 
 _BY_NAME: Final = {info.name: info for info in DTYPES.values()}
 
 
 def dtype_info(dtype: int | str) -> DtypeInfo:
-    """Returns what is known of a shoal.v1.Dtype or of a name ("bfloat16"). InvalidRequestError /
+    """Returns the entry for a shoal.v1.Dtype or a name ("bfloat16"). Raises InvalidRequestError /
     DTYPE_UNSUPPORTED for others."""
     info = _BY_NAME.get(dtype) if isinstance(dtype, str) else DTYPES.get(dtype)
     if info is None:
@@ -87,8 +87,8 @@ def dtype_info(dtype: int | str) -> DtypeInfo:
 
 
 def chunks(buffer: memoryview, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
-    """The buffer's bytes in pieces of at most `size`; an empty buffer is one empty piece, since its
-    header needs a chunk to travel in."""
+    """Yields the buffer's bytes in pieces of at most `size`; an empty buffer gives one empty piece,
+    since its header needs a chunk."""
     if size < 1:
         raise ValueError(f"size={size}: expected at least 1 byte")
     data = as_bytes(buffer)
@@ -100,7 +100,7 @@ def chunks(buffer: memoryview, size: int = CHUNK_BYTES) -> Iterator[memoryview]:
 def framed(
     header: HeaderT, payload: memoryview, size: int = CHUNK_BYTES
 ) -> Iterator[tuple[HeaderT | None, memoryview]]:
-    """One partition as the chunks that carry it: the first with the header, the rest without."""
+    """Yields the chunks that carry one partition: the first with the header, the rest without."""
     opening: HeaderT | None = header
     for piece in chunks(payload, size):
         yield opening, piece
@@ -108,18 +108,19 @@ def framed(
 
 
 def checksum(buffer: memoryview | bytes) -> int:
-    """xxh3-64 of the buffer's bytes, as PushHeader.checksum and PullHeader.checksum carry it."""
+    """Returns the xxh3-64 of the buffer's bytes, as used in PushHeader.checksum and
+    PullHeader.checksum."""
     return xxhash.xxh3_64_intdigest(as_bytes(memoryview(buffer)))
 
 
 def as_bytes(buffer: memoryview) -> memoryview:
-    """The same memory as flat bytes. ValueError unless it is C-contiguous."""
+    """Returns the same memory as flat bytes. Raises ValueError unless it is C-contiguous."""
     if not buffer.c_contiguous:
         raise ValueError(
             "the buffer is not C-contiguous; make it so first (numpy.ascontiguousarray, "
             "Tensor.contiguous)"
         )
-    # A view without elements cannot be cast when it has more than one dimension.
+    # A view without elements cannot be cast if it has more than one dimension.
     return buffer.cast("B") if buffer.nbytes else memoryview(b"")
 
 
@@ -132,48 +133,48 @@ _PAYLOAD_TAG: Final = 2 << 3 | 2
 
 
 def encode_push_chunk(chunk: tuple[pb.PushHeader | None, memoryview]) -> bytes:
-    """A PushChunk's bytes."""
+    """Encodes a PushChunk."""
     return _encode(*chunk)
 
 
 def decode_push_chunk(data: bytes) -> tuple[pb.PushHeader | None, memoryview]:
-    """A PushChunk's header, if it has one, and payload, a read-only view of `data`.
-    InvalidRequestError / MESSAGE_MALFORMED."""
+    """Decodes a PushChunk into its header, if any, and its payload, a read-only view of `data`.
+    Raises InvalidRequestError / MESSAGE_MALFORMED."""
     return _decode(data, pb.PushChunk, pb.PushHeader, InvalidRequestError)
 
 
 def encode_pull_chunk(chunk: tuple[pb.PullHeader | None, memoryview]) -> bytes:
-    """A PullChunk's bytes."""
+    """Encodes a PullChunk."""
     return _encode(*chunk)
 
 
 def decode_pull_chunk(data: bytes) -> tuple[pb.PullHeader | None, memoryview]:
-    """A PullChunk's header, if it has one, and payload, a read-only view of `data`.
-    CorruptDataError / MESSAGE_MALFORMED."""
+    """Decodes a PullChunk into its header, if any, and its payload, a read-only view of `data`.
+    Raises CorruptDataError / MESSAGE_MALFORMED."""
     return _decode(data, pb.PullChunk, pb.PullHeader, CorruptDataError)
 
 
 def encode_follow_chunk(chunk: tuple[pb.FollowHeader | None, memoryview]) -> bytes:
-    """A FollowChunk's bytes."""
+    """Encodes a FollowChunk."""
     return _encode(*chunk)
 
 
 def decode_follow_chunk(data: bytes) -> tuple[pb.FollowHeader | None, memoryview]:
-    """A FollowChunk's header, if it has one, and payload, a read-only view of `data`.
-    CorruptDataError / MESSAGE_MALFORMED."""
+    """Decodes a FollowChunk into its header, if any, and its payload, a read-only view of `data`.
+    Raises CorruptDataError / MESSAGE_MALFORMED."""
     return _decode(data, pb.FollowChunk, pb.FollowHeader, CorruptDataError)
 
 
 def encode_rows_chunk(chunk: tuple[pb.RowsHeader | None, memoryview]) -> bytes:
-    """A RowsChunk's bytes."""
+    """Encodes a RowsChunk."""
     return _encode(*chunk)
 
 
 def decode_rows_chunk(
     data: bytes, malformed: type[ShoalError]
 ) -> tuple[pb.RowsHeader | None, memoryview]:
-    """A RowsChunk's header, if it has one, and payload, a read-only view of `data`. `malformed` /
-    MESSAGE_MALFORMED."""
+    """Decodes a RowsChunk into its header, if any, and its payload, a read-only view of `data`.
+    Raises `malformed` / MESSAGE_MALFORMED."""
     return _decode(data, pb.RowsChunk, pb.RowsHeader, malformed)
 
 
@@ -191,8 +192,8 @@ def _encode(
 
 
 def _prefix(tag: int, length: int) -> bytes:
-    """A field's tag and its length as a varint: seven bits a byte, lowest first, the high bit set
-    on all but the last."""
+    """Returns a field's tag and its length as a varint: seven bits per byte, lowest first, the high
+    bit set on all but the last."""
     out = bytearray((tag,))
     while length > 0x7F:
         out.append(length & 0x7F | 0x80)
@@ -221,8 +222,8 @@ def _decode(
 def _decode_canonical(
     data: bytes, header_type: type[HeaderT]
 ) -> tuple[HeaderT | None, memoryview] | None:
-    """The form that every protobuf library writes: the header, then the payload, each at most once.
-    None for any other."""
+    """Decodes the encoding used by every protobuf library: the header, then the payload, each at
+    most once. Returns None for any other."""
     view = memoryview(data)
     end = len(data)
     position = 0
@@ -244,8 +245,8 @@ def _decode_canonical(
 
 
 def _field(data: bytes, position: int) -> tuple[int, int] | None:
-    """Start and end of the field whose length stands at `position`; None when it reaches beyond
-    `data`."""
+    """Returns start and end of the field whose length begins at `position`; None if it reaches
+    beyond `data`."""
     length = 0
     for shift in range(0, 35, 7):
         if position >= len(data):

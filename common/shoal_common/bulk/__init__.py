@@ -1,2 +1,2 @@
-"""The parameter servers' bulk channel, as both ends see it: framing, memory that both share, and
-the names of the transports."""
+"""Parts of the parameter servers' bulk channel shared by both ends: framing, shared memory, and the
+names of the transports."""

@@ -39,9 +39,9 @@ TICKET_BYTES: Final = 32
 GREETING_BYTES: Final = len(MAGIC) + TICKET_BYTES
 
 DATA_BYTES: Final = 2 << 20
-"""Payload of one frame of DATA: senders send no more, receivers take no more."""
+"""Maximum payload of one DATA frame, for senders and receivers."""
 LARGEST_MESSAGE_BYTES: Final = 4 << 20
-"""The longest protobuf message in a frame."""
+"""Maximum size of a protobuf message in a frame."""
 
 _HEAD: Final = struct.Struct("!B3sI")
 HEAD_BYTES: Final = _HEAD.size
@@ -49,7 +49,7 @@ _ZEROS: Final = bytes(3)
 
 
 class Kind(enum.IntEnum):
-    """What a frame is."""
+    """Kinds of frames."""
 
     READY = 1
     INITIALIZE = 2
@@ -78,30 +78,30 @@ _LARGEST: Final = {
 
 
 class Frame(NamedTuple):
-    """The head of a frame."""
+    """Head of a frame."""
 
     kind: Kind
     length: int
 
 
 def greeting(ticket: bytes) -> bytes:
-    """What a client says first."""
+    """Returns a client's first bytes."""
     return MAGIC + ticket
 
 
 def ticket_of(greeted: bytes) -> bytes | None:
-    """The ticket in a greeting of GREETING_BYTES; None: it is none."""
+    """Returns the ticket in a greeting of GREETING_BYTES; None if it is invalid."""
     return greeted[len(MAGIC) :] if greeted.startswith(MAGIC) else None
 
 
 def head(kind: Kind, length: int = 0) -> bytes:
-    """A frame's first bytes."""
+    """Returns a frame's first bytes."""
     return _HEAD.pack(kind, _ZEROS, length)
 
 
 def parse_head(data: bytes | bytearray | memoryview) -> Frame:
-    """Raises InvalidRequestError / STREAM_MALFORMED for what is no frame, and for a length over the
-    limit of its kind."""
+    """Parses a frame's head. Raises InvalidRequestError / STREAM_MALFORMED for an invalid head or a
+    length above the limit of its kind."""
     number, zeros, length = _HEAD.unpack(data)
     try:
         kind = Kind(number)
@@ -115,7 +115,7 @@ def parse_head(data: bytes | bytearray | memoryview) -> Frame:
 
 
 def malformed(what: str) -> InvalidRequestError:
-    """The error for a peer that breaks the rules."""
+    """Returns the error for a peer that violates the protocol."""
     return InvalidRequestError(
         f"bulk channel: {what}; the other side speaks another protocol, or is damaged",
         reason="STREAM_MALFORMED",

@@ -1,5 +1,4 @@
-"""How both ends of a bulk channel set up their sockets, and who may be at the other end of one on
-the same machine."""
+"""Socket setup for both ends of a bulk channel, and the check of the peer of a local connection."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ _KEEPALIVE: Final = {
     "TCP_KEEPCNT": 3,
     "TCP_USER_TIMEOUT": 30_000,
 }
-"""Peers that vanished without closing are found after about as long as gRPC's keepalive takes.
-Options that a system lacks are left out."""
+"""Detects vanished peers after about as long as gRPC's keepalive. Options unsupported by the system
+are omitted."""
 _CREDENTIALS: Final = struct.Struct("3i")
 
 
 def connect(host: str, port: int, until: float) -> socket.socket:
-    """Makes a TCP connection to the first of a host's addresses that takes one, up to the moment
-    `until` on the monotonic clock. Raises OSError."""
+    """Opens a TCP connection to the first of a host's addresses that accepts one, before `until` on
+    the monotonic clock. Raises OSError."""
     failure = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM
@@ -42,13 +41,13 @@ def connect(host: str, port: int, until: float) -> socket.socket:
 
 
 def left_s(until: float) -> float:
-    """Seconds up to a moment on the monotonic clock, for what takes nought for no limit, or for not
-    to wait."""
+    """Returns the seconds until a time on the monotonic clock, at least 0.001, since some functions
+    treat 0 as unlimited or non-blocking."""
     return max(0.001, until - time.monotonic())
 
 
 def configure(connected: socket.socket) -> None:
-    """Sets a TCP connection up; one on the same machine needs nothing."""
+    """Sets the options of a TCP connection; a local one needs none."""
     if connected.family == socket.AF_UNIX:
         return
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -59,9 +58,8 @@ def configure(connected: socket.socket) -> None:
 
 
 def is_own_user(connected: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket is this process's user's: any user may
-    listen on, or connect to, a name that is not in a file system. That of root counts, who may do
-    everything."""
+    """Returns whether the process at the other end of a Unix socket belongs to this user or to
+    root. Any user may listen on, or connect to, a name outside of file systems."""
     _, user, _ = _CREDENTIALS.unpack(
         connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )

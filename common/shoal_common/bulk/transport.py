@@ -1,4 +1,4 @@
-"""The ways that tensors take between a worker and a parameter server."""
+"""Transports for tensors between a worker and a parameter server."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import enum
 
 
 class Transport(enum.StrEnum):
-    """How a client pushes and pulls. All carry the same messages, with the same checks."""
+    """Transport of pushes and pulls. All carry the same messages with the same checks."""
 
     AUTO = "auto"
-    """The quickest that works: shared memory on one machine, else TCP, else gRPC."""
+    """The fastest available: shared memory on one machine, otherwise TCP, otherwise gRPC."""
     MEMORY = "memory"
-    """Shared memory alone."""
+    """Shared memory only."""
     TCP = "tcp"
-    """A TCP connection of its own alone, with TLS where the RPCs have it."""
+    """A separate TCP connection only, with TLS if the RPCs use it."""
     GRPC = "grpc"
-    """The RPCs' connection alone."""
+    """The RPCs' connection only."""

@@ -1,10 +1,10 @@
-"""A client's end of the bulk channel: connections that were opened with tickets, and which of them,
-or gRPC, a push or pull takes.
+"""A client's end of the bulk channel: connections opened with tickets, and the choice between them
+and gRPC for each push or pull.
 
-Sockets block, each call with what is left of the stream's deadline. Payloads are sent from the
-caller's buffers and received straight into them; over shared memory they are copied once on each
-side. A stream that ended well, or was refused by the server, leaves its connection for the next
-one; after anything else it is closed.
+Sockets block; each call may take the rest of the stream's deadline. Payloads are sent from the
+caller's buffers and received straight into them; shared memory costs one copy on each side. A
+connection is reused after a stream that ended well or was refused by the server, and closed after
+anything else.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ from shoal_common.wire import as_bytes
 _log = logging.getLogger(__name__)
 
 _CONNECT_S: Final = 3.0
-"""Longest for a connection, its TLS handshake and the server's word. A port that a firewall
-swallows costs so much, once in a while."""
+"""Maximum time for a connection, its TLS handshake and the server's answer; a port blocked by a
+firewall occasionally costs this much."""
 _AGAIN_AFTER_S: Final = 60.0
-"""A transport that could not be had is tried again after so long."""
+"""Interval after which an unavailable transport is tried again."""
 _MORE: Final = getattr(socket, "MSG_MORE", 0)
 
 MessageT = TypeVar("MessageT", pb.PushResponse, pb.PullHeader)
@@ -67,19 +67,19 @@ OpenData = Callable[[str, str, timedelta], pb.OpenDataResponse]
 
 
 class OpenedConnection:
-    """One connection. Used by one thread at a time; `cut` may come from any."""
+    """One connection. Used by one thread at a time; `cut` may be called from any."""
 
     def __init__(self, connected: socket.socket, address: str, member_id: str) -> None:
-        """Takes `connected` over. `address`: for error messages."""
+        """Takes ownership of `connected`. `address`: for error messages."""
         self.member_id = member_id
         self.is_usable = True
-        """The next stream can begin."""
+        """Whether the next stream can begin."""
         self._socket = connected
         self._is_plain = not isinstance(connected, ssl.SSLSocket)
         self._address = address
         self._area: SharedArea | None = None
         self._until = 0.0
-        """When the stream in progress must have ended, on the monotonic clock."""
+        """Time by which the current stream must have ended, on the monotonic clock."""
 
     @classmethod
     def open(
@@ -91,8 +91,8 @@ class OpenedConnection:
         *,
         until: float,
     ) -> OpenedConnection:
-        """Connects, shows the ticket and waits for the server's word, up to the moment `until` on
-        the monotonic clock. Raises OSError, and what the server refuses with."""
+        """Connects, presents the ticket and waits for the server's answer, before `until` on the
+        monotonic clock. Raises OSError, and the server's refusal."""
         until = min(until, time.monotonic() + _CONNECT_S)
         host = parse_address(settings.address).host
         connected = (
@@ -128,9 +128,9 @@ class OpenedConnection:
     def upload(
         self, kind: Kind, partitions: Iterable[tuple[pb.PushHeader, memoryview]], until: float
     ) -> list[pb.PartitionResult]:
-        """Sends an upload of `kind`, INITIALIZE or PUSH; one result per partition. Raises what the
-        server refuses with, UnavailableError, DeadlineError, and what reading `partitions`
-        raises."""
+        """Sends an upload of `kind`, INITIALIZE or PUSH; returns one result per partition. Raises
+        the server's refusal, UnavailableError, DeadlineError, and the errors of iterating over
+        `partitions`."""
         with self._stream(kind.name.title(), until):
             self._send(head(kind), more=True)
             refusal: bytes | None = None
@@ -147,7 +147,7 @@ class OpenedConnection:
     def pull(
         self, request: pb.PullRequest, receiver: PullReceiver, until: float
     ) -> list[pb.PullHeader]:
-        """Receives what `request` asks for. Raises as `upload`, and as `receiver` does."""
+        """Receives the requested partitions. Raises like `upload`, and like `receiver`."""
         with self._stream("Pull", until):
             message = request.SerializeToString()
             self._send(head(Kind.PULL, len(message)), message)
@@ -167,19 +167,19 @@ class OpenedConnection:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the server still holds the other end of a connection that is not in use."""
+        """Whether the server still holds the other end of an idle connection."""
         ready = select.poll()
         ready.register(self._socket, select.POLLIN)
         return not ready.poll(0)  # an idle server says nothing: what can be read is the end
 
     def cut(self) -> None:
-        """Makes a stream in progress fail. Idempotent."""
+        """Makes the current stream fail. Idempotent."""
         with suppress(OSError):
-            # Not SSLSocket's own: a thread that sends meanwhile would go on without TLS.
+            # Not SSLSocket's own method: a thread that is sending would continue without TLS.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the connection. Idempotent."""
         self.is_usable = False
         self.cut()  # a forked child may hold the socket as well
         self._socket.close()
@@ -190,8 +190,8 @@ class OpenedConnection:
 
     @contextmanager
     def _stream(self, method: str, until: float) -> Iterator[None]:
-        """Leaves the connection usable when what is done within ends well, or is refused by the
-        server."""
+        """Keeps the connection usable if the enclosed block ends well or the server refuses the
+        stream."""
         self._until = until
         self.is_usable = False
         call = f"{method} at {self._address}"
@@ -234,7 +234,8 @@ class OpenedConnection:
     def _send_partitions(
         self, partitions: Iterable[tuple[pb.PushHeader, memoryview]]
     ) -> bytes | None:
-        """The server's ERROR, if that came before the end: nothing more is sent then."""
+        """Sends partitions. Returns the server's ERROR if it arrives before the end, after which
+        nothing more is sent."""
         for header, payload in partitions:
             message = header.SerializeToString()
             self._send(head(Kind.PARTITION, len(message)), message, more=True)
@@ -245,7 +246,7 @@ class OpenedConnection:
         return None
 
     def _last_word(self) -> bytes | None:
-        """The ERROR after which the server has ended the connection; None: there is none."""
+        """Returns the ERROR after which the server ended the connection; None if there is none."""
         with suppress(_Lost, InvalidRequestError):
             while (frame := self._frame_that_came()) is not None:
                 if (refusal := self._refusal_or_free(frame)) is not None:
@@ -253,7 +254,7 @@ class OpenedConnection:
         return None
 
     def _answer(self, refusal: bytes | None) -> bytes:
-        """The server's answer to an upload. `refusal`: it was refused before it had ended."""
+        """Returns the server's answer to an upload. `refusal`: an ERROR received before its end."""
         answer: bytes | None = None
         while answer is None and refusal is None:
             frame = self._next_frame()
@@ -268,8 +269,8 @@ class OpenedConnection:
         return answer
 
     def _refusal_or_free(self, frame: Frame) -> bytes | None:
-        """What the server sends while it reads an upload: an ERROR's message; None: a piece of
-        shared memory is free."""
+        """Handles a frame that the server sends while it reads an upload. Returns an ERROR's
+        message, or None if a piece of shared memory became free."""
         if frame.kind is Kind.ERROR:
             return self._message(frame)
         if frame.kind is not Kind.FREE or self._area is None or not self._area.freed():
@@ -279,7 +280,7 @@ class OpenedConnection:
     # ---------------------------------------------------------------------------------------- bytes
 
     def _send_data(self, data: memoryview) -> bytes | None:
-        """One frame of DATA. Returns the server's ERROR instead, if that has come."""
+        """Sends one DATA frame. If the server's ERROR has arrived, returns that instead."""
         while (frame := self._frame_that_came()) is not None or (
             self._area is not None and self._area.is_full
         ):
@@ -294,7 +295,7 @@ class OpenedConnection:
         return None
 
     def _frame_that_came(self) -> Frame | None:
-        """The next frame, where its beginning is here already."""
+        """Returns the next frame if its beginning has already arrived."""
         data = bytearray(HEAD_BYTES)
         try:
             self._socket.settimeout(0)
@@ -354,8 +355,8 @@ class OpenedConnection:
 
     @contextmanager
     def _allowed(self) -> Iterator[None]:
-        """One call of the socket, which may take what is left of the stream's time. Raises _Lost:
-        errors of others, of who makes the payloads say, may be OSErrors as well."""
+        """Limits one socket call to the rest of the stream's time. Raises _Lost, because the code
+        that produces payloads may raise OSErrors of its own."""
         left = self._until - time.monotonic()
         if left <= 0:
             raise _Lost(TimeoutError())
@@ -367,7 +368,7 @@ class OpenedConnection:
 
 
 class BulkChannel:
-    """All connections of one client to one server. Any thread may call."""
+    """All connections of one client to one server. Thread-safe."""
 
     def __init__(
         self,
@@ -377,30 +378,29 @@ class BulkChannel:
         transport: Transport,
         fell_back: Callable[[Transport], None],
     ) -> None:
-        """`fell_back`: told of a transport that should work and does not, when another takes its
-        place."""
+        """`fell_back`: called with a transport that should work but does not, when another one
+        replaces it."""
         self._settings = settings
         self._open_data = open_data
         self._transport = transport
         self._fell_back = fell_back
         self._not_before: dict[Transport, float] = {}
-        """Transports that could not be had, and when they are tried again, on the monotonic
-        clock."""
+        """Unavailable transport -> when it is tried again, on the monotonic clock."""
         self._idle: list[OpenedConnection] = []
         self._used: set[OpenedConnection] = set()
         self._closed = False
         self._lock = threading.Lock()
-        """Guards all of the above but what is given to __init__."""
+        """Guards all of the above except the arguments of __init__."""
 
     @contextmanager
     def connection(
         self, job_id: str, member_id: str, until: float
     ) -> Iterator[OpenedConnection | None]:
-        """A connection that may speak for `member_id` (empty: may pull as nobody); None: take gRPC.
+        """Yields a connection on behalf of `member_id` (empty: may only pull); None: use gRPC.
 
-        Raises UnavailableError / CLIENT_CLOSED, what OpenData raises, DeadlineError at the moment
-        `until` on the monotonic clock, and UnavailableError / TRANSPORT_UNAVAILABLE when the one
-        transport that may be used cannot be had.
+        Raises UnavailableError / CLIENT_CLOSED, the errors of OpenData, DeadlineError at `until` on
+        the monotonic clock, and UnavailableError / TRANSPORT_UNAVAILABLE if the only allowed
+        transport is unavailable.
         """
         connection = self._take(member_id) or self._open(job_id, member_id, until)
         if connection is None:
@@ -416,7 +416,7 @@ class BulkChannel:
             self._give_back(connection)
 
     def close(self) -> None:
-        """Makes streams in progress fail, and closes all connections. Idempotent."""
+        """Makes current streams fail, and closes all connections. Idempotent."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -522,7 +522,7 @@ class BulkChannel:
 
 
 class _Unsuitable(Exception):
-    """A transport cannot be had. `expected`: it was not to be expected to work, as with a server on
+    """A transport is unavailable. `expected`: it was not expected to work, e.g. with a server on
     another machine."""
 
     def __init__(self, message: str, *, expected: bool) -> None:

@@ -1,5 +1,4 @@
-"""What both clients share: a call with a deadline whose errors are ShoalErrors, and streams of
-answers likewise."""
+"""Code shared by both clients: calls and response streams with deadlines and ShoalErrors."""
 
 from __future__ import annotations
 
@@ -25,11 +24,10 @@ _RENEW_EVERY_S: Final = 0.5
 
 
 class Caller:
-    """One channel to one server, and the stub on it. Any thread may call; `close()` cancels what is
-    in progress.
+    """One channel to one server, with its stub. Thread-safe; `close()` cancels calls in progress.
 
-    Where the server has a name (`is_name`), a call that could not reach it gives the next ones a
-    fresh channel. Calls in progress stay with theirs.
+    If the server is addressed by name (`is_name`), a call that could not reach it makes later calls
+    use a fresh channel. Calls in progress keep theirs.
     """
 
     def __init__(
@@ -38,7 +36,7 @@ class Caller:
         interceptors: Sequence[Any],
         stub: Callable[[grpc.Channel], Any],
     ) -> None:
-        """`stub`: makes the methods that are called, on a channel."""
+        """`stub`: creates the service's methods on a channel."""
         self._interceptors = interceptors
         self._make_stub = stub
         self._settings = settings
@@ -47,10 +45,9 @@ class Caller:
         self._channel = channel(settings, interceptors=interceptors)
         self._made_at = time.monotonic()
         self.stub = stub(self._channel)
-        """The methods of the service on the newest channel; who calls one takes it from here each
-        time."""
+        """Methods of the service on the newest channel; read this attribute for each call."""
         self._streams: weakref.WeakSet[ResponseStream[Any]] = weakref.WeakSet()
-        """Some may be on channels from before."""
+        """Open streams, possibly on earlier channels."""
         self._closed = False
 
     def unary(
@@ -62,8 +59,8 @@ class Caller:
         *,
         metadata: tuple[tuple[str, str], ...] = (),
     ) -> ResponseT:
-        """One answer, of type `response`. `metadata`: of this call alone. DeadlineError after
-        `deadline` (None: the settings')."""
+        """Makes a unary call. `metadata`: for this call only. Raises DeadlineError after `deadline`
+        (None: that of the settings)."""
         with self.errors(method):
             answer: ResponseT = getattr(self.stub, method)(
                 request, timeout=self.seconds(deadline), metadata=metadata
@@ -73,7 +70,7 @@ class Caller:
     def stream(
         self, method: str, request: Any, response: type[ResponseT], deadline: timedelta | None
     ) -> ResponseStream[ResponseT]:
-        """Many answers; without a `deadline` the stream may stay open for ever, guarded by
+        """Makes a streaming call. Without a `deadline` the stream may stay open forever, guarded by
         keepalive."""
         with self.errors(method):
             call = getattr(self.stub, method)(
@@ -88,8 +85,8 @@ class Caller:
         return stream
 
     def find_obstacle(self) -> Obstacle | None:
-        """Returns what prevents a connection to the server, tried anew; None: nothing does. Blocks
-        for a few seconds at most."""
+        """Makes a new attempt to reach the server and returns the obstacle; None if there is none.
+        Blocks for a few seconds at most."""
         return find_obstacle(self._settings)
 
     def seconds(self, deadline: timedelta | None) -> float:
@@ -97,12 +94,12 @@ class Caller:
 
     @contextmanager
     def errors(self, method: str) -> Iterator[None]:
-        """Turns gRPC's errors into ShoalErrors that say what was asked of whom."""
+        """Turns gRPC's errors into ShoalErrors that name the call and the server."""
         call = f"{method} at {self._settings.address}"
         try:
             yield
         except (grpc.RpcError, ValueError) as error:
-            # gRPC raises ValueError for calls begun on a closed channel, and cancels those in
+            # gRPC raises ValueError for calls started on a closed channel, and cancels those in
             # progress.
             if self._closed:
                 raise UnavailableError(
@@ -135,7 +132,7 @@ class Caller:
 
 
 class ResponseStream(Generic[ResponseT]):
-    """The server's side of a streaming call: iterate it on one thread; `cancel()` from any thread
+    """Response side of a streaming call: iterate over it on one thread; `cancel()` from any thread
     ends the iteration without an error."""
 
     def __init__(self, call: Any, caller: Caller, method: str) -> None:
@@ -158,7 +155,7 @@ class ResponseStream(Generic[ResponseT]):
             return response
 
     def end(self) -> None:
-        """Ends the call; who iterates gets the error that `Caller.errors` makes of that."""
+        """Ends the call; the iterating thread gets the error that `Caller.errors` makes of that."""
         self._call.cancel()
 
     def cancel(self) -> None:

@@ -1,12 +1,12 @@
-"""The coordinator's client: a method per RPC of shoal.v1.Coordinator, with the same names in
+"""Client of the coordinator: one method per RPC of shoal.v1.Coordinator, with the same names in
 snake_case.
 
-Synchronous and safe to share between threads; never use one in a forked child. Every method raises
-ShoalErrors: what the .proto says of each RPC, and UnavailableError or DeadlineError where the
-coordinator cannot be reached. `deadline` overrides ChannelSettings.deadline. Requests are built
-here and validated by the coordinator, not here.
+Synchronous and thread-safe; never use one in a forked child. Every method raises ShoalErrors: those
+documented for each RPC in the .proto, and UnavailableError or DeadlineError if the coordinator
+cannot be reached. `deadline` overrides ChannelSettings.deadline. Requests are built here and
+validated by the coordinator.
 
-Who belongs to a run of a job sets `run`: all it asks is of that run then.
+A caller that belongs to a run of a job sets `run`; all its requests then refer to that run.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from shoal_common.security import MEMBER_KEY
 
 
 class CoordinatorClient:
-    """A context manager; the connection is made by the first call."""
+    """A context manager; the first call opens the connection."""
 
     def __init__(self, settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> None:
         self._caller = Caller(settings, interceptors, CoordinatorStub)
         self.address = settings.address
         """host:port of the coordinator."""
         self.run: pb.RunId | None = None
-        """The run that the caller belongs to, of whatever job it asks about; None: it belongs to
-        none, and asks about the newest."""
+        """Run that the caller belongs to, for all jobs in its requests; None: none, so that
+        requests refer to the newest run."""
 
     def find_obstacle(self) -> Obstacle | None:
-        """Returns what prevents a connection to the coordinator, tried anew; None: nothing does. To
-        explain an UnavailableError."""
+        """Makes a new attempt to reach the coordinator and returns the obstacle, to explain an
+        UnavailableError; None if there is none."""
         return self._caller.find_obstacle()
 
     # ----------------------------------------------------------------------------------------- jobs
@@ -52,10 +52,10 @@ class CoordinatorClient:
         follow: bool = False,
         deadline: timedelta | None = None,
     ) -> pb.CreateJobResponse:
-        """Creates the job, joins the run that goes on, or begins the next one. `number`: no other
-        than that run. `resume`: one that failed or was stopped goes on. `follow`: of launchers' own
-        job, which has the runs of the other: `run`. UnavailableError with reason RUN_ENDING: ask
-        again until the members of the run before have left."""
+        """Creates the job, joins its current run, or begins the next one. `number`: accept only
+        this run. `resume`: continue a run that failed or was stopped. `follow`: for the launchers'
+        own job, which follows the runs of the other job: `run`. Raises UnavailableError with reason
+        RUN_ENDING until the members of the previous run have left; retry."""
         run = pb.RunId(number=number) if number else self.run
         request = pb.CreateJobRequest(spec=spec, run=run, resume=resume, follow=follow)
         return self._caller.unary("CreateJob", request, pb.CreateJobResponse, deadline)
@@ -68,8 +68,8 @@ class CoordinatorClient:
         below_step: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.GetJobResponse:
-        """`member_id`, `below_step`: of the members this one alone, or those alone that are
-        behind."""
+        """Returns a job's state. `member_id`, `below_step`: restrict the members to this one, or to
+        those behind this step."""
         request = pb.GetJobRequest(
             job_id=job_id, run=self.run, member_id=member_id, below_step=below_step
         )
@@ -90,8 +90,8 @@ class CoordinatorClient:
         finished: bool = False,
         deadline: timedelta | None = None,
     ) -> pb.ReportExitResponse:
-        """`key`: the member's, if it has one; an admin needs none. `failure`: not empty, the job
-        ends with it. `finished`: it came to the end of its script."""
+        """Reports the exit of a process. `key`: the member's, if it has one; not needed by an
+        admin. `failure`: if not empty, the job fails with it. `finished`: its script finished."""
         request = pb.ReportExitRequest(
             job_id=job_id,
             member_id=member_id,
@@ -115,7 +115,7 @@ class CoordinatorClient:
         reason: str = "",
         deadline: timedelta | None = None,
     ) -> pb.DrainMemberResponse:
-        """Give `member_id` or `rank`."""
+        """Drains a member, given by `member_id` or `rank`."""
         request = pb.DrainMemberRequest(
             job_id=job_id, member_id=member_id, rank=rank, reason=reason, run=self.run
         )
@@ -124,8 +124,8 @@ class CoordinatorClient:
     def drain_server(
         self, job_id: str, server_id: str, *, reason: str = "", deadline: timedelta | None = None
     ) -> pb.DrainServerResponse:
-        """Returns at once; `ServerStatus.draining` is true until the server has given all away and
-        has ended."""
+        """Drains a server. Returns at once; `ServerStatus.draining` is true until the server has
+        handed over everything and has ended."""
         request = pb.DrainServerRequest(
             job_id=job_id, server_id=server_id, reason=reason, run=self.run
         )
@@ -139,7 +139,7 @@ class CoordinatorClient:
         ending: pb.JobEnding = pb.JOB_ENDING_UNSPECIFIED,
         deadline: timedelta | None = None,
     ) -> pb.StopJobResponse:
-        """`ending`: what the run of a plain script comes to, which never had a member."""
+        """Stops a job. `ending`: outcome of a plain script's run, which never had a member."""
         request = pb.StopJobRequest(job_id=job_id, reason=reason, run=self.run, ending=ending)
         return self._caller.unary("StopJob", request, pb.StopJobResponse, deadline)
 
@@ -148,7 +148,7 @@ class CoordinatorClient:
     def join_session(
         self, messages: Iterator[pb.MemberMessage]
     ) -> ResponseStream[pb.MemberDirective]:
-        """A member's session. `messages` is read on a thread of gRPC's: it may block, and must end
+        """Opens a member's session. `messages` is read on a gRPC thread: it may block, and must end
         after the stream has."""
         return self._caller.stream("JoinSession", messages, pb.MemberDirective, None)
 
@@ -161,15 +161,15 @@ class CoordinatorClient:
         ranks: Iterable[int] = (),
         deadline: timedelta | None = None,
     ) -> pb.GetRanksResponse:
-        """Ranks of the newest generation; none named: all. StaleGenerationError: it is not the
-        newest any more."""
+        """Returns ranks of the newest generation; all if none are named. Raises
+        StaleGenerationError if it is no longer the newest."""
         request = pb.GetRanksRequest(job_id=job_id, generation=generation, nonce=nonce, ranks=ranks)
         return self._caller.unary("GetRanks", request, pb.GetRanksResponse, deadline)
 
     def server_session(
         self, messages: Iterator[pb.ServerMessage]
     ) -> ResponseStream[pb.ServerDirective]:
-        """A parameter server's session, with the same rules."""
+        """Opens a parameter server's session, with the same rules."""
         return self._caller.stream("ServerSession", messages, pb.ServerDirective, None)
 
     # ----------------------------------------------------------------------------------------- data
@@ -177,8 +177,8 @@ class CoordinatorClient:
     def declare_tensors(
         self, job_id: str, tensors: Iterable[pb.TensorSpec], *, deadline: timedelta | None = None
     ) -> pb.DeclareTensorsResponse:
-        """UnavailableError with reason NO_SERVERS: ask again until the job's parameter servers have
-        registered."""
+        """Declares a model's tensors. Raises UnavailableError with reason NO_SERVERS until the
+        job's parameter servers have registered; retry."""
         request = pb.DeclareTensorsRequest(job_id=job_id, tensors=tensors, run=self.run)
         return self._caller.unary("DeclareTensors", request, pb.DeclareTensorsResponse, deadline)
 
@@ -208,8 +208,8 @@ class CoordinatorClient:
         batch_ms: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.LeaseBatchesResponse:
-        """Not repeated by gRPC. After an UnavailableError repeat it with the same `sequence`;
-        without one, leases may have been given that nobody knows of."""
+        """Leases batches. Not retried by gRPC. After an UnavailableError repeat it with the same
+        `sequence`; without one, unknown leases may remain."""
         request = pb.LeaseBatchesRequest(
             job_id=job_id,
             member_id=member_id,
@@ -234,7 +234,7 @@ class CoordinatorClient:
         follow: bool = False,
         deadline: timedelta | None = None,
     ) -> ResponseStream[pb.Event]:
-        """Events, oldest first; with `follow` until cancelled. No deadline unless given."""
+        """Streams events, oldest first; with `follow` until cancelled. No deadline unless given."""
         request = pb.WatchEventsRequest(
             job_id=job_id, after_event_id=after_event_id, follow=follow, run=self.run
         )

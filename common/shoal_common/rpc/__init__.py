@@ -1,1 +1,1 @@
-"""gRPC as Shoal uses it: statuses, channels, servers, interceptors."""
+"""gRPC for Shoal: statuses, channels, servers, interceptors."""

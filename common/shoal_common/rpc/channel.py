@@ -31,7 +31,7 @@ from shoal_common.settings import parse_address
 
 @dataclass(frozen=True, kw_only=True)
 class ChannelSettings:
-    """One server, and how to speak to it."""
+    """Address of one server, and options for calling it."""
 
     address: str
     """host:port."""
@@ -40,35 +40,36 @@ class ChannelSettings:
     """None: plain text, for loopback and trusted networks."""
 
     token: str | None = field(default=None, repr=False)
-    """Bearer token sent with every call; None: none."""
+    """Bearer token sent with every call; None if there is none."""
 
     member_key: str | None = field(default=None, repr=False)
-    """Sent with every call of a member: by it the services know that it speaks for itself. None:
-    the caller is no member."""
+    """Sent with every call of a member, to prove its identity to the services. None: the caller is
+    not a member."""
 
     server_name: str | None = None
-    """The name the server's certificate must have, where it is not the host of `address`."""
+    """Expected name in the server's certificate, if it is not the host of `address`."""
 
     deadline: timedelta = timedelta(seconds=10)
     """Default deadline of a client's unary calls."""
 
     keepalive: timedelta = timedelta(seconds=20)
-    """A ping after so long without traffic: finds peers that vanished without closing."""
+    """Interval without traffic after which a ping is sent, to detect peers that vanished without
+    closing."""
 
     keepalive_timeout: timedelta = timedelta(seconds=10)
-    """How long a ping may stay unanswered before the connection is given up."""
+    """How long a ping may remain unanswered before the connection is given up."""
 
     max_message_bytes: int = 16 << 20
-    """Longest message sent or received."""
+    """Maximum size of a message sent or received."""
 
     attempts: int = 4
-    """Attempts in all of an idempotent call on UNAVAILABLE; 1 to 5. 1: no retries."""
+    """Total number of attempts for an idempotent call on UNAVAILABLE; 1 to 5. 1: no retries."""
 
     first_backoff: timedelta = timedelta(milliseconds=100)
     """Wait before the second attempt; doubles, with jitter."""
 
     longest_backoff: timedelta = timedelta(seconds=2)
-    """The wait's upper limit."""
+    """Upper limit of the wait."""
 
     def __post_init__(self) -> None:
         if parse_address(self.address).port == 0:
@@ -96,8 +97,8 @@ class ChannelSettings:
 
 
 def channel(settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> grpc.Channel:
-    """A synchronous channel. It connects at the first call. `interceptors` (metrics say) see the
-    call before the token is added."""
+    """Returns a synchronous channel, which connects at the first call. `interceptors` (e.g. for
+    metrics) see the call before the token is added."""
     credentials = _credentials(settings)
     options = _options(settings)
     if credentials is None:
@@ -113,7 +114,7 @@ def channel(settings: ChannelSettings, *, interceptors: Sequence[Any] = ()) -> g
 def aio_channel(
     settings: ChannelSettings, *, interceptors: Sequence[grpc.aio.ClientInterceptor] = ()
 ) -> grpc.aio.Channel:
-    """The same for the running event loop."""
+    """Returns a channel for the running event loop."""
     credentials = _credentials(settings)
     options = _options(settings)
     entries = _entries(settings)
@@ -147,15 +148,15 @@ def _options(settings: ChannelSettings) -> list[tuple[str, Any]]:
         ("grpc.max_receive_message_length", settings.max_message_bytes),
         ("grpc.keepalive_time_ms", milliseconds(settings.keepalive)),
         ("grpc.keepalive_timeout_ms", milliseconds(settings.keepalive_timeout)),
-        # In grpc 1.85 the timeout above does not apply while this one, 60 s by default, is longer.
+        # In grpc 1.85 the timeout above has no effect while this one, 60 s by default, is longer.
         ("grpc.http2.ping_timeout_ms", milliseconds(settings.keepalive_timeout)),
-        # An idle session must notice a vanished peer too.
+        # An idle session must detect a vanished peer too.
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        # Channels to one address share a connection by default; then one client's close or token
-        # would concern another's.
+        # Channels to one address share a connection by default; one client's close or token would
+        # then affect another's.
         ("grpc.use_local_subchannel_pool", 1),
-        # A server that comes back is found within seconds, not minutes.
+        # A restarted server is found within seconds, not minutes.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.dns_min_time_between_resolutions_ms", 1000),
@@ -177,11 +178,11 @@ def _options(settings: ChannelSettings) -> list[tuple[str, Any]]:
 
 
 def is_name(address: str) -> bool:
-    """Whether the host of `address`, host:port, is a name and no IP address.
+    """Returns whether the host of `address`, host:port, is a name and not an IP address.
 
-    A channel that could not look its name up waits before it does so again, up to two minutes,
-    which no option shortens. A container that is started again has no name meanwhile, and another
-    address after it: whoever calls by a name takes a fresh channel after a failure.
+    A channel that could not resolve its name waits up to two minutes before it tries again, which
+    no option shortens. A container that is restarted has no name meanwhile, and another address
+    afterwards; callers that use a name therefore take a fresh channel after a failure.
     """
     try:
         ipaddress.ip_address(parse_address(address).host.strip("[]"))
@@ -191,5 +192,5 @@ def is_name(address: str) -> bool:
 
 
 def milliseconds(duration: timedelta) -> int:
-    """For gRPC's options, whose unit it is; at least 1."""
+    """Returns the duration for gRPC's options, in milliseconds; at least 1."""
     return max(1, round(duration.total_seconds() * 1000))

@@ -1,7 +1,7 @@
-"""What every outgoing call shows of its caller: the bearer token, and a member's key.
+"""Adds the caller's credentials to every outgoing call: the bearer token, and a member's key.
 
-gRPC's own call credentials refuse to travel without TLS; an interceptor also works on insecure
-loopback, where tests and local clusters run.
+gRPC's own call credentials require TLS; an interceptor also works on insecure loopback, as used by
+tests and local clusters.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ Entries = tuple[tuple[str, str], ...]
 
 
 def with_entries(metadata: Any, entries: Entries) -> Entries:
-    """A call's metadata with these entries; what the call says itself counts."""
+    """Returns a call's metadata with these entries added; entries set by the call itself take
+    precedence."""
     given = tuple(metadata or ())
     names = {name for name, _ in given}
     return (*given, *(entry for entry in entries if entry[0] not in names))
 
 
 class _SyncDetails(grpc.ClientCallDetails):
-    """The details of a call with more metadata entries."""
+    """Details of a call with additional metadata entries."""
 
     def __init__(self, details: Any, entries: Entries) -> None:
         self.method = details.method
@@ -88,12 +89,13 @@ class _AsyncStreamStream(_AsyncMetadata, grpc.aio.StreamStreamClientInterceptor)
 
 
 def sync_metadata(entries: Entries) -> grpc.UnaryUnaryClientInterceptor:
-    """One interceptor for all four kinds of call."""
+    """Returns one interceptor for all four kinds of call."""
     return _SyncMetadata(entries)
 
 
 def async_metadata(entries: Entries) -> tuple[grpc.aio.ClientInterceptor, ...]:
-    """Four: grpc.aio files each interceptor under the first kind that it recognises."""
+    """Returns four interceptors, since grpc.aio registers each under the first kind that it
+    recognizes."""
     return (
         _AsyncUnaryUnary(entries),
         _AsyncUnaryStream(entries),

@@ -1,4 +1,4 @@
-"""Putting another behaviour in the place of a grpc.aio method handler's, whatever their kind."""
+"""Replaces the behaviour of grpc.aio method handlers of any kind."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import grpc
 
 
 def behaviour_of(handler: grpc.RpcMethodHandler) -> Callable[..., Any]:
-    """The servicer's method: whichever of the four is set."""
+    """Returns the servicer's method, whichever of the four is set."""
     behaviour: Callable[..., Any] = (
         handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     )
@@ -22,10 +22,11 @@ def with_behaviour(
     *,
     request_deserializer: Callable[[bytes], Any] | None,
 ) -> grpc.RpcMethodHandler:
-    """A handler of the same kind. Without `request_deserializer` its requests are bytes.
+    """Returns a handler of the same kind. Without `request_deserializer` its requests are bytes.
 
-    grpc.aio tells kinds apart by inspecting the function: a coroutine function gives one response,
-    or writes a stream of them through the context; an async generator function gives a stream.
+    grpc.aio determines the kind by inspecting the function: a coroutine function returns one
+    response, or writes a stream of them through the context; an async generator function yields a
+    stream.
     """
     make = {
         (False, False): grpc.unary_unary_rpc_method_handler,

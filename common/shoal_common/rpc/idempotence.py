@@ -1,7 +1,7 @@
-"""Which RPCs may be sent again when nobody knows whether the first one arrived, and the service
-config that lets gRPC do so.
+"""Lists the RPCs that are safe to retry when it is unknown whether the first attempt arrived, and
+the service config that lets gRPC do so.
 
-A test compares the table with the services' descriptors: every RPC is in it, once.
+A test compares the tables with the services' descriptors: every RPC is listed exactly once.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ IDEMPOTENT: Final[Mapping[str, frozenset[str]]] = {
         }
     ),
 }
-"""gRPC repeats these by itself on UNAVAILABLE."""
+"""Retried by gRPC itself on UNAVAILABLE."""
 
 NOT_REPEATED: Final[Mapping[str, frozenset[str]]] = {
-    # Sessions and events have a state that the caller must rebuild. A lost answer to LeaseBatches
+    # Sessions and events have state that the caller must rebuild. A lost answer to LeaseBatches
     # would lease the batches twice.
     "shoal.v1.Coordinator": frozenset(
         {"JoinSession", "ServerSession", "LeaseBatches", "WatchEvents"}
     ),
-    # Uploads are safe to repeat by their sequence numbers, but gRPC would have to keep the whole
-    # stream in memory: the caller sends it again. Follow begins with what the primary holds by
-    # then.
+    # Uploads are safe to repeat because of their sequence numbers, but gRPC would have to keep the
+    # entire stream in memory: the caller repeats them. Follow begins with the primary's state at
+    # that time.
     "shoal.v1.ParameterServer": frozenset(
         {"Initialize", "Push", "RestoreRows", "Follow", "TakePartitions"}
     ),
 }
-"""Whoever calls these decides about a second attempt."""
+"""Retries of these are left to the caller."""
 
 
 def service_config(*, attempts: int, first_backoff: timedelta, longest_backoff: timedelta) -> str:
-    """gRPC's JSON service config: idempotent methods are tried `attempts` times (2 to 5) in all, on
-    UNAVAILABLE only."""
+    """Returns gRPC's JSON service config: idempotent methods get `attempts` attempts (2 to 5) in
+    total, on UNAVAILABLE only."""
     names = [
         {"service": service, "method": method}
         for service, methods in IDEMPOTENT.items()

@@ -1,12 +1,12 @@
-"""Metrics of gRPC calls, on servers and in clients, with the grpc-ecosystem's names, so that
+"""Metrics of gRPC calls, on servers and in clients, with the names of grpc-ecosystem, so that
 existing dashboards and alerts fit.
 
 Server: grpc_server_started_total, grpc_server_handled_total, grpc_server_msg_received_total,
 grpc_server_msg_sent_total, grpc_server_handling_seconds. Client: the same with grpc_client_,
 without the message counts. Labels grpc_type, grpc_service, grpc_method, and grpc_code spelled as in
-Go ("OK", "InvalidArgument"). Messages that a handler moves through its context (context.read,
-context.write) are not counted. Only methods that exist are counted, so strangers cannot make new
-label values. server_interceptor.py counts on a server.
+Go ("OK", "InvalidArgument"). Messages that a handler exchanges through its context (context.read,
+context.write) are not counted. Only existing methods are counted, so strangers cannot create new
+label values. Server-side counting is in server_interceptor.py.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class ServerMetrics:
         )
 
     def of(self, method: str, handler: grpc.RpcMethodHandler) -> MethodMetrics:
-        """The counters of one method. The caller has seen that it exists: names that strangers send
-        must not become label values."""
+        """Returns the counters of one method. The caller has verified that it exists, since names
+        sent by strangers must not become label values."""
         labels = (
             _TYPES[bool(handler.request_streaming), bool(handler.response_streaming)],
             *split_method(method),
@@ -104,10 +104,10 @@ class ClientMetricsInterceptor(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """For synchronous channels: `channel(settings,
+    """Interceptor for synchronous channels: `channel(settings,
     interceptors=[ClientMetricsInterceptor(registry)])`.
 
-    One per registry; a process's channels share it. Any thread may call.
+    One per registry, shared by a process's channels. Thread-safe.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -175,12 +175,12 @@ class ClientMetricsInterceptor(
 
 
 def split_method(method: str) -> tuple[str, str]:
-    """("shoal.v1.Coordinator", "GetJob") of "/shoal.v1.Coordinator/GetJob"."""
+    """Splits "/shoal.v1.Coordinator/GetJob" into ("shoal.v1.Coordinator", "GetJob")."""
     service, _, name = method.removeprefix("/").partition("/")
     return service, name
 
 
 def go_code(code: grpc.StatusCode | int | None) -> str:
-    """A status code in Go's spelling. grpc.aio's contexts give numbers."""
+    """Returns a status code in Go's spelling. grpc.aio's contexts use numbers."""
     number = code.value[0] if isinstance(code, grpc.StatusCode) else code
     return _GO_CODES.get(number, "Unknown")

@@ -1,7 +1,7 @@
-"""Names the cause when a gRPC server cannot be reached. gRPC reports no more than UNAVAILABLE for
-most of them.
+"""Finds out why a gRPC server cannot be reached; in most cases gRPC itself reports only
+UNAVAILABLE.
 
-The probe takes the steps of a gRPC connection one by one on a plain socket: name lookup, TCP
+The probe performs the steps of a gRPC connection one by one on a plain socket: name lookup, TCP
 connection, TLS handshake, and the first HTTP/2 frames. It sends no call and no token.
 """
 
@@ -22,26 +22,27 @@ _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x
 """An HTTP/2 client's first bytes (RFC 9113, section 3.4): the preface and an empty SETTINGS
 frame."""
 _OF_CERTIFICATES: Final = ("certificate", "unknown ca")
-"""In the names of TLS alerts about a client's certificate. A proxy sends others while its server
-restarts."""
+"""Substrings of the names of TLS alerts about a client's certificate. A proxy sends other alerts
+while its server restarts."""
 _FRAME_HEADER: Final = 9
 _SETTINGS: Final = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Obstacle:
-    """Why a server cannot be reached."""
+    """Reason why a server cannot be reached."""
 
     cause: str
-    """For people, with the remedy where there is one."""
+    """Description for people, with the remedy if there is one."""
     permanent: bool
-    """Trying again does not help until somebody changes a setting or a certificate."""
+    """Whether retrying is useless until somebody changes a setting or a certificate."""
 
 
 def find_obstacle(
     settings: ChannelSettings, *, timeout: timedelta = timedelta(seconds=2)
 ) -> Obstacle | None:
-    """Tries to reach the server and returns what prevents it; None: nothing does, it speaks HTTP/2.
+    """Tries to reach the server and returns the obstacle; None if there is none and the server
+    speaks HTTP/2.
 
     Blocks for the system's name lookup and then for at most `timeout` per step.
     """
@@ -116,7 +117,7 @@ def _try_tls(connection: socket.socket, tls: TlsSettings, name: str) -> Obstacle
     try:
         with context.wrap_socket(connection, server_hostname=name) as secured:
             secured.sendall(_PREFACE)
-            # a server refuses this side's certificate after the handshake (TLS 1.3)
+            # with TLS 1.3 a server refuses this side's certificate only after the handshake
             answer = _receive(secured)
     except ssl.SSLCertVerificationError as error:
         return Obstacle(cause=_distrusted(error, tls, name), permanent=True)
@@ -182,7 +183,8 @@ def _unwanted_certificate(tls: TlsSettings) -> str:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    """The first bytes of the answer, at least a frame's header; fewer when the server hangs up."""
+    """Returns the first bytes of the answer, at least a frame's header; fewer if the server hangs
+    up."""
     answer = b""
     while len(answer) < _FRAME_HEADER:
         try:

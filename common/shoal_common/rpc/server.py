@@ -1,9 +1,9 @@
-"""The gRPC server of every Shoal service: TLS, bearer tokens, health, reflection, metrics, errors
-as statuses, graceful drain.
+"""gRPC server of every Shoal service: TLS, bearer tokens, health, reflection, metrics, errors as
+statuses, graceful drain.
 
-A service gives its servicer and who may call what; handlers raise ShoalErrors and need nothing
-else. Everything here belongs to the event loop that called `start`. This module does not handle
-signals: the service's main does, and calls `drain_and_stop`.
+A service provides its servicer and the roles that may call each method; handlers raise ShoalErrors
+and need nothing else. Everything here belongs to the event loop that called `start`. Signals are
+handled by the service's main, which calls `drain_and_stop`.
 """
 
 from __future__ import annotations
@@ -39,38 +39,38 @@ ALL_AT_ONCE: Final = (
     ("grpc.server.max_pending_requests", 30_000),
     ("grpc.server.max_pending_requests_hard_limit", 40_000),
 )
-"""gRPC cancels calls at random when more than a thousand (at most three) wait for the handler. Ten
-thousand members may come at once, as they do after a restart of the coordinator."""
+"""gRPC cancels calls at random when more than a thousand (at most three thousand) wait for the
+handler. Ten thousand members may arrive at once, e.g. after a restart of the coordinator."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """Where a server listens, and whom it lets in."""
+    """Address of a server, and its authentication."""
 
     listen: str
-    """host:port; port 0: the operating system picks one, `RpcServer.start` returns it."""
+    """host:port; port 0: chosen by the operating system and returned by `RpcServer.start`."""
 
     tls: TlsSettings | None = None
     """None: plain text."""
 
     tokens: TokenTable = field(default_factory=TokenTable.open)
-    """Open: everyone may do everything."""
+    """An open table lets everyone do everything."""
 
     insecure: bool = False
     """Allows a `listen` address that other machines can reach without TLS or without tokens."""
 
     drain_timeout: timedelta = timedelta(seconds=10)
-    """How long calls in progress may go on after a drain has begun."""
+    """How long calls in progress may continue after a drain has begun."""
 
     max_message_bytes: int = 16 << 20
-    """Longest message received or sent; longer ones get RESOURCE_EXHAUSTED."""
+    """Maximum size of a message received or sent; longer ones get RESOURCE_EXHAUSTED."""
 
     keepalive: timedelta = timedelta(seconds=20)
-    """A ping after so long without traffic: clients that vanished without closing are found, and
-    their streams broken."""
+    """Interval without traffic after which a ping is sent, to detect clients that vanished without
+    closing and end their streams."""
 
     keepalive_timeout: timedelta = timedelta(seconds=10)
-    """How long a ping may stay unanswered before the connection is given up."""
+    """How long a ping may remain unanswered before the connection is given up."""
 
     shortest_keepalive: timedelta = timedelta(seconds=5)
     """Clients that ping more often are disconnected. At most the clients'
@@ -105,7 +105,8 @@ class ServerSettings:
 
 
 class RpcServer:
-    """One service on one port. `start` once, `drain_and_stop` once, both on the same event loop."""
+    """One service on one port. Call `start` once and `drain_and_stop` once, both on the same event
+    loop."""
 
     def __init__(
         self,
@@ -117,14 +118,15 @@ class RpcServer:
         metrics_registry: CollectorRegistry,
         job: str | None = None,
     ) -> None:
-        """`service_name`: "shoal.v1.Coordinator". `register` adds the servicer. `allowed_roles`:
-        for each full method, "/shoal.v1.Coordinator/CreateJob", the roles besides ADMIN that may
-        call it; ConfigurationError unless it names exactly the service's methods, so that none is
-        left open or shut by oversight. `job`: the only job that the service is for, so that a token
-        for another one opens nothing; None: it is for many, and its handlers ask `caller()`."""
+        """`service_name`: e.g. "shoal.v1.Coordinator". `register`: adds the servicer.
+        `allowed_roles`: full method name, e.g. "/shoal.v1.Coordinator/CreateJob" -> roles besides
+        ADMIN that may call it; raises ConfigurationError unless it names exactly the service's
+        methods, so that none is open or closed by oversight. `job`: the only job that the service
+        is for, so that tokens for other jobs are refused; None: the service is for many jobs, and
+        its handlers check `caller()`."""
         _check_completeness(service_name, allowed_roles)
         self.draining = asyncio.Event()
-        """Set when a drain begins: long-lived streams should end by themselves."""
+        """Set when a drain begins: long-lived streams should then end by themselves."""
         self._settings = settings
         self._service_name = service_name
         self._register = register
@@ -136,8 +138,8 @@ class RpcServer:
         self._expiry_check: asyncio.TimerHandle | None = None
 
     async def start(self) -> int:
-        """Binds, serves and says SERVING; returns the port. ConfigurationError when the address
-        cannot be bound."""
+        """Binds, serves and reports SERVING; returns the port. Raises ConfigurationError if the
+        address cannot be bound."""
         if self._server is not None:
             raise RuntimeError("this RpcServer was started before; make a new one")
         server = grpc.aio.server(
@@ -158,8 +160,8 @@ class RpcServer:
         return port
 
     async def set_serving(self, serving: bool) -> None:
-        """What health checks are told, of the service and of the whole server. Not after a drain
-        has begun."""
+        """Sets the answer to health checks, for the service and the entire server. Not after a
+        drain has begun."""
         status = (
             health_pb2.HealthCheckResponse.SERVING
             if serving
@@ -169,8 +171,8 @@ class RpcServer:
             await self._health.set(name, status)
 
     async def drain_and_stop(self) -> None:
-        """NOT_SERVING, no new calls, up to `drain_timeout` for those in progress, then they are
-        cancelled. Idempotent."""
+        """Reports NOT_SERVING, refuses new calls, waits up to `drain_timeout` for calls in progress
+        and then cancels them. Idempotent."""
         if self._server is None:
             return
         self.draining.set()
@@ -182,8 +184,7 @@ class RpcServer:
     def _watch_expiry(self) -> None:
         """Logs a warning while the certificate has expired or soon will, now and once a day.
 
-        The file may be renewed meanwhile: what counts is the certificate that was read at the
-        start.
+        The file may be renewed meanwhile, but only the certificate read at the start matters.
         """
         tls = self._settings.tls
         if tls is None or tls.certificate is None:
@@ -248,14 +249,14 @@ def _options(settings: ServerSettings) -> list[tuple[str, Any]]:
         ("grpc.max_send_message_length", settings.max_message_bytes),
         # Otherwise two servers share a port silently, each getting some of the calls.
         ("grpc.so_reuseport", 0),
-        # Clients ping idle connections (ChannelSettings.keepalive); pings more frequent than this
+        # Clients ping idle connections (ChannelSettings.keepalive); more frequent pings than this
         # end the connection with GOAWAY. The C name of this option is
-        # MIN_RECV_PING_INTERVAL_WITHOUT_DATA; its string is not.
+        # MIN_RECV_PING_INTERVAL_WITHOUT_DATA; its string differs.
         ("grpc.http2.min_ping_interval_without_data_ms", milliseconds(settings.shortest_keepalive)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", milliseconds(settings.keepalive)),
         ("grpc.keepalive_timeout_ms", milliseconds(settings.keepalive_timeout)),
-        # In grpc 1.85 the timeout above does not apply while this one, 60 s by default, is longer.
+        # In grpc 1.85 the timeout above has no effect while this one, 60 s by default, is longer.
         ("grpc.http2.ping_timeout_ms", milliseconds(settings.keepalive_timeout)),
         ("grpc.http2.max_pings_without_data", 0),
         *ALL_AT_ONCE,

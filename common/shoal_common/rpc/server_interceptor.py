@@ -1,9 +1,9 @@
-"""What happens around every handler of an RpcServer: its calls are counted, its callers admitted,
-and errors become statuses.
+"""Wraps every handler of an RpcServer: counts calls, authenticates callers, and turns errors into
+statuses.
 
-One interceptor does all of it, and makes what it puts around a method once: ten thousand sessions
-that begin at once, or end, pay for each layer and each message of theirs. Everything runs on the
-server's event loop.
+A single interceptor does all of this and creates the wrapper of a method only once, because ten
+thousand sessions that begin or end at once pay for each layer and each message. Everything runs on
+the server's event loop.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ _member_key: ContextVar[str] = ContextVar("member_key", default="")
 
 
 def caller() -> Holder:
-    """Who makes the call that is being handled. Only within a handler."""
+    """Returns the caller of the call being handled. Only within a handler."""
     return _caller.get()
 
 
 def member_key() -> str:
-    """The member's key that the call being handled has shown; empty: none. Only within a
+    """Returns the member key presented by the call being handled; empty if none. Only within a
     handler."""
     return _member_key.get()
 
 
 class Admission:
-    """Lets a call through when its bearer token's role may make it. Health checks are open;
-    reflection is for any known token. With an open token table everyone may do everything."""
+    """Admits a call if its bearer token's role permits it. Health checks are open; reflection
+    requires any known token. With an open token table everyone may do everything."""
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class Admission:
         *,
         job: str | None = None,
     ) -> None:
-        """`job`: see RpcServer."""
+        """`job`: as in RpcServer."""
         self._tokens = tokens
         self._allowed_roles = allowed_roles
         self._job = job
 
     def admit(self, method: str, context: grpc.aio.ServicerContext) -> None:
-        """Sets what `caller` and `member_key` say, in the call's own task. Raises
+        """Sets the values of `caller` and `member_key` in the call's own task. Raises
         AuthenticationError, PermissionDeniedError."""
         if method.startswith(_HEALTH):
             return
@@ -95,13 +95,13 @@ class Admission:
 
 
 class ServerInterceptor(grpc.aio.ServerInterceptor):
-    """The only one of a server."""
+    """The server's only interceptor."""
 
     def __init__(self, metrics: ServerMetrics, admission: Admission) -> None:
         self._metrics = metrics
         self._admission = admission
         self._served: dict[str, grpc.RpcMethodHandler] = {}
-        """Full name of a method of the service -> its handler with all that surrounds it."""
+        """Full name of a method of the service -> its wrapped handler."""
 
     async def intercept_service(
         self,
@@ -118,9 +118,9 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
         return served
 
     def _serve(self, method: str, handler: grpc.RpcMethodHandler) -> grpc.RpcMethodHandler:
-        """The handler with everything around it. A stranger's request is not even decoded: a single
-        one is decoded behind the admission, where what is malformed can be given a status (by
-        itself grpc.aio answers UNKNOWN); streamed ones while the handler reads them."""
+        """Returns the wrapped handler. Requests are decoded only after admission. A single request
+        is decoded explicitly, so that a malformed one gets a proper status (grpc.aio itself answers
+        UNKNOWN); streamed requests are decoded while the handler reads them."""
         behaviour, metrics, admission = (
             behaviour_of(handler),
             self._metrics.of(method, handler),
@@ -131,7 +131,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
 
         async def failed(error: Exception, context: grpc.aio.ServicerContext) -> NoReturn:
             if isinstance(error, NotImplementedError):
-                # What generated servicers raise for methods that nobody has overridden.
+                # Generated servicers raise this for methods that are not overridden.
                 await context.abort(
                     grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented here"
                 )
@@ -183,8 +183,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             finally:
                 ended(started_s, context, cancelled=cancelled)
 
-        # Handlers that are coroutine functions give one response, or write theirs through the
-        # context.
+        # Coroutine functions return one response, or write responses through the context.
         around = (
             streamed
             if handler.response_streaming and not inspect.iscoroutinefunction(behaviour)

@@ -1,10 +1,10 @@
-"""Errors over gRPC: ShoalError -> rich status (google.rpc.Status with ErrorInfo, RetryInfo) ->
-ShoalError, keeping class, reason and when to try again.
+"""Converts errors for gRPC: ShoalError -> rich status (google.rpc.Status with ErrorInfo, RetryInfo)
+-> ShoalError. Preserves class, reason and retry delay.
 
 ErrorInfo.reason is the error's reason, ErrorInfo.domain "shoal", ErrorInfo.metadata["class"] its
 class in shoal_common.errors. Clients in other languages need only the code and the reason. Statuses
-that did not come from Shoal's code (no connection, a deadline, a proxy's answer) have no ErrorInfo:
-the class then follows from the code alone.
+from elsewhere (no connection, a deadline, a proxy's answer) have no ErrorInfo; the class then
+follows from the code alone.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ DOMAIN: Final = "shoal"
 _CLASS_KEY: Final = "class"
 _DETAILS_KEY: Final = "grpc-status-details-bin"
 
-# gRPC refuses trailers above 8 KiB, and the message travels twice: percent-encoded (up to three
+# gRPC refuses trailers above 8 KiB, and the message is sent twice: percent-encoded (up to three
 # bytes each) and within the details.
 _LONGEST_MESSAGE_BYTES: Final = 1200
 _LONGEST_REASON: Final = 63
 _LONGEST_RETRY: Final = timedelta(minutes=1)
-"""Nobody waits longer than this because another side says so."""
+"""Upper limit for a delay requested by another side."""
 
 _CLASSES: Final[Mapping[str, type[ShoalError]]] = {
     name: kind
@@ -43,33 +43,33 @@ _CLASSES: Final[Mapping[str, type[ShoalError]]] = {
     if issubclass(kind, ShoalError)
 }
 _BY_CODE: Final[Mapping[grpc.StatusCode, type[ShoalError]]] = {
-    # Two classes have this code; a status that does not say which came from a server that found the
-    # request malformed.
+    # Two classes have this code; a status without a class came from a server that found the request
+    # malformed.
     **{
         grpc.StatusCode[kind.code]: kind
         for kind in _CLASSES.values()
         if ShoalError in kind.__bases__
     },
     grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
-    # A caller that cancels does not ask what became of it: this is a server that ended, and could
-    # not wait for the call.
+    # A caller that cancels does not look at the status, so here the server ended without waiting
+    # for the call.
     grpc.StatusCode.CANCELLED: errors.UnavailableError,
 }
 
 
 def to_status(error: ShoalError) -> Any:
-    """The grpc.Status (code, details, trailing_metadata) of an error. Messages over 1200 bytes are
-    cut."""
+    """Returns the grpc.Status (code, details, trailing_metadata) of an error. Messages over 1200
+    bytes are truncated."""
     return rpc_status.to_status(_status(error))
 
 
 def error_message(error: ShoalError) -> bytes:
-    """An encoded google.rpc.Status, for channels other than gRPC."""
+    """Returns an encoded google.rpc.Status, for channels other than gRPC."""
     return bytes(_status(error).SerializeToString())
 
 
 def from_error_message(data: bytes) -> ShoalError:
-    """The ShoalError in an encoded google.rpc.Status; CorruptDataError if it is none."""
+    """Returns the ShoalError in an encoded google.rpc.Status; CorruptDataError if it is invalid."""
     try:
         status = status_pb2.Status.FromString(data)
         info, retry_after = _details_in(status)
@@ -86,9 +86,8 @@ def from_error_message(data: bytes) -> ShoalError:
 
 
 def as_shoal_error(error: Exception, method: str) -> ShoalError:
-    """What a caller of `method` is told of an error there. What is not a ShoalError, nor a request
-    that cannot be decoded, is a bug: it is logged with its traceback, and the caller is told no
-    more than the method."""
+    """Converts an error in `method` for its caller. Anything except ShoalErrors and undecodable
+    requests is a bug: it is logged with its traceback, and the caller learns only the method."""
     if isinstance(error, ShoalError):
         if isinstance(error, errors.InternalError):
             logger.error("internal error", exc_info=error, extra={"method": method})
@@ -113,8 +112,8 @@ def as_shoal_error(error: Exception, method: str) -> ShoalError:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed: Python's, or torch's, which raises a RuntimeError that only its
-    text tells apart."""
+    """Returns whether an allocation failed: a MemoryError, or torch's RuntimeError, which can only
+    be recognized by its text."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
     )
@@ -138,18 +137,18 @@ def _status(error: ShoalError) -> status_pb2.Status:
 
 
 async def abort(context: grpc.aio.ServicerContext, error: ShoalError) -> NoReturn:
-    """Ends a grpc.aio call with the error's status. Handlers served by RpcServer need only raise
-    the error."""
+    """Ends a grpc.aio call with the error's status. Handlers served by RpcServer simply raise the
+    error."""
     status = to_status(error)
     await context.abort(status.code, status.details, status.trailing_metadata)
     raise AssertionError("unreachable: abort raises")
 
 
 def from_rpc_error(rpc_error: grpc.RpcError, *, call: str = "") -> ShoalError:
-    """The ShoalError that a failed call stands for; raise it `from rpc_error`.
+    """Returns the ShoalError for a failed call; raise it `from rpc_error`.
 
-    `call` says what was being asked of whom ("GetJob at 127.0.0.1:7000"); it goes before messages
-    that gRPC itself made, which do not say.
+    `call`: the call and its target, e.g. "GetJob at 127.0.0.1:7000"; it precedes messages generated
+    by gRPC itself, which do not contain it.
     """
     code = rpc_error.code()
     message = rpc_error.details() or code.name
@@ -164,7 +163,7 @@ def from_rpc_error(rpc_error: grpc.RpcError, *, call: str = "") -> ShoalError:
 
 
 def is_unreachable(rpc_error: grpc.RpcError) -> bool:
-    """gRPC itself says UNAVAILABLE, and not the server that was called."""
+    """Returns whether UNAVAILABLE stems from gRPC itself rather than from the called server."""
     return rpc_error.code() is grpc.StatusCode.UNAVAILABLE and _details(rpc_error)[0] is None
 
 
@@ -174,7 +173,7 @@ def _class_of(code: grpc.StatusCode, info: error_details_pb2.ErrorInfo) -> type[
 
 
 def _by_reason(code: grpc.StatusCode, reason: str) -> type[ShoalError]:
-    """For servers that send a reason without a class."""
+    """Returns the class for a server that sends a reason without a class."""
     for kind in _CLASSES.values():
         if kind.code == code.name and kind.default_reason == reason:
             return kind
@@ -184,8 +183,8 @@ def _by_reason(code: grpc.StatusCode, reason: str) -> type[ShoalError]:
 def _details(
     rpc_error: grpc.RpcError,
 ) -> tuple[error_details_pb2.ErrorInfo | None, timedelta | None]:
-    """What the error is, if Shoal's code said so, and when to try again; also a proxy may say
-    that."""
+    """Returns the ErrorInfo, if Shoal's code set one, and the retry delay, which a proxy may also
+    set."""
     encoded = next(
         (value for key, value in rpc_error.trailing_metadata() or () if key == _DETAILS_KEY), b""
     )

@@ -1,8 +1,7 @@
-"""Sparse tables: rows by 64-bit id that come into being when they are first trained
-(docs/decisions/0201).
+"""Sparse tables: rows by 64-bit id, created when they are first trained (docs/decisions/0201).
 
-`declaration` says how a table begins, is trained and forgets; `values` has the hash of ids and the
-rows that nobody has trained, which are functions of id and seed; `rows` keeps those that somebody
-has, on a parameter server or in a process of its own; `wire` is how they travel, and `file` how a
-whole bucket does, and lies in a checkpoint.
+`declaration` defines a table's initialization, optimizer and eviction; `values` has the hash of ids
+and the untrained rows, which are functions of id and seed; `rows` stores the trained ones, on a
+parameter server or in a local process; `wire` defines the format for transfers, and `file` that of
+an entire bucket in transfers and checkpoints.
 """

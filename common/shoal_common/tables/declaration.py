@@ -1,5 +1,5 @@
-"""How a sparse table begins, is trained and forgets, as plain values; and what of it cannot
-work."""
+"""Declaration of a sparse table as plain values: initialization, optimizer and eviction, with
+validation."""
 
 from __future__ import annotations
 
@@ -17,52 +17,50 @@ DEFAULT_BUCKETS: Final = 16
 MOST_BUCKETS: Final = 1024
 LARGEST_ROW_BYTES: Final = 64 << 10
 _LIMITLESS: Final = 1 << 62
-"""Limits of rows and ages are below."""
+"""Limits of rows and ages are below this."""
 _ROW_UNCHANGED: Final = ("momentum", "dampening", "nesterov", "weight_decay")
-"""Hyperparameters that change rows also where these have no gradient, so that all would have to be
-touched in each step."""
+"""Hyperparameters that change rows even without a gradient, so that every step would have to touch
+all rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """A declared table, beside its name and shape. Values that cannot work are found by
-    `contradiction`."""
+    """A declared table, without its name and shape. `contradiction` finds invalid values."""
 
     buckets: int = DEFAULT_BUCKETS
-    """The table's rows are spread over so many partitions, by a hash of their ids."""
+    """Number of partitions over which the table's rows are spread, by a hash of their ids."""
     seed: int
     """0 to 2**64 - 1."""
     initializer: str
     """One of INITIALIZERS."""
     scale: float
-    """uniform: values are in [-scale, scale); normal: their standard deviation; 0 with zeros."""
+    """uniform: values are in [-scale, scale); normal: the standard deviation; zeros: 0."""
     optimizer: str
     """A key of TABLE_OPTIMIZERS."""
     hyperparameters: tuple[tuple[str, float], ...] = ()
-    """The optimizer's hyperparameters, all of them, as (name, value) in the order of their names;
-    `with_defaults` fills them in."""
+    """All of the optimizer's hyperparameters as (name, value), sorted by name; `with_defaults`
+    fills them in."""
     max_age: int = 0
-    """A row goes when it was not pushed for so many pushes of its bucket; 0: not for that
-    reason."""
+    """Number of pushes of its bucket after which a row without updates is evicted; 0: never."""
     max_rows: int = 0
-    """How many rows of the table are kept, shared equally by its buckets; 0: as many as come."""
+    """Maximum number of rows in the table, shared equally by its buckets; 0: unlimited."""
 
     @property
     def declared(self) -> OptimizerDeclaration:
-        """What is known of its optimizer."""
+        """Declaration of its optimizer."""
         return TABLE_OPTIMIZERS[self.optimizer]
 
     @property
     def most_rows(self) -> int:
-        """Rows that one bucket keeps at most; 0: as many as come."""
+        """Maximum number of rows in one bucket; 0: unlimited."""
         return self.max_rows // self.buckets
 
     @classmethod
     def with_defaults(
         cls, *, optimizer: str, hyperparameters: Mapping[str, float], **others: Any
     ) -> TableSpec:
-        """Makes a specification with all hyperparameters, so that equal tables compare equal; an
-        unknown optimizer has those given."""
+        """Returns a specification with all hyperparameters, so that equal tables compare equal; an
+        unknown optimizer keeps those given."""
         declared = TABLE_OPTIMIZERS.get(optimizer)
         values = {
             **(declared.defaults if declared is not None else {}),
@@ -72,7 +70,7 @@ class TableSpec:
 
     @classmethod
     def of_message(cls, message: coordinator_pb2.TableSpec) -> TableSpec:
-        """What a message says, right or wrong, with all hyperparameters."""
+        """Returns the contents of a message, valid or not, with all hyperparameters."""
         return cls.with_defaults(
             buckets=message.buckets,
             seed=message.seed,
@@ -85,23 +83,23 @@ class TableSpec:
         )
 
     def message(self) -> coordinator_pb2.TableSpec:
-        """The inverse."""
+        """Converts to a message."""
         return coordinator_pb2.TableSpec(
             **{**asdict(self), "hyperparameters": dict(self.hyperparameters)}
         )
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TableSpec:
-        """The inverse of `to_json`. Raises KeyError, TypeError or ValueError."""
+        """Restores from the result of `to_json`. Raises KeyError, TypeError or ValueError."""
         pairs = tuple((str(name), float(number)) for name, number in value["hyperparameters"])
         return cls(**{**value, "hyperparameters": pairs})
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Converts to plain JSON values."""
         return asdict(self)
 
     def contradiction(self) -> str:
-        """What is wrong with it, with the field's name, its value and what was expected; empty:
+        """Returns what is wrong with it: the field's name, its value and the expectation; empty if
         nothing."""
         if not 1 <= self.buckets <= MOST_BUCKETS:
             return f"buckets={self.buckets}: expected 1 to {MOST_BUCKETS}"
@@ -156,7 +154,7 @@ class TableSpec:
 
 
 def wrong_shape(shape: tuple[int, ...]) -> str:
-    """What is wrong with a table's shape; empty: nothing."""
+    """Returns what is wrong with a table's shape; empty if nothing."""
     if len(shape) != 2 or shape[0] < 0 or not 1 <= shape[1] * 4 <= LARGEST_ROW_BYTES:
         return (
             f"shape {list(shape)}: expected [rows, dim], rows 0 for any 64-bit id, and dim 1 to "

@@ -1,11 +1,11 @@
-"""One bucket of a table as a safetensors file: what a parameter server gives and takes whole, and
-what lies in a checkpoint.
+"""Safetensors file of one bucket of a table, as exchanged with a parameter server and stored in a
+checkpoint.
 
 Tensors: `ids` (int64, ascending), `updated_at` (int64: the step of each row's last update), `rows`
-(float32, `[n, dim]`), and what the optimizer keeps for each row, `state/NAME` (float32, `[n, dim]`
-or `[n]`). Metadata: `table`, `bucket` and `buckets` (which of how many), and `version`, which is
-one more than the pushes that the bucket had. Written by hand, so that no array is copied; read
-strictly, and any tool reads it too.
+(float32, `[n, dim]`), and the optimizer's state per row, `state/NAME` (float32, `[n, dim]` or
+`[n]`). Metadata: `table`, `bucket` and `buckets` (its index and their number), and `version`, which
+is one more than the bucket's number of pushes. Written by hand, so that no array is copied; reading
+is strict, and any tool can read it too.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _STATE: Final = "state/"
 
 @dataclass(frozen=True, kw_only=True)
 class BucketImage:
-    """A bucket at one moment."""
+    """State of a bucket at one moment."""
 
     table: str
     number: int
-    """Which of the table's `buckets`."""
+    """Index among the table's `buckets`."""
     buckets: int
     version: int
     rows: RowsImage
 
     def encoded(self) -> EncodedBucket:
-        """The file. It shares memory with the rows."""
+        """Returns the file, which shares memory with the rows."""
         arrays: dict[str, npt.NDArray[Any]] = {
             "ids": self.rows.ids,
             "updated_at": self.rows.updated_at,
@@ -73,32 +73,32 @@ class BucketImage:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedBucket:
-    """The bytes of a file, where they lie."""
+    """Bytes of a file, in their original memory."""
 
     parts: tuple[memoryview, ...]
 
     @property
     def nbytes(self) -> int:
-        """How many."""
+        """Total number of bytes."""
         return sum(part.nbytes for part in self.parts)
 
     def checksum(self) -> int:
-        """xxh3-64 of all."""
+        """Returns the xxh3-64 of all bytes."""
         digest = xxhash.xxh3_64()
         for part in self.parts:
             digest.update(part)
         return int(digest.intdigest())
 
     def chunks(self, size: int) -> Iterator[memoryview]:
-        """All of them, in pieces of at most `size`."""
+        """Yields all bytes in pieces of at most `size`."""
         for part in self.parts:
             for start in range(0, part.nbytes, size):
                 yield part[start : start + size]
 
 
 def read_bucket(data: memoryview) -> BucketImage:
-    """The inverse of `BucketImage.encoded`; the arrays lie in `data`. Raises ValueError for what it
-    did not make."""
+    """Parses the result of `BucketImage.encoded`; the arrays are views of `data`. Raises ValueError
+    for invalid data."""
     try:
         begin = 8 + int.from_bytes(data[:8], "little")
         if begin > min(data.nbytes, 8 + _LONGEST_HEADER):

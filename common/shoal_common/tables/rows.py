@@ -1,10 +1,10 @@
-"""The rows of a table, or of one of its buckets, that somebody has trained: values, optimizer
-state, and when each was last updated.
+"""Trained rows of a table, or of one of its buckets: values, optimizer state, and the step of each
+one's last update.
 
-Rows are in slots 0 to n - 1 of growing arrays; an open-addressing hash table of slots finds them, a
-whole batch at a time. What a reader or an update sees depends on ids alone and never on slots, so
-that rows that were saved and restored go on to the last bit. The arithmetic is torch's own: the
-rows of an update are gathered, stepped by a torch optimizer as one tensor, and put back.
+Rows are in slots 0 to n - 1 of growing arrays; an open-addressing hash table finds the slots of an
+entire batch at a time. Results depend only on ids and never on slots, so that saved and restored
+rows continue identically to the last bit. The arithmetic is torch's own: the rows of an update are
+gathered, stepped by a torch optimizer as one tensor, and written back.
 
 Belongs to one thread.
 """
@@ -29,10 +29,10 @@ from shoal_common.tables.values import Ids, Values, hashed, initial_rows, mixed
 _FEWEST: Final = 64
 _NO_SLOT: Final = -1
 _SECRET: Final = np.uint64(secrets.randbits(64))
-"""This process's own."""
+"""Random number of this process."""
 Slots = npt.NDArray[np.int64]
 _PARTS: Final = 16
-"""Rows are evicted a sixteenth of the limit at a time: each time costs a look at all."""
+"""Rows are evicted in batches of a sixteenth of the limit, since each eviction scans all rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,25 +43,24 @@ class RowsImage:
     values: Values
     """`[n, dim]`."""
     state: Mapping[str, Values]
-    """The optimizer's, by torch's names: `[n, dim]`, or `[n]` where a row has one number."""
+    """Optimizer state by torch's names: `[n, dim]`, or `[n]` if a row has one number."""
     updated_at: npt.NDArray[np.int64]
-    """The step of each row's last update."""
+    """Step of each row's last update."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowsUpdate:
-    """What an update makes of the rows that it is of."""
+    """Result of an update for the affected rows."""
 
     values: Values
     state: Mapping[str, Values]
 
 
 class Rows:
-    """Steps are numbered from 1 by the owner, each has one update, and those without any rows
-    count."""
+    """The owner numbers steps from 1; each has one update, and steps without rows count too."""
 
     def __init__(self, spec: TableSpec, dim: int, image: RowsImage | None = None) -> None:
-        """`image`: the rows that there are already; None: there are none yet."""
+        """`image`: existing rows; None: there are none yet."""
         self._spec = spec
         self._dim = dim
         declared = spec.declared
@@ -87,37 +86,37 @@ class Rows:
     # -------------------------------------------------------------------------------------- looking
 
     def __len__(self) -> int:
-        """Rows that are kept."""
+        """Returns the number of stored rows."""
         return self._count
 
     @property
     def row_bytes(self) -> int:
-        """What one row takes, its place in the hash table included."""
+        """Bytes per row, including its entry in the hash table."""
         state = sum(4 * math.prod(self.state_shape(name)) for name in self._state)
         return 4 * self._dim + state + 2 * 8 + 4 * 4
 
     @property
     def nbytes(self) -> int:
-        """Memory of all rows, and of the room for more."""
+        """Memory of all rows, including spare capacity."""
         return self._table.nbytes + sum(array.nbytes for array in self._arrays())
 
     @property
     def largest(self) -> float:
-        """The largest magnitude among the values of all rows; 0 without any."""
+        """Largest magnitude among the values of all rows; 0 without any."""
         values = self._values[: self._count]
         return float(max(values.max(), -values.min())) if values.size else 0.0
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of what the optimizer keeps for a row."""
+        """Names of the optimizer's state tensors."""
         return tuple(self._state)
 
     def state_shape(self, name: str) -> tuple[int, ...]:
-        """What of it one row has: `(dim,)`, or `()` for one number."""
+        """Returns the shape of one row's part: `(dim,)`, or `()` for one number."""
         return tuple(self._state[name].shape[1:])
 
     def values(self, ids: Ids) -> Values:
-        """Rows by id, `[len(ids), dim]`, in an array of their own; those that are not kept have
+        """Returns rows by id, `[len(ids), dim]`, in a new array; rows that are not stored have
         their initial values. Ids may repeat."""
         return self._values_at(ids, self._find(ids))
 
@@ -131,7 +130,7 @@ class Rows:
         return found
 
     def image(self) -> RowsImage:
-        """A copy of all rows."""
+        """Returns a copy of all rows."""
         order = np.argsort(self._ids[: self._count])
         return RowsImage(
             ids=self._ids[order],
@@ -141,8 +140,8 @@ class Rows:
         )
 
     def misfit(self, image: RowsImage) -> str:
-        """What an image has that rows of this table cannot: its arrays' shapes and types, ids twice
-        or not in order. Empty: nothing."""
+        """Returns why an image cannot belong to this table: shapes or types of its arrays,
+        duplicate or unsorted ids. Empty if it can."""
         count = len(image.ids)
         expected: dict[str, tuple[tuple[int, ...], Any]] = {
             "ids": ((count,), np.int64),
@@ -176,11 +175,12 @@ class Rows:
     # ------------------------------------------------------------------------------------- changing
 
     def count_new(self, ids: Ids) -> int:
-        """How many of these are not kept yet."""
+        """Returns how many of these ids are not stored yet."""
         return int((self._find(ids) < 0).sum())
 
     def reserve(self, more: int) -> None:
-        """Makes room for so many more rows. Raises MemoryError; nothing has changed then."""
+        """Reserves space for additional rows. Raises MemoryError, in which case nothing has
+        changed."""
         needed = self._count + more
         if needed > len(self._ids):
             room = max(needed, len(self._ids) * 3 // 2, _FEWEST)
@@ -193,8 +193,8 @@ class Rows:
             self._table = _SlotTable(self._ids[: self._count], room=needed)
 
     def updated(self, ids: Ids, gradients: Values, step: int) -> RowsUpdate:
-        """What step `step` makes of these rows, each named once; nothing changes. `gradients`:
-        `[len(ids), dim]`."""
+        """Computes the result of step `step` for these rows, each named once; changes nothing.
+        `gradients`: `[len(ids), dim]`."""
         return self._updated(ids, self._find(ids), gradients, step)
 
     def _updated(self, ids: Ids, slots: Slots, gradients: Values, step: int) -> RowsUpdate:
@@ -211,7 +211,7 @@ class Rows:
         )
 
     def update(self, ids: Ids, gradients: Values, step: int) -> None:
-        """Makes step `step`, and evicts what is due. Raises MemoryError where the room was not
+        """Makes step `step`, and evicts rows that are due. Raises MemoryError if the space was not
         reserved."""
         if len(ids):
             slots = self._find(ids)
@@ -226,7 +226,7 @@ class Rows:
     def _step(
         self, values: torch.Tensor, state: dict[str, Any], gradients: torch.Tensor, step: int
     ) -> None:
-        """`values` and `state` become what they are after it."""
+        """Updates `values` and `state` in place."""
         if not len(values):
             return
         optimizer, name = self._torch, self._spec.optimizer
@@ -252,8 +252,8 @@ class Rows:
     # ------------------------------------------------------------------------------------- evicting
 
     def _evict(self, step: int) -> None:
-        """A function of what was updated when, and of `step`, so that it is the same whenever it is
-        done again."""
+        """Evicts rows. The result depends only on the times of updates and on `step`, so a
+        repetition gives the same."""
         age = self._spec.max_age
         if age and step % max(1, age // _PARTS) == 0:
             self._drop(self._updated_at[: self._count] <= step - age)
@@ -262,8 +262,8 @@ class Rows:
             self._drop(self._oldest(self._count - most + most // _PARTS))
 
     def _oldest(self, count: int) -> npt.NDArray[np.bool_]:
-        """Which slots have the `count` rows that were not updated for the longest; of equals, those
-        with the smallest ids."""
+        """Returns a mask of the slots of the `count` rows whose last update is oldest; among
+        equals, those with the smallest ids."""
         updated_at = self._updated_at[: self._count]
         border = np.partition(updated_at, count - 1)[count - 1]
         chosen: npt.NDArray[np.bool_] = updated_at < border
@@ -273,7 +273,7 @@ class Rows:
         return chosen
 
     def _drop(self, gone: npt.NDArray[np.bool_]) -> None:
-        """Rows of the last slots move to where others are gone."""
+        """Removes rows; rows of the last slots move into the gaps."""
         if not gone.any():
             return
         left = self._count - int(gone.sum())
@@ -282,20 +282,20 @@ class Rows:
         for array in self._arrays():
             array[holes] = array[movers]
         self._count = left
-        # as much as there is room for rows, which may be promised
+        # as large as the space for rows, which may already be promised
         self._table = _SlotTable(self._ids[:left], room=len(self._ids))
 
     # -------------------------------------------------------------------------------------- finding
 
     def _arrays(self) -> list[npt.NDArray[Any]]:
-        """Everything that is kept of rows; in each array a row's entry is at its slot."""
+        """Returns all arrays of row data; a row's entry in each is at its slot."""
         return [self._ids, self._values, self._updated_at, *self._state.values()]
 
     def _find(self, ids: Ids) -> Slots:
         return self._table.find(ids, self._ids)
 
     def _add(self, ids: Ids, slots: Slots) -> None:
-        """Gives rows that have no slot yet one, in `slots` too."""
+        """Assigns slots to rows without one, also in `slots`."""
         fresh = np.flatnonzero(slots < 0)
         if len(fresh):
             self.reserve(len(fresh))
@@ -322,12 +322,12 @@ class Rows:
 
 
 class _SlotTable:
-    """Finds slots by id: open addressing with linear probing, in arrays. The ids themselves lie
-    with their rows."""
+    """Finds slots by id: open addressing with linear probing, in arrays. The ids themselves are
+    stored with the rows."""
 
     def __init__(self, ids: Ids, *, room: int) -> None:
-        """`ids`: those of slots 0, 1, 2, ... `room`: how many rows it can have."""
-        # At most half full, so that few have to look further than one place.
+        """`ids`: those of slots 0, 1, 2, ... `room`: maximum number of rows."""
+        # At most half full, so that few lookups need more than one probe.
         self._slots = np.full(
             1 << (2 * max(room, len(ids), _FEWEST) - 1).bit_length(), _NO_SLOT, dtype=np.int32
         )
@@ -335,15 +335,15 @@ class _SlotTable:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the table of slots takes, without the rows."""
+        """Bytes of the table of slots, without the rows."""
         return self._slots.nbytes
 
     def has_room(self, rows: int) -> bool:
-        """Whether so many rows can be in it."""
+        """Returns whether this many rows fit."""
         return 2 * rows <= len(self._slots)
 
     def find(self, wanted: Ids, ids: Ids) -> Slots:
-        """The slot of each; _NO_SLOT: it is not here. `ids`: by slot."""
+        """Returns the slot of each id; _NO_SLOT if missing. `ids`: by slot."""
         found = np.full(len(wanted), _NO_SLOT, dtype=np.int64)
         places = self._first(wanted)
         searching = np.arange(len(wanted))
@@ -358,7 +358,7 @@ class _SlotTable:
         return found
 
     def enter(self, ids: Ids, slots: Slots) -> None:
-        """These are there from now on; none of them was."""
+        """Inserts ids that are not in the table yet."""
         places = self._first(ids)
         waiting = np.arange(len(ids))
         while len(waiting):
@@ -370,8 +370,8 @@ class _SlotTable:
             places[waiting] = (places[waiting] + 1) & (len(self._slots) - 1)
 
     def _first(self, ids: Ids) -> Slots:
-        """Where to look first: nobody who chooses ids knows it, so that nobody can have them all in
-        one place. It changes where a row lies, and nothing that anybody sees."""
+        """Returns the first place to probe. It depends on a secret, so that nobody who chooses ids
+        can make them all collide. It affects only where a row is stored, not any visible result."""
         return (mixed(hashed(ids) ^ _SECRET) >> np.uint64(32)).astype(np.int64) & (
             len(self._slots) - 1
         )

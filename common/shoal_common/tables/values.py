@@ -1,10 +1,9 @@
-"""Functions of ids alone: which bucket a row is in, and the values that it has before anybody has
-trained it.
+"""Functions of ids alone: the bucket of a row, and its values before it is first trained.
 
-Both are the same on every machine, to the last bit: there is nothing in them but whole numbers, and
-one product of float64 that is rounded to float32. The generator is a counter's: splitmix64's last
-mixing step (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014)
-over seed, id and the element's place, so that any row can be had without those before it.
+Both give the same bits on every machine: they use only integers, and one float64 product that is
+rounded to float32. The generator is counter-based: splitmix64's last mixing step (Steele, Lea and
+Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014) over seed, id and the
+element's index, so that any row can be generated independently.
 """
 
 from __future__ import annotations
@@ -20,37 +19,34 @@ _Words = npt.NDArray[np.uint64]
 
 _GAMMA: Final = np.uint64(0x9E3779B97F4A7C15)
 _TWELVE: Final = 12
-"""Uniform numbers whose sum is normal, near enough: of variance 1, and never beyond six
+"""Number of uniform numbers whose sum is approximately normal: of variance 1, and never beyond six
 deviations."""
 _MOST_AT_ONCE: Final = 1 << 18
-"""Elements that are made at a time, so that what is needed meanwhile stays in the processor's
-cache."""
+"""Number of elements generated at a time, so that temporaries stay in the processor's cache."""
 
 
 def mixed(words: _Words) -> _Words:
-    """splitmix64's mixing of 64-bit words: a permutation under which neighbours have nothing in
-    common."""
+    """Mixes 64-bit words as splitmix64 does: a permutation that decorrelates neighbours."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
 
 
 def hashed(ids: Ids) -> _Words:
-    """A 64-bit hash of each id."""
+    """Returns a 64-bit hash of each id."""
     return mixed(ids.view(np.uint64) + _GAMMA)
 
 
 def buckets_of(ids: Ids, buckets: int) -> npt.NDArray[np.int64]:
-    """Number of the bucket that each id is in, of so many."""
+    """Returns the index of each id's bucket."""
     return (hashed(ids) % np.uint64(buckets)).astype(np.int64)
 
 
 def initial_rows(ids: Ids, dim: int, *, seed: int, initializer: str, scale: float) -> Values:
-    """The rows as nobody has trained them, `[len(ids), dim]`.
+    """Returns the untrained rows, `[len(ids), dim]`.
 
-    "uniform": 24 random bits each, in [-scale, scale). "normal": the sum of twelve numbers of 16
-    random bits each, about its mean, which is of variance 1 to a billionth; times `scale`. "zeros":
-    zeros.
+    "uniform": 24 random bits each, in [-scale, scale). "normal": the centered sum of twelve numbers
+    of 16 random bits each, of variance 1 to a billionth; times `scale`. "zeros": zeros.
     """
     if initializer == "zeros":
         return np.zeros((len(ids), dim), dtype=np.float32)
@@ -80,6 +76,6 @@ def _normal(keys: _Words, dim: int, scale: float) -> npt.NDArray[Any]:
 
 
 def _drawn(keys: _Words, count: int) -> _Words:
-    """So many words for each key."""
+    """Returns `count` random words for each key."""
     counter = np.arange(1, count + 1, dtype=np.uint64) * _GAMMA
     return mixed(keys[:, None] + counter)

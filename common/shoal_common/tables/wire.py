@@ -1,5 +1,5 @@
-"""Rows on the wire: the ids and gradients of a push, and the ids of a pull, as PushHeader.rows and
-PartitionPull.ids have them."""
+"""Wire format of rows: the ids and gradients of a push (PushHeader.rows), and the ids of a pull
+(PartitionPull.ids)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shoal_common.tables.values import Ids, Values, buckets_of
 
 
 def combined(ids: Ids, gradients: Values) -> tuple[Ids, Values]:
-    """Each id once, ascending, and the sum of its gradients `[n, dim]`, in the order in which they
-    are given."""
+    """Returns each id once, ascending, and the sum of its gradients `[n, dim]`, added in the given
+    order."""
     order = np.argsort(ids, kind="stable")
     ordered = ids[order]
     first = (
@@ -25,7 +25,7 @@ def combined(ids: Ids, gradients: Values) -> tuple[Ids, Values]:
 
 
 def by_bucket(ids: Ids, buckets: int) -> list[npt.NDArray[np.int64]]:
-    """The places of each bucket's ids, in their order."""
+    """Returns the indices of each bucket's ids, in order."""
     numbers = buckets_of(ids, buckets)
     order = np.argsort(numbers, kind="stable")
     bounds = np.searchsorted(numbers[order], np.arange(1, buckets))
@@ -33,7 +33,7 @@ def by_bucket(ids: Ids, buckets: int) -> list[npt.NDArray[np.int64]]:
 
 
 def pushed_payload(ids: Ids, gradients: Values) -> memoryview:
-    """The payload of a push of rows: their ids, ascending and each once, and behind them their
+    """Returns the payload of a push of rows: their distinct ids, ascending, followed by their
     gradients."""
     return memoryview(
         ids.astype("<i8", copy=False).tobytes() + gradients.astype("<f4", copy=False).tobytes()
@@ -41,5 +41,5 @@ def pushed_payload(ids: Ids, gradients: Values) -> memoryview:
 
 
 def pulled_ids(ids: Ids) -> bytes:
-    """The ids of a pull."""
+    """Returns the ids of a pull."""
     return ids.astype("<i8", copy=False).tobytes()

@@ -1,9 +1,9 @@
-"""The small HTTP server beside every gRPC service: `/metrics`, `/healthz` and a service's own GET
+"""Small HTTP server beside every gRPC service: `/metrics`, `/healthz` and a service's own GET
 routes (the coordinator's `/sd`, and its status page).
 
 Threaded, from the standard library: scrapes must be answered while the event loop is busy, and
-there is one every few seconds. Routes therefore run on threads of this server, several at a time.
-It is for operators and Prometheus, not for data; no TLS (put a proxy before it, or keep it on a
+there is one every few seconds. Routes therefore run concurrently on threads of this server. It is
+for operators and Prometheus, not for data; it has no TLS (put a proxy before it, or keep it on a
 private network).
 """
 
@@ -41,14 +41,14 @@ logger = logging.getLogger(__name__)
 
 _REQUEST_TIMEOUT_S: Final = 10
 _BACKLOG: Final = 128
-"""Connections that wait to be accepted. A burst beyond the backlog loses its first packets, and a
-client repeats those after a second."""
+"""Maximum number of connections waiting to be accepted. A burst beyond the backlog loses its first
+packets, which clients repeat after a second."""
 _MOST_OPEN: Final = 64
-"""Connections that may take their time. Where there are more, those that are open longest are hung
-up on: who sends its request byte by byte, or never, is not to keep others out."""
+"""Maximum number of open connections without time pressure. Beyond it, the oldest ones are closed,
+so that clients that send their requests slowly or never cannot keep others out."""
 _MOST_SERVED: Final = 256
-"""Connections with a thread, those included that were hung up on and whose routes wait for
-something. Further ones are closed at once."""
+"""Maximum number of connections with a thread, including closed ones whose routes are still
+waiting. Further ones are closed at once."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class HttpRequest:
     query: Mapping[str, str]
     headers: Mapping[str, str]
     holder: Holder = ANYONE
-    """Whose token it came with."""
+    """Holder of the token sent with it."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class HttpResponse:
 
 Route = Callable[[HttpRequest], HttpResponse]
 """Runs on a thread of the HTTP server. UnknownResourceError becomes 404, InvalidRequestError 400,
-UnavailableError 503, all else 500."""
+UnavailableError 503, everything else 500."""
 
 
 class HttpServer:
@@ -113,8 +113,8 @@ class HttpServer:
         self._server.server_close()
 
     def _serve(self) -> None:
-        # Not serve_forever, which wakes up several times a second to see whether it is to end:
-        # every worker has one of these.
+        # Not serve_forever, which wakes up several times a second to check whether it must end:
+        # every worker has one of these servers.
         while not self._closed:
             self._server.handle_request()
 
@@ -143,11 +143,11 @@ def serve_metrics(
 ) -> HttpServer:
     """Serves until closed. `listen`: host:port, port 0 picks one (`.port`).
 
-    `unhealthy` answers /healthz: None for 200, else the reason, sent with 503. `tokens`, unless
-    open, are asked for on every path but /healthz and those `without_token`, any role. `job`: the
-    only one that the pages show; None: they show all, and a token that is for one job is not
-    enough, but for the paths `checking_job`, whose routes look at the request's holder themselves.
-    ConfigurationError when the address cannot be bound.
+    `unhealthy` answers /healthz: None for 200, otherwise the reason, sent with 503. `tokens`,
+    unless open, are required on every path except /healthz and `without_token`, in any role. `job`:
+    the only job shown by the pages; None: they show all jobs, and a token for one job is refused,
+    except for the paths `checking_job`, whose routes check the request's holder themselves. Raises
+    ConfigurationError if the address cannot be bound.
     """
     address = parse_address(listen)
     table: dict[str, Route] = {
@@ -177,7 +177,7 @@ def serve_metrics(
 
 
 class _BoundedServer(ThreadingHTTPServer):
-    """A thread for each connection, up to a bound."""
+    """Uses one thread per connection, up to a limit."""
 
     daemon_threads = True
     block_on_close = False
@@ -185,12 +185,12 @@ class _BoundedServer(ThreadingHTTPServer):
 
     def __init__(self, *arguments: Any) -> None:
         self._served: dict[socket.socket, None] = {}
-        """Longest open first."""
+        """Open connections, oldest first."""
         self._lock = threading.Lock()
         super().__init__(*arguments)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """On the listening thread: gives a connection its thread."""
+        """Starts a connection's thread. Called on the listening thread."""
         with self._lock:
             too_many = len(self._served) >= _MOST_SERVED
             slow = list(self._served)[: max(0, len(self._served) + 1 - _MOST_OPEN)]
@@ -205,7 +205,7 @@ class _BoundedServer(ThreadingHTTPServer):
             super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """On the connection's own thread, at its end."""
+        """Ends a connection. Called on its own thread."""
         with self._lock:
             self._served.pop(request, None)
         super().shutdown_request(request)
@@ -242,7 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         for name, value in response.headers.items():
             self.send_header(name, value)
-        # One request per connection: an idle one would hold a thread, and scrapes are seconds
+        # One request per connection: an idle one would occupy a thread, and scrapes are seconds
         # apart.
         self.send_header("Connection", "close")
         self.end_headers()

@@ -25,7 +25,7 @@ _LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 
 class LineFormatter(logging.Formatter):
-    """One record, one line."""
+    """Formats one record as one line."""
 
     def __init__(self, service: str) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class LineFormatter(logging.Formatter):
 
 
 def configure_logging(service: str, level: str = "INFO") -> None:
-    """Sends all logging of this process to stderr in Shoal's form. Replaces handlers set before.
+    """Sends all logging of this process to stderr in Shoal's format. Replaces existing handlers.
     `level`: DEBUG ... CRITICAL."""
     if level.upper() not in _LEVELS:
         raise ConfigurationError(f"log level {level!r}: expected one of {', '.join(_LEVELS)}")
@@ -59,7 +59,7 @@ def configure_logging(service: str, level: str = "INFO") -> None:
 
 
 def _value(value: object) -> str:
-    """Quoted when a reader could not tell where it ends."""
+    """Returns the text of a value, quoted if its end would be ambiguous."""
     text = str(value)
     if text and not any(character.isspace() or character in '"=' for character in text):
         return text

@@ -1,7 +1,7 @@
-"""Elastic distributed training for PyTorch: `import shoal` is the whole public API.
+"""Elastic distributed training for PyTorch: `import shoal` is the entire public API.
 
-All but the errors is imported when it is first used (PEP 562), so that what needs no torch does not
-wait for it: the command line and the launcher live in this package too. Type checkers and editors
+Everything except the errors is imported on first use (PEP 562), so that code without torch does not
+wait for it: the command line and the launcher are in this package too. Type checkers and editors
 read the imports below, the interpreter reads `_HOMES`.
 """
 
@@ -247,7 +247,7 @@ _HOMES = {
     "launch": "shoal_worker.launch",
     "plan": "shoal_worker.planning.planner",
 }
-"""Where a public name lives; all others are the API's."""
+"""Public name -> its module; all others are in the API module."""
 
 # torch.distributed.init_process_group(init_method="redis://...") works from here on.
 _init_method.register()

@@ -1,13 +1,13 @@
-"""A whole model from its parameter servers, while it trains: for serving, evaluation and everything
-else that only looks on.
+"""Reads a complete model from its parameter servers while it trains: for serving, evaluation and
+other read-only uses.
 
-What comes is as the worker's `model.module.named_parameters()` has it, under these names. Of tied
-parameters there is one, under the first name; buffers (the running statistics of BatchNorm, say)
-are each worker's own and not on servers: save them with the checkpoint, or compute them anew.
-Sparse tables are not in it: their rows are asked for by id.
+Values have the names and shapes of the worker's `model.module.named_parameters()`. Tied parameters
+appear once, under the first name. Buffers (e.g. the running statistics of BatchNorm) belong to each
+worker and are not on servers: save them with the checkpoint or recompute them. Sparse tables are
+excluded, since their rows are read by id.
 
-Each partition (up to 8 MiB of the model) is of one moment, and has a version: 1 plus the pushes
-applied to it. Different partitions are of slightly different moments, as they are for a worker that
+Each partition (up to 8 MiB of the model) is consistent, and has a version: 1 plus the number of
+pushes applied to it. Different partitions are from slightly different moments, as for a worker that
 pulls while others push.
 """
 
@@ -43,28 +43,28 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 DEFAULT_PATIENCE: Final = timedelta(seconds=30)
 _LONGEST_BACKOFF_S: Final = 1.0
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
-"""What a pull's deadline allows for, beside a fixed minute."""
+"""Minimum transfer rate assumed by a pull's deadline, besides a fixed minute."""
 _CURABLE: Final = (UnavailableError, DeadlineError, CorruptDataError)
 _PASSING: Final = frozenset(
     {"TENSORS_UNDECLARED", "STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN"}
 )
-"""Refusals that pass by themselves: the job is beginning, or servers change."""
+"""Temporary refusals: the job is starting, or servers change."""
 
 
 class ModelReader:
-    """Reads a job's model from its parameter servers, again and again; what has not changed is not
-    sent again.
+    """Reads a job's model from its parameter servers repeatedly; unchanged values are not sent
+    again.
 
-    A token of role reader is enough. Nobody waits for a reader, and it is no member of the job. Any
-    thread may call; calls come one after the other. A context manager.
+    A token of role reader is sufficient. Nobody waits for a reader, and it is not a member of the
+    job. Thread-safe; calls are serialized. A context manager.
     """
 
     def __init__(
         self, coordinator: ChannelSettings, job_id: str, *, patience: timedelta = DEFAULT_PATIENCE
     ) -> None:
-        """Does not connect yet. `coordinator`: its address, and how all services are spoken to
-        (token, TLS). `patience`: how long a call goes on trying while a server or the coordinator
-        is away, or there are no values yet."""
+        """Does not connect yet. `coordinator`: its address, and the settings for all services
+        (token, TLS). `patience`: how long a call retries while a server or the coordinator is away
+        or there are no values yet."""
         if not job_id:
             raise ConfigurationError("job_id='': name the job whose model is to be read")
         if patience < timedelta(0):
@@ -76,22 +76,22 @@ class ModelReader:
         self._coordinator = CoordinatorClient(coordinator)
         self._takeovers = TakeoverWatch(self._ask_where)
         self._reading = threading.Lock()
-        """Held by the call that is at work; what is below belongs to it, but `_model`, which is
-        replaced as a whole."""
+        """Held by the running call, which owns the fields below, except `_model`, which is replaced
+        atomically."""
         self._map: coordinator_pb2.ShardMap | None = None
         self._servers: dict[str, parameter_server.ParameterServerClient] = {}
         """Address -> client."""
         self._model = _Model(tensors={}, versions={})
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The newest values by name, on the CPU, in the declared shapes and dtypes. They are the
-        caller's to read: a later call gives other tensors where values have changed, and the same
-        ones where they have not.
+        """Returns the newest values by name, on the CPU, with the declared shapes and dtypes. The
+        tensors are for reading: a later call returns new ones for changed values, and the same ones
+        for unchanged values.
 
         Raises:
-            DeadlineError: no server or no values for `patience`; it says what was waited for. A job
-                whose workers have not come to their first step has no values
-                (PARTITION_UNINITIALIZED, TENSORS_UNDECLARED).
+            DeadlineError: no server or no values for `patience`; the message says which. A job has
+                no values before its workers' first step (PARTITION_UNINITIALIZED,
+                TENSORS_UNDECLARED).
             UnknownResourceError: there is no such job.
             AuthenticationError, PermissionDeniedError: the token.
         """
@@ -101,7 +101,7 @@ class ModelReader:
 
     @property
     def versions(self) -> Mapping[int, int]:
-        """Partition -> version that `state_dict` gave last; empty before its first call."""
+        """Partition -> version returned by the last `state_dict`; empty before its first call."""
         return dict(self._model.versions)
 
     def close(self) -> None:
@@ -155,7 +155,7 @@ class ModelReader:
             self._closed.wait(min(wait_s, max(0.0, deadline - time.monotonic())))
 
     def _learn(self) -> None:
-        """Asks the coordinator which server has what, and where."""
+        """Asks the coordinator for the servers' partitions and addresses."""
         shard_map = self._coordinator.get_shard_map(self._job_id).shard_map
         holders = {partition.primary for partition in shard_map.partitions}
         addresses = {
@@ -214,11 +214,11 @@ class ModelReader:
     def _read_server(
         self, address: str, share: list[coordinator_pb2.Partition], making: _Making
     ) -> None:
-        """One server's partitions, those that are newer."""
+        """Reads the changed partitions of one server."""
         try:
             behind = self._pull(address, share, making, making.before.versions)
             if behind:
-                # It has come back with less than it had: what it has now counts.
+                # It has lost versions; its current ones count.
                 self._pull(
                     address, [each for each in share if each.partition_id in behind], making, {}
                 )
@@ -236,7 +236,7 @@ class ModelReader:
         making: _Making,
         held: Mapping[int, int],
     ) -> frozenset[int]:
-        """Returns those of which the server has an older version than is held here."""
+        """Pulls partitions. Returns those of which the server has an older version than `held`."""
         assert self._map is not None
         request = pb.PullRequest(
             job_id=self._job_id,
@@ -260,15 +260,15 @@ class ModelReader:
 
 
 class ParameterServerClient(parameter_server.ParameterServerClient):
-    """One parameter server's client, a method per RPC; and `state_dict`, which asks all servers of
-    a job."""
+    """Client of one parameter server, with one method per RPC; and `state_dict`, which reads from
+    all servers of a job."""
 
     @staticmethod
     def state_dict(
         coordinator: ChannelSettings, job_id: str, *, patience: timedelta = DEFAULT_PATIENCE
     ) -> dict[str, torch.Tensor]:
-        """A job's whole model as it is now. Who wants it again and again keeps a `ModelReader`;
-        arguments and errors are its own."""
+        """Returns a job's complete current model. For repeated reads keep a `ModelReader`;
+        arguments and errors are the same."""
         with ModelReader(coordinator, job_id, patience=patience) as reader:
             return reader.state_dict()
 
@@ -277,7 +277,8 @@ _Layout = tuple[tuple[object, ...], ...]
 
 
 def _layout_of(shard_map: coordinator_pb2.ShardMap) -> _Layout:
-    """Equal for two maps with the same tensors in the same partitions, whoever has them."""
+    """Returns a value that is equal for two maps with the same tensors in the same partitions, on
+    any servers."""
     tensors = tuple(
         (tensor.name, tuple(tensor.shape), tensor.dtype) for tensor in shard_map.tensors
     )
@@ -290,7 +291,7 @@ def _layout_of(shard_map: coordinator_pb2.ShardMap) -> _Layout:
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
-    """A model that was read. Its tensors do not change any more."""
+    """A model that was read. Its tensors never change."""
 
     tensors: Mapping[str, torch.Tensor]
     versions: Mapping[int, int]
@@ -298,24 +299,24 @@ class _Model:
 
 
 class _Making:
-    """The next model, put together by the threads that read from the servers."""
+    """The next model, assembled by the threads that read from the servers."""
 
     def __init__(self, shard_map: coordinator_pb2.ShardMap, before: _Model) -> None:
         self.before = before
         self._map = shard_map
         self._versions = dict(before.versions)
         self._flat: dict[str, torch.Tensor] = {}
-        """Tensors that change, flat."""
+        """Changing tensors, flat."""
         self._parts: dict[int, torch.Tensor] = {}
-        """Partitions that are being received, flat."""
+        """Partitions being received, flat."""
         self._lock = threading.Lock()
 
     def bytes_of(self, partition: coordinator_pb2.Partition) -> int:
-        """Bytes of a partition's values."""
+        """Returns the bytes of a partition's values."""
         return self._length(partition) * self._dtype(partition).itemsize
 
     def memory(self, header: pb.PullHeader) -> memoryview:
-        """Where a partition is to be received."""
+        """Returns the memory for receiving a partition."""
         partition = self._map.partitions[header.partition_id]
         part = torch.empty(self._length(partition), dtype=self._dtype(partition))
         with self._lock:
@@ -324,7 +325,7 @@ class _Making:
         return memory
 
     def take(self, headers: list[pb.PullHeader]) -> None:
-        """What one server sent has come whole."""
+        """Accepts partitions that a server has sent completely."""
         with self._lock:
             for header in headers:
                 if not header.unchanged:
@@ -335,7 +336,7 @@ class _Making:
                     )
 
     def finished(self) -> _Model:
-        """Tensors without elements are in no partition."""
+        """Returns the finished model. Tensors without elements are in no partition."""
         dense = [tensor for tensor in self._map.tensors if not tensor.HasField("table")]
         shapes = {tensor.name: tuple(tensor.shape) for tensor in dense}
         empty = {

@@ -1,13 +1,12 @@
-"""`torchrun --rdzv-backend=shoal --rdzv-endpoint=COORDINATOR:7000`: torchrun's agents meet at
-Shoal's coordinator.
+"""`torchrun --rdzv-backend=shoal --rdzv-endpoint=COORDINATOR:7000`: rendezvous of torchrun's agents
+at Shoal's coordinator.
 
-torchrun starts the workers and restarts them; the coordinator says which agents there are, and in
-which order. An agent that dies is noticed by its broken connection, at once, and no agent is
-special: there is no first one that must not end. torch finds this module by the entry point group
-`torchrun.handlers`.
+torchrun starts and restarts the workers; the coordinator determines the agents and their order. A
+dead agent is detected at once by its broken connection, and no agent is special: there is no first
+one that must not die. torch finds this module through the entry point group `torchrun.handlers`.
 
-Agents are members of a job of their own, `<run id>.torchrun`, as launchers of `shoal run` are
-(`launcher/nodes.py`). Workers get torch's variables and no more: `shoal.init()` wants `shoal run`.
+Agents are members of a separate job, `<run id>.torchrun`, like launchers of `shoal run`
+(`launcher/nodes.py`). Workers get only torch's variables: `shoal.init()` requires `shoal run`.
 
 A handler belongs to the agent's thread; the session's thread only wakes it.
 """
@@ -54,13 +53,13 @@ _STORE_TIMEOUT: Final = timedelta(minutes=5)
 
 
 def get_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """The entry point: what makes a handler of torchrun's parameters."""
+    """Entry point: returns the function that creates a handler from torchrun's parameters."""
     return ShoalRendezvous
 
 
 class ShoalRendezvous(RendezvousHandler):
-    """See torch's RendezvousHandler. `--rdzv-conf` takes `join_timeout` and `last_call_timeout`, in
-    seconds, as `shoal run` does."""
+    """Implements torch's RendezvousHandler. `--rdzv-conf` accepts `join_timeout` and
+    `last_call_timeout`, in seconds, like `shoal run`."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         """Raises ConfigurationError for an endpoint or certificates that cannot work."""
@@ -81,8 +80,8 @@ class ShoalRendezvous(RendezvousHandler):
             max_workers=parameters.max_nodes,
             join_grace=timedelta(seconds=float(parameters.get("last_call_timeout", _LAST_CALL_S))),
         )
-        # Every agent has a store, since every agent may come to be the first: torch's agents talk
-        # through that one's.
+        # Every agent has a store, since any agent may become the first, through whose store torch's
+        # agents communicate.
         self._own_store = TCPStore(
             "0.0.0.0",  # noqa: S104
             0,
@@ -93,7 +92,7 @@ class ShoalRendezvous(RendezvousHandler):
         self._launcher_id = uuid.uuid4().hex
         self._session: NodeSession | None = None
         self._placed: tuple[str, ...] = ()
-        """`Standing.starts` of the place that the workers were started in last."""
+        """`Standing.starts` of the place in which the workers were last started."""
         self._changed = threading.Condition()
 
     def get_backend(self) -> str:
@@ -117,13 +116,14 @@ class ShoalRendezvous(RendezvousHandler):
                 is_master=False,
                 timeout=_STORE_TIMEOUT,
             )
-        # A store of this start alone: what older ones have left there is not looked at.
+        # Specific to this start, so that data of older ones is ignored.
         store = PrefixStore(hashlib.sha256("".join(self._placed).encode()).hexdigest()[:32], home)
         bootstrap = RendezvousStoreInfo.build(placement.node_rank, store, self._own_address)
         return RendezvousInfo(store, placement.node_rank, placement.node_count, bootstrap)
 
     def num_nodes_waiting(self) -> int:
-        """torchrun starts all workers anew when this is not 0: agents have come or gone."""
+        """Returns a nonzero number if agents have come or left, upon which torchrun restarts all
+        workers."""
         standing = self._session.standing if self._session is not None else None
         return int(
             standing is not None
@@ -138,7 +138,7 @@ class ShoalRendezvous(RendezvousHandler):
 
     def set_closed(self) -> None:
         with contextlib.suppress(ShoalError):
-            # away, say: the other agents hear of it by their workers
+            # e.g. it is away: the other agents notice through their workers
             self._client.stop_job(
                 self._job.job_id,
                 reason="torchrun has ended on another machine",
@@ -146,7 +146,7 @@ class ShoalRendezvous(RendezvousHandler):
             )
 
     def shutdown(self) -> bool:
-        """Ends the rendezvous for all agents, as torch's own handlers do: each goes on until its
+        """Ends the rendezvous for all agents, like torch's own handlers: each continues until its
         workers have ended."""
         self.set_closed()
         if self._session is not None:
@@ -155,7 +155,7 @@ class ShoalRendezvous(RendezvousHandler):
         return True
 
     def _create_job(self, deadline: float) -> None:
-        """The coordinator may start later than its agents."""
+        """Creates the job at the coordinator, which may start later than its agents."""
         began = time.monotonic()
         while True:
             try:
@@ -173,7 +173,7 @@ class ShoalRendezvous(RendezvousHandler):
                 return
 
     def _join(self) -> None:
-        """A new member: to the other agents this one's workers start anew."""
+        """Joins as a new member: for the other agents this one's workers are new."""
         self._session = NodeSession(
             self._client,
             job_id=self._job.job_id,
@@ -184,7 +184,7 @@ class ShoalRendezvous(RendezvousHandler):
         )
 
     def _create_lost(self) -> None:
-        """The coordinator has lost its data. Any agent creates the job anew."""
+        """Creates the job again after the coordinator lost its data. Any agent does this."""
         self._client.create_job(self._job.message(), deadline=_CALL_DEADLINE)
 
     def _wake(self) -> None:
@@ -208,8 +208,8 @@ class ShoalRendezvous(RendezvousHandler):
                 session.works_in = standing.generation
                 return standing.placement
             if standing.placement is not None:
-                # Workers failed here, and this is where they were before: a death, to the other
-                # agents.
+                # Workers failed here while the place is unchanged: to the other agents this must
+                # look like a death.
                 session.leave(pb.Leave.REASON_FAILED, "its workers are started anew")
                 self._join()
                 continue

@@ -1,8 +1,8 @@
-"""The program: its commands, and how errors reach a person. Each command's flags are in its own
-module; what it needs is imported when it is called.
+"""The command-line program: its commands, and the presentation of errors. Each command's flags are
+in its own module, whose dependencies are imported when it is called.
 
-Flags may be spelled with hyphens or underscores, as torchrun allows. Exit statuses:
-docs/exit-status.md; what errors mean, and what to do: docs/troubleshooting.md.
+Flags may be spelled with hyphens or underscores, as in torchrun. Exit statuses:
+docs/exit-status.md; errors and their remedies: docs/troubleshooting.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ app = typer.Typer(
         "help_option_names": ["-h", "--help"],
     },
 )
-# What follows the script is the script's own, flags too.
+# Arguments after the script, including flags, are the script's own.
 app.command(context_settings={"allow_interspersed_args": False})(with_credentials(run))
 app.command(context_settings={"allow_interspersed_args": False})(up)
 app.command(
@@ -76,8 +76,8 @@ def run_command() -> None:
     try:
         app(prog_name="shoal")
     except ShoalError as error:
-        # The word by which docs/troubleshooting.md has more; a class's own says no more than the
-        # message.
+        # Reasons have entries in docs/troubleshooting.md; a class's default reason adds nothing to
+        # the message.
         reason = "" if error.reason == error.default_reason else f" [{error.reason}]"
         print(f"shoal: {error}{reason}", file=sys.stderr)  # noqa: T201 - errors become text here
         sys.exit(2 if isinstance(error, ConfigurationError) else 1)
@@ -88,7 +88,8 @@ def run_command() -> None:
 
 
 def _described(error: OSError) -> str:
-    """The error with its remedy, where the machine rather than the command is at fault."""
+    """Returns the error's text, with a remedy if the machine rather than the command is at
+    fault."""
     if error.errno == errno.ENOSPC:
         return f"{error}: free some space, or set TMPDIR to a directory on another disk"
     if error.errno == errno.ENOENT and "temporary directory" in str(error):

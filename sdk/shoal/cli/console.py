@@ -1,4 +1,4 @@
-"""Runs an agent on this terminal: its output, its notes, its table, and its exit status."""
+"""Runs an agent on this terminal: output, notes, table and exit status."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Note = Callable[[str], None]
 
 
 class RunExit(SystemExit):
-    """The end of a run. `summary`: which workers failed, for people; empty: none did."""
+    """End of a run. `summary`: the failed workers, for people; empty if none failed."""
 
     def __init__(self, result: RunResult, summary: str) -> None:
         super().__init__(result.exit_code)
@@ -36,13 +36,13 @@ class RunExit(SystemExit):
 
 
 def tell(text: str) -> None:
-    """A line of the launcher's own, before anything runs."""
+    """Prints a message of the launcher itself, before anything runs."""
     # a command speaks to its person
     print(f"shoal: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def run_to_exit(settings: RunSettings, *, live: bool = False) -> NoReturn:
-    """Runs, and exits with the run's status. `live`: under a table, if standard output is a
+    """Runs, and exits with the run's status. `live`: under a table if standard output is a
     terminal."""
     if settings.workers > 1 and "OMP_NUM_THREADS" not in os.environ:
         tell(
@@ -98,7 +98,7 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
 
 
 def _tell_figures(settings: RunSettings, figures: RunFigures, note: Note) -> None:
-    """What the run came to, also where it failed."""
+    """Prints the run's figures, even if it failed."""
     for line in figures_lines(figures):
         note(line)
     if settings.plot is None:
@@ -112,13 +112,13 @@ def _tell_figures(settings: RunSettings, figures: RunFigures, note: Note) -> Non
     try:
         draw(figures, settings.plot, title=f"{Path(settings.program).name}: job {settings.job_id}")
     except Exception as error:
-        # of any kind: the run has ended as it has, whatever becomes of its picture
+        # of any kind: a failed plot must not change the run's result
         note(f"--plot {settings.plot}: the picture could not be drawn: {error}")
 
 
 def _leave(error: TerminalStuckError) -> NoReturn:
-    """All that was started has ended. Nothing may be written to this terminal any more, not even
-    what the interpreter would flush."""
+    """Exits after everything that was started has ended. Writes nothing more to this terminal, not
+    even buffered output that the interpreter would flush."""
     if not Stream.ERR.is_terminal and select.select([], [Stream.ERR], [], 0)[1]:
         os.write(Stream.ERR, f"shoal: {error}\n".encode())
     os._exit(1)
@@ -127,15 +127,15 @@ def _leave(error: TerminalStuckError) -> NoReturn:
 def _site(settings: RunSettings, note: Note) -> Site:
     if settings.endpoint is None:
         return StandaloneSite(settings, note=note)
-    # Imported here: it brings gRPC's and the settings' modules, which a local run loads only once
-    # its workers are on their way.
+    # Imported here, since it loads gRPC and the settings' modules, which a local run needs only
+    # after its workers have started.
     from shoal.launcher.nodes import SharedSite
 
     return SharedSite(settings, note=note)
 
 
 def _tell_result(settings: RunSettings, result: RunResult, pump: OutputPump, note: Note) -> str:
-    """Returns what it told."""
+    """Prints the result and returns the printed summary."""
     summary = ""
     if result.failures:
         summary = failure_summary(settings.program, result.failures, result.survived)

@@ -1,4 +1,4 @@
-"""`shoal coordinate`: a command with a coordinator beside it."""
+"""`shoal coordinate`: runs a command together with a coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`shoal demo`: hands over to the demo, with all its arguments."""
+"""`shoal demo`: passes all arguments to the demo."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where the program starts. Its commands are loaded here, so that Ctrl-C ends it without a
-traceback while they are, too."""
+"""Entry point of the program. Its commands are loaded here, so that Ctrl-C ends it without a
+traceback even while they load."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def main() -> None:
-    """The entry point of the console script and of `python -m shoal`."""
+    """Entry point of the console script and of `python -m shoal`."""
     try:
         from shoal.cli.app import run_command
 

@@ -1,4 +1,4 @@
-"""`shoal events`: what has happened in a job."""
+"""`shoal events`: the events of a job."""
 
 from __future__ import annotations
 

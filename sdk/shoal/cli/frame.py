@@ -1,5 +1,5 @@
-"""What `shoal top` shows at one moment: the job, what has happened last, and other jobs that have
-not ended."""
+"""Contents of one frame of `shoal top`: the job, its latest events, and other jobs that have not
+ended."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from shoal.client import Client, Event, Job, JobPhase, JobSummary
 _EVENTS_KEPT: Final = 200
 _EVENTS_AT_LEAST: Final = 3
 _EVENTS_PLAIN: Final = 10
-"""In a frame that is printed."""
+"""Number of events in a printed frame."""
 
 
 class Frames:
     """Takes one frame after another; of events it asks only for new ones."""
 
     def __init__(self, client: Client, job_id: str, *, full_screen: bool) -> None:
-        """`full_screen`: a frame is as high as the terminal."""
+        """`full_screen`: make frames as high as the terminal."""
         self._full_screen = full_screen
         self._client = client
         self._job_id = job_id
@@ -35,8 +35,8 @@ class Frames:
         self._seen = ""
 
     def take(self) -> RenderableType:
-        """The newest. What was known stays while nobody answers, and is said to be old. Raises
-        ShoalError: nothing is known yet."""
+        """Returns the newest frame. While the coordinator does not answer, known values stay and
+        are marked as old. Raises ShoalError if nothing is known yet."""
         away: ShoalError | None = None
         try:
             self._job = self._client.job(self._job_id)
@@ -58,7 +58,7 @@ class Frames:
 
 
 class _Frame:
-    """A renderable of rich's. What does not fit on the terminal is the older events."""
+    """A rich renderable. If it does not fit on the terminal, it drops the older events."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`shoal jobs`: which jobs there are."""
+"""`shoal jobs`: the list of jobs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The live table of `shoal up`: the job's state below the workers' scrolling output.
+"""Live table of `shoal up`: the job's state below the workers' scrolling output.
 
-A thread of its own asks the coordinator twice a second; the output pump's thread prints the
-workers' lines; rich's lock keeps them apart.
+A separate thread polls the coordinator twice a second; the output pump's thread prints the workers'
+lines; rich's lock synchronizes them.
 """
 
 from __future__ import annotations
@@ -22,41 +22,41 @@ from shoal.launcher.output import Stream, TerminalStuckError, Writer
 
 _INTERVAL_S: Final = 0.5
 _LAST_TABLE_TIMEOUT: Final = timedelta(seconds=20)
-"""Longer than the call to the coordinator that it may wait for."""
+"""Longer than the call to the coordinator that it may have to wait for."""
 
 
 class LiveView:
     """A context manager: shown while it is open."""
 
     def __init__(self, coordinator: str, job_id: str, *, fallback: Writer, progress: bool) -> None:
-        """`fallback` writes streams that are no terminal. `progress`: how far the run is stands
-        below the table, once `show` is told."""
+        """`fallback`: writes streams that are not terminals. `progress`: show the run's progress
+        below the table once `show` is called."""
         self._coordinator = coordinator
         self._job_id = job_id
         self._fallback = fallback
-        # What this terminal's encoding lacks becomes a question mark: an error would end the pump's
-        # thread, and workers stop at full pipes.
+        # Characters missing in this terminal's encoding become question marks: an error would end
+        # the pump's thread, and workers would block on full pipes.
         if isinstance(sys.stdout, io.TextIOWrapper):
             sys.stdout.reconfigure(errors="replace")
         self._console = Console()
         self._live = Live(
             Text("starting", style="dim"), console=self._console, auto_refresh=False, transient=True
         )
-        """Not transient once there is something that is worth to stay."""
+        """Transient until there is content worth keeping."""
         self._progress = progress
         self._status: Status | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="shoal-live", daemon=True)
 
     def write(self, stream: Stream, data: bytes) -> None:
-        """Prints workers' lines above the table; safe on any thread. Of lines that overwrite one
-        another (progress bars) the last one is shown: the table comes between."""
+        """Prints workers' lines above the table; thread-safe. Of lines that overwrite one another
+        (progress bars) only the last is shown, since the table separates them."""
         if not stream.is_terminal:
             self._fallback(stream, data)
             return
         whole = b"".join(line for line in data.splitlines(keepends=True) if line.endswith(b"\n"))
         if whole:
-            # of a line that ends with \r\n, rich shows nothing
+            # rich shows nothing for a line that ends with \r\n
             lines = whole.replace(b"\r\n", b"\n")
             text = Text.from_ansi(lines.decode(errors="replace").removesuffix("\n"))
             self._console.print(text, soft_wrap=True)
@@ -100,7 +100,7 @@ class LiveView:
                 try:
                     job = client.job(self._job_id)
                 except ShoalError:
-                    # Not there yet, or away for a moment: what was known stays on the screen.
+                    # Not there yet, or briefly away: known values stay on the screen.
                     continue
                 status = self._status if self._progress else None
                 self._live.update(

@@ -1,4 +1,4 @@
-"""`shoal logs`: what a job has printed."""
+"""`shoal logs`: the output of a job."""
 
 from __future__ import annotations
 

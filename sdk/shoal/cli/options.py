@@ -1,4 +1,4 @@
-"""Flags that several commands share."""
+"""Flags shared by several commands."""
 
 from __future__ import annotations
 
@@ -174,8 +174,8 @@ _CREDENTIALS: Final = {
 
 
 def with_credentials(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the flags by which it shows itself to a cluster. They become this process's
-    variables, which all settings read, and which what it starts inherits."""
+    """Adds the flags for a cluster's credentials to a command. They become variables of this
+    process, which all settings read and child processes inherit."""
 
     @functools.wraps(command)
     def run(*arguments: Any, **given: Any) -> None:

@@ -1,4 +1,4 @@
-"""`shoal plan`: what each strategy would cost a model, before anything is started."""
+"""`shoal plan`: the cost of a model under each strategy, before anything is started."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def plan(
 
 
 def _made(subject: str) -> tuple[nn.Module, Any, Any]:
-    """Calls the function, on the meta device; where that fails, as it is."""
+    """Calls the function on the meta device; if that fails, without it."""
     import torch
 
     function = _function(subject)

@@ -1,5 +1,4 @@
-"""A run's course as a picture: loss and throughput over time, and where somebody was lost, came or
-went."""
+"""Plots a run: loss and throughput over time, with marks for lost, new and departed members."""
 
 from __future__ import annotations
 
@@ -18,7 +17,8 @@ _COLOURS: Final = {"fault": "C3", "join": "C2", "leave": "C1"}
 
 
 def check_plot(file: Path) -> None:
-    """Before the run: raises ConfigurationError where its end could not be drawn into `file`."""
+    """Checks before the run that a plot can be written into `file`. Raises ConfigurationError
+    otherwise."""
     if file.suffix.lower() not in _KINDS:
         raise ConfigurationError(f"--plot {file}: expected a file whose name ends in .png or .svg")
     if not file.absolute().parent.is_dir():
@@ -42,7 +42,7 @@ def draw(figures: RunFigures, file: Path, *, title: str) -> None:
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shoal"}):
         figure, (upper, lower) = plt.subplots(2, 1, figsize=(7.2, 4.6), sharex=True)
         end_ns = figures.began_ns + figures.seconds * 1e9
-        # of what follows the last commit nothing is to be seen
+        # nothing after the last commit is shown
         whole = sum(point.at_ns < end_ns for point in figures.points) + 1
         points = figures.points[:whole]
         at = [min(point.at_ns - figures.began_ns, figures.seconds * 1e9) / 1e9 for point in points]
@@ -68,7 +68,8 @@ def draw(figures: RunFigures, file: Path, *, title: str) -> None:
 
 
 def _mark(upper: Any, lower: Any, figures: RunFigures) -> list[Any]:
-    """Draws the pauses. Returns what the legend names: one pause each, of many the first ones."""
+    """Draws the pauses. Returns the legend's entries: one pause per kind, limited to the first
+    few."""
     named, counted = [], dict.fromkeys(_COLOURS, 0)
     for pause in figures.pauses:
         still = pause.standstill

@@ -1,5 +1,5 @@
-"""How far a run is, on a terminal or in a log: a bar below the workers' output, or a plain line now
-and then."""
+"""Progress of a run, on a terminal or in a log: a bar below the workers' output, or a plain line
+now and then."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _ERASE: Final = b"\r\x1b[2K"
 
 
 class StatusLine:
-    """How far a run is, for rich to render: a bar, if the number of steps is known and the width
-    allows, and the text of `status_text`."""
+    """Progress of a run as a rich renderable: a bar, if the number of steps is known and the width
+    permits, and the text of `status_text`."""
 
     def __init__(self, status: Status) -> None:
         self._status = status
@@ -52,7 +52,7 @@ class StatusLine:
 
 
 def status_text(status: Status) -> str:
-    """One line without an end."""
+    """Returns the status as one line without a line break."""
     told = f"step {status.steps:,}"
     if status.steps_in_all:
         told += f" of {status.steps_in_all:,} ({min(1.0, status.steps / status.steps_in_all):.0%})"
@@ -64,12 +64,12 @@ def status_text(status: Status) -> str:
 
 
 class PlainLines:
-    """A line every 30 s, for logs."""
+    """Prints a line every 30 s, for logs."""
 
     def __init__(
         self, note: Callable[[str], None], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`note` writes a line."""
+        """`note`: writes a line."""
         self._note = note
         self._clock = clock
         self._last = clock()
@@ -82,12 +82,12 @@ class PlainLines:
 
 
 class BarWriter:
-    """A writer for an output pump that keeps a bar on the terminal's last line. All but `show` runs
-    on the pump's thread: no line of a worker comes between two halves of another one. Of lines that
-    overwrite each other (a worker's own bars) the last one is shown."""
+    """A writer for an output pump that keeps a bar on the terminal's last line. Everything except
+    `show` runs on the pump's thread, so that the bar never splits a worker's line. Of lines that
+    overwrite each other (a worker's own bars) only the last is shown."""
 
     def __init__(self, write: Writer) -> None:
-        """`write` does the writing; standard error is a terminal."""
+        """`write`: writes the output; standard error is a terminal."""
         self._write = write
         self._pump: OutputPump | None = None
         self._bar = b""
@@ -99,7 +99,7 @@ class BarWriter:
         self._pump = pump
 
     def write(self, stream: Stream, data: bytes) -> None:
-        """See `Writer`."""
+        """Implements `Writer`."""
         if not stream.is_terminal:
             self._write(stream, data)
             return
@@ -110,7 +110,7 @@ class BarWriter:
             self._draw()
 
     def show(self, status: Status) -> None:
-        """Draws the bar anew, some times a second at most."""
+        """Redraws the bar, at most a few times per second."""
         if self._pump is None or time.monotonic() < self._last + _DRAW_EVERY_S:
             return
         self._last = time.monotonic()
@@ -153,7 +153,7 @@ def _width() -> int:
 
 
 def _bar(status: Status, width: int) -> bytes:
-    """One line that no terminal wraps, with its colours."""
+    """Returns the bar as one line with colours that no terminal wraps."""
     from rich.console import Console
 
     console = Console(

@@ -1,4 +1,4 @@
-"""`shoal run`: torchrun's flags, turned into the settings of a run."""
+"""`shoal run`: converts torchrun's flags to the settings of a run."""
 
 from __future__ import annotations
 
@@ -307,8 +307,8 @@ def run(
 
 
 def _rendezvous(configuration: str) -> dict[str, Any]:
-    """The parts of --rdzv-conf that mean something here, as fields of RunSettings; torchrun's
-    others are those of its own backends."""
+    """Converts the supported parts of --rdzv-conf to fields of RunSettings; torchrun's other parts
+    configure its own backends."""
     fields = {"last_call_timeout": "join_grace", "join_timeout": "join_timeout"}
     found = {}
     for setting in filter(None, configuration.split(",")):

@@ -1,4 +1,4 @@
-"""`shoal status`: who is in the job, and how far they are."""
+"""`shoal status`: the members of a job and their progress."""
 
 from __future__ import annotations
 

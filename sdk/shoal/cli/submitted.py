@@ -1,9 +1,8 @@
-"""The process of a run in the background: `python -m shoal.cli.submitted DIRECTORY RECORD
-ARGUMENTS`.
+"""Process of a background run: `python -m shoal.cli.submitted DIRECTORY RECORD ARGUMENTS`.
 
-It forks, before anything heavy is imported: the parent writes the submission's record and ends, so
-that who submitted knows that the launcher is there; the child leads a session of its own, runs
-`shoal run ARGUMENTS`, and writes at the end how that ended.
+It forks before any heavy import. The parent writes the submission's record and exits, so that the
+submitter knows that the launcher exists. The child leads a session of its own, runs `shoal run
+ARGUMENTS`, and finally writes the outcome.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from shoal.launcher.submissions import Outcome, log_of, write_outcome, write_rec
 
 
 def main() -> None:
-    """See the module."""
+    """Runs the program, as described in the module."""
     directory, known, arguments = Path(sys.argv[1]), json.loads(sys.argv[2]), sys.argv[3:]
     written, writing = os.pipe()
     child = os.fork()
@@ -64,12 +63,12 @@ def _run(directory: Path, arguments: list[str]) -> None:
 
 
 def _end_early(*_: object) -> None:
-    """Before the launcher has a say about signals."""
+    """Exits on a signal that arrives before the launcher handles signals."""
     sys.exit(PREEMPTED)
 
 
 def _last_words(directory: Path) -> str:
-    """What the command said last of its own."""
+    """Returns the command's own last line of output."""
     lines = log_of(directory).read_text(errors="replace").splitlines()
     return next(
         (line.removeprefix("shoal: ") for line in reversed(lines) if line.startswith("shoal: ")), ""

@@ -1,8 +1,8 @@
-"""`shoal`, whose summary of failed workers is left in a file as well:
-`python -m shoal.cli.summarized FILE ARGUMENTS`.
+"""`shoal` with the summary of failed workers also written to a file: `python -m
+shoal.cli.summarized FILE ARGUMENTS`.
 
-For a program that has to know whether a launcher's status is that of its own workers, which a
-number does not say (`shoal.ray`).
+For programs that must distinguish failures of a launcher's own workers, which its exit status does
+not (`shoal.ray`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shoal.cli.entry import main as shoal
 
 
 def main() -> None:
-    """See the module. There is no file where no worker has failed."""
+    """Runs the program, as described in the module. Writes no file if no worker has failed."""
     file, sys.argv = Path(sys.argv[1]), ["shoal", *sys.argv[2:]]
     try:
         shoal()

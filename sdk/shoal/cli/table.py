@@ -1,5 +1,5 @@
-"""A table that fits: where the terminal is too narrow for all columns, the least important ones are
-left out, and no name is cut."""
+"""A table that fits the terminal: if it is too narrow for all columns, the least important ones are
+omitted, and no name is truncated."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _GAP: Final = 2
 
 @dataclass(frozen=True)
 class Column:
-    """A name, and a cell in each row."""
+    """A column: its name and one cell per row."""
 
     name: str
     cells: Sequence[str | Text]
     dispensable: int = 0
-    """0: always shown. Else the one with the largest number goes first."""
+    """0: always shown. Otherwise the column with the largest number is dropped first."""
     right: bool = True
-    """Numbers stand at the right."""
+    """Align right, as for numbers."""
 
     @property
     def width(self) -> int:
@@ -36,14 +36,14 @@ class Column:
 
 
 class FittingTable:
-    """A renderable of rich's."""
+    """A rich renderable."""
 
     def __init__(self, *columns: Column) -> None:
-        """Each column has as many cells."""
+        """All columns have the same number of cells."""
         self._columns = columns
 
     def shown(self, width: int) -> list[Column]:
-        """The columns for a terminal of `width`, in order."""
+        """Returns the columns for a terminal of `width`, in order."""
         chosen = list(self._columns)
         while sum(column.width for column in chosen) + _GAP * (len(chosen) - 1) > width:
             least = max(chosen, key=lambda column: column.dispensable)

@@ -1,7 +1,7 @@
-"""Which coordinator and job a command is about: named by flags or the environment, else the newest
-cluster of this machine.
+"""Selects the coordinator and job of a command: those given by flags or the environment, otherwise
+the newest cluster on this machine.
 
-Where there are several, or none that answers, it says so on standard error, and how to choose.
+If there are several, or none that answers, explains on standard error how to choose.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NOT_A_COORDINATORS = (
     DeadlineError.default_reason,
     "UNIMPLEMENTED",
 )
-"""Reasons that gRPC gives: nobody is there, or another program."""
+"""gRPC's reasons if nobody or another program listens at the address."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,14 +41,14 @@ class Target:
     client: Client
     job_id: str
     page: str = ""
-    """URL of the job's status page; empty: not known, as of a coordinator that was named."""
+    """URL of the job's status page; empty if unknown, as for an explicitly given coordinator."""
 
 
 @contextmanager
 def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
-    """Connects. Raises UnknownResourceError with the remedy where there is no cluster or no one job
-    to mean, UnavailableError where nobody answers; ShoalErrors of the channel. So does what the
-    caller asks within."""
+    """Connects. Raises UnknownResourceError with the remedy if there is no cluster or no unique
+    job, UnavailableError if nobody answers, and the channel's ShoalErrors. Errors of the caller's
+    own requests are translated likewise."""
     settings: ChannelSettings | None
     http = ""
     if coordinator:

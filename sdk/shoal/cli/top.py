@@ -1,4 +1,4 @@
-"""`shoal top`: a job as it goes on, on the whole terminal; or one plain frame."""
+"""`shoal top`: live view of a job on the full terminal, or one plain frame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a job looks on a terminal and as JSON. Pure: from what the client tells of it to tables and
+"""Presentation of a job on a terminal and as JSON. Pure: converts the client's values to tables and
 plain values."""
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _MOST_PAST_RUNS: Final = 5
 
 
 def job_view(job: Job) -> RenderableType:
-    """A headline and tables of members and servers."""
+    """Returns a headline and tables of members and servers."""
     parts: list[RenderableType] = [_headline(job)]
     if job.waits_for:
         parts.append(Text(job.waits_for, style="yellow"))
@@ -51,7 +51,7 @@ def job_view(job: Job) -> RenderableType:
         parts.append(Text(job.ending_reason, style="yellow"))
     if job.members:
         parts.append(_member_table(job))
-        # the same one of two ranks is said once
+        # a note shared by several ranks is shown once
         notes = dict.fromkeys(_note(member) for member in job.members if member.note)
         parts += [Text(note, style="yellow") for note in notes]
     elif job.phase is JobPhase.WAITING:
@@ -69,7 +69,7 @@ def job_view(job: Job) -> RenderableType:
 
 
 def jobs_view(jobs: Sequence[JobSummary], *, shown: str | None = None) -> RenderableType:
-    """A table of jobs; the one that is `shown` below it is marked."""
+    """Returns a table of jobs; the one that is `shown` below it is marked."""
     return FittingTable(
         Column(
             "job",
@@ -94,7 +94,7 @@ def _ended(result: Result | None) -> Text:
 
 
 def event_line(event: Event) -> Text:
-    """One line: when, what, about whom, and what else there is to say."""
+    """Returns one line: time, kind, subject, and further attributes."""
     parts = [f" {name}={_quoted(value)}" for name, value in event.attributes.items() if value]
     line = Text(_clock(event.at), style="dim")
     line.append(f"  {event.kind}", style="not dim bold")
@@ -192,7 +192,8 @@ def _milliseconds(duration: timedelta) -> str:
 
 
 def _waiting(member: Member) -> str:
-    """For its peers: now, if it has for long; else the share of its steps."""
+    """Returns the time for which it has been waiting for its peers, if long; otherwise the fraction
+    of its steps spent waiting."""
     if member.waiting >= _LONG:
         return f"{member.waiting.total_seconds():.0f} s"
     if not member.step_time or not member.busy_time:
@@ -232,8 +233,8 @@ def _server_state(server: Server) -> Text:
 
 
 def job_json(job: Job) -> dict[str, Any]:
-    """The same as plain values. Unknown numbers are null; times are milliseconds of the Unix epoch,
-    by the Redis server's clock."""
+    """Returns the job as plain values. Unknown numbers are null; times are milliseconds of the Unix
+    epoch, by the Redis server's clock."""
     return {
         "job_id": job.job_id,
         "run": job.run,
@@ -276,7 +277,7 @@ def job_json(job: Job) -> dict[str, Any]:
 
 
 def summary_json(job: JobSummary) -> dict[str, Any]:
-    """A job in a list as plain values."""
+    """Returns a job in a list as plain values."""
     result = job.result
     return {
         "job_id": job.job_id,
@@ -290,7 +291,7 @@ def summary_json(job: JobSummary) -> dict[str, Any]:
 
 
 def event_json(event: Event) -> dict[str, Any]:
-    """An event as plain values."""
+    """Returns an event as plain values."""
     return {
         "event_id": event.event_id,
         "unix_ms": _unix_ms(event.at),

@@ -1,5 +1,5 @@
-"""Jobs from outside of them: `Client`, `AsyncClient`, and the plain values that they give. No torch
-here, and no protobuf to be seen."""
+"""Control of jobs from outside: `Client`, `AsyncClient`, and the plain values that they return.
+Needs no torch and exposes no protobuf."""
 
 from shoal.client.aio import AsyncClient
 from shoal.client.event import Event

@@ -1,5 +1,5 @@
-"""`shoal.AsyncClient`: the calls of `shoal.Client` for asyncio. Each runs on a thread of this
-client's, so that none blocks the loop; `wait` sleeps on the loop."""
+"""`shoal.AsyncClient`: the calls of `shoal.Client` for asyncio. Each runs on one of this client's
+threads, so that none blocks the loop; `wait` sleeps on the loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ItemT_co = TypeVar("ItemT_co", covariant=True)
 _MOST_THREADS: Final = 64
-"""Each stream that is waited for holds one."""
+"""Each stream that is waited for occupies one thread."""
 
 
 class _Stream(Protocol[ItemT_co]):
@@ -36,9 +36,9 @@ class _Stream(Protocol[ItemT_co]):
 
 
 class AsyncClient:
-    """`shoal.Client` for asyncio; that one's calls say more. An asynchronous context manager;
-    belongs to one event loop. A call that is cancelled is over for its caller at once; what was
-    asked of a coordinator by then may be done."""
+    """`shoal.Client` for asyncio, which documents the calls. An asynchronous context manager;
+    belongs to one event loop. A cancelled call returns to its caller at once, but a request already
+    sent to a coordinator may still be carried out."""
 
     @override
     def __init__(
@@ -62,7 +62,7 @@ class AsyncClient:
         environment: Mapping[str, str] | None = None,
         directory: str | Path | None = None,
     ) -> str:
-        """See `Client.submit`."""
+        """Like `Client.submit`."""
         return await self._call(
             lambda: self._client.submit(
                 script,
@@ -77,7 +77,7 @@ class AsyncClient:
         )
 
     async def wait(self, job_id: str, *, timeout: timedelta | None) -> Result:
-        """See `Client.wait`."""
+        """Like `Client.wait`."""
         deadline = Deadline(timeout)
         while (result := await self._call(lambda: self._client.outcome(job_id))) is None:
             deadline.check(f"the end of job {job_id!r}")
@@ -85,29 +85,29 @@ class AsyncClient:
         return result
 
     async def result(self, job_id: str) -> Result:
-        """See `Client.result`."""
+        """Like `Client.result`."""
         return await self._call(lambda: self._client.result(job_id))
 
     async def outcome(self, job_id: str) -> Result | None:
-        """See `Client.outcome`."""
+        """Like `Client.outcome`."""
         return await self._call(lambda: self._client.outcome(job_id))
 
     # -------------------------------------------------------------------------------------- looking
 
     async def jobs(self) -> tuple[JobSummary, ...]:
-        """See `Client.jobs`."""
+        """Like `Client.jobs`."""
         return await self._call(self._client.jobs)
 
     async def job(self, job_id: str) -> Job:
-        """See `Client.job`."""
+        """Like `Client.job`."""
         return await self._call(lambda: self._client.job(job_id))
 
     async def members(self, job_id: str) -> tuple[Member, ...]:
-        """See `Client.members`."""
+        """Like `Client.members`."""
         return await self._call(lambda: self._client.members(job_id))
 
     async def servers(self, job_id: str) -> tuple[Server, ...]:
-        """See `Client.servers`."""
+        """Like `Client.servers`."""
         return await self._call(lambda: self._client.servers(job_id))
 
     async def events(
@@ -118,7 +118,7 @@ class AsyncClient:
         follow: bool = False,
         timeout: timedelta | None = None,
     ) -> AsyncIterator[Event]:
-        """See `Client.events`; an asynchronous generator."""
+        """Like `Client.events`, as an asynchronous generator."""
         stream = await self._call(
             lambda: self._client.events(job_id, after=after, follow=follow, timeout=timeout)
         )
@@ -133,7 +133,7 @@ class AsyncClient:
         follow: bool = False,
         timeout: timedelta | None = None,
     ) -> AsyncIterator[str]:
-        """See `Client.logs`; an asynchronous generator."""
+        """Like `Client.logs`, as an asynchronous generator."""
         stream = await self._call(
             lambda: self._client.logs(job_id, rank=rank, follow=follow, timeout=timeout)
         )
@@ -143,31 +143,31 @@ class AsyncClient:
     async def state_dict(
         self, job_id: str, *, timeout: timedelta = PATIENCE
     ) -> dict[str, torch.Tensor]:
-        """See `Client.state_dict`."""
+        """Like `Client.state_dict`."""
         return await self._call(lambda: self._client.state_dict(job_id, timeout=timeout))
 
     # --------------------------------------------------------------------------------------- ending
 
     async def stop(self, job_id: str, *, reason: str = "") -> None:
-        """See `Client.stop`."""
+        """Like `Client.stop`."""
         await self._call(lambda: self._client.stop(job_id, reason=reason))
 
     async def drain(
         self, job_id: str, *, rank: int | None = None, server: str | None = None, reason: str = ""
     ) -> str:
-        """See `Client.drain`."""
+        """Like `Client.drain`."""
         return await self._call(
             lambda: self._client.drain(job_id, rank=rank, server=server, reason=reason)
         )
 
     async def kill(self, job_id: str, *, rank: int | None = None) -> Member | None:
-        """See `Client.kill`."""
+        """Like `Client.kill`."""
         return await self._call(lambda: self._client.kill(job_id, rank=rank))
 
     # -------------------------------------------------------------------------------------- closing
 
     async def close(self) -> None:
-        """See `Client.close`."""
+        """Like `Client.close`."""
         self._client.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -186,7 +186,7 @@ class AsyncClient:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def _each(self, stream: _Stream[T]) -> AsyncIterator[T]:
-        """One item after another, each taken on a thread; closed with the generator, which frees
+        """Yields items, each fetched on a thread. Closes the stream with the generator, which frees
         that thread."""
         try:
             while items := await self._call(lambda: list(islice(stream, 1))):

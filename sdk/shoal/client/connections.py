@@ -1,4 +1,4 @@
-"""Which coordinator has a job, and one connection to each that was asked for."""
+"""Finds the coordinator of a job, and keeps one connection per coordinator."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from shoal.launcher.registry import newest_cluster, running_clusters
 
 
 class Connections:
-    """To one coordinator, or to those of the clusters that run on this machine. Any thread may
-    call."""
+    """Connections to one coordinator, or to those of the clusters on this machine. Thread-safe."""
 
     def __init__(self, coordinator: str | ChannelSettings | None, *, timeout: timedelta) -> None:
         """`timeout`: of each call."""
         if isinstance(coordinator, str):
             coordinator = channel_settings(coordinator)
         self.shared = coordinator and replace(coordinator, deadline=timeout)
-        """None: the clusters of this machine."""
+        """None: the clusters on this machine."""
         self._timeout = timeout
         self._lock = threading.Lock()
         self._clients: dict[str, CoordinatorClient] = {}
@@ -31,18 +30,18 @@ class Connections:
         self._closed = False
 
     def settings(self, job_id: str) -> ChannelSettings:
-        """How to speak to the coordinator of a job. Raises UnknownResourceError: no cluster of this
-        machine runs it."""
+        """Returns the settings for calling a job's coordinator. Raises UnknownResourceError if no
+        cluster on this machine runs the job."""
         return self.shared or ChannelSettings(
             address=newest_cluster(job=job_id).coordinator, deadline=self._timeout
         )
 
     def of(self, job_id: str) -> CoordinatorClient:
-        """A client of the coordinator of a job. Raises likewise."""
+        """Returns a client of a job's coordinator. Raises like `settings`."""
         return self._client(self.settings(job_id))
 
     def all(self) -> list[CoordinatorClient]:
-        """One for each coordinator."""
+        """Returns one client per coordinator."""
         if self.shared is not None:
             return [self._client(self.shared)]
         addresses = dict.fromkeys(record.coordinator for record in running_clusters())
@@ -71,7 +70,7 @@ class Connections:
             return self._clients[settings.address]
 
     def _forget_others(self, addresses: set[str]) -> None:
-        """Clusters that have ended are not asked again."""
+        """Drops the connections to clusters that have ended."""
         with self._lock:
             gone = [self._clients.pop(address) for address in self._clients.keys() - addresses]
         for client in gone:

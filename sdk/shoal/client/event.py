@@ -1,4 +1,4 @@
-"""Something that happened in a job. A plain value; nothing here asks anybody."""
+"""An event of a job. A plain value; nothing here sends requests."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from datetime import datetime
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One entry of a job's log of events, which the coordinator keeps."""
+    """One entry of a job's event log, which the coordinator keeps."""
 
     event_id: str
-    """Grows; `Client.events(after=...)` goes on behind it."""
+    """Increasing; `Client.events(after=...)` continues after it."""
     at: datetime
     kind: str
     """job_created, member_joined, member_lost, generation_formed, server_lost, ..."""
     generation: int
-    """The newest one at that moment; 0: there was none."""
+    """Newest generation at that time; 0 if there was none."""
     member_id: str | None
-    """The member that it is about; None: it is about none."""
+    """Member concerned; None if there is none."""
     attributes: Mapping[str, str]
-    """What else is to say, by name."""
+    """Further details by name."""

@@ -1,5 +1,5 @@
-"""A job as its coordinator describes it, with its members and parameter servers. Plain values;
-nothing here asks anybody."""
+"""A job as described by its coordinator, with its members and parameter servers. Plain values;
+nothing here sends requests."""
 
 from __future__ import annotations
 
@@ -11,89 +11,89 @@ from shoal.client.result import Result
 
 
 class JobPhase(StrEnum):
-    """Where a job stands."""
+    """Phase of a job."""
 
     UNKNOWN = "unknown"
-    """A phase that this release does not know."""
+    """A phase unknown to this release."""
     WAITING = "waiting"
-    """Fewer members than `min_workers` are ready: nobody trains."""
+    """Fewer than `min_workers` members are ready, so nobody trains."""
     RUNNING = "running"
     STOPPING = "stopping"
-    """It was asked to stop: members leave at their next border."""
+    """It was asked to stop: members leave at their next step boundary."""
     FINISHED = "finished"
-    """It has ended; `Job.ending` says how."""
+    """It has ended; `Job.ending` gives the outcome."""
 
 
 class JobEnding(StrEnum):
-    """Why a job ends, or has ended."""
+    """Outcome of a job that ends or has ended."""
 
     UNKNOWN = "unknown"
-    """An ending that this release does not know."""
+    """An outcome unknown to this release."""
     COMPLETED = "completed"
-    """A member came to the end of its script."""
+    """A member finished its script."""
     STOPPED = "stopped"
-    """It was asked to stop before that."""
+    """It was asked to stop before a script finished."""
     FAILED = "failed"
 
 
 class MemberPhase(StrEnum):
-    """Where a member stands."""
+    """Phase of a member."""
 
     UNKNOWN = "unknown"
-    """A phase that this release does not know."""
+    """A phase unknown to this release."""
     JOINED = "joined"
     """Its script runs up to its first batch."""
     READY = "ready"
     """It waits for a rank in the next generation."""
     RANKED = "ranked"
     DRAINING = "draining"
-    """It leaves at its next border."""
+    """It leaves at its next step boundary."""
     QUARANTINED = "quarantined"
-    """It is kept out until it reaches its peers again."""
+    """It is excluded until it can reach its peers again."""
 
 
 class ServerRole(StrEnum):
-    """What a parameter server is for its place."""
+    """Role of a parameter server in its place."""
 
     UNKNOWN = "unknown"
-    """A role that this release does not know."""
+    """A role unknown to this release."""
     PRIMARY = "primary"
     BACKUP = "backup"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """A worker that the coordinator knows, and how far it is, as it said last."""
+    """A worker known to the coordinator, with its last reported progress."""
 
     member_id: str
     phase: MemberPhase
     rank: int | None
-    """In the newest generation; None: it has none."""
+    """Rank in the newest generation; None if it has none."""
     host: str
     pid: int
     metrics_address: str | None
     """host:port of its /metrics."""
     joined: datetime
     step: int
-    """Optimizer steps that it has committed."""
+    """Number of optimizer steps it has committed."""
     epoch: int
     samples: int
-    """Its own samples that committed steps have counted."""
+    """Number of its own samples in committed steps."""
     samples_per_s: float
-    """Over about the last second; its own."""
+    """Its own rate over about the last second."""
     loss: float | None
-    """Told last, by train_step or shoal.report; None: never."""
+    """Last loss reported by train_step or shoal.report; None if never."""
     step_time: timedelta
-    """Median of the last steps."""
+    """Median over the last steps."""
     busy_time: timedelta
-    """The part of `step_time` in which it did not wait for its peers."""
+    """Part of `step_time` in which it did not wait for its peers."""
     waiting: timedelta
-    """How long it has waited for its peers without a break."""
+    """How long it has been waiting for its peers without interruption."""
     waiting_in: str | None
     staleness: float
     """Versions between its last pull and its last push (async_sgd)."""
     note: str | None
-    """For people: it holds the others back, or has not been heard of for long."""
+    """Note for people if it slows the others down or has been silent for long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,19 +102,19 @@ class Server:
 
     server_id: str
     place: int
-    """Its number in the shard map; a backup has its primary's."""
+    """Its number in the shard map; a backup has that of its primary."""
     role: ServerRole
     address: str | None
     """host:port"""
     metrics_address: str | None
     alive: bool
     in_sync: bool
-    """A backup that has all that its primary acknowledged."""
+    """Whether a backup has everything that its primary acknowledged."""
     draining: bool
-    """What it holds is being moved to the others."""
+    """Whether its partitions are being moved to other servers."""
     partitions: int
     value_bytes: int
-    """Their values; the optimizer's state is not counted."""
+    """Bytes of the values, without optimizer state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,17 +124,16 @@ class JobSummary:
     job_id: str
     phase: JobPhase
     generation: int
-    """The newest one; 0: none yet."""
+    """Newest generation; 0 if none yet."""
     world_size: int
-    """Ranks in it."""
+    """Number of ranks in it."""
     result: Result | None = None
-    """How it ended, of one that was submitted here; None: it goes on, or only its coordinator
-    knows."""
+    """Result of a job submitted here; None while it runs, or if only its coordinator knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PastRun:
-    """A run of a job that is over."""
+    """A run of a job that has ended."""
 
     number: int
     began: datetime
@@ -146,28 +145,28 @@ class PastRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job, as its newest run has it."""
+    """State of a job's newest run."""
 
     job_id: str
     run: int
-    """The number of the newest run; the first one is 1."""
+    """Number of the newest run; the first one is 1."""
     phase: JobPhase
     ending: JobEnding | None
-    """None: it goes on."""
+    """None while it runs."""
     ending_reason: str | None
     """For people."""
     generation: int
-    """The newest one; 0: none yet."""
+    """Newest generation; 0 if none yet."""
     world_size: int
-    """Ranks in it."""
+    """Number of ranks in it."""
     min_workers: int
     max_workers: int
     members: tuple[Member, ...]
-    """Ranked ones first, in rank order."""
+    """Ranked members first, in rank order."""
     servers: tuple[Server, ...]
     waits_for: str | None
-    """Who waits for whom, for people; None: nothing stands."""
+    """Explanation of the current wait, for people; None if nothing is stalled."""
     past_runs: tuple[PastRun, ...]
-    """The last ones before this, oldest first."""
+    """The latest past runs, oldest first."""
     now: datetime
-    """By the clock of the coordinator's Redis, as all moments here are."""
+    """By the clock of the coordinator's Redis, like all times here."""

@@ -1,4 +1,4 @@
-"""From the coordinator's messages to plain values."""
+"""Converts the coordinator's messages to plain values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _EnumT = TypeVar("_EnumT", bound=StrEnum)
 
 
 def job_of(message: pb.GetJobResponse) -> Job:
-    """A job with its members and servers."""
+    """Converts a job with its members and servers."""
     return Job(
         job_id=message.spec.job_id,
         run=message.run.number or 1,  # an older coordinator has one
@@ -46,7 +46,7 @@ def job_of(message: pb.GetJobResponse) -> Job:
 
 
 def past_run_of(message: pb.RunStatus) -> PastRun:
-    """A run that is over."""
+    """Converts a run that has ended."""
     return PastRun(
         number=message.run.number,
         began=_moment(message.run.began_unix_ms),
@@ -57,7 +57,7 @@ def past_run_of(message: pb.RunStatus) -> PastRun:
 
 
 def summary_of(message: pb.JobSummary) -> JobSummary:
-    """A job in a list."""
+    """Converts a job in a list."""
     return JobSummary(
         job_id=message.job_id,
         phase=_named(pb.JobPhase, message.phase, JobPhase),
@@ -67,7 +67,7 @@ def summary_of(message: pb.JobSummary) -> JobSummary:
 
 
 def member_of(message: pb.MemberStatus) -> Member:
-    """A member and its progress."""
+    """Converts a member and its progress."""
     progress = message.progress
     return Member(
         member_id=message.member_id,
@@ -81,7 +81,7 @@ def member_of(message: pb.MemberStatus) -> Member:
         epoch=progress.epoch,
         samples=progress.samples,
         samples_per_s=progress.samples_per_s,
-        # A member that has not told any progress yet has no loss, either.
+        # A member that has not reported any progress has no loss either.
         loss=None
         if math.isnan(progress.loss) or not message.HasField("progress")
         else progress.loss,
@@ -95,7 +95,7 @@ def member_of(message: pb.MemberStatus) -> Member:
 
 
 def server_of(message: pb.ServerStatus) -> Server:
-    """A parameter server."""
+    """Converts a parameter server."""
     return Server(
         server_id=message.server_id,
         place=message.server_index,
@@ -111,7 +111,7 @@ def server_of(message: pb.ServerStatus) -> Server:
 
 
 def event_of(message: pb.Event) -> Event:
-    """An event."""
+    """Converts an event."""
     return Event(
         event_id=message.event_id,
         at=_moment(message.unix_ms),
@@ -127,7 +127,7 @@ def _moment(unix_ms: int) -> datetime:
 
 
 def _named(enum: Any, number: int, kind: type[_EnumT]) -> _EnumT:
-    """A number of the enum that a newer coordinator may have made is `unknown`."""
+    """Converts an enum number; values from a newer coordinator become `unknown`."""
     if number not in enum.values():
         return kind("unknown")
     value = enum.Name(number)

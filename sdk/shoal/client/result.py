@@ -1,4 +1,4 @@
-"""How a job ended. A plain value; nothing here asks anybody."""
+"""Result of a job. A plain value; nothing here sends requests."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from datetime import datetime
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """The end of a job."""
+    """Result of a job."""
 
     job_id: str
     ok: bool
-    """It is finished: its script came to its end, or it was stopped and did."""
+    """Whether it is finished: its script finished, possibly after a request to stop."""
     exit_status: int | None
-    """That of `shoal run` (docs/exit-status.md). None: its launcher was killed before it could say;
-    or the job was not submitted from this machine, so that no launcher of it is known here."""
+    """Exit status of `shoal run` (docs/exit-status.md). None: its launcher was killed before it
+    could record it, or the job was not submitted from this machine, so that its launcher is unknown
+    here."""
     summary: str
-    """For people: which workers failed and why, or why it is not finished. May be empty."""
+    """For people: failed workers and the causes, or why it is not finished. May be empty."""
     ended: datetime | None
-    """None: not known."""
+    """None if unknown."""

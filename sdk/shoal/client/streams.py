@@ -1,4 +1,4 @@
-"""What comes bit by bit: a job's events, and the lines of its log."""
+"""Incremental streams: a job's events, and the lines of its log."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LONGEST_BACKOFF_S: Final = 2.0
 
 
 class Deadline:
-    """A moment that may be never."""
+    """A deadline that may be infinite."""
 
     def __init__(self, timeout: timedelta | None) -> None:
         self._timeout = timeout
@@ -30,13 +30,13 @@ class Deadline:
 
     @property
     def left(self) -> timedelta | None:
-        """None: for ever."""
+        """None: unlimited."""
         return (
             None if self._at is None else timedelta(seconds=max(0.0, self._at - time.monotonic()))
         )
 
     def check(self, what: str) -> None:
-        """Raises DeadlineError when it has passed. `what`: was waited for."""
+        """Raises DeadlineError if it has passed. `what`: description of the awaited event."""
         if self._at is not None and time.monotonic() >= self._at:
             assert self._timeout is not None
             raise DeadlineError(
@@ -46,14 +46,14 @@ class Deadline:
 
 
 class _Watch(Protocol):
-    """Opens a stream of events behind one of them."""
+    """Opens a stream of events after a given one."""
 
     def __call__(self, after: str, timeout: timedelta | None, /) -> ResponseStream[Any]: ...
 
 
 class EventStream:
-    """Events, oldest first. Iterate it on one thread; `close` from any, which ends the iteration. A
-    context manager."""
+    """Events, oldest first. Iterate over it on one thread; `close` on any thread ends the
+    iteration. A context manager."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class EventStream:
         timeout: timedelta | None,
         patience: timedelta,
     ) -> None:
-        """`gone`: the coordinator has ended and will not come back. `patience`: how long a stream
-        that is followed outlives one that is away."""
+        """`gone`: returns whether the coordinator has ended for good. `patience`: how long a
+        followed stream tolerates an absent coordinator."""
         self._watch = watch
         self._gone = gone
         self._what = what
@@ -87,7 +87,7 @@ class EventStream:
         return next(self._events)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Ends the iteration. Idempotent."""
         with self._lock:
             self._closed.set()
             if self._stream is not None:
@@ -138,8 +138,8 @@ class EventStream:
 
 
 class LogStream:
-    """Lines of a log, without their ends. Iterate it on one thread; `close` from any, which ends
-    the iteration. A context manager."""
+    """Lines of a log, without line breaks. Iterate over it on one thread; `close` on any thread
+    ends the iteration. A context manager."""
 
     def __init__(
         self,
@@ -150,8 +150,8 @@ class LogStream:
         ended: Callable[[], bool] | None,
         timeout: timedelta | None,
     ) -> None:
-        """`rank`: only lines of the worker that was started as this rank. `ended`: nothing will be
-        written any more when it is true; None: what is there is all that is wanted."""
+        """`rank`: only lines of the worker started with this rank. `ended`: returns whether the log
+        is complete; None: read only the existing lines."""
         self._path = path
         self._what = what
         self._prefix = "" if rank is None else f"[{rank}]: "
@@ -167,7 +167,7 @@ class LogStream:
         return next(self._lines)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Ends the iteration. Idempotent."""
         self._closed.set()
 
     def __enter__(self) -> Self:
@@ -185,7 +185,7 @@ class LogStream:
         with self._path.open("rb") as file:
             rest = b""
             while not self._closed.is_set():
-                # asked before reading: what comes after the end is nothing
+                # asked before reading, since nothing is written after the end
                 last = self._ended is None or self._ended()
                 while data := file.readline():
                     rest += data

@@ -1,5 +1,5 @@
-"""`shoal.Client`: what a program does with jobs from outside of them. Blocking; `aio` has the same
-calls for asyncio."""
+"""`shoal.Client`: control of jobs by a program outside of them. Blocking; `aio` has the same calls
+for asyncio."""
 
 from __future__ import annotations
 
@@ -43,11 +43,10 @@ T = TypeVar("T")
 
 
 class Client:
-    """Jobs from outside: submits them, waits for them, looks at them, stops them. A context
-    manager; any thread may call.
+    """Submits, awaits, inspects and stops jobs from outside. A context manager; thread-safe.
 
     A job is named by its id. Every call has a deadline, and raises the errors of
-    `shoal_common.errors`: UnknownResourceError for what is not there, UnavailableError and
+    `shoal_common.errors`: UnknownResourceError for missing objects, UnavailableError and
     DeadlineError for a coordinator that does not answer.
     """
 
@@ -57,9 +56,9 @@ class Client:
         """Does not connect yet.
 
         Args:
-            coordinator: host:port of a shared one, with the token and certificates that the
-                environment names (SHOAL_TOKEN, SHOAL_TLS_...), or ChannelSettings that say all of
-                it. None: jobs of this user on this machine, whose clusters have a coordinator each.
+            coordinator: host:port of a shared coordinator, with the token and certificates from the
+                environment (SHOAL_TOKEN, SHOAL_TLS_...), or complete ChannelSettings. None: this
+                user's jobs on this machine, whose clusters have a coordinator each.
             timeout: of each call to a coordinator.
         """
         self._connections = Connections(coordinator, timeout=timeout)
@@ -80,24 +79,24 @@ class Client:
         directory: str | Path | None = None,
     ) -> str:
         """Starts `shoal run` in the background on this machine, and returns the job's id once the
-        launcher's process is there.
+        launcher's process exists.
 
-        The launcher outlives this process. Any process of this user on this machine can wait for
-        it, read its log and its result.
+        The launcher outlives this process. Any process of this user on this machine can wait for it
+        and read its log and its result.
 
         Args:
-            script: the training script; what follows are its arguments.
-            workers: processes on this machine.
-            servers: parameter servers, for async_sgd; of a job at a shared coordinator they are
-                started elsewhere.
-            job_id: None: a new one, made from the script's name. That of a job whose run has ended:
-                another run of it.
-            flags: further ones of `shoal run`, such as `("--max-restarts", "3")`.
-            environment: what the launcher and its workers get beside this process's environment.
-            directory: where it runs; None: here.
+            script: the training script, followed by its arguments.
+            workers: number of processes on this machine.
+            servers: number of parameter servers, for async_sgd; those of a job at a shared
+                coordinator are started elsewhere.
+            job_id: None: a new id, derived from the script's name. The id of a job whose run has
+                ended starts another run of it.
+            flags: additional flags of `shoal run`, such as `("--max-restarts", "3")`.
+            environment: additional variables for the launcher and its workers.
+            directory: working directory; None: the current one.
 
         Raises:
-            ConfigurationError: no such script or directory, or an id that no job can have.
+            ConfigurationError: no such script or directory, or an invalid id.
             PreconditionError: JOB_RUNNING: the job's last submission still runs.
             UnavailableError: SUBMIT_FAILED: the process could not be started.
         """
@@ -122,8 +121,8 @@ class Client:
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
     ) -> str:
-        """Likewise, for a whole command line of `shoal run`, which names neither job nor
-        coordinator. `name`: a new id is made from it."""
+        """Submits a complete command line of `shoal run` that names neither job nor coordinator.
+        `name`: basis of a new id."""
         job_id = job_id or new_job_id(name)
         shared = self._connections.shared
         where = ["--rdzv-endpoint", shared.address] if shared is not None else ["--standalone"]
@@ -145,7 +144,7 @@ class Client:
         """Blocks until the job has ended.
 
         Raises:
-            DeadlineError: it has not within `timeout` (None: however long it takes).
+            DeadlineError: it has not ended within `timeout` (None: no limit).
             UnknownResourceError: there is no such job.
         """
         deadline = Deadline(timeout)
@@ -155,7 +154,8 @@ class Client:
         return result
 
     def result(self, job_id: str) -> Result:
-        """How the job ended. Raises PreconditionError (JOB_RUNNING): it has not; `wait` for it."""
+        """Returns the result of an ended job. Raises PreconditionError (JOB_RUNNING) if it has not
+        ended; use `wait`."""
         result = self.outcome(job_id)
         if result is None:
             raise PreconditionError(
@@ -165,16 +165,16 @@ class Client:
         return result
 
     def outcome(self, job_id: str) -> Result | None:
-        """How the job ended; None: it has not. Raises UnknownResourceError: there is no such
-        job."""
+        """Returns the result of the job; None while it runs. Raises UnknownResourceError if there
+        is no such job."""
         submission = self._submission(job_id)
         return _end_of(self.job(job_id)) if submission is None else _result_of(submission)
 
     # -------------------------------------------------------------------------------------- looking
 
     def jobs(self) -> tuple[JobSummary, ...]:
-        """All jobs that the coordinator knows; without one, those of this machine, with those
-        submitted here that have ended."""
+        """Returns all jobs known to the coordinator; without one, those of this machine, including
+        ended ones that were submitted here."""
         found: dict[str, JobSummary] = {}
         for client in self._connections.all():
             try:
@@ -197,15 +197,15 @@ class Client:
         return tuple(found[job_id] for job_id in sorted(found))
 
     def job(self, job_id: str) -> Job:
-        """The job with its members and servers, as its coordinator knows them."""
+        """Returns the job with its members and servers, as known to its coordinator."""
         return job_of(self._ask(job_id, lambda client: client.get_job(job_id)))
 
     def members(self, job_id: str) -> tuple[Member, ...]:
-        """The job's workers, those with a rank first, in rank order."""
+        """Returns the job's workers: those with a rank first, in rank order."""
         return self.job(job_id).members
 
     def servers(self, job_id: str) -> tuple[Server, ...]:
-        """The job's parameter servers, by place."""
+        """Returns the job's parameter servers by place."""
         return self.job(job_id).servers
 
     def events(
@@ -216,14 +216,13 @@ class Client:
         follow: bool = False,
         timeout: timedelta | None = None,
     ) -> EventStream:
-        """What has happened in the job, oldest first; an iterator that is closed when it is done
-        with.
+        """Returns an iterator over the job's events, oldest first; close it after use.
 
         Args:
-            after: the id of an event; only later ones come.
-            follow: later ones as they happen, over restarts of the coordinator, until the job's own
-                cluster ends or the stream is closed.
-            timeout: DeadlineError when it is not at its end by then; None: however long it takes.
+            after: id of an event; only later ones are returned.
+            follow: also return later events as they happen, across restarts of the coordinator,
+                until the job's own cluster ends or the stream is closed.
+            timeout: raise DeadlineError if the stream has not ended by then; None: no limit.
         """
         self.job(job_id)  # it is there
         client = self._connections.of(job_id)
@@ -254,17 +253,17 @@ class Client:
         follow: bool = False,
         timeout: timedelta | None = None,
     ) -> LogStream:
-        """What a submitted job has printed, line by line, the workers' with their rank in front; an
-        iterator.
+        """Returns an iterator over the lines printed by a submitted job; workers' lines start with
+        their rank.
 
         Args:
-            rank: only lines of the worker that was started as this rank, as its prefix says.
-            follow: waits for further lines, until the job has ended.
-            timeout: DeadlineError when the end has not come by then; None: however long it takes.
+            rank: only lines of the worker started with this rank, as shown in its prefix.
+            follow: wait for further lines until the job has ended.
+            timeout: raise DeadlineError if the end has not been reached by then; None: no limit.
 
         Raises:
             UnknownResourceError: LOG_UNKNOWN: the job was not submitted from this machine; its
-                output is where its launcher runs.
+                output is on its launcher's machine.
         """
         submission = self._submission(job_id)
         if submission is None:
@@ -284,11 +283,11 @@ class Client:
         )
 
     def state_dict(self, job_id: str, *, timeout: timedelta = PATIENCE) -> dict[str, torch.Tensor]:
-        """The model's newest values from the job's parameter servers, by name, on the CPU. To read
-        again and again use `shoal.ModelReader`, which asks only for what has changed.
+        """Returns the model's newest values from the job's parameter servers, by name, on the CPU.
+        For repeated reads use `shoal.ModelReader`, which fetches only changes.
 
         Raises:
-            DeadlineError: there are none within `timeout`, and why.
+            DeadlineError: there are no values within `timeout`; the message says why.
         """
         from shoal.parameter_servers import ModelReader
 
@@ -299,10 +298,10 @@ class Client:
     # --------------------------------------------------------------------------------------- ending
 
     def stop(self, job_id: str, *, reason: str = "") -> None:
-        """Asks all workers to stop at their next step border, and returns; `wait` for the end. The
-        code after the loop runs.
+        """Asks all workers to stop at their next step boundary, and returns; use `wait` for the
+        end. The code after the loop runs.
 
-        A script without `shoal.init()` has no borders, and is not reached: `kill` ends it.
+        A script without `shoal.init()` has no step boundaries and is not affected; use `kill`.
         """
         self._ask(
             job_id, lambda client: client.stop_job(job_id, reason=reason or "shoal.Client.stop")
@@ -324,14 +323,14 @@ class Client:
         return server
 
     def kill(self, job_id: str, *, rank: int | None = None) -> Member | None:
-        """SIGKILL to the worker of a rank, which is returned; or to all workers of a submitted job:
-        returns when its launcher has ended, with status 143. Only on the machine where they run.
+        """Kills the worker of a rank and returns its `Member`. Without a rank, kills all workers of
+        a submitted job and returns when its launcher has ended, with status 143. Works only on the
+        machine where they run.
 
         Raises:
-            UnknownResourceError: MEMBER_UNKNOWN: nobody has this rank; SUBMISSION_UNKNOWN: without
-                a rank, the job was not submitted here.
-            PreconditionError: MEMBER_ELSEWHERE, PROCESS_NOT_OURS: it is not for this process to
-                kill.
+            UnknownResourceError: MEMBER_UNKNOWN: no member has this rank; SUBMISSION_UNKNOWN:
+                without a rank, the job was not submitted here.
+            PreconditionError: MEMBER_ELSEWHERE, PROCESS_NOT_OURS: this process may not kill it.
         """
         if rank is None:
             self._submissions.newest(job_id).kill()
@@ -343,7 +342,7 @@ class Client:
     # -------------------------------------------------------------------------------------- closing
 
     def close(self) -> None:
-        """Closes all connections; calls in progress end with UnavailableError. Jobs go on.
+        """Closes all connections; calls in progress fail with UnavailableError. Jobs continue.
         Idempotent."""
         self._connections.close()
 
@@ -359,8 +358,8 @@ class Client:
         self.close()
 
     def _ask(self, job_id: str, call: Callable[[CoordinatorClient], T]) -> T:
-        """Asks the job's coordinator; of a job that was just submitted, when it has one and is
-        known there."""
+        """Calls the job's coordinator. For a job that was just submitted, waits until it has a
+        coordinator that knows it."""
         deadline = Deadline(self._timeout)
         while True:
             try:
@@ -379,8 +378,8 @@ class Client:
             time.sleep(LOOK_INTERVAL.total_seconds())
 
     def _submission(self, job_id: str) -> Submission | None:
-        """The job's last run that was submitted from here to this client's coordinator; None: there
-        is none."""
+        """Returns the job's last run submitted from here to this client's coordinator; None if
+        there is none."""
         shared = self._connections.shared
         try:
             found = self._submissions.newest(job_id)
@@ -390,7 +389,8 @@ class Client:
 
 
 def _of_rank(job: Job, rank: int) -> Member:
-    """Raises UnknownResourceError, which says what ranks there are."""
+    """Returns the member with that rank. Raises UnknownResourceError, which lists the existing
+    ranks."""
     ranked = {member.rank: member for member in job.members if member.rank is not None}
     if rank in ranked:
         return ranked[rank]
@@ -412,7 +412,7 @@ def _of_rank(job: Job, rank: int) -> Member:
 
 
 def _result_of(submission: Submission) -> Result | None:
-    """None: it goes on."""
+    """Returns the result; None while it runs."""
     told = submission.outcome()
     if told is None:
         return None
@@ -427,7 +427,8 @@ def _result_of(submission: Submission) -> Result | None:
 
 
 def _end_of(job: Job) -> Result | None:
-    """What a coordinator knows of a job's end; exit statuses are launchers'."""
+    """Returns what a coordinator knows about a job's end; exit statuses are known only to
+    launchers."""
     if job.phase is not JobPhase.FINISHED:
         return None
     return Result(
@@ -440,7 +441,7 @@ def _end_of(job: Job) -> Result | None:
 
 
 def _credentials(shared: ChannelSettings | None) -> dict[str, str]:
-    """What the launcher of a job at a shared coordinator reads from its environment."""
+    """Returns the environment of the launcher of a job at a shared coordinator."""
     if shared is None:
         return {}
     tls = shared.tls
@@ -454,6 +455,7 @@ def _credentials(shared: ChannelSettings | None) -> dict[str, str]:
 
 
 def _in_a_file(token: str | None) -> bool:
-    """Whether the launcher finds this token by itself, by the variable that names its file."""
+    """Returns whether the launcher finds this token by itself, through the variable that names its
+    file."""
     own = CallerSettings.load()
     return own.token_file is not None and own.bearer_token == token

@@ -1,8 +1,8 @@
-"""Real handwritten digits (scikit-learn's bundled set: UCI, 1797 images of 8 x 8 pixels) and a
-small convolutional network for them.
+"""Handwritten digits (scikit-learn's bundled set: UCI, 1797 images of 8 x 8 pixels) and a small
+convolutional network for them.
 
-The set's file is read where it lies: importing scikit-learn for it takes a second of every worker
-that starts, and so of the replacement.
+The set's file is read directly: importing scikit-learn would cost a second for every starting
+worker, including the replacement.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _GREY_LEVELS: Final = 16
 
 
 def datasets() -> tuple[TensorDataset, TensorDataset]:
-    """Training set and test set, the same in every process: 1437 and 360 images, (1, 8, 8) float32
-    in 0..1.
+    """Returns training set and test set, the same in every process: 1437 and 360 images, (1, 8, 8)
+    float32 in 0..1.
 
     Raises:
-        ConfigurationError: scikit-learn is not there, or has no such file.
+        ConfigurationError: scikit-learn is not installed, or lacks the file.
     """
     # each image's 64 pixels and its digit
     rows = np.loadtxt(_file(), delimiter=",", dtype=np.float32)
@@ -36,7 +36,7 @@ def datasets() -> tuple[TensorDataset, TensorDataset]:
 
 
 def network() -> nn.Module:
-    """Two convolutions and a classifier, with dropout; about 200 000 parameters."""
+    """Returns two convolutions and a classifier, with dropout; about 200 000 parameters."""
     return nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),

@@ -1,4 +1,4 @@
-"""Both runs of the demo, one after the other, and the verdict."""
+"""Runs both parts of the demo one after the other, and gives the verdict."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SLOW_WORKER = 2
 
 
 def plans(*, sync_epochs: int, async_epochs: int) -> list[Plan]:
-    """The two runs."""
+    """Returns the plans of the two runs."""
     return [
         Plan(
             title="synchronous (ddp), one worker killed",
@@ -45,7 +45,7 @@ def plans(*, sync_epochs: int, async_epochs: int) -> list[Plan]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the demo; 0 if everything held."""
+    """Runs the demo; returns 0 if all checks passed."""
     parser = argparse.ArgumentParser(
         prog="shoal demo",
         description="Train on handwritten digits on a cluster of processes, with faults.",

@@ -1,4 +1,4 @@
-"""The demo's figures, its verdict, and the plot of both loss curves."""
+"""Figures and verdict of the demo, and the plot of both loss curves."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from shoal.demo.stage import Outcome
 LEAST_ACCURACY = 0.95
 _SOON_S = 20
 _LOST_UPDATES = "updates of this worker that it had acknowledged"
-"""What a worker says when a server came back with less than it had."""
+"""Part of a worker's message when a restarted server has lost acknowledged updates."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What one run came to."""
+    """Figures of one run."""
 
     title: str
     accuracy: float | None
     samples_per_s: float
     pause_at_kill_s: float | None
-    """Seconds from the SIGKILL of a worker to the next committed step; of a parameter server, the
+    """Seconds from the SIGKILL of a worker to the next committed step; for a parameter server, the
     longest time between two steps in the 20 seconds after its SIGKILL."""
     pause_at_join_s: float | None
-    """From the last step before the replacement's generation to the first in it."""
+    """Seconds from the last step before the replacement's generation to the first one in it."""
     staleness_p50: float | None
     staleness_p99: float | None
     samples_once: int
@@ -45,7 +45,7 @@ class Figures:
 
 
 def measure(outcome: Outcome) -> Figures:
-    """Reads what the workers left behind."""
+    """Computes the figures from the workers' files."""
     notes = trace.read(outcome.traces)
     verdict = audit(outcome.records)
     times, losses = notes.loss_curve(common_steps=outcome.plan.strategy != "async_sgd")
@@ -93,7 +93,7 @@ def _pauses(
 
 
 def faults(outcome: Outcome, figures: Figures) -> list[str]:
-    """What went wrong, for people; empty: nothing."""
+    """Returns the failed checks, for people; empty if none."""
     found = []
     if outcome.exit_code != 0:
         found.append(
@@ -129,7 +129,7 @@ def faults(outcome: Outcome, figures: Figures) -> list[str]:
 
 
 def print_table(console: Console, all_figures: Sequence[Figures]) -> None:
-    """One column per run."""
+    """Prints the figures with one column per run."""
     table = Table(title="Shoal on handwritten digits")
     table.add_column("")
     for figures in all_figures:
@@ -162,7 +162,7 @@ def print_table(console: Console, all_figures: Sequence[Figures]) -> None:
 
 
 def plot(path: Path, outcomes: Sequence[Outcome], all_figures: Sequence[Figures]) -> None:
-    """Both loss curves over time, the faults marked, as a PNG."""
+    """Plots both loss curves over time with the faults marked, as a PNG."""
     import matplotlib as mpl
 
     mpl.use("Agg")

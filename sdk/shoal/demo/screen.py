@@ -1,4 +1,4 @@
-"""The demo's live table: a row per rank. Without a terminal, a line now and then."""
+"""Live table of the demo with a row per rank. Without a terminal, prints a line now and then."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Screen:
         self._started: dict[str, float] = {}
         self._most_steps: dict[str, int] = {}
         self._last_ranked: dict[str, pb.GetJobResponse] = {}
-        """By run: the job as it was when it had ranks. At its end they leave, and the launcher
-        takes some seconds to clear up."""
+        """Run -> the job while it had ranks. At its end they leave, and the launcher takes some
+        seconds to clean up."""
 
     def __enter__(self) -> Screen:
         if self._live is not None:
@@ -43,7 +43,7 @@ class Screen:
             self._live.stop()
 
     def show(self, plan: Plan, job: pb.GetJobResponse | None, outcome: Outcome) -> None:
-        """Takes the newest state of a run."""
+        """Displays the newest state of a run."""
         started = self._started.setdefault(plan.title, time.monotonic())
         finished = job is not None and job.phase == pb.JOB_PHASE_FINISHED
         if job is not None and any(m.rank >= 0 for m in job.members):
@@ -54,7 +54,7 @@ class Screen:
             if job is not None
             else []
         )
-        # Members that leave take their share along: never go back.
+        # Leaving members no longer count, so never decrease the progress.
         done = max(
             plan.total_steps if finished else steps_done(plan, members),
             self._most_steps.get(plan.title, 0),

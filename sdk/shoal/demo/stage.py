@@ -1,5 +1,5 @@
-"""One training run of the demo: starts it as a user would, watches it through the coordinator,
-makes the faults, and sees that nothing stays behind."""
+"""One training run of the demo: starts it as a user would, observes it through the coordinator,
+injects the faults, and makes sure that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -28,53 +28,53 @@ from shoal.launcher.registry import ClusterRecord, running_clusters
 _POLL_S = 0.2
 _MARK = "SHOAL_DEMO_RUN"
 _SERVER = "shoal_ps_server"
-"""In the command of a parameter server, and of nobody else's."""
+"""Part of the command line of parameter servers only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to run and which faults to make."""
+    """A run, with the faults to inject."""
 
     title: str
     strategy: str
     epochs: int
     total_steps: int
-    """Optimizer steps of the whole run, over all workers if they step on their own."""
+    """Number of optimizer steps of the run, summed over all workers if they step independently."""
     workers: int = 3
     servers: int = 0
     kill_at: float | None = None
-    """Share of the run after which a parameter server gets SIGKILL, or a worker where there are
-    none; None: nobody does."""
+    """Fraction of the run after which a parameter server, or a worker if there are none, gets
+    SIGKILL; None: no kill."""
     environment: Mapping[str, str] = field(default_factory=dict)
     patience: timedelta = timedelta(seconds=60)
-    """Longest time without a new step: the run itself takes as long as the machine needs."""
+    """Maximum time without a new step; the run itself may take as long as the machine needs."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What happened."""
+    """Observations of a run."""
 
     plan: Plan
     directory: Path
     exit_code: int = -1
     killed_unix_s: float | None = None
     killed: str = ""
-    """Whom, for people."""
+    """Killed process, for people."""
     left_running: list[str] = field(default_factory=list)
 
     @property
     def records(self) -> Path:
-        """Where the loaders recorded every sample."""
+        """Directory in which the loaders record every sample."""
         return self.directory / "records"
 
     @property
     def traces(self) -> Path:
-        """Where the workers noted their steps."""
+        """Directory in which the workers record their steps."""
         return self.directory / "traces"
 
     @property
     def log(self) -> Path:
-        """The run's output."""
+        """Output of the run."""
         return self.directory / "output.log"
 
 
@@ -129,7 +129,7 @@ def _command(plan: Plan, records: Path) -> list[str]:
 def _process(
     command: list[str], environment: Mapping[str, str], log: IO[bytes]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    # the run then ends as it does when told to
+    # the run then ends as on a request to stop
     tied = tied_to_parent(command, death_signal=signal.SIGTERM)
     process = subprocess.Popen(tied, env=dict(environment), stdout=log, stderr=subprocess.STDOUT)
     try:
@@ -189,7 +189,7 @@ def _job(
 
 
 def steps_done(plan: Plan, members: Iterable[pb.MemberStatus]) -> int:
-    """Optimizer steps so far, of `Plan.total_steps`."""
+    """Returns the number of optimizer steps so far, out of `Plan.total_steps`."""
     steps = [member.progress.step for member in members]
     if not steps:
         return 0
@@ -215,8 +215,8 @@ def _kill_when_due(job: pb.GetJobResponse, plan: Plan, outcome: Outcome, mark: s
 
 
 def _marked_processes(mark: str) -> list[str]:
-    """Processes that carry the run's mark in their environment, "PID: COMMAND": its descendants,
-    whatever became of their parents."""
+    """Returns the processes that carry the run's mark in their environment, as "PID: COMMAND": its
+    descendants, even after their parents have ended."""
     if not Path("/proc/self/environ").exists():
         raise InternalError(
             "the demo looks for processes left behind in /proc, which this system does not have"

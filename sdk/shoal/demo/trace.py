@@ -1,5 +1,5 @@
-"""What each worker of the demo notes down of its committed steps, and the reader of it. One file of
-JSON lines per process."""
+"""Records of a demo worker's committed steps, with their reader. One file of JSON lines per
+process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENVIRONMENT = "SHOAL_DEMO_TRACE_DIR"
 
 @dataclass(frozen=True, kw_only=True)
 class CommittedStep:
-    """One committed step, as one worker saw it."""
+    """One committed step as seen by one worker."""
 
     unix_s: float
     member: str
@@ -29,19 +29,19 @@ class CommittedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Accuracy:
-    """What `shoal.evaluate` said at the end."""
+    """Final result of `shoal.evaluate`."""
 
     correct: float
     samples: float
 
     @property
     def share(self) -> float:
-        """Correct answers over all."""
+        """Fraction of correct answers."""
         return self.correct / self.samples
 
 
 class TraceWriter:
-    """This process's file."""
+    """Writes this process's file."""
 
     def __init__(self) -> None:
         self._member = os.environ.get("SHOAL_MEMBER_ID", "alone")
@@ -90,7 +90,7 @@ class TraceWriter:
 
 @dataclass(frozen=True, kw_only=True)
 class Trace:
-    """All workers' notes of one run."""
+    """Records of all workers in one run."""
 
     steps: tuple[CommittedStep, ...]
     """By time."""

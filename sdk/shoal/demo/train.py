@@ -1,4 +1,4 @@
-"""What each worker of the demo runs: an ordinary training loop, with Shoal's lines marked.
+"""Training script of the demo's workers: an ordinary training loop, with Shoal's lines marked.
 `python -m shoal.demo.train ddp|async_sgd`."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SLOW_FACTOR = 4
 
 
 def main() -> None:
-    """Trains, evaluates, notes down."""
+    """Trains, evaluates, and records the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("strategy", choices=["ddp", "async_sgd"])
     parser.add_argument("--epochs", type=int, required=True)
@@ -75,8 +75,8 @@ def main() -> None:
 
 
 class Drag:
-    """A machine that is busy otherwise: an iteration takes `factor` times what its fastest one took
-    by itself. (Not the last: that may have waited for others.)"""
+    """Simulates a busy machine: an iteration takes `factor` times as long as its fastest one did.
+    (The last one is no measure, since it may have waited for others.)"""
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
@@ -85,16 +85,16 @@ class Drag:
         self._began_s = 0.0
 
     def begin(self) -> None:
-        """The batch is there."""
+        """Marks the arrival of a batch."""
         self._began_s = time.perf_counter()
 
     def hold(self) -> None:
-        """Between the gradient and its push, so that the gradient grows stale."""
+        """Delays between the gradient and its push, so that the gradient becomes stale."""
         self._held_s = (self._factor - 1) * (self._own_s or 0.0)
         time.sleep(self._held_s)  # waits for nothing: this is the slow machine's part of the step
 
     def end(self) -> None:
-        """The step is done."""
+        """Marks the end of a step."""
         taken_s = time.perf_counter() - self._began_s - self._held_s
         self._own_s = taken_s if self._own_s is None else min(self._own_s, taken_s)
 

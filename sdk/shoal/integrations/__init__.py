@@ -1,5 +1,5 @@
-"""Trainers of other libraries, made to run elastic: one package a library, each with an extra of
-its own (`'shoal[transformers]'`).
+"""Elastic versions of other libraries' trainers: one package per library, each with its own extra
+(`'shoal[transformers]'`).
 
-Nothing is imported here: it is `import shoal.integrations.transformers` that needs transformers.
+Nothing is imported here; only `import shoal.integrations.transformers` needs transformers.
 """

@@ -1,5 +1,5 @@
-"""Evaluations of Trainers, dealt to all ranks, with what is kept of each batch: `shoal.evaluate`
-gives sums alone."""
+"""Evaluations for Trainers, distributed over all ranks, that also keep values of each batch;
+`shoal.evaluate` returns only sums."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def evaluate_on_all(
     *,
     gathers: bool,
 ) -> tuple[dict[str, float], list[Any]]:
-    """Sums over all batches, each evaluated on one rank, and what was kept of each, in their order;
-    the same on all ranks.
+    """Returns the sums over all batches, each evaluated on one rank, and the values kept of each,
+    in order; the same on all ranks.
 
     Args:
-        session: this process's.
+        session: of this process.
         model: is put into evaluation mode.
         batches: of an evaluation loader.
-        measure: is given a batch's number and the batch; gives its sums, and what is to be kept of
-            it: tensors, numbers, strings, and tuples, lists and dictionaries of them.
-        gathers: what is kept is gathered; else it is not, and the list is empty.
+        measure: receives a batch's number and the batch; returns its sums and the values to keep:
+            tensors, numbers, strings, and tuples, lists and dictionaries of them.
+        gathers: whether to gather the kept values; otherwise the list is empty.
     """
     own: dict[int, Any] = {}
 
@@ -49,15 +49,16 @@ def evaluate_on_all(
         if not gathers:
             return sums, []
         everyones = dict(itertools.chain(*collectives.gather(session, [*own.items()])))
-        # If it is not all, a rank died behind the evaluation with what it had kept. All ranks see
-        # that, and evaluate again. In a joiner that replays its script nobody looks at the answer.
+        # If some are missing, a rank died after the evaluation together with its values. All ranks
+        # notice that and evaluate again. In a joiner that replays its script nobody uses the
+        # answer.
         if len(everyones) == sums.get("batches", 0.0) or session.is_joining:
             return sums, [everyones[number] for number in sorted(everyones)]
 
 
 def on_cpu(value: Any) -> Any:
-    """Returns tensors, and tuples, lists and dictionaries of them, on the CPU, where `gather` takes
-    them."""
+    """Moves tensors, and tuples, lists and dictionaries of them, to the CPU, as required by
+    `gather`."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, Mapping):

@@ -1,5 +1,4 @@
-"""Evaluation batches that carry their numbers, for what has to know which batch it is given:
-`shoal.evaluate` gives batches alone."""
+"""Evaluation batches with their numbers; `shoal.evaluate` passes batches without them."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from shoal_worker.elastic.evaluation import Batches, StreamedBatches
 
 
 class _Numbered:
-    """Evaluation batches, each with its number."""
+    """Evaluation batches, each paired with its number."""
 
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
@@ -20,12 +19,12 @@ class _Numbered:
         return len(self._batches)
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, tuple[int, Any]]]:
-        """See `Batches`."""
+        """Reads batches as `Batches` does, each with its number."""
         return ((number, (number, batch)) for number, batch in self._batches.read(numbers))
 
 
 class _NumberedStream:
-    """The same, of a stream."""
+    """Evaluation batches of a stream, each paired with its number."""
 
     def __init__(self, batches: StreamedBatches) -> None:
         self._batches = batches
@@ -33,18 +32,18 @@ class _NumberedStream:
 
     @property
     def ended(self) -> str:
-        """See `StreamedBatches`."""
+        """Name as in `StreamedBatches`."""
         return self._batches.ended
 
     def deal(self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int) -> Any:
-        """See `StreamedBatches`."""
+        """Deals as `StreamedBatches` does."""
         return self._batches.deal(held, ended, rank, world_size)
 
     def read(self, parts: Any) -> Iterator[tuple[int, tuple[int, Any]]]:
-        """See `StreamedBatches`."""
+        """Reads batches as `StreamedBatches` does, each with its number."""
         return ((number, (number, batch)) for number, batch in self._batches.read(parts))
 
 
 def numbered(batches: Batches | StreamedBatches) -> _Numbered | _NumberedStream:
-    """The given batches for `evaluate`, each as a pair of its number and itself."""
+    """Returns the given batches for `evaluate`, each paired with its number."""
     return _NumberedStream(batches) if isinstance(batches, StreamedBatches) else _Numbered(batches)

@@ -1,8 +1,8 @@
-"""What a launcher tells of its run: a line for each fault with its pause, how far the run is, and
-the figures at the end. Pure.
+"""A launcher's account of its run: a line per fault with its pause, progress, and final figures.
+Pure.
 
-Two sources are put together: what the workers of this machine commit (`course`), and who came and
-went, on all machines (`changes`).
+Combines two sources: the commits of this machine's workers (`course`), and membership changes on
+all machines (`changes`).
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from shoal.launcher.changes import Change, Changes, JobEvent
 from shoal.launcher.course import OUTLIES, Course, Point, Standstill
 
 _SERVER_NS: Final = 2_000_000_000
-"""A standstill that begins so soon after a parameter server's loss was heard of is by that loss."""
+"""Maximum time between the news of a parameter server's loss and the start of a pause attributed to
+it."""
 _SERVER_PATIENCE_NS: Final = 60_000_000_000
 _IDLE_NS: Final = 1_000_000_000
-"""No step for so long, and for as long as some steps take: perhaps a parameter server is gone."""
+"""Minimum time without a step, besides the duration of several steps, after which a parameter
+server may be gone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """A standstill by people or faults: who came or went, or why a step stood, and how long no step
-    was committed."""
+    """A pause due to users or faults: the membership changes or the cause of the stall, and the
+    time without a committed step."""
 
     standstill: Standstill
     changes: tuple[Change, ...]
 
     @property
     def text(self) -> str:
-        """One line without an end."""
+        """One line without a line break."""
         happened, still = "; ".join(change.text for change in self.changes), self.standstill
         line = f"{happened}: training stood still for {still.seconds:.3f} s"
         sizes = [change.world_size for change in self.changes if change.world_size]
@@ -49,34 +51,34 @@ class Pause:
 
     @property
     def is_fault(self) -> bool:
-        """Somebody was lost."""
+        """Whether a member or server was lost."""
         return any(change.faults for change in self.changes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """How far a run is."""
+    """Progress of a run."""
 
     steps: int
     steps_in_all: int
-    """0: not known."""
+    """Total number of steps; 0 if unknown."""
     left: timedelta | None
-    """Time left at the pace so far, without the pauses; None: not known."""
+    """Remaining time at the pace so far, excluding pauses; None if unknown."""
     samples_per_s: float
     loss: float
-    """NaN: none was told."""
+    """NaN if none was reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFigures:
-    """What a run came to, as far as this launcher took part in it."""
+    """Figures of a run, as far as this launcher took part in it."""
 
     steps: int
-    """Committed steps that stand."""
+    """Committed steps, without those that were undone."""
     last_step: int
-    """Number of the last one; more than `steps` in a run that goes on from a checkpoint."""
+    """Number of the last step; more than `steps` in a run resumed from a checkpoint."""
     samples: int
-    """Samples of those steps, over all ranks; 0: the script deals its samples itself."""
+    """Samples of those steps over all ranks; 0 if the script distributes its samples itself."""
     seconds: float
     """Seconds between the run's first commit and its last one."""
     faults: int
@@ -84,17 +86,17 @@ class RunFigures:
     leaves: int
     pauses: tuple[Pause, ...]
     lost_s: float
-    """What pauses and steps taken twice have cost: of each pause what is more than a usual step."""
+    """Time lost to pauses and repeated steps: for each pause, the excess over a usual step."""
     loss: float
-    """Told last, the mean over the workers that told it; NaN: none was."""
+    """Last reported loss, averaged over the reporting workers; NaN if none was reported."""
     began_ns: int
-    """Moment of the first commit, by `time.monotonic_ns`, as those of the points are."""
+    """Time of the first commit, by `time.monotonic_ns`, like the times of the points."""
     points: tuple[Point, ...]
     asynchronous: bool
 
     @property
     def samples_per_s(self) -> float:
-        """Over the whole time, pauses included."""
+        """Rate over the entire time, including pauses."""
         return self.samples / self.seconds if self.seconds > 0 else 0.0
 
     @property
@@ -104,12 +106,12 @@ class RunFigures:
 
     @property
     def longest_pause_s(self) -> float:
-        """0: there was none."""
+        """0 if there was none."""
         return max((pause.standstill.seconds for pause in self.pauses), default=0.0)
 
 
 def figures_lines(figures: RunFigures) -> list[str]:
-    """A line for people, and where something happened a second one; none of a run that has
+    """Returns a line for people, and a second one if there were faults; none for a run that
     committed nothing."""
     if not figures.steps:
         return []
@@ -143,7 +145,7 @@ def figures_lines(figures: RunFigures) -> list[str]:
 
 
 class RunAccount:
-    """See the module. Times are those of `time.monotonic_ns`."""
+    """Account of one run. Times are those of `time.monotonic_ns`."""
 
     def __init__(self) -> None:
         self.course = Course()
@@ -152,18 +154,17 @@ class RunAccount:
         self._untold: list[Change] = []
         """Changes of the ranks whose pause is not known yet."""
         self._standing: list[Standstill] = []
-        """Standstills of which nobody has said yet what they are by."""
+        """Pauses without a known cause so far."""
         self._servers: list[tuple[int, Change]] = []
-        """Parameter servers that were lost, and steps that stood, with the moment in which that was
-        heard."""
+        """Lost parameter servers and stalled steps, each with the time of the news."""
         self._asked_ns = 0
 
     def take(self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False) -> None:
-        """What the workers have committed by now. `settle`: nothing more comes."""
+        """Processes the workers' commits so far. `settle`: nothing more will follow."""
         self._standing += self.course.take(tallies, now_ns, settle=settle)
 
     def wants_events(self, now_ns: int) -> bool:
-        """Something has happened that the coordinator can explain. Not said twice within a
+        """Returns whether the coordinator should be asked to explain something. At most once a
         second."""
         if not self.course.has_begun or now_ns < self._asked_ns + _IDLE_NS:
             return False
@@ -180,7 +181,7 @@ class RunAccount:
     def explain(
         self, events: Iterable[JobEvent], endings: Mapping[str, str], now_ns: int
     ) -> list[str]:
-        """Takes up what the coordinator tells. Returns lines for people. `endings`: see
+        """Processes the coordinator's events. Returns lines for people. `endings`: as in
         `Changes.take`."""
         self._asked_ns = now_ns
         for change in self.changes.take(events, endings):
@@ -202,7 +203,7 @@ class RunAccount:
             lost = [entry for entry in self._servers if _meet(entry[0], standstill)]
             self._servers = [entry for entry in self._servers if entry not in lost]
             changes += [change for _, change in lost]
-            # what happened says more
+            # the membership change says more
             changes = [change for change in changes if not change.stood] or changes
             if not changes and standstill.generation > max(
                 standstill.before, self.changes.generation
@@ -223,7 +224,7 @@ class RunAccount:
 
     @property
     def status(self) -> Status | None:
-        """How far the run is now; None: no step was committed."""
+        """Current progress; None if no step was committed."""
         course = self.course
         if not course.has_begun:
             return None
@@ -245,7 +246,7 @@ class RunAccount:
 
     @property
     def figures(self) -> RunFigures:
-        """What the run has come to by now."""
+        """Figures of the run so far."""
         course, usual_s = self.course, self.course.usual_step_s
         costs = [
             max(0.0, pause.standstill.seconds - usual_s) + pause.standstill.undone * usual_s
@@ -269,8 +270,8 @@ class RunAccount:
 
 
 def _meet(heard_ns: int, standstill: Standstill) -> bool:
-    """Whether a parameter server whose loss was heard of then may be what a standstill is by. It is
-    heard of late, never early."""
+    """Returns whether the loss of a parameter server may be the cause of a pause, given the time of
+    the news. The news arrives late, never early."""
     return (
         standstill.began_ns < heard_ns + _SERVER_NS and heard_ns < standstill.ended_ns + _SERVER_NS
     )

@@ -1,12 +1,12 @@
-"""Runs a script's workers on this machine, from their start to the run's exit status: what
-`shoal run` does.
+"""Runs a script's workers on this machine, from their start to the run's exit status: the core of
+`shoal run`.
 
-The thread that calls `run` owns everything: an asyncio loop on it starts the processes, hears of
-their ends through pidfds, and acts as `policy` decides. RPCs that block go to a small pool of
-threads, and output to the pump's thread, so neither the coordinator's absence nor a terminal that
-stands still delays the notice of a death. Where the run takes place, alone or among launchers of
-other machines, is the `Site`'s business. Workers that live are stopped for what is known, never for
-what is not.
+The thread that calls `run` owns everything: an asyncio loop on it starts the processes, detects
+their ends through pidfds, and acts as `policy` decides. Blocking RPCs go to a small thread pool,
+and output to the pump's thread, so neither an absent coordinator nor a stopped terminal delays the
+detection of a death. The `Site` determines where the run takes place, alone or together with
+launchers on other machines. Live workers are stopped only for known reasons, never because of
+missing information.
 """
 
 from __future__ import annotations
@@ -51,27 +51,28 @@ _NEWS_TIMEOUT: Final = timedelta(seconds=10)
 _PAUSE_S: Final = 0.5
 _SAME_SIGNAL_S: Final = 1.0
 _LOOK_S: Final = 5.0
-"""Between two looks at whether workers were put out of the job."""
+"""Interval between checks for evicted workers."""
 _QUIET: Final = timedelta(seconds=10)
-"""Who has committed a step since then does not hang, and is not asked after."""
+"""A worker that has committed a step within this time is not hung and needs no check."""
 _PUT_OUT_GRACE: Final = timedelta(seconds=20)
-"""How long a worker that was put out has to end by itself. It hears of it in a second or two."""
+"""How long an evicted worker may take to exit by itself. It learns of the eviction within a second
+or two."""
 _REPLACEMENT_DELAY: Final = timedelta(milliseconds=250)
-"""Between a worker's death and its replacement's start in a fresh interpreter, while others run: it
-imports torch for a second or more, on the cores on which the others are forming their next
+"""Delay between a worker's death and the start of its replacement in a fresh interpreter while
+others run: importing torch takes a second or more on the cores on which the others form their next
 generation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended."""
+    """Result of a run."""
 
     exit_code: int
-    """See docs/exit-status.md."""
+    """Exit status, as in docs/exit-status.md."""
     failures: tuple[WorkerExit, ...]
-    """Those that made it fail, first one first."""
+    """Failures that made the run fail, first one first."""
     survived: tuple[WorkerExit, ...]
-    """Those that a replacement, or other workers, made up for."""
+    """Failures made up for by a replacement or by other workers."""
 
 
 class Agent:
@@ -87,8 +88,8 @@ class Agent:
         colour: bool,
         show: Show | None = None,
     ) -> None:
-        """`note` tells a person what happens; `colour`: the workers' prefixes are for a terminal;
-        `show` is given how far the run is."""
+        """`note`: informs people of events; `colour`: color the workers' prefixes; `show`: receives
+        the run's progress."""
         self._settings = settings
         self._site = site
         self._pump = pump
@@ -116,27 +117,27 @@ class Agent:
         self._node: NodePlacement | None = None
         self._signal: signal.Signals | None = None
         self._signalled_at = 0.0
-        """On the loop's clock."""
+        """Time on the loop's clock."""
         self._replacing: set[asyncio.Task[None]] = set()
-        """Replacements that are about to start."""
+        """Replacements about to start."""
         self._telling: set[asyncio.Task[None]] = set()
-        """Other launchers are being told that the job has failed."""
+        """Pending reports of the job's failure to other launchers."""
         self._why = ""
-        """Why the job ends, as the coordinator says it."""
+        """Why the job ends, according to the coordinator."""
         self._holders: int | None = None
-        """How many members of the job hold the training state, as the coordinator said it last;
-        None: it has not."""
+        """Number of members that hold the training state, as last reported by the coordinator; None
+        before that."""
         self._ending = False
-        """The run is being ended: nothing is started any more."""
+        """Whether the run is ending: nothing more is started."""
 
     @property
     def figures(self) -> RunFigures:
-        """What the run has come to by now."""
+        """Figures of the run so far."""
         return self._follower.account.figures
 
     def run(self) -> RunResult:
-        """Runs to the end. Raises ShoalError when the run could not be started or kept up, OSError
-        when a process could not be started. Either way nothing is left running."""
+        """Runs to the end. Raises ShoalError if the run could not be started or continued, OSError
+        if a process could not be started. In any case nothing is left running."""
         ending = Ending.FAILED
         try:
             code = asyncio.run(self._run())
@@ -178,7 +179,7 @@ class Agent:
         return await self._in_thread(lambda: reporter.events(after))
 
     def _end(self, ending: Ending) -> None:
-        """Ends what still runs, in the order that lets each take its leave."""
+        """Stops everything that still runs, in an order that lets each process leave properly."""
         if self._reporter is not None:
             self._reporter.close()
         try:
@@ -241,9 +242,8 @@ class Agent:
                 await self._start_over(again=False, left=left)
 
     async def _kill_those_put_out(self, reporter: ExitReporter) -> None:
-        """A worker that the job goes on without ends by itself when it hears of it. One that hangs
-        does not: it would keep its memory, and its place from a replacement, and the run from its
-        end."""
+        """Kills evicted workers that do not exit. An evicted worker normally exits by itself; a
+        hung one would keep its memory, block its replacement and delay the end of the run."""
         known: dict[Worker, float] = {}
         while True:
             await asyncio.sleep(_LOOK_S)
@@ -270,8 +270,8 @@ class Agent:
                 self._note(f"job {self._settings.job_id}: {missing}")
 
     async def _is_elastic(self) -> bool:
-        """Whether workers of this launcher have joined the job, once that is known. While nobody
-        can say it, workers that live stay."""
+        """Returns whether workers of this launcher have joined the job, once that is known. Until
+        then, live workers are kept."""
         while not self._policy.elastic:
             news = (
                 await self._in_thread(self._reporter.news) if self._reporter is not None else None
@@ -307,8 +307,8 @@ class Agent:
         now = asyncio.get_running_loop().time()
         if self._signal is not None:
             if number is not signal.SIGINT and now < self._signalled_at + _SAME_SIGNAL_S:
-                # batch systems and supervisors may send theirs to several processes, each of which
-                # passes it on
+                # batch systems and supervisors may signal several processes, each of which forwards
+                # the signal
                 return
             self._note(f"{number.name} again: killing the workers")
             for worker in self._workers:
@@ -328,10 +328,10 @@ class Agent:
     # -------------------------------------------------------------------------------------- workers
 
     async def _start_over(self, *, again: bool, left: NodePlacement | None = None) -> None:
-        """Starts all workers: the first time, or after stopping those that run.
+        """Starts all workers: for the first time, or after stopping the running ones.
 
-        `left` is the place that does not hold any more; if there is another one by now, all is
-        done.
+        `left`: the place that is no longer valid; if there is a newer one by now, nothing is left
+        to do.
         """
         async with self._changing:
             if self._ending:
@@ -340,7 +340,7 @@ class Agent:
                 if left is not self._node or (
                     self._workers and all(worker.has_succeeded for worker in self._workers)
                 ):
-                    # the script has come to its end here, which the coordinator is being told
+                    # the script has finished here, and the coordinator is being informed
                     return
                 self._note("the set of launchers has changed: starting all workers anew")
             await self._stop_workers(self._settings.shutdown_grace(elastic=False))
@@ -376,13 +376,14 @@ class Agent:
         )
 
     def _drain(self, worker: Worker) -> None:
-        """Its last output comes before anything noted from now on. Does not wait for that: the
-        terminal may stand still."""
+        """Schedules the worker's last output before any later note. Does not wait, since the
+        terminal may be stopped."""
         for source in worker.sources:
             self._pump.finish(source)
 
     async def _report(self, worker: Worker, status: ExitStatus) -> ExitReport | None:
-        """What the coordinator says of it; None if it cannot say, or if that matters no more."""
+        """Reports the exit and returns the coordinator's answer; None if it cannot answer or the
+        answer no longer matters."""
         reporter = self._reporter
         if reporter is None:
             return None
@@ -457,8 +458,8 @@ class Agent:
     # -------------------------------------------------------------------------------------- the end
 
     def _conclude(self, *, known: bool) -> None:
-        """Nobody is left, and nobody is started any more. `known`: the coordinator has just said
-        what is to be known of the job."""
+        """Ends the run when no worker is left and none will be started. `known`: the coordinator
+        has just reported the state of the job."""
         policy, job = self._policy, self._settings.job_id
         if policy.elastic and policy.end in (JobEnd.NONE, JobEnd.UNKNOWN) and not policy.failures:
             if known:
@@ -477,7 +478,8 @@ class Agent:
             self._finish_as_known()
 
     def _tell_failure(self, worker: Worker, ended: WorkerExit) -> None:
-        """The coordinator, which stops all workers of the job, and the other launchers."""
+        """Reports a failure to the coordinator, which stops all workers of the job, and to the
+        other launchers."""
         reporter = self._reporter
         if reporter is None:
             return
@@ -499,8 +501,8 @@ class Agent:
         self._finish_as_known()
 
     async def _hear_the_end(self) -> None:
-        """Others are told of a failure, and it is known whether the job is finished; or some
-        seconds have passed."""
+        """Waits until others have been informed of a failure and it is known whether the job is
+        finished, or for at most some seconds."""
         reporter = self._reporter
         if self._telling:
             await asyncio.wait(self._telling, timeout=_TELL_TIMEOUT.total_seconds())
@@ -530,8 +532,8 @@ class Agent:
             self._finished.set_result(code)
 
     async def _stop_workers(self, grace: timedelta) -> None:
-        """SIGTERM, on which elastic workers leave at their next border, and SIGKILL after the
-        grace."""
+        """Sends SIGTERM, on which elastic workers leave at their next step boundary, and SIGKILL
+        after the grace period."""
         self._policy.stopping()
         self._stopping.set()
         for replacement in self._replacing:

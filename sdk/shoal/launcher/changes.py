@@ -1,4 +1,4 @@
-"""Who came and who went in a run, as its coordinator's events tell it. Pure."""
+"""Membership changes of a run, extracted from its coordinator's events. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 _SIGNAL: Final = "its process ended with signal "
 _LEAVES: Final = ("drained",)
-"""Endings of members that leave a run which goes on."""
+"""Endings of members that leave while the run continues."""
 _MORE: Final = re.compile(r" and (\d+) more$")
 
 
@@ -33,19 +33,19 @@ class Change:
     step."""
 
     generation: int
-    """The new one's number; 0: there is no new one."""
+    """Number of the new generation; 0 if there is none."""
     world_size: int = 0
-    """Ranks of the new generation."""
+    """Number of ranks in the new generation."""
     faults: tuple[str, ...] = ()
-    """Who was lost and how, a line each."""
+    """Lost members and causes, one line each."""
     joins: tuple[str, ...] = ()
     leaves: tuple[str, ...] = ()
     stood: str = ""
-    """Why a step stood, where nobody came or went."""
+    """Cause of a stalled step without membership changes."""
 
     @property
     def text(self) -> str:
-        """One line without an end."""
+        """One line without a line break."""
         if self.stood:
             return self.stood
         told = [
@@ -58,21 +58,21 @@ class Change:
 
 @dataclass(kw_only=True)
 class Changes:
-    """Who came to one run and who went. It is given all events of the job, in their order."""
+    """Membership changes of one run. Receives all events of the job in order."""
 
     run: int = 0
-    """The only run whose events count; 0: all do."""
+    """Only events of this run count; 0: those of all runs."""
     newest_event: str = ""
-    """Id of the last one given."""
+    """Id of the last event."""
     found: list[Change] = field(default_factory=list)
     faults: int = 0
-    """Ranks and parameter servers that were lost."""
+    """Number of lost ranks and parameter servers."""
     joins: int = 0
-    """Ranks that came after the run's beginning."""
+    """Number of ranks that joined after the run's beginning."""
     leaves: int = 0
-    """Ranks that were asked to go, and went while the run went on."""
+    """Number of ranks that left on request while the run continued."""
     generation: int = 0
-    """The newest one told of."""
+    """Newest reported generation."""
 
     _lost: list[str] = field(default_factory=list)
     _left: list[str] = field(default_factory=list)
@@ -80,8 +80,8 @@ class Changes:
     _is_over: bool = False
 
     def take(self, events: Iterable[JobEvent], endings: Mapping[str, str]) -> list[Change]:
-        """Returns the changes that these events tell of. `endings`: member id -> how a worker of
-        this launcher ended."""
+        """Returns the changes contained in these events. `endings`: member id -> ending of a worker
+        of this launcher."""
         before = len(self.found)
         for event in events:
             self.newest_event = event.event_id
@@ -143,7 +143,7 @@ class Changes:
 
 
 def _how(detail: str) -> str:
-    """What the coordinator knows of a member's end, as the rest of a sentence."""
+    """Describes a member's end as the rest of a sentence."""
     number = detail.removeprefix(_SIGNAL)
     if number != detail and number.isdigit():
         try:

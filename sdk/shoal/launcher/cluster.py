@@ -1,9 +1,9 @@
 """A cluster on this machine: the coordinator with its embedded Valkey, and parameter servers, as
 processes. Workers are not part of it.
 
-`LocalCluster` is a context manager. A caller with an event loop of its own (`keeper`) takes the
-steps of `open` one by one and waits in between as it likes. When a cluster is closed, all its
-processes are gone, and that is checked.
+`LocalCluster` is a context manager. A caller with its own event loop (`keeper`) performs the steps
+of `open` one by one and waits in between. Closing a cluster verifies that all its processes are
+gone.
 
 A cluster belongs to the thread that opens it; its processes are killed when that thread ends.
 """
@@ -46,8 +46,8 @@ def _start_fresh(command: Sequence[str], environment: Mapping[str, str], log: IO
 
 
 class Service:
-    """One service process of the cluster: a program that writes a port file once it serves, and
-    logs into a file."""
+    """A service process of the cluster: a program that writes a port file once it serves, and logs
+    into a file."""
 
     def __init__(
         self,
@@ -65,23 +65,22 @@ class Service:
         Args:
             name: service name, used in logs.
             program: module with the service's main program.
-            arguments: arguments of the program, besides those that name its addresses.
+            arguments: arguments of the program, in addition to its addresses.
             directory: gets its port file and its log, `<name>.log`.
             environment: environment variables of its process.
             host: address of this machine to listen on.
             start: starts the process; None: in a fresh interpreter.
 
         Raises:
-            OSError: `host` is not this machine's.
+            OSError: `host` is not an address of this machine.
         """
         self.name = name
         self._port = ReservedPort(host)
         self.address = f"[{host}]:{self._port.port}" if ":" in host else f"{host}:{self._port.port}"
-        """host:port of its gRPC service: known before it serves, and kept over restarts."""
+        """host:port of its gRPC service: known before it serves, and kept across restarts."""
         self.log = directory / f"{name}.log"
         self._port_file = directory / f"{name}.json"
-        # -P: the caller's working directory holds a user's files, which must not stand in for a
-        # service's modules.
+        # -P: user files in the caller's working directory must not shadow a service's modules.
         self._command = [
             sys.executable,
             "-P",
@@ -113,15 +112,15 @@ class Service:
         return self._addresses
 
     def start(self) -> None:
-        """Starts the process, anew if there was one."""
+        """Starts or restarts the process."""
         self._addresses = None
         self._port_file.unlink(missing_ok=True)
         with self.log.open("ab") as log:
             self._child = self._start(self._command, self._environment, log)
 
     def ready(self) -> bool:
-        """Whether it serves. Raises UnavailableError, with the end of its log, when it has ended
-        instead."""
+        """Returns whether it serves. Raises UnavailableError, with the end of its log, if it has
+        ended instead."""
         if self._addresses is None:
             ended = self.child.poll()
             self._addresses = read_port_file(self._port_file)
@@ -167,11 +166,11 @@ class LocalCluster:
         """Starts nothing yet.
 
         Args:
-            job: created at the coordinator; its parameter servers and their backups are started for
-                it.
-            command: what `shoal status` shows as this cluster's purpose.
-            log_directory: keeps the services' logs; None: they are deleted with the cluster's other
-                files.
+            job: job to create at the coordinator; its parameter servers and their backups are
+                started too.
+            command: purpose of this cluster shown by `shoal status`.
+            log_directory: directory for the services' logs; None: they are deleted with the
+                cluster's other files.
         """
         self.job = job
         self._scratch = ScratchDirectory("cluster")
@@ -187,7 +186,7 @@ class LocalCluster:
         )
         self.servers: list[Service] = []
         self.start_server_process: StartService | None = None
-        """What starts processes of servers; None: a fresh interpreter each."""
+        """Starts server processes; None: each in a fresh interpreter."""
         self._client: CoordinatorClient | None = None
         self._registration: Registration | None = None
 
@@ -209,16 +208,16 @@ class LocalCluster:
             raise
 
     def start_coordinator(self) -> None:
-        """The first step; the coordinator's address is told before."""
+        """Starts the coordinator, as the first step. Its address is known before."""
         self.coordinator.start()
 
     def create_job(self) -> None:
-        """The second step, once the coordinator is ready. Blocks for an RPC, so it may be called on
-        any thread, unlike the others."""
+        """Creates the job once the coordinator is ready, as the second step. Blocks for an RPC, so
+        unlike the other steps it may run on any thread."""
         self.client.create_job(self.job.message())
 
     def register(self) -> str | None:
-        """The third step: makes the cluster known to `shoal status` and the like.
+        """Registers the cluster for `shoal status` and similar commands, as the third step.
 
         Returns None, or the reason why those commands need --coordinator. The run itself does not
         depend on it.
@@ -239,7 +238,7 @@ class LocalCluster:
         return None
 
     def start_servers(self) -> None:
-        """The last step: parameter servers register with the job, so they come after it."""
+        """Starts the parameter servers, which register with the job, as the last step."""
         for _ in range(self.job.parameter_servers * (1 + self.job.parameter_server_backups)):
             self.start_server()
 
@@ -251,12 +250,12 @@ class LocalCluster:
 
     @property
     def serves_when_asked(self) -> bool:
-        """The job begins without parameter servers, and may have one."""
+        """Whether the job begins without parameter servers but may have one."""
         return not self.job.parameter_servers and bool(self.job.max_parameter_servers)
 
     @property
     def client(self) -> CoordinatorClient:
-        """A client of the coordinator; made at first use, closed with the cluster."""
+        """A client of the coordinator, created on first use and closed with the cluster."""
         if self._client is None:
             from shoal_common.clients.coordinator import CoordinatorClient
             from shoal_common.rpc.channel import ChannelSettings
@@ -266,11 +265,12 @@ class LocalCluster:
 
     @property
     def services(self) -> list[Service]:
-        """Those started so far, the coordinator first."""
+        """Services started so far, the coordinator first."""
         return [service for service in (self.coordinator, *self.servers) if service.started]
 
     def worker_environment(self, member_id: str, *, index: int) -> dict[str, str]:
-        """What a worker process started by hand needs to join this cluster's job (SHOAL_...)."""
+        """Returns the variables (SHOAL_...) for a manually started worker process to join this
+        cluster's job."""
         return {
             "SHOAL_COORDINATOR": self.coordinator.address,
             "SHOAL_JOB_ID": self.job.job_id,
@@ -309,10 +309,10 @@ class LocalCluster:
     # -------------------------------------------------------------------------------------- closing
 
     def close(self) -> None:
-        """Stops all: servers first, so that they can take their leave of the coordinator.
+        """Stops everything: servers first, so that they can unregister from the coordinator.
         Idempotent.
 
-        Raises DeadlineError if a process of the cluster is still there afterwards.
+        Raises DeadlineError if a process of the cluster still exists afterwards.
         """
         if self._registration is not None:
             self._registration.close()
@@ -354,14 +354,13 @@ class LocalCluster:
 
 
 def _service_environment() -> dict[str, str]:
-    """The caller's, without the settings that belong to other services of the same names: those of
-    the workers that it runs itself."""
+    """Returns the caller's environment without the settings of other services of the same kind,
+    e.g. those of its own workers."""
     environment = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("SHOAL_COORDINATOR_", "SHOAL_PS_SERVER_"))
     }
-    # Each service has a core's worth of work at most; more threads would only take the workers'
-    # cores.
+    # Each service uses at most one core; more threads would only compete with the workers.
     environment.setdefault("OMP_NUM_THREADS", "1")
     return environment

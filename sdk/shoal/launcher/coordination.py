@@ -1,12 +1,12 @@
-"""A coordinator for as long as a command runs: `shoal coordinate -- srun shoal run train.py`.
+"""A coordinator for the duration of a command: `shoal coordinate -- srun shoal run train.py`.
 
-A batch system, or a loop over ssh, starts launchers on many machines, and is told nothing but a
-command line. They need one coordinator, whose address is known only when it serves. Here it comes
-first, with a Redis of its own; then the command, whose environment names it.
+A batch system, or a loop over ssh, starts launchers on many machines with nothing but a command
+line. They need one coordinator, whose address is known only once it serves. It is therefore started
+first, with a Redis of its own, followed by the command with the address in its environment.
 
 The coordinator ends when the command has ended (`hosted_coordinator`).
 
-All belongs to the thread that calls `run`, the main one.
+Everything belongs to the thread that calls `run`, the main one.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from shoal.launcher.process import ExitStatus
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOOK_MS: Final = 500
-"""A signal that comes just before a wait begins does not end it: its handler runs when this is
-over."""
+"""Polling interval: a signal that arrives just before a wait does not interrupt it, and its handler
+runs afterwards."""
 
 
 class Coordination:
-    """One command with its coordinator. `run` may be called once."""
+    """A command with its coordinator. `run` may be called once."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Coordination:
         environment: Mapping[str, str],
         note: Callable[[str], None],
     ) -> None:
-        """`host`: how other machines name this one. `insecure`: without TLS or tokens. Raises
+        """`host`: name of this machine for others. `insecure`: without TLS or tokens. Raises
         ConfigurationError."""
         if shutil.which(command[0]) is None:
             raise ConfigurationError(
@@ -76,8 +76,8 @@ class Coordination:
         self._child: subprocess.Popen[bytes] | None = None
 
     def run(self) -> int:
-        """The command's status. Raises ShoalError when the coordinator does not start, OSError when
-        the command does not."""
+        """Runs the command and returns its status. Raises ShoalError if the coordinator does not
+        start, OSError if the command does not."""
         try:
             self._coordinator.start()
             told = self._variables
@@ -100,8 +100,8 @@ class Coordination:
             self._close()
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
-        """Until the command has ended; a coordinator that dies meanwhile is started again, with
-        what it knew."""
+        """Waits for the end of the command; restarts a coordinator that dies meanwhile, with its
+        data."""
         ending = os.pidfd_open(child.pid)
         try:
             while True:
@@ -127,8 +127,8 @@ class Coordination:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Passed on, but for what the command gets by itself: a terminal's Ctrl-C, and SLURM's
-        signals to its steps. srun would answer one of its own by killing them."""
+        """Forwards a signal, except those that the command receives anyway: Ctrl-C on a terminal,
+        and SLURM's signals to its steps, for which srun would kill them."""
         if (
             self._child is not None
             and number != signal.SIGINT
@@ -144,8 +144,8 @@ class Coordination:
 
 
 def _for_command(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without the coordinator's secrets; with those of the launchers, which may be on other
-    machines, where no file of this one is."""
+    """Returns the environment without the coordinator's secrets but with those for launchers, which
+    may run on machines that cannot read files of this one."""
     return {
         **{name: value for name, value in environment.items() if name not in SERVICE_SECRETS},
         **secrets_to_hand_on(),
@@ -153,8 +153,8 @@ def _for_command(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _variables(address: str, program: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """What the command's processes read. A job id or a number of machines that is set already
-    stays; the coordinator is this one."""
+    """Returns the variables for the command's processes. Keeps a job id or number of machines that
+    is already set; the coordinator is this one."""
     in_slurm = slurm.allocated(environment)
     job_id = environment.get("PET_RDZV_ID") or (
         slurm.run_id(environment) if in_slurm else new_job_id(Path(program).name)

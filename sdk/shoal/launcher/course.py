@@ -1,9 +1,8 @@
-"""The course of a run, put together from what its workers commit: how far it is, how fast, its
-loss, and when training stood still. Pure.
+"""Progress of a run, derived from its workers' commits: steps, speed, loss, and pauses. Pure.
 
-It is given the tallies of this launcher's workers (`shoal_common.tally`) again and again, also of
-dead ones. Training *stands still* while none of them commits a step, from the last commit before a
-change of the ranks to the first one after it, or for half a second and some steps' time.
+It repeatedly receives the tallies of this launcher's workers (`shoal_common.tally`), including dead
+ones. Training *pauses* while none of them commits a step: from the last commit before a membership
+change to the first one after it, or for at least half a second and several steps' time.
 """
 
 from __future__ import annotations
@@ -16,73 +15,73 @@ from typing import Final
 from shoal_common.tally import LONG_GAP_NS, Span, Tally
 
 _SETTLE_NS: Final = 300_000_000
-"""A gap is told this long after its end: by then all workers' commits behind it have been read."""
+"""Delay after the end of a gap until it is reported: by then all workers' later commits have been
+read."""
 OUTLIES: Final = 4
-"""So many usual steps without a commit are no step."""
+"""A gap of this many usual steps is a pause."""
 _MOST_POINTS: Final = 2_000
-"""When there are as many, each two become one, and half as many are taken from then on."""
+"""Maximum number of points. When it is reached, neighbours are merged and the sampling rate is
+halved."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standstill:
-    """A time in which no step was committed."""
+    """A period without committed steps."""
 
     began_ns: int
     ended_ns: int
     before: int
     """Generation of the last commit before it."""
     generation: int
-    """Generation of the first commit after it; the same one, if only time went by."""
+    """Generation of the first commit after it; the same one if membership did not change."""
     steps: int
-    """Committed steps from which training went on."""
+    """Number of committed steps from which training continued."""
     undone: int = 0
-    """Steps that had been committed before, and were taken again."""
+    """Number of steps that were committed before and repeated."""
 
     @property
     def seconds(self) -> float:
-        """How long it was."""
+        """Its duration."""
         return (self.ended_ns - self.began_ns) / 1e9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """The run in one short time."""
+    """State of the run in a short interval."""
 
     at_ns: int
-    """The moment at which that time ends."""
+    """End of the interval."""
     steps: int
-    """Steps of the run then, those before this launcher's part included."""
+    """Steps of the run at that time, including those before this launcher's part."""
     samples: int
     samples_per_s: float
     loss: float
-    """The mean of what the workers told in it; NaN: nothing finite."""
+    """Mean of the losses reported in the interval; NaN if none is finite."""
     told: int = 0
-    """How many losses that is of."""
+    """Number of those losses."""
 
 
 class Course:
-    """See the module. Times are those of `time.monotonic_ns`."""
+    """Progress of one run. Times are those of `time.monotonic_ns`."""
 
     def __init__(self) -> None:
         self.points: list[Point] = []
         """Oldest first."""
         self.standstills: list[Standstill] = []
-        """The standstills that are over, oldest first."""
+        """Pauses that have ended, oldest first."""
         self.generation = 0
-        """The newest in which a step was committed."""
+        """Newest generation with a committed step."""
         self._tallies: dict[str, Tally] = {}
         self._pending: dict[str, list[Span]] = {}
-        """Spans that no settled time covers: of each worker at most its newest one that has been
-        looked at."""
+        """Unsettled spans: at most the newest seen one of each worker."""
         self._seen: dict[str, int] = {}
-        """How many of a worker's spans, the newest one left out, have been taken up."""
+        """Number of processed spans per worker, excluding the newest one."""
         self._until: Span | None = None
-        """The latest commit of the time that is settled, as the end of a span."""
+        """Latest settled commit, as the end of a span."""
         self._began: tuple[int, int, int] | None = None
-        """When the first step was committed, and the run's steps and samples before it."""
+        """Time of the first commit, and the run's steps and samples before it."""
         self._took: tuple[int, int, float, int] | None = None
-        """What the last point was made at: the moment, samples, the sum of the losses and their
-        number."""
+        """State at the last point: time, samples, sum of the losses and their number."""
         self._per_point = 1
         self._skipped = 0
 
@@ -90,24 +89,24 @@ class Course:
 
     @property
     def has_begun(self) -> bool:
-        """A step was committed."""
+        """Whether a step was committed."""
         return bool(self._tallies)
 
     @property
     def asynchronous(self) -> bool:
-        """Each worker takes steps of its own."""
+        """Whether each worker makes its own steps."""
         return any(tally.counts.asynchronous for tally in self._tallies.values())
 
     @property
     def steps_before(self) -> int:
-        """Steps that the run had before this launcher's part of it: of a checkpoint, or of other
+        """Steps of the run before this launcher's part: from a checkpoint or from other
         machines."""
         return 0 if self.asynchronous or self._began is None else self._began[1]
 
     @property
     def steps(self) -> int:
-        """Committed steps of the run that stand; of asynchronous training, those of this launcher's
-        workers."""
+        """Committed steps of the run without undone ones; for asynchronous training, those of this
+        launcher's workers."""
         if self.asynchronous:
             pushed = sum(tally.own_steps for tally in self._tallies.values())
             return pushed + sum(steps for steps, _ in self._left_behind.values())
@@ -115,7 +114,7 @@ class Course:
 
     @property
     def samples(self) -> int:
-        """Samples of the steps since `steps_before`; 0: the script deals them itself."""
+        """Samples of the steps since `steps_before`; 0 if the script distributes them itself."""
         if self.asynchronous:
             pushed = sum(tally.own_samples for tally in self._tallies.values())
             return pushed + sum(samples for _, samples in self._left_behind.values())
@@ -125,7 +124,7 @@ class Course:
 
     @property
     def _left_behind(self) -> dict[int, tuple[int, int]]:
-        """Steps and samples, by key, of batches that a worker pushed and did not live to count;
+        """Steps and samples, by key, of batches that a worker pushed but did not live to count;
         another one found them on the servers."""
         in_doubt = {tally.in_doubt for tally in self._tallies.values()}
         return {
@@ -137,14 +136,15 @@ class Course:
 
     @property
     def steps_in_all(self) -> int:
-        """How many steps the run will have had at its end; 0: not known."""
+        """Total number of steps of the run; 0 if unknown."""
         if self.asynchronous:
             return max(tally.counts.steps_in_all for tally in self._tallies.values())
         return self._newest.counts.steps_in_all if self._tallies else 0
 
     @property
     def loss(self) -> float:
-        """The mean of what the workers that committed last told last; NaN: nothing."""
+        """Mean of the losses last reported by the workers that committed last; NaN if there is
+        none."""
         if not self._tallies:
             return math.nan
         newest = self._newest.spans[-1]
@@ -163,21 +163,19 @@ class Course:
 
     @property
     def usual_step_s(self) -> float:
-        """Seconds from one commit to the next where training did not stand still; 0: not known."""
+        """Seconds per step, excluding pauses; 0 if unknown."""
         moved, intervals = self._moved
         return max(0.0, moved) / intervals if intervals > 0 else 0.0
 
     @property
     def _moved(self) -> tuple[float, int]:
-        """Seconds in which training did not stand still, and how many intervals between commits are
-        in them."""
+        """Seconds outside of pauses, and the number of intervals between commits in them."""
         moved = self.seconds - sum(standstill.seconds for standstill in self.standstills)
         undone = sum(standstill.undone for standstill in self.standstills)
         return moved, self.steps - self.steps_before - 1 + undone - len(self.standstills)
 
     def _is_long(self, apart_ns: int) -> bool:
-        """Returns True if the time between two commits is far longer than that of all other
-        steps."""
+        """Returns whether the time between two commits is far longer than for all other steps."""
         moved, intervals = self._moved
         if apart_ns < LONG_GAP_NS or intervals < 2:
             return False
@@ -185,12 +183,12 @@ class Course:
 
     @property
     def began_ns(self) -> int:
-        """When the first step was committed; 0: none was."""
+        """Time of the first commit; 0 if there was none."""
         return self._began[0] if self._began is not None else 0
 
     @property
     def last_ns(self) -> int:
-        """When the last one was; 0: none was."""
+        """Time of the last commit; 0 if there was none."""
         return self._newest.spans[-1].last_ns if self._tallies else 0
 
     # ---------------------------------------------------------------------------------------- input
@@ -198,8 +196,8 @@ class Course:
     def take(
         self, tallies: Mapping[str, Tally], now_ns: int, *, settle: bool = False
     ) -> list[Standstill]:
-        """Takes up what the workers have committed by now. Returns what has turned out to be a
-        standstill. `settle`: nothing more comes."""
+        """Processes the workers' commits so far. Returns newly detected pauses. `settle`: nothing
+        more will follow."""
         if not tallies:
             return []
         self._tallies.update(tallies)
@@ -242,7 +240,7 @@ class Course:
                 self._until = span
                 continue
             apart = span.first_ns - until.last_ns
-            # else they do not wait for each other
+            # asynchronous workers do not wait for each other
             changed = span.generation != until.generation and not self.asynchronous
             if self._is_long(apart) or (apart > 0 and changed):
                 found.append(self._standstill(until, span))
@@ -258,8 +256,8 @@ class Course:
     def _standstill(self, before: Span, after: Span) -> Standstill:
         steps, done = after.began_after, before.steps
         if after.generation != before.generation:
-            # A rank that was in doubt of a step commits it in the new generation: others have it
-            # already.
+            # A rank with a step in doubt commits it in the new generation, after others have
+            # committed it.
             begun = [
                 [span for span in spans if span.first_ns >= after.first_ns]
                 for spans in self._pending.values()

@@ -1,10 +1,9 @@
-"""Bearer token and certificates towards a shared coordinator, and how the processes that a command
-starts get them.
+"""Bearer token and certificates for a shared coordinator, and how child processes of a command
+receive them.
 
-The names of the variables are those that workers read, so one setting serves both. A command's
-flags (`--tls-ca`, ...) become these variables, in its own process; a token that stood in a variable
-is taken out of it (shoal_common.credentials) and given to workers as a file that they alone are
-told of.
+The variables are those that workers read, so one setting serves both. A command's flags
+(`--tls-ca`, ...) become these variables in its own process; a token given in a variable is removed
+from it (shoal_common.credentials) and passed to workers as a file known only to them.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ if TYPE_CHECKING:
 
 
 def channel_settings(coordinator: str) -> ChannelSettings:
-    """How to speak to the coordinator at `coordinator`, host:port. Raises ConfigurationError."""
-    # settings and gRPC: workers of a local run start before these are loaded
+    """Returns the settings for calling the coordinator at host:port. Raises ConfigurationError."""
+    # loads settings and gRPC, which workers of a local run do not wait for
     from shoal_common.credentials import CallerSettings
 
     return CallerSettings.load().channel(coordinator)
 
 
 def member_channel(coordinator: str) -> ChannelSettings:
-    """Likewise, for a launcher that will be a member of a job: with a key of its own."""
+    """Returns the same with a fresh key, for a launcher that will be a member of a job."""
     return replace(channel_settings(coordinator), member_key=secrets.token_hex(16))
 
 
 def secrets_as_files(directory: Path) -> dict[str, str]:
-    """Writes the secrets that this process has taken out of its environment into files in
-    `directory`, which only this user can read, and returns the variables that name these."""
+    """Writes the secrets removed from this process's environment to files in `directory` that only
+    this user can read. Returns the variables that name these files."""
     named = {}
     for name, secret in secrets_to_hand_on().items():
         if os.environ.get(f"{name}_FILE"):

@@ -1,4 +1,4 @@
-"""The environment of a worker process: torchrun's variables, so that its scripts run unchanged, and
+"""Environment of a worker process: torchrun's variables, so that its scripts run unchanged, and
 Shoal's."""
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ from shoal_common.runs import Run
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlacement:
-    """Where this launcher's workers stand among those of all nodes, at one start of all."""
+    """Position of this launcher's workers among those of all nodes, for one start of all
+    workers."""
 
     node_rank: int
     node_count: int
     master_address: str
     master_port: int
-    """Free on the node of rank 0, whose first worker will listen on it."""
+    """Free port on the node of rank 0, where its first worker will listen."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerPlacement:
-    """One worker process at one start."""
+    """Position of one worker process at one start."""
 
     index: int
     """Its local rank."""
     workers: int
-    """On this node; every node has as many."""
+    """Number on this node; all nodes have the same number."""
     node: NodePlacement
 
     @property
@@ -43,28 +44,28 @@ class WorkerPlacement:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerIdentity:
-    """One worker process towards the coordinator."""
+    """Identity of one worker process for the coordinator."""
 
     coordinator: str
     """host:port"""
     job_id: str
     run: Run | None
-    """The job's run that the launcher is in; None: the newest."""
+    """Run of the job that the launcher belongs to; None: the newest."""
     member_id: str
     member_key: str
     launcher_id: str
     member_file: Path
-    """The worker writes there that it is a member, and that it has finished."""
+    """File in which the worker records that it is a member, and that it has finished."""
     tally_file: Path
-    """The worker counts its commits there."""
+    """File in which the worker counts its commits."""
     metrics_listen: str | None
-    """host:port, None: no metrics."""
+    """host:port; None: no metrics."""
     record_directory: Path | None
     allow_restart_from_scratch: bool
     local_address: str | None = None
-    """`--local-addr`, where others reach this machine; None: it was not given."""
+    """Value of `--local-addr`, where others reach this machine; None if not given."""
     listen_address: str | None = None
-    """`--listen-addr`, where this machine's workers listen; None: it was not given."""
+    """Value of `--listen-addr`, where this machine's workers listen; None if not given."""
 
 
 def torchrun_variables(
@@ -76,7 +77,7 @@ def torchrun_variables(
     max_restarts: int,
     error_file: Path,
 ) -> dict[str, str]:
-    """What torchrun sets, with its meanings."""
+    """Returns torchrun's variables with their usual meanings."""
     node = placement.node
     return {
         "RANK": str(placement.rank),
@@ -101,7 +102,7 @@ def torchrun_variables(
 
 
 def shoal_variables(identity: WorkerIdentity, *, index: int) -> dict[str, str]:
-    """What shoal.init() reads."""
+    """Returns the variables read by shoal.init()."""
     variables = {
         "SHOAL_COORDINATOR": identity.coordinator,
         "SHOAL_JOB_ID": identity.job_id,
@@ -128,11 +129,11 @@ def shoal_variables(identity: WorkerIdentity, *, index: int) -> dict[str, str]:
 
 
 def inherited(environment: Mapping[str, str], *, workers: int, local: bool) -> dict[str, str]:
-    """What workers take over from the launcher's own environment.
+    """Returns the part of the launcher's own environment that workers inherit.
 
-    With several workers a node and OMP_NUM_THREADS unset, each gets one thread, as under torchrun.
-    `local`: the cluster is this launcher's own, knows neither tokens nor certificates, and is
-    reached from this machine alone.
+    With several workers per node and OMP_NUM_THREADS unset, each gets one thread, as under
+    torchrun. `local`: the cluster belongs to this launcher, uses neither tokens nor certificates,
+    and is reached only from this machine.
     """
     of_others = ("SHOAL_TOKEN", "SHOAL_TLS_", "SHOAL_LOCAL_ADDR", "SHOAL_LISTEN_ADDR")
     kept = {
@@ -163,13 +164,14 @@ _OWN_PREFIXES: Final = ("SHOAL_", "TORCHELASTIC_")
 
 
 def is_own_of_worker(name: str) -> bool:
-    """Whether a variable may differ between workers of one run. Nothing reads these before a script
-    runs."""
+    """Returns whether a variable may differ between workers of one run. Nothing reads these before
+    a script runs."""
     return name in _OWN or name.startswith(_OWN_PREFIXES)
 
 
 def interface_variables(environment: Mapping[str, str], interface: str | None) -> dict[str, str]:
-    """What Gloo and NCCL read to find their interface, without what is set already."""
+    """Returns the variables by which Gloo and NCCL select their interface, except those already
+    set."""
     if interface is None:
         return {}
     wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
@@ -177,22 +179,22 @@ def interface_variables(environment: Mapping[str, str], interface: str | None) -
 
 
 def visible_slices(environment: Mapping[str, str]) -> list[str]:
-    """The slices of GPUs (NVIDIA's MIG) that CUDA_VISIBLE_DEVICES lists; empty: it lists none, or
-    whole devices as well."""
+    """Returns the GPU slices (NVIDIA's MIG) listed in CUDA_VISIBLE_DEVICES; empty if it lists none,
+    or also full devices."""
     listed = [each.strip() for each in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     return listed if all(each.startswith("MIG-") for each in listed) else []
 
 
 def slice_variables(environment: Mapping[str, str], *, index: int) -> dict[str, str]:
-    """The one slice that worker `index` sees, where the launcher is shown several: CUDA gives a
-    process the first of a list alone."""
+    """Returns the variable for the single slice visible to worker `index` if the launcher sees
+    several: CUDA gives a process only the first one listed."""
     slices = visible_slices(environment)
     return {"CUDA_VISIBLE_DEVICES": slices[index % len(slices)]} if slices else {}
 
 
 def metrics_listen(environment: Mapping[str, str], *, index: int, enabled: bool) -> str | None:
-    """Where worker `index` serves its metrics: SHOAL_METRICS_LISTEN, with the index added to a
-    fixed port; else any port of loopback."""
+    """Returns the address of worker `index`'s metrics: SHOAL_METRICS_LISTEN with the index added to
+    a fixed port; otherwise any loopback port."""
     if not enabled:
         return None
     host, _, port = environment.get("SHOAL_METRICS_LISTEN", "127.0.0.1:0").rpartition(":")

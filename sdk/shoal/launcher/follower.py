@@ -1,8 +1,8 @@
-"""Follows a run while it goes on: reads its workers' tallies some times a second, and asks the
-coordinator what has happened.
+"""Follows a run in progress: reads its workers' tallies several times a second, and asks the
+coordinator for events.
 
-Belongs to the launcher's event loop; questions go to a thread. Nothing here decides anything, and
-nothing that fails here fails the run.
+Belongs to the launcher's event loop; requests run on a thread. It makes no decisions, and its
+failures do not fail the run.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _LOOK_S: Final = 0.2
 _LAST_QUESTION: Final = timedelta(seconds=2)
 
 Ask = Callable[[str], Awaitable[Sequence["JobEvent"]]]
-"""Events behind the one with this id; raises ShoalError."""
+"""Returns the events after the one with this id; raises ShoalError."""
 Show = Callable[[Status], None]
 
 
 class RunFollower:
-    """See the module."""
+    """Follower of one run."""
 
     def __init__(self, *, note: Callable[[str], None], show: Show | None = None) -> None:
-        """`note` tells a person what has happened; `show` is given how far the run is."""
+        """`note`: informs people of events; `show`: receives the run's progress."""
         self.account = RunAccount()
         self._note = note
         self._show = show
@@ -43,19 +43,19 @@ class RunFollower:
         self._endings: dict[str, str] = {}
 
     def started(self, member_id: str, tally: Path) -> None:
-        """A worker was started, which counts its commits there."""
+        """Adds a started worker, which counts its commits in that file."""
         self._files[member_id] = tally
 
     def ended(self, member_id: str, status: ExitStatus) -> None:
-        """The process of that worker has ended."""
+        """Records the end of that worker's process."""
         self._endings[member_id] = f"ended with {status}"
 
     def of_run(self, number: int) -> None:
-        """The job's run that this launcher takes part in."""
+        """Sets the job's run that this launcher takes part in."""
         self.account.changes.run = number
 
     async def follow(self, ask: Ask) -> None:
-        """Never returns; to be cancelled."""
+        """Runs until cancelled."""
         while True:
             self.look()
             if self.account.wants_events(time.monotonic_ns()):
@@ -63,7 +63,7 @@ class RunFollower:
             await asyncio.sleep(_LOOK_S)
 
     async def finish(self, ask: Ask | None) -> None:
-        """All workers have ended: takes up what they have left. `ask`: None where the coordinator
+        """Processes the remaining data after all workers have ended. `ask`: None if the coordinator
         cannot be asked."""
         self.look(settle=True)
         if ask is not None and self.account.course.has_begun:
@@ -83,7 +83,7 @@ class RunFollower:
         self.account.take(tallies, time.monotonic_ns(), settle=settle)
         for name in self._endings.keys() & self._files.keys() if not settle else ():
             if name in tallies or not self._files[name].exists():
-                # it commits nothing any more, and the course keeps what it had
+                # it commits nothing more, and the course keeps its counts
                 del self._files[name]
         if self._show is not None and not settle and (status := self.account.status) is not None:
             self._show(status)

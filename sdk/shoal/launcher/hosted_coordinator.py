@@ -1,11 +1,11 @@
-"""A coordinator that other machines reach, with a Redis of its own, beside what it coordinates (a
-command, or a run on Ray).
+"""A coordinator reachable from other machines, with a Redis of its own, next to the command or the
+run on Ray that it coordinates.
 
-It outlives what it coordinates: batch systems send SIGTERM to all processes of a job at once, while
-workers need it to leave together. So the signal is blocked in it (and in its Redis). When it dies
-it is started again at its address, with what it knew.
+It outlives its command: batch systems send SIGTERM to all processes of a job at once, while workers
+need it in order to leave together. The signal is therefore blocked in it and in its Redis. If it
+dies, it is restarted at the same address with its data.
 
-All belongs to one thread: the coordinator is killed when that ends.
+Everything belongs to one thread; the coordinator is killed when that ends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SHORT_LIFE_S: Final = 5.0
 
 
 class HostedCoordinator:
-    """One coordinator; `start` it, look after it with `keep_up`, and `close` it."""
+    """One coordinator: call `start`, regularly `keep_up`, and `close`."""
 
     def __init__(
         self,
@@ -43,11 +43,10 @@ class HostedCoordinator:
 
         Args:
             directory: gets its data, port file and log.
-            host: how other machines name this one.
-            arguments: further ones of the coordinator's.
-            environment: of its process; where SHOAL_COORDINATOR_REDIS is set, it brings no Redis of
-                its own.
-            note: tells a person what happens.
+            host: name of this machine for others.
+            arguments: additional arguments of the coordinator.
+            environment: of its process; if it sets SHOAL_COORDINATOR_REDIS, no Redis is embedded.
+            note: informs people of events.
 
         Raises:
             ConfigurationError: `host` is not this machine.
@@ -75,12 +74,12 @@ class HostedCoordinator:
 
     @property
     def address(self) -> str:
-        """host:port, which it keeps."""
+        """Its permanent host:port."""
         return self._service.address
 
     @property
     def is_running(self) -> bool:
-        """Whether the coordinator's process runs, as far as was noticed: `pidfd` becomes readable
+        """Whether the coordinator's process is running, as far as known; `pidfd` becomes readable
         when it ends."""
         return self._service.child.status is None
 
@@ -99,8 +98,8 @@ class HostedCoordinator:
         self._served_since = time.monotonic()
 
     def keep_up(self) -> None:
-        """Starts it again if it has died since it was looked at last; one that died as soon as it
-        served is given up."""
+        """Restarts it if it has died since the last check; gives up on one that died right after it
+        began to serve."""
         if not self.is_running or self._service.child.poll() is None:
             return
         lost = (

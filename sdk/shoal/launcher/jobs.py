@@ -1,5 +1,5 @@
-"""A job as launchers describe it: durations and plain values, turned into the message that the
-coordinator takes."""
+"""A job as described by launchers: durations and plain values, converted to the coordinator's
+message."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _JOB_ID_LENGTH = 64
 
 @dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """What a job is created with. The coordinator validates it."""
+    """Settings for creating a job. The coordinator validates them."""
 
     job_id: str
     min_workers: int
-    """The smallest world that training begins with; below it members wait."""
+    """Smallest world size with which training begins; members wait until it is reached."""
     max_workers: int
     min_survivors: int = 0
-    """The smallest world that training goes on with once it has begun; 0: `min_workers`."""
+    """Smallest world size with which training continues once it has begun; 0: `min_workers`."""
     parameter_servers: int = 0
     parameter_server_backups: int = 0
-    """Backups of each of them, 0 or 1."""
+    """Number of backups per server, 0 or 1."""
     max_parameter_servers: int = 0
-    """Servers that it may have; 0: as many as `parameter_servers`. More than 0 where
-    `parameter_servers` is 0: one is started when a script asks for it."""
+    """Maximum number of servers; 0: as many as `parameter_servers`. More than 0 while
+    `parameter_servers` is 0: one is started when a script requests it."""
     join_grace: timedelta = timedelta(seconds=30)
-    """How long the first ready worker waits for others, when the world is not full."""
+    """How long the first ready worker waits for others if the world is not full."""
     lease: timedelta | None = None
-    """Silence after which a member is put out; None: the coordinator's default."""
+    """Silence after which a member is evicted; None: the coordinator's default."""
     stall_timeout: timedelta | None = None
     """How long an accused member may make no progress; None: the coordinator's default."""
 
@@ -59,12 +59,13 @@ class JobSettings:
 
 
 def launchers_job_id(job_id: str) -> str:
-    """The job in which the launchers of a job on several machines agree (docs/decisions/0064)."""
+    """Returns the id of the job in which a job's launchers on several machines agree
+    (docs/decisions/0064)."""
     return f"{job_id}.nodes"
 
 
 def new_job_id(program: str) -> str:
-    """A fresh id that a person recognizes: `train-3f9a1c` for `examples/train.py`."""
+    """Returns a fresh, recognizable id: `train-3f9a1c` for `examples/train.py`."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", PurePath(program).stem).lstrip("._-") or "job"
     return f"{stem[: _JOB_ID_LENGTH - 7]}-{secrets.token_hex(3)}"
 

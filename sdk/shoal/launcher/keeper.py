@@ -1,8 +1,8 @@
 """Opens a local cluster without blocking an event loop, and keeps its services running: one that
-dies is started again at its address.
+dies is restarted at its address.
 
-The coordinator's state is in Redis and the members reconnect, so training does not notice; a
-parameter server comes back with all that it had acknowledged.
+The coordinator's state is in Redis and the members reconnect, so training continues; a parameter
+server returns with everything that it had acknowledged.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
 from shoal.launcher.cluster import POLL_INTERVAL, START_TIMEOUT, LocalCluster, Service
 
 _SHORT_LIFE_S: Final = 5.0
-"""One that has served for so long has started well: its end is something else, and does not
+"""A service that has served this long has started well: a later end has another cause and does not
 count."""
 _MOST_SHORT_LIVES: Final = 4
-"""One that ended so often in a row, and never served for long, would end again."""
+"""Maximum number of consecutive short lives; a service that exceeds it would fail again."""
 _ASK_EVERY_S: Final = 0.5
-"""How often the coordinator is asked whether a script waits for parameter servers, where none was
-started with the job; and, where it was started again, about the job."""
+"""Interval at which the coordinator is asked whether a script waits for parameter servers, if none
+was started with the job; and about the job, if the coordinator was restarted."""
 NOBODY: Final = "nobody"
-"""Asked about one member, the coordinator leaves out all others."""
+"""Name of no member: asked about it, the coordinator omits all members."""
 
 
 class ClusterKeeper:
     """Belongs to the event loop's thread, which must live as long as the cluster."""
 
     def __init__(self, cluster: LocalCluster, *, note: Callable[[str], None]) -> None:
-        """`note` tells a person what happened."""
+        """`note`: informs people of events."""
         self._cluster = cluster
         self._note = note
 
     async def open(self) -> None:
-        """The rest of the way after `start_coordinator`. Raises UnavailableError, DeadlineError;
+        """Completes the opening after `start_coordinator`. Raises UnavailableError, DeadlineError;
         the caller closes the cluster."""
         cluster = self._cluster
         await _until_ready(cluster.coordinator)
-        # gRPC is imported here, which takes longer than the call.
+        # Imports gRPC, which takes longer than the call.
         await asyncio.to_thread(cluster.create_job)
         if (unregistered := cluster.register()) is not None:
             self._note(unregistered)
@@ -49,7 +49,7 @@ class ClusterKeeper:
             await _until_ready(server)
 
     async def keep(self) -> None:
-        """Never returns; to be cancelled before the cluster is closed."""
+        """Runs until cancelled, which must happen before the cluster is closed."""
         kept = [self._keep(service) for service in self._cluster.services]
         await asyncio.gather(
             *kept, *([self._serve_when_asked()] if self._cluster.serves_when_asked else [])
@@ -112,9 +112,9 @@ class ClusterKeeper:
                 )
 
     async def _create_job_again(self, coordinator: Service) -> None:
-        """The coordinator's data may be gone too; else this changes nothing. Asks until it answers:
-        for a while after failures gRPC answers in its place that it cannot be reached. Raises
-        ShoalError: it has ended, or does not answer."""
+        """Creates the job again in case the coordinator's data was lost; otherwise changes nothing.
+        Retries until it answers: for a while after failures, gRPC itself answers that it cannot be
+        reached. Raises ShoalError if it has ended or does not answer."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + START_TIMEOUT.total_seconds()
         while True:

@@ -1,5 +1,5 @@
-"""Kills workers that this process has not started: those that the coordinator describes, or all of
-one launcher. A worker is known by its member id in its environment."""
+"""Kills workers that this process has not started: one described by the coordinator, or all of one
+launcher. A worker is identified by the member id in its environment."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MEMBER_ID: Final = b"SHOAL_MEMBER_ID="
 
 
 def kill_member(*, rank: int, host: str, pid: int, member_id: str) -> None:
-    """SIGKILL. The number could be another's on this host, or in this container: the process must
-    be this member's.
+    """Kills a member with SIGKILL. The pid could belong to another process on this host or in this
+    container, so the process is verified.
 
     Raises:
         PreconditionError: MEMBER_ELSEWHERE: it runs on another machine; PROCESS_NOT_OURS: this user
-            may not.
-        UnknownResourceError: PROCESS_UNKNOWN: it is not there any more.
+            may not kill it.
+        UnknownResourceError: PROCESS_UNKNOWN: it no longer exists.
     """
     if host != socket.gethostname():
         raise PreconditionError(
@@ -50,8 +50,8 @@ def kill_member(*, rank: int, host: str, pid: int, member_id: str) -> None:
 
 
 def kill_workers(launcher: int) -> None:
-    """SIGKILL to all workers that this launcher runs, and to what they have started. Its services
-    go on."""
+    """Kills all workers of this launcher and their descendants with SIGKILL. Its services
+    continue."""
     for process in descendants(launcher):
         with (
             contextlib.closing(process),

@@ -1,9 +1,9 @@
-"""One launcher's membership among the launchers of its job: the coordinator's session, held by a
+"""Membership of one launcher among the launchers of its job: the coordinator's session, held by a
 thread.
 
-The thread reads directives, reconnects, and calls `on_change` after whatever it has heard; gRPC's
-own thread draws the messages to send. What was heard is in attributes that only the session's
-thread writes, each of them replaced as a whole.
+The thread reads directives, reconnects, and calls `on_change` after each piece of news; gRPC's own
+thread pulls the messages to send. News are stored in attributes that only the session's thread
+writes, each replaced atomically.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ _FIRST_INTERVAL_S: Final = 1.0
 _LEAVE_TIMEOUT_S: Final = 5.0
 _OVER: Final = ("RUN_ENDED", "RUN_UNKNOWN")
 _GENERATION_UNKNOWN: Final = "GENERATION_UNKNOWN"
-"""The coordinator has lost its newest writes, or all."""
+"""The coordinator has lost its newest writes, or everything."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What a launcher knows of its place."""
+    """A launcher's knowledge of its place."""
 
     generation: int
-    """The newest one it has had a place in; 0: none yet."""
+    """Newest generation in which it had a place; 0 if none yet."""
     placement: NodePlacement | None
-    """None: no place now."""
+    """None if it has no place now."""
     starts: tuple[str, ...] = ()
-    """For each node in rank order, a key that names this start of its workers. When they change,
-    plain workers start anew; the same ones in another generation mean that the coordinator had
-    missed somebody who was there all the time."""
+    """Key of the current start of each node's workers, in rank order. When keys change, plain
+    workers are restarted; identical keys in another generation mean that the coordinator had missed
+    a node that was there all the time."""
     why: str = ""
-    """Why not, for people."""
+    """Why it has no place, for people."""
 
 
 class NodeSession:
-    """A launcher as a member that always wants a rank. Put out (it was silent for too long), it
-    comes back as another member."""
+    """A launcher as a member that always wants a rank. After an eviction (for a long silence) it
+    rejoins as another member."""
 
     def __init__(
         self,
@@ -69,20 +69,20 @@ class NodeSession:
         on_change: Callable[[], None],
         on_job_lost: Callable[[], None],
     ) -> None:
-        """Opens the session. `address` is host:port for the first worker of all nodes, should this
-        launcher become rank 0.
+        """Opens the session. `address`: host:port for the first worker of all nodes, in case this
+        launcher becomes rank 0.
 
-        Both are called on the session's thread. `on_job_lost` creates the job anew, since the
-        coordinator does not know it any more; raises ShoalError.
+        Both callbacks are called on the session's thread. `on_job_lost` creates the job again if
+        the coordinator no longer knows it; raises ShoalError.
         """
         self.standing = Standing(generation=0, placement=None, why="no word from the coordinator")
         self.stopped: str | None = None
         """Why the job was stopped."""
         self.error: ShoalError | None = None
-        """Why the session is over. Where `is_closed`, the run has come to its end elsewhere."""
+        """Why the session has ended. If `is_closed`, the run has finished elsewhere."""
         self.works_in = 0
-        """The generation that the launcher's workers were started in; the launcher sets it,
-        heartbeats tell it."""
+        """Generation in which the launcher's workers were started; set by the launcher and reported
+        in heartbeats."""
         self._client = client
         self._join = pb.Join(
             job_id=job_id,
@@ -92,13 +92,13 @@ class NodeSession:
             launcher_id=launcher_id,
             donor_address=address,
             run=client.run,
-            # names this start of the workers, over all incarnations of the session
+            # identifies this start of the workers across all incarnations of the session
             donor_key=uuid.uuid4().hex,
         )
         self._on_change = on_change
         self._on_job_lost = on_job_lost
         self._outgoing: queue.SimpleQueue[pb.Leave | None] = queue.SimpleQueue()
-        """What is to be sent on the stream that is open: each has its own queue. None ends it."""
+        """Messages for the open stream; each stream has its own queue. None ends it."""
         self._interval_s = _FIRST_INTERVAL_S
         self._leaving = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shoal-node-session", daemon=True)
@@ -106,11 +106,12 @@ class NodeSession:
 
     @property
     def is_closed(self) -> bool:
-        """The run has come to its end elsewhere: no more places, but no reason to stop either."""
+        """Whether the run has finished elsewhere: there are no more places, but no reason to stop
+        either."""
         return self.error is not None and self.error.reason in _OVER
 
     def leave(self, reason: pb.Leave.Reason, detail: str) -> None:
-        """Says goodbye and waits up to 5 s for the coordinator to hear it."""
+        """Leaves, and waits up to 5 s for the coordinator to receive it."""
         self._leaving.set()
         self._outgoing.put(pb.Leave(reason=reason, detail=detail[:1024]))
         self._thread.join(_LEAVE_TIMEOUT_S)
@@ -132,7 +133,7 @@ class NodeSession:
             self._leaving.wait(_PAUSE_S)
 
     def _attend(self) -> None:
-        """One stream, from its beginning to its end. Raises what ends it."""
+        """Handles one stream from beginning to end. Raises the reason for its end."""
         try:
             for directive in self._client.join_session(self._messages(self._outgoing)):
                 self._heard(directive)
@@ -179,12 +180,12 @@ class NodeSession:
                 self.stopped = directive.drain.reason or "this launcher was drained"
 
     def _ask_ranks(self, generation: pb.Generation) -> Sequence[pb.Rank]:
-        """Who is in a generation that is too large to be told whole; nobody: there is a newer one,
-        of which this launcher is told next.
+        """Returns the members of a generation too large to be sent in full; empty if there is a
+        newer one, which will be announced next.
 
         Raises:
-            UnavailableError, DeadlineError: the coordinator is away, and tells of the generation
-                again when it is back.
+            UnavailableError, DeadlineError: the coordinator is away, and will announce the
+                generation again.
         """
         try:
             answer = self._client.get_ranks(
@@ -195,7 +196,7 @@ class NodeSession:
         return list(answer.ranks)
 
     def _messages(self, outgoing: queue.SimpleQueue[pb.Leave | None]) -> Iterator[pb.MemberMessage]:
-        """What is sent on one stream; drawn by gRPC."""
+        """Yields the messages of one stream; pulled by gRPC."""
         join = pb.Join()
         join.CopyFrom(self._join)
         join.last_generation = self.standing.generation
@@ -208,8 +209,8 @@ class NodeSession:
                 yield pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self.works_in))
                 continue
             if leave is not None:
-                # Where its workers work comes first: as the end of an older generation's, this
-                # one's would stop those who came since.
+                # The generation of its workers is reported first: with this generation's number,
+                # the end of an older one would stop members that arrived since.
                 yield pb.MemberMessage(heartbeat=pb.Heartbeat(generation=self.works_in))
                 yield pb.MemberMessage(leave=leave)
             return

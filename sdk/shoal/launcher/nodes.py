@@ -1,13 +1,12 @@
-"""A run on several machines, at a coordinator that all launchers share:
-`shoal run --rdzv-endpoint`.
+"""A run on several machines, at a coordinator shared by all launchers: `shoal run --rdzv-endpoint`.
 
 torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR) must agree on all machines before any worker
-starts. So the launchers are members of a job of their own, `<job>.nodes`, and take their node ranks
-from its generations: one with other launchers, or other starts of theirs, is a new start of all
-plain workers. Elastic workers get their ranks from the job itself, and stay as they are.
+starts. The launchers are therefore members of a separate job, `<job>.nodes`, and take their node
+ranks from its generations: a generation with other launchers, or with other starts of theirs,
+restarts all plain workers. Elastic workers get their ranks from the job itself and keep running.
 
-Nothing ends because the coordinator is away, or has lost its data: the launchers wait for it, and
-create anew what it has lost.
+An absent coordinator, or one that lost its data, ends nothing: the launchers wait for it and create
+again what it has lost.
 
 The site belongs to the event loop's thread; the session's thread only wakes it.
 """
@@ -51,22 +50,22 @@ _CALL_DEADLINE: Final = timedelta(seconds=2)
 _RETRY_S: Final = 0.2
 _LOOK_S: Final = 5.0
 _REMINDER_S: Final = 10.0
-"""Between two lines that say who is waited for."""
+"""Interval between messages about missing launchers."""
 _EXPLAIN_AFTER_S: Final = 2.0
-"""A coordinator that does not answer for longer is probed for the cause."""
+"""Time after which an unresponsive coordinator is probed for the cause."""
 _WITHOUT_A_PLACE: Final = timedelta(seconds=60)
-"""So long plain workers go on while their launcher has no place among the others: after a cut, all
-may come back to where they were."""
+"""How long plain workers continue while their launcher has no place: after a network failure, all
+launchers may return to their places."""
 _DEFAULT_MASTER_PORT: Final = 29500
 _RUN_ENDING: Final = "RUN_ENDING"
 
 
 class SharedSite:
-    """See `site.Site`."""
+    """Implements `site.Site`."""
 
     def __init__(self, settings: RunSettings, *, note: Callable[[str], None]) -> None:
-        """`note` tells a person what happens; called on any thread. Raises ConfigurationError for
-        addresses and certificates that cannot work."""
+        """`note`: informs people of events; called on any thread. Raises ConfigurationError for
+        unusable addresses and certificates."""
         assert settings.endpoint is not None
         if settings.master_address is not None and settings.node_rank is None:
             raise ConfigurationError(
@@ -78,8 +77,8 @@ class SharedSite:
         self._settings = settings
         self._note = note
         self._own = self._find_own() if settings.local_address or settings.listen_address else None
-        """What was said of this machine's addresses; None: nothing, and the way to the coordinator
-        is known only when that is."""
+        """Explicit addresses of this machine; None if not given, in which case they are determined
+        once the coordinator is reachable."""
         self._client = CoordinatorClient(member_channel(settings.endpoint))
         self._nodes_job = JobSettings(
             job_id=launchers_job_id(settings.job_id),
@@ -91,16 +90,17 @@ class SharedSite:
         self._session: NodeSession | None = None
         self._port: ReservedPort | None = None
         self._placed: tuple[str, ...] = ()
-        """`Standing.starts` of the place that the workers were started in last."""
+        """`Standing.starts` of the place in which the workers were last started."""
         self._told: Standing | None = None
-        """What `moved` and `place` have told the agent last; None before the first place."""
+        """Latest standing passed to the agent by `moved` and `place`; None before the first
+        place."""
         self._left_alone = False
-        """The session was refused while workers ran: they go on, and nobody hears of launchers that
-        come or go."""
+        """Whether the session was refused while workers ran: they continue, and changes of
+        launchers go unnoticed."""
         self._before = ""
-        """How the run before ended, for people; empty: none is known."""
+        """Outcome of the previous run, for people; empty if unknown."""
         self._give_up_at = 0.0
-        """On the loop's clock: the end of the wait for other launchers."""
+        """End of the wait for other launchers, on the loop's clock."""
 
     def begin(self, start_service: StartService) -> None:
         self._loop = asyncio.get_running_loop()
@@ -210,7 +210,7 @@ class SharedSite:
 
     @property
     def _settled(self) -> bool:
-        """The places were settled beforehand, by flags."""
+        """Whether places were fixed in advance by flags."""
         return self._settings.master_address is not None
 
     def _settled_place(self) -> NodePlacement:
@@ -246,7 +246,7 @@ class SharedSite:
         )
 
     async def _enter_run(self) -> None:
-        """The job's run that goes on, or the next one; and a place among its launchers."""
+        """Enters the job's current or next run, and requests a place among its launchers."""
         self._client.run, self.run = None, None
         settings = self._settings
         if settings.run:
@@ -275,8 +275,9 @@ class SharedSite:
             self._join()
 
     def _check_run_before(self, number: int) -> None:
-        """Raises PreconditionError where launchers say that the run before goes on: the coordinator
-        ends one that has no members, and a plain script's workers are none."""
+        """Raises PreconditionError if launchers report that the previous run is still in progress:
+        the coordinator ends a run without members, and workers of a plain script are not
+        members."""
         try:
             before = self._client.get_job(self._settings.job_id, deadline=_CALL_DEADLINE)
             nodes = self._client.get_job(self._nodes_job.job_id, deadline=_CALL_DEADLINE)
@@ -310,8 +311,8 @@ class SharedSite:
     async def _create(
         self, job: JobSettings, *, number: int = 0, resume: bool = False, follow: bool = False
     ) -> pb.CreateJobResponse:
-        """Creates a job at the coordinator, which may start later than its launchers. While members
-        of a run that has ended are there, waits for them."""
+        """Creates a job at the coordinator, which may start later than its launchers. Waits while
+        members of an ended run are still there."""
         began, answered = self._loop.time(), False
         said_at = began - _REMINDER_S
         explain_at = began + _EXPLAIN_AFTER_S
@@ -368,7 +369,7 @@ class SharedSite:
         )
 
     def _join(self) -> None:
-        """A new incarnation of this launcher among the launchers."""
+        """Joins with a new incarnation of this launcher."""
         own = self._own or self._find_own()
         if self._port is None and self._settings.master_port is None:
             # only kept; the worker of rank 0 listens on all interfaces
@@ -384,15 +385,15 @@ class SharedSite:
         )
 
     async def _join_anew(self, why: str) -> None:
-        """A death, to the other launchers: they stop their workers and wait for a new generation,
-        as this one does."""
+        """Rejoins, which looks like a death to the other launchers: they stop their workers and
+        wait for a new generation, as this one does."""
         assert self._session is not None
         await asyncio.to_thread(self._session.leave, pb.Leave.REASON_FAILED, why)
         self._join()
 
     def _create_lost(self) -> None:
-        """The coordinator has lost its data. Any of the launchers creates the jobs anew; the others
-        find them. Raises ShoalError."""
+        """Creates the jobs again after the coordinator lost its data. Any launcher creates them;
+        the others find them. Raises ShoalError."""
         created = self._client.create_job(self._job().message(), deadline=_CALL_DEADLINE).created
         if not self._settled:
             created |= self._client.create_job(
@@ -412,7 +413,7 @@ class SharedSite:
                 self._create_lost()
 
     async def _say_who_is_missing(self) -> None:
-        """A line every 10 s, until cancelled."""
+        """Prints a line about missing launchers every 10 s, until cancelled."""
         while True:
             await asyncio.sleep(_REMINDER_S)
             self._note(await asyncio.to_thread(self._missing))
@@ -435,7 +436,7 @@ class SharedSite:
         )
 
     def _wake(self) -> None:
-        """Called on the session's thread, which may outlast the loop."""
+        """Wakes the loop. Called on the session's thread, which may outlive the loop."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._changed.set)
 
@@ -449,7 +450,7 @@ class SharedSite:
                     f"{self._run_name} came to its end on another machine", reason="RUN_ENDED"
                 )
             if session.is_closed:
-                # between this launcher's first word and its second: it comes after that run's end
+                # the run ended between this launcher's two requests, so this is a later run
                 await self._enter_run()
                 continue
             if session.error is not None:
@@ -458,8 +459,8 @@ class SharedSite:
             if standing.placement is None:
                 await self._wait_for_change()
             elif standing.starts == self._placed:
-                # The workers here were stopped, and this is where they were before: to the others
-                # too they have to be new ones.
+                # The workers here were stopped, and the place is unchanged: for the others too,
+                # they must be new ones.
                 await self._join_anew("its workers are started anew")
             else:
                 self._told, self._placed = standing, standing.starts
@@ -473,8 +474,8 @@ class SharedSite:
             )
 
     async def _wait_for_change(self, *, timeout_s: float | None = None) -> None:
-        """Until the session has heard something, or the time is over. Each waiter looks at the
-        state before it waits, so they may share the event."""
+        """Waits for news from the session or for the timeout. Each waiter checks the state before
+        it waits, so they may share the event."""
         self._changed.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -488,15 +489,15 @@ class SharedSite:
             and session.stopped is None
             and ending is not Ending.STOPPED
         ):
-            # None of a fixed number can do without this launcher: nobody is to wait for it.
+            # With a fixed number of launchers none is dispensable: nobody should wait for this one.
             with contextlib.suppress(ShoalError):
                 self._stop_those_that_wait(
                     "have finished" if ending is Ending.FINISHED else "failed"
                 )
 
     def _tell_end(self, ending: Ending) -> None:
-        """A plain script's run ends by its launchers' word: its workers are no members, who would
-        say it. For others it is not heeded."""
+        """Reports the outcome of a plain script's run, whose workers are not members and cannot
+        report it. Ignored for other runs."""
         if ending is Ending.STOPPED or (ending is Ending.FAILED and not self._settings.nodes.fixed):
             return
         came_to = pb.JOB_ENDING_COMPLETED if ending is Ending.FINISHED else pb.JOB_ENDING_FAILED
@@ -508,20 +509,20 @@ class SharedSite:
             )
 
     def _stop_those_that_wait(self, what: str) -> None:
-        """Where a launcher finished while all had their places, the job is finished, and the others
-        come to their end by themselves."""
+        """Stops launchers that wait for this one. If it finished while all had their places, the
+        job is finished, and the others finish by themselves."""
         job_id = self._nodes_job.job_id
         if self._client.get_job(job_id).phase != pb.JOB_PHASE_FINISHED:
             self._client.stop_job(job_id, reason=f"the workers on {socket.gethostname()} {what}")
 
 
 def _secured(obstacle: Obstacle | None) -> bool:
-    """Whether there is a coordinator, and only the credentials are wrong."""
+    """Returns whether there is a coordinator and only the credentials are wrong."""
     return obstacle is not None and obstacle.permanent
 
 
 def _told_run(made: pb.CreateJobResponse) -> str:
-    """How the run before ended, for people."""
+    """Describes the outcome of the previous run, for people."""
     if not made.HasField("previous"):
         return ""
     past = made.previous

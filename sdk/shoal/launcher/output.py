@@ -1,9 +1,9 @@
-"""Brings the output of many processes to one terminal: whole lines, each with its rank in front,
-and into a file per process.
+"""Merges the output of many processes on one terminal: complete lines, each prefixed with its rank,
+and one file per process.
 
-One thread, the pump's, reads all pipes and writes all output; so a terminal that stands still
-(Ctrl-S, `less`) holds up the workers' output and nothing else. That thread owns the sources;
-`attach` and `finish` may be called from any thread and hand it work.
+One thread, the pump, reads all pipes and writes all output, so a stopped terminal (Ctrl-S, `less`)
+blocks only the workers' output. That thread owns the sources; `attach` and `finish` may be called
+from any thread and pass work to it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ERASE_LINE: Final = b"\x1b[K"
 
 
 class Stream(IntEnum):
-    """Which of the launcher's own streams a line goes to; the value is its file descriptor."""
+    """The launcher's own stream that receives a line; the value is its file descriptor."""
 
     OUT = 1
     ERR = 2
@@ -40,7 +40,7 @@ class Stream(IntEnum):
 
 
 Writer = Callable[[Stream, bytes], None]
-"""Takes whole lines. Called on the pump's thread."""
+"""Accepts complete lines. Called on the pump's thread."""
 
 
 class LineSplitter:
@@ -51,10 +51,10 @@ class LineSplitter:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that `data` completes, with their ends. A line of more than 1 MiB comes in
-        pieces."""
+        """Returns the lines that `data` completes, with their ends. Splits lines of more than 1
+        MiB."""
         lines = (self._rest + data).splitlines(keepends=True)
-        # A final carriage return may be the first half of the pair \r\n.
+        # A final carriage return may be the first half of \r\n.
         self._rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
         if len(self._rest) >= _LONGEST_LINE:
             lines.append(self._rest + b"\n")
@@ -62,21 +62,21 @@ class LineSplitter:
         return [line for line in lines if line != b"\r"]
 
     def flush(self) -> list[bytes]:
-        """The unfinished last line, if there is one, ended here."""
+        """Returns the unfinished last line, if any, with a line break."""
         rest, self._rest = self._rest.rstrip(b"\r"), b""
         return [rest + b"\n"] if rest else []
 
 
 @dataclass(kw_only=True)
 class Source:
-    """One pipe of one process, and where its lines go."""
+    """One pipe of one process, with the destinations of its lines."""
 
     pipe: IO[bytes]
     stream: Stream
     prefix: bytes
-    """Put in front of each line on the console."""
+    """Prefix of each line on the console."""
     console: bool
-    """Whether the console shows it."""
+    """Whether its lines appear on the console."""
     file: Path | None
     """Gets every byte, without prefixes; None: no file."""
     splitter: LineSplitter = field(default_factory=LineSplitter)
@@ -84,22 +84,21 @@ class Source:
 
 
 def rank_prefix(rank: int, *, colour: bool) -> bytes:
-    """`[3]: `, in the rank's own colour for a terminal."""
+    """Returns `[3]: `, in the rank's own color for a terminal."""
     if not colour:
         return b"[%d]: " % rank
     return b"\x1b[%dm[%d]:\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], rank)
 
 
 class TerminalStuckError(DeadlineError):
-    """The terminal does not take what is written to it: it was stopped (Ctrl-S), or nobody reads
-    it."""
+    """The terminal does not accept output: it was stopped (Ctrl-S), or nobody reads it."""
 
     default_reason = "TERMINAL_STUCK"
 
 
 class ConsoleWriter:
-    """Writes to this process's standard output and error, past Python's buffers. A stream whose
-    reader is gone is dropped: losing the terminal must not end the training."""
+    """Writes to this process's standard output and error, bypassing Python's buffers. A stream
+    whose reader is gone is dropped: losing the terminal must not end the training."""
 
     def __init__(self) -> None:
         self._gone: set[Stream] = set()
@@ -121,7 +120,7 @@ class ConsoleWriter:
 
 
 class OutputPump:
-    """The thread that moves the output. Close it after the last process has ended."""
+    """Thread that moves the output. Close it after the last process has ended."""
 
     def __init__(self, write: Writer) -> None:
         self._write = write
@@ -142,15 +141,14 @@ class OutputPump:
         self.order(lambda: self._register(source))
 
     def finish(self, source: Source) -> None:
-        """The process of this pipe has ended: moves what the pipe still holds, and closes it.
+        """Moves the remaining contents of an ended process's pipe, and closes it.
 
-        The pipe's own end is not waited for, since a process that the dead one started may hold it
-        open.
+        Does not wait for the pipe's end, since a descendant of the dead process may keep it open.
         """
         self.order(lambda: self._end(source))
 
     def say(self, text: str) -> None:
-        """Writes lines of the launcher's own to standard error, after all output ordered before."""
+        """Writes the launcher's own lines to standard error, after all output ordered before."""
         self.order(lambda: self._write(Stream.ERR, text.encode()))
 
     def order(self, order: Callable[[], None]) -> None:
@@ -159,8 +157,8 @@ class OutputPump:
         os.eventfd_write(self._wakeup, 1)
 
     def close(self, timeout: timedelta) -> None:
-        """Moves what is left and ends the thread. Raises TerminalStuckError when the terminal does
-        not take the output in time."""
+        """Moves the remaining output and ends the thread. Raises TerminalStuckError if the terminal
+        does not accept the output in time."""
         self.order(self._begin_closing)
         self._thread.join(timeout.total_seconds())
         if self._thread.is_alive():
@@ -203,8 +201,8 @@ class OutputPump:
             self._release(source)
 
     def _move(self, source: Source) -> bool:
-        """Moves one read's worth; False when there is nothing more to be had now. Releases the
-        source at its end."""
+        """Moves the result of one read; returns False if nothing more is available now. Releases
+        the source at its end."""
         try:
             data = os.read(source.pipe.fileno(), _READ_SIZE)
         except BlockingIOError:

@@ -1,14 +1,13 @@
-"""What a launcher does when a worker ends, and what its own exit status is: a pure state machine.
-It is told of exits and answers with an action; no clock, no processes.
+"""Decides how a launcher reacts to the end of a worker, and its own exit status: a pure state
+machine that maps exits to actions, without clock or processes.
 
-A plain script's workers are one whole, as under torchrun: one that fails takes the others with it,
-and all are started anew or none.
+Workers of a plain script form a unit, as under torchrun: if one fails, the others are stopped, and
+either all are restarted or none.
 
-Elastic workers (those that had joined the job) are replaced one by one, and the others go on
-meanwhile, if what ended them may not happen again: a signal, or being put out. One that *raised*
-would most likely raise again, and in the others too: unless --max-restarts allows for it, the job
-has failed. What is known of the job decides whether a run that nobody's failure ended has come to
-its end.
+Elastic workers (those that joined the job) are replaced individually while the others continue,
+provided that the cause may not recur: a signal or an eviction. A worker that *raised* would most
+likely raise again, and so would the others: unless --max-restarts allows it, the job has failed.
+The known state of the job decides whether a run without failures has finished.
 """
 
 from __future__ import annotations
@@ -23,63 +22,63 @@ from shoal_common.exit_status import PREEMPTED, PUT_OUT
 from shoal.launcher.process import ExitStatus
 
 ELASTIC_RESTARTS: Final = 3
-"""How often an elastic worker that a signal killed, or that was put out, is replaced where
---max-restarts was not given."""
+"""Number of replacements of an elastic worker that was killed by a signal or evicted, if
+--max-restarts is not given."""
 
 
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGKILL)
 
 
 class Action(Enum):
-    """What to do about an exit."""
+    """Reaction to an exit."""
 
     NONE = auto()
-    """Nothing: the others go on, or there are none."""
+    """Nothing: the others continue, or there are none."""
     REPLACE = auto()
-    """Start this worker anew, as a new member."""
+    """Restart this worker as a new member."""
     RESTART_ALL = auto()
-    """Stop the others, then start all anew."""
+    """Stop the others, then restart all."""
     STOP = auto()
-    """Stop the others: the run cannot go on."""
+    """Stop the others, since the run cannot continue."""
 
 
 class JobEnd(Enum):
-    """How far a job has come, as far as its launcher knows."""
+    """State of a job as known to its launcher."""
 
     UNKNOWN = auto()
-    """The coordinator could not be asked, or has no such job. It says nothing about who lives."""
+    """The coordinator could not be asked, or does not know the job. Says nothing about live
+    members."""
     NONE = auto()
-    """It goes on, or waits for workers."""
+    """It continues, or waits for workers."""
     COMPLETED = auto()
-    """Its script came to the end."""
+    """Its script finished."""
     STOPPED = auto()
-    """It was asked to stop (StopJob), and its script comes to the end."""
+    """It was asked to stop (StopJob), and its script finishes."""
     FAILED = auto()
 
     @property
     def is_over(self) -> bool:
-        """A new member would find nothing to do."""
+        """Whether a new member would find nothing to do."""
         return self in (JobEnd.COMPLETED, JobEnd.STOPPED, JobEnd.FAILED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerExit:
-    """The end of a worker process."""
+    """End of a worker process."""
 
     index: int
-    """Number of the worker at its launcher: 0 .. workers-1."""
+    """Index of the worker at its launcher: 0 .. workers-1."""
     rank: int
-    """Its last rank in the job, as far as that is known; else `started_as`."""
+    """Its last rank in the job, if known; otherwise `started_as`."""
     started_as: int
-    """The rank that it was told at its start, and that its output has in front."""
+    """Rank assigned at its start, which prefixes its output."""
     pid: int
     status: ExitStatus
     host: str
     unix_s: float
-    """When it raised, else when its process had ended."""
+    """Time of its exception, otherwise of its process's end."""
     message: str = ""
-    """The exception that it did not catch, in a line or more; empty: none, or it could not say
-    so."""
+    """Uncaught exception in one or more lines; empty if there was none or it was not recorded."""
     traceback: str = ""
 
     @property
@@ -91,15 +90,15 @@ class WorkerExit:
 
     @property
     def left(self) -> bool:
-        """It ended well, or because it was asked to, and says so; not: SIGTERM killed it."""
+        """Whether it ended well, or on request and said so; not if SIGTERM killed it."""
         return self.status.ok or (
             self.status.code == PREEMPTED and not self.status.signal and not self.message
         )
 
     @property
     def raised(self) -> bool:
-        """Its script failed, by an exception or an exit code of its own; whatever ended the process
-        after that. Not: it was put out."""
+        """Whether its script failed with an exception or an exit code of its own, however the
+        process then ended; not if it was evicted."""
         return (
             not self.left
             and self.status.code != PUT_OUT
@@ -108,22 +107,23 @@ class WorkerExit:
 
 
 class RestartPolicy:
-    """The state of one launcher's workers, as far as restarting is concerned."""
+    """Restart state of one launcher's workers."""
 
     def __init__(self, *, workers: int, max_restarts: int | None, fail_fast: bool = True) -> None:
-        """For `workers` processes. `max_restarts` is of all together for a plain script, of each
-        worker for an elastic one; None: 0, and ELASTIC_RESTARTS for elastic ones that did not
-        raise. Without `fail_fast` the others go on when one has raised."""
+        """For `workers` processes. `max_restarts`: in total for a plain script, per worker for an
+        elastic one; None: 0, and ELASTIC_RESTARTS for elastic workers that did not raise. Without
+        `fail_fast` the others continue when one has raised."""
         self.restarts = 0
-        """Restarts of all workers so far."""
+        """Number of restarts of all workers so far."""
         self.elastic = False
-        """A worker has joined the job: so are all, to the end of the run."""
+        """Whether a worker has joined the job; all workers then count as elastic until the end of
+        the run."""
         self.end = JobEnd.UNKNOWN
-        """The last that was heard of the job."""
+        """Latest known state of the job."""
         self.fatal: WorkerExit | None = None
-        """The first elastic worker that raised, and is not replaced."""
+        """First elastic worker that raised and is not replaced."""
         self.survived: list[WorkerExit] = []
-        """Failures that a replacement, a restart or other workers have made up for."""
+        """Failures made up for by a replacement, a restart or other workers."""
         self._failures: list[WorkerExit] = []
         self._max_restarts = max_restarts
         self._fail_fast = fail_fast
@@ -131,44 +131,45 @@ class RestartPolicy:
         self._stopping = False
 
     def replaced(self, index: int) -> int:
-        """How often this worker was replaced."""
+        """Returns how often this worker was replaced."""
         return self._replaced[index]
 
     @property
     def failures(self) -> list[WorkerExit]:
-        """Those that nothing has made up for: what scripts did first, then what happened to
-        workers, each in the order of time."""
+        """Failures that were not made up for: first those of scripts, then those of processes, each
+        by time."""
         return sorted(
             self._failures, key=lambda failure: (failure.status.code == PUT_OUT, failure.unix_s)
         )
 
     def started_all(self) -> None:
-        """All workers are started, at first or anew."""
+        """Records that all workers have been started or restarted."""
         self._outlive()
         self._stopping = False
 
     def stopping(self) -> None:
-        """The launcher has asked all workers to end: how they do it decides nothing any more."""
+        """Records that the launcher has asked all workers to exit, after which their exits decide
+        nothing."""
         self._stopping = True
 
     def joined(self) -> None:
-        """A worker has joined the job."""
+        """Records that a worker has joined the job."""
         self.elastic = True
 
     def heard(self, end: JobEnd) -> None:
-        """What the coordinator says of the job. A job that is over does not begin again; not to
-        know changes nothing."""
+        """Records the job's state according to the coordinator. An ended job does not begin again;
+        an unknown state changes nothing."""
         if end is not JobEnd.UNKNOWN and (end.is_over or not self.end.is_over):
             self.end = end
 
     def finished(self) -> None:
-        """A worker has come to the end of its script, as a member that nobody had asked to stop:
-        the job is completed, whoever knows it."""
+        """Records that a worker finished its script as a member that nobody had asked to stop: the
+        job is completed, whether or not others know it."""
         if not self.end.is_over:
             self.end = JobEnd.COMPLETED
 
     def exited(self, worker: WorkerExit, *, elastic: bool) -> Action:
-        """A worker has ended. `elastic`: it had joined the job."""
+        """Decides about a worker that has ended. `elastic`: it had joined the job."""
         self.elastic |= elastic
         if self._stopping:
             # Those that fail of themselves while the others are being stopped belong into the
@@ -183,7 +184,7 @@ class RestartPolicy:
         action = (
             self._after_elastic_failure(worker) if self.elastic else self._after_plain_failure()
         )
-        # Once others have come to the end of the script, they have made up for one that is killed.
+        # Once other workers have finished the script, they make up for one that was killed.
         made_up_for = action is Action.REPLACE or (
             self.elastic and self.end is JobEnd.COMPLETED and not worker.raised
         )
@@ -192,8 +193,8 @@ class RestartPolicy:
         return action
 
     def _outlive(self) -> None:
-        """A worker succeeded, or all are started anew: but for the one that raised, and was an
-        elastic one, that makes up for failures."""
+        """Marks failures as made up for because a worker succeeded or all were restarted; not that
+        of an elastic worker that raised."""
         self.survived += [failure for failure in self._failures if failure is not self.fatal]
         self._failures = [self.fatal] if self.fatal is not None else []
 
@@ -217,12 +218,12 @@ class RestartPolicy:
 
     @property
     def fails_job(self) -> bool:
-        """The other launchers of the job have to know of `fatal`."""
+        """Whether the other launchers of the job must be informed of `fatal`."""
         return self.fatal is not None and self._fail_fast
 
     def exit_code(self, *, signal_number: int = 0) -> int:
-        """Returns the exit code of the run, after its last worker; `signal_number`: the launcher
-        was asked to end by it, 0: it was not."""
+        """Returns the exit code of the run after its last worker. `signal_number`: signal that
+        asked the launcher to exit; 0 if none."""
         if self.fatal is not None:
             return self.fatal.status.code
         if not self.elastic:

@@ -1,5 +1,5 @@
-"""Addresses on this machine: ports kept for a process that is about to start, and the files in
-which services tell their own."""
+"""Addresses on this machine: ports reserved for processes about to start, and port files of
+services."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shoal_common.errors import CorruptDataError
 
 
 class ReservedPort:
-    """A free TCP port that the operating system gives to nobody else until `close`, so that it can
-    be told before it is listened on.
+    """A free TCP port reserved until `close`, so that it can be announced before a process listens
+    on it.
 
     The port is bound but not listened on, with SO_REUSEADDR; a listener that sets this too, as
-    torch's TCPStore and gRPC do, can take it.
+    torch's TCPStore and gRPC do, can use it.
     """
 
     def __init__(self, host: str = "127.0.0.1") -> None:
@@ -45,19 +45,19 @@ class ReservedPort:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceAddresses:
-    """What a service wrote into its port file once it served."""
+    """Contents of a service's port file."""
 
     grpc: str
     """host:port"""
     http: str
-    """host:port of /metrics; empty: none."""
+    """host:port of /metrics; empty if none."""
     redis: str
-    """redis:// URL, of coordinators only; else empty."""
+    """redis:// URL, for coordinators only; otherwise empty."""
 
 
 def read_port_file(path: Path) -> ServiceAddresses | None:
-    """None while the file is not there: services rename it into place when they serve. Raises
-    CorruptDataError."""
+    """Reads a port file; None while it does not exist. Services rename it into place once they
+    serve. Raises CorruptDataError."""
     try:
         text = path.read_text()
     except FileNotFoundError:

@@ -1,12 +1,11 @@
-"""Child processes whose end is noticed at once and which leave nothing behind.
+"""Child processes whose end is detected at once and that leave nothing behind.
 
-Every child leads a session of its own, so that a terminal's Ctrl-C reaches the launcher alone,
-which then decides; and it is tied to the launcher: the kernel kills it when the thread that started
-it ends, however it ends. When a child ends, what is left of its process group is killed before its
-pid is given back. Nothing here restarts anything, and nothing reads output: see `agent` and
-`output`.
+Every child leads a session of its own, so that a terminal's Ctrl-C reaches only the launcher, which
+then decides. It is also tied to the launcher: the kernel kills it when the thread that started it
+ends for any reason. When a child ends, the rest of its process group is killed before its pid is
+released. This module neither restarts processes nor reads output: see `agent` and `output`.
 
-A `Child` belongs to the thread that made it.
+A `Child` belongs to the thread that created it.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ _KILL_DEADLINE: Final = timedelta(seconds=10)
 
 @dataclass(frozen=True)
 class ExitStatus:
-    """How a process ended."""
+    """Exit status of a process."""
 
     code: int
-    """The status that a shell gives: the exit code, or 128 + signal."""
+    """Status as in a shell: the exit code, or 128 + signal."""
     signal: int = 0
-    """0: none."""
+    """0 if none."""
 
     @classmethod
     def from_returncode(cls, returncode: int) -> ExitStatus:
-        """From subprocess's convention, in which a signal is a negative number."""
+        """Converts from subprocess's convention, in which a signal is a negative number."""
         return cls(returncode) if returncode >= 0 else cls(128 - returncode, -returncode)
 
     @property
@@ -57,7 +56,7 @@ class ExitStatus:
 
 
 class Child:
-    """One running process. `wait` and `poll` reap it; `close` is not needed after that."""
+    """One running process. `wait` and `poll` reap it; `close` is not needed afterwards."""
 
     def __init__(
         self,
@@ -88,9 +87,9 @@ class Child:
     def adopted(
         cls, pid: int, *, command: Sequence[str], stdout: IO[bytes] | None, stderr: IO[bytes] | None
     ) -> Child:
-        """A process that the kernel has made a child of this one: it leads a session of its own and
-        is tied to this process. `stdout` and `stderr` are the ends of its pipes to read from.
-        Raises ProcessLookupError or ChildProcessError if there is no such child."""
+        """Wraps a process that the kernel has made a child of this one: it leads a session of its
+        own and is tied to this process. `stdout` and `stderr`: read ends of its pipes. Raises
+        ProcessLookupError or ChildProcessError if there is no such child."""
         child = cls.__new__(cls)
         child._own(
             pid, command, stdout, stderr, lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -111,12 +110,12 @@ class Child:
         self.pidfd = os.pidfd_open(pid)
         self.stdout, self.stderr = stdout, stderr
         self._wait = reap
-        """Blocks until it has ended, reaps it and returns its status as subprocess has it."""
+        """Blocks until it has ended, reaps it and returns its status as in subprocess."""
         self.status: ExitStatus | None = None
         """Set once the process was reaped."""
 
     def poll(self) -> ExitStatus | None:
-        """The exit status if the process has ended, else None. Does not wait."""
+        """Returns the exit status if the process has ended, otherwise None. Does not wait."""
         if (
             self.status is None
             and os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -128,7 +127,7 @@ class Child:
         return self.status
 
     async def wait(self) -> ExitStatus:
-        """Waits for the end, for as long as it takes; on the event loop of the thread that made the
+        """Waits for the end without limit, on the event loop of the thread that created the
         child."""
         if (status := self.poll()) is not None:
             return status
@@ -144,20 +143,20 @@ class Child:
         return status
 
     def send(self, number: signal.Signals) -> None:
-        """Signals the process itself, not the processes that it started: those are its own to end.
-        Nothing if it has ended."""
+        """Signals the process itself, not its descendants, which it must end itself. Does nothing
+        if it has ended."""
         if self.status is None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def kill(self) -> None:
-        """SIGKILL to the process and its group."""
+        """Kills the process and its group with SIGKILL."""
         if self.status is None:
             self._kill_group()
             self.send(signal.SIGKILL)
 
     def reap(self) -> None:
-        """Blocks until it has ended, which the caller has seen to."""
+        """Blocks until it has ended, which the caller has ensured."""
         if self.status is None:
             os.waitid(os.P_PIDFD, self.pidfd, os.WEXITED | os.WNOWAIT)
             self.poll()
@@ -218,8 +217,8 @@ def stop_all(children: Sequence[Child], *, grace: timedelta) -> None:
 
 
 class Handle:
-    """A process that is not a child of ours, held by a pidfd, so that its number cannot come to
-    mean another one."""
+    """A process that is not our child, identified by a pidfd, so that its pid cannot come to mean
+    another one."""
 
     def __init__(self, pid: int) -> None:
         """Raises ProcessLookupError if there is none."""
@@ -227,16 +226,17 @@ class Handle:
         self._fd = os.pidfd_open(pid)
 
     def send(self, number: signal.Signals) -> None:
-        """Nothing if it has ended. Raises PermissionError for another user's."""
+        """Signals it; does nothing if it has ended. Raises PermissionError for another user's."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._fd, number)
 
     def kill(self) -> None:
-        """SIGKILL; nothing if it has ended. Raises PermissionError for another user's."""
+        """Kills it with SIGKILL; does nothing if it has ended. Raises PermissionError for another
+        user's."""
         self.send(signal.SIGKILL)
 
     def wait(self, timeout: timedelta) -> bool:
-        """Whether it ended within `timeout`."""
+        """Returns whether it ended within `timeout`."""
         poller = select.poll()
         poller.register(self._fd, select.POLLIN)
         return bool(poller.poll(timeout.total_seconds() * 1000))
@@ -246,8 +246,8 @@ class Handle:
 
 
 def descendants(pid: int) -> list[Handle]:
-    """The processes below `pid`, children first. Those that an ended child left to init are not
-    among them."""
+    """Returns the descendants of `pid`, children first, except those that an ended child left to
+    init."""
     found: list[Handle] = []
     pending = [pid]
     while pending:
@@ -268,8 +268,8 @@ def _children(pid: int) -> list[int]:
 
 
 def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if there is none. With the pid it
-    names a process for good."""
+    """Returns the start time of the process in clock ticks since boot; None if there is none.
+    Together with the pid it identifies a process for good."""
     try:
         # The second field is the program's name in brackets, which may hold anything.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

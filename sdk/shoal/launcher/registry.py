@@ -1,8 +1,9 @@
-"""Which clusters run on this machine, so that `shoal status` in a second terminal needs no address.
+"""Registry of the clusters on this machine, so that `shoal status` in a second terminal needs no
+address.
 
-One small JSON file per cluster, written by the process that runs it and removed by it. A process
-that was killed leaves its file behind: files whose process is gone are removed by whoever meets
-them. This is a convenience for one user on one host, not a service directory.
+One small JSON file per cluster, written and removed by the process that runs it. A killed process
+leaves its file behind; any reader removes the files of vanished processes. This is a convenience
+for one user on one host, not a service directory.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ class ClusterRecord:
     """host:port of the coordinator's /metrics."""
     redis: str
     command: str
-    """What was started, for people."""
+    """The started command, for people."""
     host: str
     pid: int
     """Process id of the process that runs the cluster."""
     pid_start_ticks: int
-    """With the pid, names that process for good."""
+    """Together with the pid, identifies that process for good."""
     started_unix_s: float
 
 
 def registry_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """$XDG_RUNTIME_DIR/shoal, else ~/.cache/shoal/run. Raises ConfigurationError when there is no
-    home directory."""
+    """Returns $XDG_RUNTIME_DIR/shoal, otherwise ~/.cache/shoal/run. Raises ConfigurationError if
+    there is no home directory."""
     environment = os.environ if environment is None else environment
     if runtime := environment.get("XDG_RUNTIME_DIR"):
         return Path(runtime) / "shoal"
@@ -57,9 +58,9 @@ def registry_directory(environment: Mapping[str, str] | None = None) -> Path:
 
 
 def home_directory(instead: str) -> Path:
-    """The user's home directory.
+    """Returns the user's home directory.
 
-    Raises ConfigurationError when there is none; `instead` names the variable that makes one
+    Raises ConfigurationError if there is none; `instead` names the variable that makes one
     unnecessary.
     """
     try:
@@ -72,7 +73,7 @@ def home_directory(instead: str) -> Path:
 
 
 class Registration:
-    """This process's own file. `close` removes it."""
+    """File of this process, removed by `close`."""
 
     def __init__(
         self,
@@ -111,7 +112,8 @@ class Registration:
 
 
 def running_clusters(directory: Path | None = None) -> list[ClusterRecord]:
-    """The newest first. Removes the files of processes of this host that are gone."""
+    """Returns the running clusters, newest first. Removes the files of vanished processes of this
+    host."""
     found: list[ClusterRecord] = []
     try:
         folder = directory or registry_directory()
@@ -129,8 +131,8 @@ def running_clusters(directory: Path | None = None) -> list[ClusterRecord]:
 
 
 def newest_cluster(directory: Path | None = None, *, job: str | None = None) -> ClusterRecord:
-    """The newest, or that of `job`. Raises UnknownResourceError, with the remedy, when there is
-    none."""
+    """Returns the newest cluster, or that of `job`. Raises UnknownResourceError, with the remedy,
+    if there is none."""
     clusters = running_clusters(directory)
     if clusters and job is not None:
         named = [record for record in clusters if record.job_id == job]
@@ -153,7 +155,7 @@ def newest_cluster(directory: Path | None = None, *, job: str | None = None) -> 
 
 
 def _read(path: Path) -> ClusterRecord | None:
-    """None for a file that has gone meanwhile or that another release wrote."""
+    """Returns None for a file that has vanished or was written by another release."""
     with contextlib.suppress(FileNotFoundError, ValueError, TypeError, AttributeError):
         content = json.loads(path.read_text())
         if content.pop("format", None) == _FORMAT:

@@ -1,9 +1,9 @@
-"""Tells the coordinator of workers' exits, and asks it about the job: with waitpid the launcher
-knows of a death before anybody else does.
+"""Reports workers' exits to the coordinator and asks it about the job: through waitpid the launcher
+learns of a death before anybody else.
 
-Blocking calls, for threads of the launcher; a reporter has no state but its client. What cannot be
-known now is None or JobEnd.UNKNOWN, and means nothing else: a coordinator that is away, or has lost
-its data, says nothing about who lives.
+Blocking calls, for threads of the launcher; a reporter has no state except its client. Unknown
+facts are None or JobEnd.UNKNOWN, which means nothing else: a coordinator that is away, or has lost
+its data, says nothing about live members.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _ENDS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class JobNews:
-    """What the coordinator says of the job."""
+    """State of the job according to the coordinator."""
 
     end: JobEnd
     why: str
     """For people."""
     holders: int
-    """Members that have a rank, or have committed a step: they hold the training state, or parts of
-    it. While the job waits for more workers, none has a rank."""
+    """Number of members that have a rank or have committed a step: they hold the training state, or
+    parts of it. While the job waits for more workers, none has a rank."""
     ours: int
-    """Members that this launcher has started."""
+    """Number of members started by this launcher."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class ExitReport:
 
     was_member: bool
     rank: int
-    """Its last one; -1: none, or not known."""
+    """Its last rank; -1 if none or unknown."""
     job: JobNews
 
 
@@ -82,10 +82,10 @@ class ExitReporter:
         failure: str = "",
         finished: bool = False,
     ) -> ExitReport | None:
-        """Blocks until the coordinator has heard it: a millisecond, or up to a minute while it is
-        away or does not know the job; then, or if it refuses, None. `key`: the member's. `failure`:
-        not empty, the job ends with it. `finished`: it came to the end of its script, as it
-        said."""
+        """Reports an exit. Blocks until the coordinator has received it: a millisecond, or up to a
+        minute while it is away or does not know the job. Returns None on timeout or refusal. `key`:
+        the member's. `failure`: if not empty, the job fails with it. `finished`: the worker
+        reported that its script finished."""
         deadline = time.monotonic() + _PATIENCE.total_seconds()
         while True:
             try:
@@ -115,8 +115,8 @@ class ExitReporter:
         )
 
     def is_put_out(self, member_id: str) -> bool:
-        """Whether the coordinator says that a member is one no more, without having said goodbye:
-        nobody waits for its process. Blocks for 2 s at most."""
+        """Returns whether the coordinator has evicted a member, i.e. it is no longer one and did
+        not leave: nobody waits for its process. Blocks for at most 2 s."""
         try:
             return bool(
                 self._client.get_job(
@@ -127,8 +127,8 @@ class ExitReporter:
             return False
 
     def missing_servers(self) -> str:
-        """Returns a line on the parameter servers without which training cannot begin; empty: none
-        is missing, or the coordinator could not be asked. Blocks for 2 s at most."""
+        """Returns a line about the parameter servers without which training cannot begin; empty if
+        none is missing or the coordinator could not be asked. Blocks for at most 2 s."""
         try:
             job = self._client.get_job(self._job_id, member_id=NOBODY, deadline=_CALL_DEADLINE)
         except ShoalError:
@@ -136,14 +136,14 @@ class ExitReporter:
         return job.waits_for if job.servers_awaited else ""
 
     def events(self, after: str) -> list[pb.Event]:
-        """What has happened in the job behind the event `after`; "": from the beginning. Blocks for
-        2 s at most. Raises ShoalError."""
+        """Returns the job's events after the event `after`; "": from the beginning. Blocks for at
+        most 2 s. Raises ShoalError."""
         return list(
             self._client.watch_events(self._job_id, after_event_id=after, deadline=_CALL_DEADLINE)
         )
 
     def close(self) -> None:
-        """Reports in progress are given up."""
+        """Abandons reports in progress."""
         self._closed.set()
 
     def _report(

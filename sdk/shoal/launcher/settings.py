@@ -1,8 +1,7 @@
-"""What a run consists of, and how people write it: the values of torchrun's flags, parsed and
-checked together.
+"""Settings of a run: parses and validates the values of torchrun's flags.
 
-The command line itself is `shoal.cli`'s. Mistakes raise ConfigurationError, naming the flag, its
-value and the remedy.
+The command line itself belongs to `shoal.cli`. Mistakes raise ConfigurationError, naming the flag,
+its value and the remedy.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ _PLAIN_GRACE: Final = timedelta(seconds=30)
 _ELASTIC_GRACE: Final = timedelta(minutes=5)
 _COUNT_DEVICES: Final = "import torch; print(torch.cuda.device_count())"
 _DRIVERS: Final = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/nvmap"))
-"""What there is of a CUDA driver: of Linux's, of Windows' under WSL 2, of a Jetson's."""
+"""Files that show a CUDA driver: Linux's, that of WSL 2 on Windows, a Jetson's."""
 
 
 @dataclass(frozen=True)
 class NodeRange:
-    """`--nnodes`: how many launchers, one a machine, make the job."""
+    """`--nnodes`: number of launchers of the job, one per machine."""
 
     least: int
     most: int
 
     @classmethod
     def parse(cls, text: str) -> NodeRange:
-        """From `2` or `1:4`."""
+        """Parses `2` or `1:4`."""
         match = re.fullmatch(r"(\d{1,5})(?::(\d{1,5}))?", text)
         if match is None:
             raise ConfigurationError(
@@ -57,8 +56,8 @@ class NodeRange:
 
 
 def parse_workers(text: str) -> int:
-    """`--nproc-per-node`: a number, `cpu` (cores), `gpu` (CUDA devices, at least one) or `auto`
-    (gpu, else cpu)."""
+    """Parses `--nproc-per-node`: a number, `cpu` (cores), `gpu` (CUDA devices, at least one) or
+    `auto` (gpu, otherwise cpu)."""
     if text == "cpu":
         return _cores()
     if text in ("gpu", "auto"):
@@ -77,9 +76,9 @@ def parse_workers(text: str) -> int:
 
 
 def cuda_devices() -> int:
-    """CUDA devices as torch counts them, or the slices of them that CUDA_VISIBLE_DEVICES lists, of
-    which torch sees one in each process. torch is asked in a process of its own, and only where
-    there is a driver: importing it is slow."""
+    """Returns the number of CUDA devices according to torch, or of the slices listed in
+    CUDA_VISIBLE_DEVICES, of which torch sees one per process. torch runs in a separate process, and
+    only if there is a driver, since importing it is slow."""
     if slices := visible_slices(os.environ):
         return len(slices)
     if not any(driver.exists() for driver in _DRIVERS):
@@ -104,7 +103,7 @@ def _cores() -> int:
 
 
 class Streams(IntFlag):
-    """Some of a worker's output streams, by torchrun's numbers."""
+    """A subset of a worker's output streams, by torchrun's numbers."""
 
     NONE = 0
     OUT = 1
@@ -113,7 +112,7 @@ class Streams(IntFlag):
 
 
 def parse_streams(flag: str, text: str) -> Mapping[int, Streams] | Streams:
-    """`--redirects` and `--tee`: `3` for all workers, or `0:1,2:3` by local rank."""
+    """Parses `--redirects` and `--tee`: `3` for all workers, or `0:1,2:3` by local rank."""
     if re.fullmatch(r"[0-3]", text):
         return Streams(int(text))
     if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
@@ -129,23 +128,23 @@ def parse_streams(flag: str, text: str) -> Mapping[int, Streams] | Streams:
 
 @dataclass(frozen=True, kw_only=True)
 class LogSettings:
-    """Where the workers' output goes besides the console."""
+    """Destinations of the workers' output besides the console."""
 
     directory: Path | None = None
-    """Base of the log files; each run has a folder of its own below. None: no files."""
+    """Base directory of the log files; each run has a subfolder. None: no files."""
     redirects: Mapping[int, Streams] | Streams = Streams.NONE
     """To files only."""
     tee: Mapping[int, Streams] | Streams = Streams.NONE
     """To files and the console."""
     console_ranks: frozenset[int] | None = None
-    """Local ranks that the console shows; None: all."""
+    """Local ranks shown on the console; None: all."""
 
     @classmethod
     def parse(
         cls, *, directory: Path | None, redirects: str, tee: str, console_ranks: str
     ) -> LogSettings:
-        """From the flags' texts. A directory alone keeps all output; redirects or tee alone get a
-        directory of their own in /tmp."""
+        """Parses the flags' texts. A directory alone stores all output; redirects or tee alone get
+        a directory of their own in /tmp."""
         to_files, to_both = parse_streams("--redirects", redirects), parse_streams("--tee", tee)
         if directory is not None and not to_files and not to_both:
             to_both = Streams.BOTH
@@ -185,54 +184,55 @@ class RunSettings:
     """Processes on this machine."""
     nodes: NodeRange = NodeRange(1, 1)
     min_workers: int | None = None
-    """Fewest workers that training goes on with once it has begun; None: see `min_survivors`."""
+    """Smallest number of workers with which training continues once it has begun; None: see
+    `min_survivors`."""
     endpoint: str | None = None
-    """host:port of a running coordinator; None: the run brings its own cluster."""
+    """host:port of a running coordinator; None: the run starts its own cluster."""
     servers: int = 0
-    """Parameter servers of the job; started here when there is no `endpoint`."""
+    """Number of parameter servers of the job; started here if there is no `endpoint`."""
     server_backups: int = 0
-    """Backups of each of them, 0 or 1; started here likewise."""
+    """Number of backups per server, 0 or 1; started here likewise."""
     max_servers: int = 0
-    """Parameter servers that the job may have; those above `servers` are started by others. 0: as
-    many as `servers`."""
+    """Maximum number of parameter servers; those beyond `servers` are started by others. 0: as many
+    as `servers`."""
     run: int = 0
-    """The only run of the job to take part in; 0: the one that goes on, else the next."""
+    """Only run of the job to take part in; 0: the current one, otherwise the next."""
     resume: bool = False
-    """The newest run, if it failed or was stopped, is to go on."""
+    """Resume the newest run if it failed or was stopped."""
     max_restarts: int | None = None
-    """None: see `policy`."""
+    """None: the default of `policy`."""
     fail_fast: bool = True
-    """An elastic worker that raised, and is not started again, ends the job."""
+    """An elastic worker that raised and is not restarted ends the job."""
     allow_restart_from_scratch: bool = False
-    """Workers may begin at step 0 when every process that held the training state is gone, and no
-    checkpoint was taken up."""
+    """Workers may begin at step 0 if every process with the training state is gone and no
+    checkpoint was loaded."""
     join_grace: timedelta | None = None
-    """How long a generation waits for more workers than the fewest; None: 30 s for a fixed number
-    of nodes, else 5 s."""
+    """How long a generation waits for more workers than the minimum; None: 30 s for a fixed number
+    of nodes, otherwise 5 s."""
     join_timeout: timedelta = timedelta(minutes=10)
     """How long the launchers wait for each other."""
     shutdown_timeout: timedelta | None = None
-    """From SIGTERM to SIGKILL; None: see `shutdown_grace`."""
+    """Time from SIGTERM to SIGKILL; None: see `shutdown_grace`."""
     node_rank: int | None = None
-    """With `master_address`: this launcher's place, settled beforehand. None: the launchers
-    agree."""
+    """With `master_address`: this launcher's place, fixed in advance. None: the launchers agree on
+    it."""
     master_address: str | None = None
     master_port: int | None = None
     local_address: str | None = None
-    """Where other nodes reach this one, an address, an interface or a host name; None: found out.
-    Of no meaning without `endpoint`."""
+    """Address, interface or host name at which other nodes reach this one; None: determined
+    automatically. Meaningless without `endpoint`."""
     listen_address: str | None = None
-    """What of this machine is listened on, where that is another; likewise."""
+    """Address to listen on, if different; likewise."""
     role: str = "default"
     logs: LogSettings = field(default_factory=LogSettings)
     record_directory: Path | None = None
     metrics: bool = True
     warm: bool = True
-    """Workers are forked from a process that has imported torch, where they can be."""
+    """Fork workers from a process that has imported torch, if possible."""
     progress: bool = True
-    """How far the run is is shown while it goes on."""
+    """Show the run's progress."""
     plot: Path | None = None
-    """Where its course is drawn at the end, a .png or .svg; None: nowhere."""
+    """File for the final plot, a .png or .svg; None: none."""
 
     def __post_init__(self) -> None:
         if self.endpoint is None and self.nodes != NodeRange(1, 1):
@@ -297,22 +297,23 @@ class RunSettings:
             )
 
     def shutdown_grace(self, *, elastic: bool) -> timedelta:
-        """From SIGTERM to SIGKILL when the launcher itself was asked to end. Elastic workers go to
-        their next border, and may write a checkpoint after it; whoever cannot wait so long sends
-        its own SIGKILL (batch systems do)."""
+        """Returns the time from SIGTERM to SIGKILL after the launcher was asked to exit. Elastic
+        workers continue to their next step boundary and may then write a checkpoint; callers that
+        cannot wait that long (batch systems) send their own SIGKILL."""
         if self.shutdown_timeout is not None:
             return self.shutdown_timeout
         return _ELASTIC_GRACE if elastic else _PLAIN_GRACE
 
     @property
     def failure_grace(self) -> timedelta:
-        """From SIGTERM to SIGKILL when the run has failed already."""
+        """Time from SIGTERM to SIGKILL after the run has failed."""
         return self.shutdown_grace(elastic=False)
 
     @property
     def min_survivors(self) -> int:
-        """Fewest workers that training goes on with once it has begun. By default one where the
-        number of machines is fixed, as on one machine; MIN:MAX says itself how many are too few."""
+        """Smallest number of workers with which training continues once it has begun. By default
+        one if the number of machines is fixed, as on one machine; MIN:MAX gives the minimum
+        itself."""
         return self.min_workers or (1 if self.nodes.fixed else self.nodes.least * self.workers)
 
     @property
@@ -323,8 +324,8 @@ class RunSettings:
 def worker_command(
     program: str, arguments: Sequence[str], *, module: bool, python: bool
 ) -> tuple[str, ...]:
-    """How a worker is started: `python -u program ...`, as torchrun does it, so that its output
-    comes at once."""
+    """Returns a worker's command: `python -u program ...`, as in torchrun, so that output is not
+    buffered."""
     if not python:
         if module:
             raise ConfigurationError(

@@ -1,5 +1,5 @@
-"""Where a run takes place, as its agent sees it: on a cluster of its own (`standalone`), or at a
-coordinator shared by others (`nodes`)."""
+"""Location of a run from its agent's perspective: a cluster of its own (`standalone`), or a
+coordinator shared with others (`nodes`)."""
 
 from __future__ import annotations
 
@@ -16,60 +16,58 @@ if TYPE_CHECKING:
 
 
 class RunCompletedError(PreconditionError):
-    """The run that was asked for has come to its end already: there is nothing left to do, and
-    nothing is wrong."""
+    """The requested run has already completed: nothing is left to do, and nothing is wrong."""
 
     default_reason = "RUN_ENDED"
 
 
 class Ending(Enum):
-    """How a run ended, towards other launchers."""
+    """Outcome of a run as reported to other launchers."""
 
     FINISHED = auto()
-    """The script came to its end."""
+    """The script finished."""
     FAILED = auto()
     STOPPED = auto()
-    """By a signal, or because its workers were asked to leave, put out or killed: this launcher
-    goes, the job may go on elsewhere."""
+    """Ended by a signal, or because its workers were asked to leave, evicted or killed: this
+    launcher goes, and the job may continue elsewhere."""
 
 
 class Site(Protocol):
-    """See the module."""
+    """Location of a run, as described in the module."""
 
     coordinator: str
-    """host:port, told to the workers."""
+    """host:port passed to the workers."""
     run: Run | None
-    """The job's run, once the site is open; None: the job has no other."""
+    """Run of the job, once the site is open; None if the job has no other."""
 
     def begin(self, start_service: StartService) -> None:
-        """Starts what takes time. Called first, on the loop's thread. `start_service` starts
+        """Starts slow operations. Called first, on the loop's thread. `start_service`: starts
         processes of parameter servers."""
         ...
 
     async def open(self, launcher_id: str) -> ExitReporter:
-        """Waits until the coordinator is reachable and the job is known to it. Raises ShoalError;
-        RunCompletedError where all is done."""
+        """Waits until the coordinator is reachable and knows the job. Raises ShoalError;
+        RunCompletedError if everything is done."""
         ...
 
     async def keep(self) -> None:
-        """Looks after the site until cancelled; called once it is open. Raises ShoalError when the
-        run is to end for all launchers."""
+        """Maintains the site until cancelled; called once it is open. Raises ShoalError if the run
+        must end for all launchers."""
         ...
 
     async def place(self, *, again: bool) -> NodePlacement:
-        """This launcher's place at the next start of all its workers; may be called before the site
-        is open. Waits for other launchers, whose workers must start anew too if `again`. Raises
-        ShoalError."""
+        """Returns this launcher's place for the next start of all its workers; may be called before
+        the site is open. Waits for other launchers, whose workers must restart too if `again`.
+        Raises ShoalError."""
         ...
 
     async def moved(self) -> None:
-        """Returns when the place given last does not hold any more, since launchers came or
-        went."""
+        """Returns when the last place is no longer valid because launchers came or left."""
         ...
 
     def fail(self, reason: str) -> None:
-        """The job has failed here, and on all machines: tells the other launchers. Blocks for some
-        seconds at most; never raises."""
+        """Informs the other launchers that the job has failed here, and so on all machines. Blocks
+        for at most some seconds; never raises."""
         ...
 
     def close(self, ending: Ending) -> None:

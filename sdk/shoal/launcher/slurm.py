@@ -1,5 +1,5 @@
-"""What SLURM's environment says of an allocation, as the variables that `shoal run` and
-`shoal-ps-server` read."""
+"""Converts SLURM's description of an allocation to the variables of `shoal run` and
+`shoal-ps-server`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Mapping
 from shoal_common.errors import ConfigurationError
 
 _JOIN_GRACE_S = 30
-"""Machines of an allocation start their launchers at once: it is worth waiting for the last."""
+"""Machines of an allocation start their launchers at once, so it is worth waiting for the last."""
 
 
 def allocated(environment: Mapping[str, str]) -> bool:
-    """Whether this process is in an allocation."""
+    """Returns whether this process is in an allocation."""
     return "SLURM_JOB_ID" in environment
 
 
 def run_id(environment: Mapping[str, str]) -> str:
-    """A job's id for this start of this allocation: `slurm-1234`, and `slurm-1234-2` when SLURM has
-    requeued it twice.
+    """Returns a job id for this start of this allocation: `slurm-1234`, and `slurm-1234-2` when
+    SLURM has requeued it twice.
 
-    All parts of a heterogeneous job have the same."""
+    All parts of a heterogeneous job have the same id.
+    """
     job = environment.get("SLURM_HET_JOB_ID") or environment["SLURM_JOB_ID"]
     restarts = (
         _number(environment, "SLURM_RESTART_COUNT", least=0)
@@ -31,8 +32,8 @@ def run_id(environment: Mapping[str, str]) -> str:
 
 
 def run_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables: a launcher on each machine of the allocation, of which one is enough to
-    go on. Raises ConfigurationError."""
+    """Returns torchrun's variables: one launcher per machine of the allocation, of which one is
+    enough to continue. Raises ConfigurationError."""
     nodes = _number(environment, "SLURM_JOB_NUM_NODES", least=1)
     return {"PET_NNODES": f"1:{nodes}", "PET_RDZV_CONF": f"last_call_timeout={_JOIN_GRACE_S}"}
 

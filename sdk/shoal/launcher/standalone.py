@@ -1,6 +1,6 @@
 """A run on one machine, with a cluster of its own: `shoal run --standalone`.
 
-Workers start while the cluster does: they need the coordinator only once they have imported torch,
+Workers start at the same time as the cluster: they need the coordinator only after importing torch,
 which takes longer.
 """
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StandaloneSite:
-    """See `site.Site`. Belongs to the event loop's thread."""
+    """Implements `site.Site`. Belongs to the event loop's thread."""
 
     def __init__(
         self,
@@ -60,7 +60,8 @@ class StandaloneSite:
         await self._keeper.keep()
 
     async def place(self, *, again: bool) -> NodePlacement:
-        """At once. Each start gets a fresh port: the one before may still be in use."""
+        """Returns at once. Each start gets a fresh port, since the previous one may still be in
+        use."""
         self._release_port()
         port = self._settings.master_port
         if port is None:
@@ -74,11 +75,11 @@ class StandaloneSite:
         )
 
     async def moved(self) -> None:
-        """Never: there is no other launcher."""
+        """Never returns, since there is no other launcher."""
         await asyncio.Event().wait()
 
     def fail(self, reason: str) -> None:
-        """Nobody else has to know."""
+        """Does nothing, since no other launcher must be informed."""
 
     def close(self, ending: Ending) -> None:
         self._release_port()
@@ -90,9 +91,9 @@ class StandaloneSite:
 
 
 def job_of(settings: RunSettings) -> JobSettings:
-    """All workers are waited for at the start, while the grace lasts; but one that is left may go
-    on alone, unless --min-workers says otherwise. Where no parameter servers are asked for on the
-    command line, a script may ask for one."""
+    """Returns the job's settings. At the start all workers are waited for during the grace period,
+    but a single remaining one may continue, unless --min-workers says otherwise. If the command
+    line requests no parameter servers, a script may request one."""
     return JobSettings(
         job_id=settings.job_id,
         min_workers=settings.min_survivors,

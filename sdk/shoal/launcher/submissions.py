@@ -1,9 +1,9 @@
-"""Runs in the background: launchers that nobody waits for, with their output and their result in
-files, so that any process of this user on this host can follow them (docs/decisions/0207).
+"""Background runs: launchers that nobody waits for, with output and result in files that any
+process of this user on this host can follow (docs/decisions/0207).
 
-One directory a run, below one a job: `submission.json` says what was started and as which process,
-`output.log` has all that it printed, `result.json` says how it ended. The launcher's process writes
-the last one itself (`shoal.cli.submitted`); one that was killed leaves none.
+Each run has a directory below that of its job: `submission.json` describes the command and its
+process, `output.log` has all output, and `result.json` the outcome. The launcher's process writes
+the last one itself (`shoal.cli.submitted`); a killed one leaves none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _RECORD: Final = "submission.json"
 _RESULT: Final = "result.json"
 _LOG: Final = "output.log"
 _KEPT: Final = 100
-"""Ended runs, with their logs; older ones are removed when another is submitted."""
+"""Maximum number of ended runs kept with their logs; older ones are removed on the next
+submission."""
 _KILL_TIMEOUT: Final = timedelta(seconds=30)
 _KILL_INTERVAL: Final = timedelta(seconds=0.25)
 _START_TIMEOUT: Final = timedelta(seconds=30)
@@ -49,40 +50,40 @@ _START_TIMEOUT: Final = timedelta(seconds=30)
 
 @dataclass(frozen=True, kw_only=True)
 class Submission:
-    """One run that was started in the background."""
+    """One run started in the background."""
 
     job_id: str
     run: int
-    """1, 2, ... for each submission of this job id on this host."""
+    """Counts the submissions of this job id on this host: 1, 2, ..."""
     arguments: tuple[str, ...]
-    """What follows `shoal run`."""
+    """Arguments after `shoal run`."""
     coordinator: str | None
-    """host:port of a shared one; None: the run has its own."""
+    """host:port of a shared coordinator; None: the run has its own."""
     host: str
     pid: int
-    """The launcher's."""
+    """Process id of the launcher."""
     pid_start_ticks: int
-    """With the pid, names that process for good."""
+    """Together with the pid, identifies that process for good."""
     started_unix_s: float
     directory: Path
 
     @property
     def log(self) -> Path:
-        """What launcher and workers have printed."""
+        """Output of launcher and workers."""
         return self.directory / _LOG
 
     @property
     def is_running(self) -> bool:
-        """Its process is there. It may have said already how it ended."""
+        """Whether its process exists, possibly after recording its outcome."""
         return start_ticks(self.pid) == self.pid_start_ticks
 
     @property
     def has_ended(self) -> bool:
-        """It has left nothing running, and nothing more comes into its log."""
+        """Whether nothing of it is running and its log is complete."""
         return self.outcome() is not None
 
     def outcome(self) -> Outcome | None:
-        """How it ended; None while it runs. One that was killed has no exit status."""
+        """Returns its outcome; None while it runs. A killed one has no exit status."""
         running = self.is_running  # looked at first: it writes its result, and then it ends
         content = _read(self.directory / _RESULT)
         if content is not None:
@@ -102,12 +103,12 @@ class Submission:
         )
 
     def kill(self) -> None:
-        """Ends launcher and workers at once, and returns when the launcher has ended; nothing if it
-        has already.
+        """Kills launcher and workers at once, and returns when the launcher has ended; does nothing
+        if it has ended already.
 
         Raises:
             PreconditionError: PROCESS_NOT_OURS: it belongs to another user.
-            DeadlineError: the kernel does not let it go.
+            DeadlineError: the kernel does not end it in time.
         """
         try:
             process = Handle(self.pid)
@@ -116,7 +117,7 @@ class Submission:
         try:
             if not self.is_running:
                 return  # the number is another's by now
-            # from then on it starts no worker in the place of one that ends
+            # from now on it starts no replacement workers
             process.send(signal.SIGTERM)
             for _ in range(round(_KILL_TIMEOUT / _KILL_INTERVAL)):
                 if process.wait(_KILL_INTERVAL):
@@ -139,19 +140,19 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a submission ended."""
+    """Outcome of a submission."""
 
     exit_status: int | None
-    """None: nobody knows."""
+    """None if unknown."""
     summary: str
     ended_unix_s: float | None
 
 
 def submissions_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """$XDG_STATE_HOME/shoal/jobs, else ~/.local/state/shoal/jobs: results outlive the session of
-    the user who submitted.
+    """Returns $XDG_STATE_HOME/shoal/jobs, otherwise ~/.local/state/shoal/jobs: results outlive the
+    user's session.
 
-    Raises ConfigurationError when there is no home directory.
+    Raises ConfigurationError if there is no home directory.
     """
     environment = os.environ if environment is None else environment
     if state := environment.get("XDG_STATE_HOME"):
@@ -160,7 +161,8 @@ def submissions_directory(environment: Mapping[str, str] | None = None) -> Path:
 
 
 class Submissions:
-    """Those of this user on this host. Keeps nothing in memory: any process sees the same."""
+    """Submissions of this user on this host. Keeps nothing in memory: all processes see the
+    same."""
 
     def __init__(self, directory: Path | None = None) -> None:
         self._directory = directory or submissions_directory()
@@ -175,13 +177,13 @@ class Submissions:
         directory: Path | None = None,
     ) -> Submission:
         """Starts `shoal run ARGUMENTS`, which must name `job_id`, in a session of its own, and
-        returns when its process is there.
+        returns once its process exists.
 
         Args:
-            directory: where it runs; None: here.
+            directory: working directory; None: the current one.
 
         Raises:
-            ConfigurationError: no job can have this id.
+            ConfigurationError: an invalid id.
             PreconditionError: JOB_RUNNING: the job's last submission still runs.
             UnavailableError: SUBMIT_FAILED: the process could not be started.
         """
@@ -224,7 +226,7 @@ class Submissions:
         return started
 
     def newest(self, job_id: str) -> Submission:
-        """The last run of the job. Raises UnknownResourceError (SUBMISSION_UNKNOWN)."""
+        """Returns the last run of the job. Raises UnknownResourceError (SUBMISSION_UNKNOWN)."""
         found = self._newest(self._directory / job_id) if _is_name(job_id) else None
         if found is None:
             raise UnknownResourceError(
@@ -235,7 +237,7 @@ class Submissions:
         return found
 
     def all(self) -> list[Submission]:
-        """Each job's last run, the newest first."""
+        """Returns each job's last run, newest first."""
         folders = self._directory.iterdir() if self._directory.is_dir() else ()
         found = [
             each
@@ -268,7 +270,7 @@ class Submissions:
 
 
 def write_record(directory: Path, *, pid: int, started_unix_s: float, **known: Any) -> None:
-    """Written by the process that starts the launcher, once it is there."""
+    """Writes the record. Called by the process that starts the launcher, once that exists."""
     record = {
         **known,
         "host": socket.gethostname(),
@@ -280,12 +282,12 @@ def write_record(directory: Path, *, pid: int, started_unix_s: float, **known: A
 
 
 def write_outcome(directory: Path, outcome: Outcome) -> None:
-    """Written by the launcher's process at its end."""
+    """Writes the outcome. Called by the launcher's process at its end."""
     _write(directory / _RESULT, asdict(outcome))
 
 
 def log_of(directory: Path) -> Path:
-    """Where a submission's output goes."""
+    """Returns the file for a submission's output."""
     return directory / _LOG
 
 
@@ -296,7 +298,7 @@ def _start(
     directory: Path | None,
     known: Mapping[str, Any],
 ) -> None:
-    """Blocks until the launcher's process is there: it leaves the one started here, which ends at
+    """Blocks until the launcher's process exists; the process started here forks it and ends at
     once."""
     command = [
         sys.executable,
@@ -331,7 +333,7 @@ def _start(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One submission of a job at a time, whoever submits."""
+    """Serializes submissions of a job across processes."""
     with (folder / ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -346,14 +348,14 @@ def _is_name(job_id: str) -> bool:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    """At once, as a whole."""
+    """Writes a file atomically."""
     temporary = path.with_suffix(".new")
     temporary.write_text(json.dumps({"format": _FORMAT, **content}))
     temporary.rename(path)
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """None: not there, or of another release."""
+    """Returns the contents; None if it does not exist or stems from another release."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
         content: dict[str, Any] = json.loads(path.read_text())
         if content.pop("format", None) == _FORMAT:

@@ -1,4 +1,4 @@
-"""What a launcher tells at the end about failed workers, in the form that torchrun's users know."""
+"""Final messages of a launcher about failed workers, in torchrun's format."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _MOST_SURVIVED: Final = 10
 def failure_summary(
     program: str, failures: Sequence[WorkerExit], survived: Sequence[WorkerExit] = ()
 ) -> str:
-    """The first failure is the cause, with its traceback; the others most likely follow from it.
-    `survived`: what was made up for."""
+    """Describes the first failure, the likely cause, with its traceback; the others probably follow
+    from it. `survived`: failures that were made up for."""
     first, *others = failures
     lines = [
         _RULE,
@@ -42,7 +42,7 @@ def failure_summary(
 
 
 def survived_summary(survived: Sequence[WorkerExit]) -> str:
-    """One line for a run that went through although workers failed."""
+    """Returns one line for a run that succeeded although workers failed."""
     names = ", ".join(
         f"{failure.who} (pid {failure.pid}, {failure.status})" for failure in survived
     )
@@ -53,7 +53,7 @@ def survived_summary(survived: Sequence[WorkerExit]) -> str:
 
 
 def failure_line(failure: WorkerExit) -> str:
-    """One line: who, where and how."""
+    """Returns one line with worker, location and cause."""
     message = failure.message.strip().partition("\n")[0]
     return f"{failure.who} on {failure.host} (pid {failure.pid}) ended with {failure.status}" + (
         f": {message}" if message else ""

@@ -1,10 +1,10 @@
-"""Workers forked from a warm process, and fresh ones where forking is impossible.
+"""Workers forked from a warm process, or fresh ones if forking is impossible.
 
-The warm process (`shoal.warm`) is started with the run, imports torch while the launcher does other
-things, and forks each worker in milliseconds. A worker is a child of the launcher either way; see
-`process.Child`. When the warm process dies, workers start fresh until the next one is ready.
+The warm process (`shoal.warm`) starts with the run, imports torch while the launcher does other
+things, and forks each worker in milliseconds. A worker is a child of the launcher in either case;
+see `process.Child`. If the warm process dies, workers start fresh until the next one is ready.
 
-All belongs to the thread of the event loop.
+Everything belongs to the thread of the event loop.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _EXIT_TIMEOUT: Final = timedelta(seconds=10)
 _MOST_LAST_WORDS: Final = 4096
 _SHORT_LIFE_S: Final = 5.0
 _MOST_SHORT_LIVES: Final = 3
-"""A warm process that dies so often soon after it was ready is not started again."""
+"""Maximum number of times that a warm process may die soon after it was ready before it is no
+longer restarted."""
 _OF_WORKERS: Final = frozenset(
     {
         "GLOO_SOCKET_IFNAME",
@@ -46,11 +47,11 @@ _OF_WORKERS: Final = frozenset(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     }
 )
-"""Variables that workers get and services do not, or with other values; a forked process applies
-them."""
+"""Variables that workers get but services do not, or with other values; applied by a forked
+process."""
 _ADOPTING: Final = threading.Lock()
-"""Held while this process is a subreaper: launchers in several threads must not end each
-other's."""
+"""Held while this process is a subreaper, since launchers in several threads must not disable it
+for each other."""
 
 
 class WarmProcessError(Exception):
@@ -72,16 +73,16 @@ class WarmWorkers:
 
         Args:
             command: of each worker.
-            environment: what all workers have in common.
+            environment: variables common to all workers.
             wanted: False: all workers start fresh.
-            note: tells a person what happens.
+            note: informs people of events.
         """
         self._environment = dict(environment)
         self._note = note
         self._noted: set[str] = set()
         self._settled = asyncio.Event()
         self._process: _WarmProcess | None = None
-        """The one that can fork."""
+        """Warm process that can fork."""
         self._keeping: asyncio.Task[None] | None = None
         verdict = judge(command, environment) if wanted else None
         self._usable = verdict is not None and verdict.warm
@@ -94,7 +95,7 @@ class WarmWorkers:
         return self._process is not None
 
     def begin(self) -> None:
-        """Starts the warm process, if there is to be one."""
+        """Starts the warm process if it is wanted and usable."""
         if self._usable:
             self._keeping = asyncio.get_running_loop().create_task(self._keep())
         else:
@@ -114,7 +115,7 @@ class WarmWorkers:
             self._settled.set()
 
     def start(self, command: Sequence[str], environment: Mapping[str, str]) -> Child:
-        """Starts a worker whose output comes through pipes. Raises OSError."""
+        """Starts a worker whose output goes through pipes. Raises OSError."""
         try:
             if (child := self._fork(command, environment)) is not None:
                 return child
@@ -144,8 +145,8 @@ class WarmWorkers:
         apart_from: frozenset[str] = frozenset(),
         log: IO[bytes] | None = None,
     ) -> Child | None:
-        """None: there is no warm process. Variables named in `apart_from` may differ. Raises
-        WarmProcessError."""
+        """Forks a worker; None if there is no warm process. `apart_from`: variables that may
+        differ. Raises WarmProcessError."""
         process = self._process
         if process is None:
             return None
@@ -204,7 +205,7 @@ class WarmWorkers:
 
 
 class _WarmProcess:
-    """One process, from its start to its end."""
+    """A warm process from its start to its end."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Raises OSError."""
@@ -222,10 +223,11 @@ class _WarmProcess:
             )
         self._connection.settimeout(_FORK_TIMEOUT.total_seconds())
         self._printed = b""
-        """The last of its output, which is read while it imports: a full pipe would stop it."""
+        """End of its output, which is read during its imports, since a full pipe would block it."""
 
     async def problem(self) -> str:
-        """Waits until it can fork, then returns an empty string; else returns why it cannot."""
+        """Waits until it can fork and returns an empty string; otherwise returns the reason why it
+        cannot."""
         loop = asyncio.get_running_loop()
         said = asyncio.Event()
         loop.add_reader(self._connection, said.set)
@@ -253,8 +255,9 @@ class _WarmProcess:
     def fork(
         self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes] | None = None
     ) -> Child:
-        """Forks a worker whose output goes into `log`, else through pipes. Raises WarmProcessError,
-        after which there is none, and OSError when descriptors are used up."""
+        """Forks a worker whose output goes to `log`, or through pipes if None. Raises
+        WarmProcessError, in which case there is no worker, and OSError if descriptors are
+        exhausted."""
         with contextlib.ExitStack() as given, contextlib.ExitStack() as kept:
             their_gate, gate = _pipe(given, given)
             out, theirs_out = _pipe(kept, given) if log is None else (None, log)
@@ -323,7 +326,7 @@ class _WarmProcess:
 def _pipe(
     reader: contextlib.ExitStack, writer: contextlib.ExitStack
 ) -> tuple[IO[bytes], IO[bytes]]:
-    """The ends of a new pipe, to read from and to write to, which `reader` and `writer` close."""
+    """Returns the read and write ends of a new pipe, which `reader` and `writer` close."""
     reading, writing = os.pipe()
     return reader.enter_context(os.fdopen(reading, "rb")), writer.enter_context(
         os.fdopen(writing, "wb", buffering=0)
@@ -332,11 +335,12 @@ def _pipe(
 
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
-    """The kernel gives this process the workers whose parent, a child of the warm process, ends.
-    Raises WarmProcessError.
+    """Makes the kernel reparent workers to this process when their parent, a child of the warm
+    process, ends. Raises WarmProcessError.
 
-    Others that lose their parent in these milliseconds come to this process as well, and stay in
-    the table of processes until it ends."""
+    Other processes orphaned during these milliseconds are reparented too, and stay in the process
+    table until this process ends.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     with _ADOPTING:
         before = ctypes.c_int()

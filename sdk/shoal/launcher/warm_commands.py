@@ -1,4 +1,4 @@
-"""Which commands a warm process can run, judged by the command, the environment and the script's
+"""Decides which commands a warm process can run, from the command, the environment and the script's
 text. It imports and runs nothing."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Verdict:
 
     warm: bool
     reason: str = ""
-    """Why not, where a person may have expected it; else empty."""
+    """Reason if they are not although users may expect it; otherwise empty."""
 
 
 def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
@@ -88,14 +88,15 @@ def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
 
 
 def folder_of(command: Sequence[str]) -> str:
-    """What a fresh interpreter would put first into sys.path; empty: nothing."""
+    """Returns the first entry that a fresh interpreter would add to sys.path; empty if none."""
     if command[1] == "-P":
         return ""
     return str(Path.cwd()) if command[2] == "-m" else str(Path(command[2]).resolve().parent)
 
 
 def _module_file(name: str) -> Path | None:
-    """The source of what `python -m name` runs; None: it is not known without running something."""
+    """Returns the source file of `python -m name`; None if it cannot be determined without running
+    code."""
     path = [str(Path.cwd()), *sys.path]
     parts = name.split(".")
     for number in range(1, len(parts) + 1):
@@ -119,7 +120,7 @@ def _parse(source: Path) -> ast.AST:
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
-    """Top-level names of imported modules; a relative import's is empty."""
+    """Yields top-level names of imported modules; empty for a relative import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)

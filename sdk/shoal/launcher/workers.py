@@ -1,5 +1,5 @@
-"""The worker processes of one launcher: starting one, and what is known of each. Whether to start
-one again is `policy`'s to say."""
+"""Worker processes of one launcher: starts them and tracks their state. `policy` decides about
+restarts."""
 
 from __future__ import annotations
 
@@ -39,44 +39,44 @@ from shoal.launcher.settings import RunSettings, Streams
 from shoal.launcher.warm import WarmWorkers
 
 _REMINDER_S: Final = 10.0
-"""Between two lines that say who is waited for."""
+"""Interval between messages about remaining workers."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Worker:
-    """One worker process, one incarnation."""
+    """One worker process in one incarnation."""
 
     index: int
     rank: int
     member_id: str
     member_key: str
-    """By which the coordinator knows that what is told of the worker comes from its launcher."""
+    """Proves to the coordinator that reports about the worker come from its launcher."""
     child: Child
     error_file: Path
     member_file: Path
     tally_file: Path
-    """Where it counts its commits: `shoal_common.tally`."""
+    """File in which it counts its commits: `shoal_common.tally`."""
     sources: tuple[Source, ...]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when its exit has been dealt with."""
+    """Set when its exit has been handled."""
     has_succeeded: bool = False
     """Whether the worker's process has ended with status 0."""
 
     @property
     def has_joined(self) -> bool:
-        """It said that it is a member of the job: the script is elastic, whether or not the
-        coordinator can be asked."""
+        """Whether it has recorded that it is a member of the job: the script is elastic, even if
+        the coordinator cannot be asked."""
         return bool(self._said())
 
     @property
     def has_finished(self) -> bool:
-        """It said that it came to the end of its script, as a member that nobody had asked to leave
-        or to stop."""
+        """Whether it has recorded that its script finished while nobody had asked it to leave or to
+        stop."""
         return self._said() == "finished"
 
     def may_hang(self, quiet: timedelta) -> bool:
-        """Whether this worker is a member of its job, has not come to its script's end, and has
-        committed no step for as long as given."""
+        """Returns whether this worker is a member of its job, has not finished its script, and has
+        committed no step for the given time."""
         if self._said() != "joined":
             return False
         tally = read_tally(self.tally_file)
@@ -86,8 +86,8 @@ class Worker:
         )
 
     def exit_record(self, status: ExitStatus, *, rank: int = -1) -> WorkerExit:
-        """The account of its end. `rank`: its last one, as far as the coordinator knows; -1: it
-        does not."""
+        """Returns the description of its end. `rank`: its last one according to the coordinator; -1
+        if unknown."""
         raised = _account(self.error_file)
         return WorkerExit(
             index=self.index,
@@ -121,12 +121,11 @@ class WorkerStarter:
         note: Callable[[str], None],
         colour: bool,
     ) -> None:
-        """`coordinator` is the host:port told to the workers; `directory` is for error files;
-        `note` tells a person what happens."""
+        """`coordinator`: host:port passed to the workers; `directory`: for error files; `note`:
+        informs people of events."""
         self.launcher_id = uuid.uuid4().hex
         self.run: Run | None = None
-        """The job's run that its workers are started in; None: the newest, of a job that has no
-        other."""
+        """Run in which its workers are started; None: the newest, of a job that has no other."""
         self._settings = settings
         self._coordinator = coordinator
         self._directory = directory
@@ -226,8 +225,8 @@ class WorkerStarter:
         }
 
     def _interface_variables(self) -> dict[str, str]:
-        """Torch's own groups, in plain scripts and under NCCL, take the interface that
-        `--local-addr` is of, where nothing else is said."""
+        """Returns the variables that make torch's own groups, in plain scripts and under NCCL, use
+        the interface of `--local-addr`, unless configured otherwise."""
         settings = self._settings
         if settings.endpoint is None or not settings.local_address:
             return {}
@@ -242,7 +241,7 @@ class WorkerStarter:
 
     @property
     def _record_directory(self) -> Path | None:
-        """Each run's records lie apart: samples count once in a run."""
+        """Separate for each run, since samples count once per run."""
         base = self._settings.record_directory
         return base if base is None or self.run is None else base / f"run-{self.run.number}"
 
@@ -272,8 +271,8 @@ class WorkerStarter:
 async def all_ended(
     workers: Collection[Worker], timeout: timedelta, *, note: Callable[[str], None]
 ) -> bool:
-    """Waits until `workers`, which become fewer meanwhile, are none; False: some are left after
-    `timeout`. Says every 10 s who they are."""
+    """Waits until `workers`, which shrinks meanwhile, is empty; returns False if some are left
+    after `timeout`. Lists them every 10 s."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout.total_seconds()
     while waits := [asyncio.ensure_future(worker.ended.wait()) for worker in workers]:
@@ -291,7 +290,7 @@ async def all_ended(
 
 
 def named(workers: Iterable[Worker]) -> str:
-    """For people."""
+    """Lists the workers for people."""
     return ", ".join(
         f"rank {worker.rank} (pid {worker.child.pid})"
         for worker in sorted(workers, key=lambda worker: worker.index)
@@ -300,7 +299,7 @@ def named(workers: Iterable[Worker]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Account:
-    """What a worker wrote about the exception that ended it."""
+    """A worker's record of the exception that ended it."""
 
     message: str = ""
     traceback: str = ""
@@ -309,8 +308,8 @@ class _Account:
 
 
 def _account(error_file: Path) -> _Account:
-    """In the form of torch's `@record`, with Shoal's rank and time beside it. Empty where there is
-    nothing, or nothing of that form."""
+    """Reads a record in the format of torch's `@record`, with Shoal's rank and time. Empty if the
+    file is missing or has another format."""
     try:
         content = json.loads(error_file.read_text(errors="replace"))
         message = content["message"]

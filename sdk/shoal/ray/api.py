@@ -1,4 +1,4 @@
-"""`shoal.ray.run`: what it takes, checked, and turned into commands for Ray's machines."""
+"""`shoal.ray.run`: validates its arguments and converts them to commands for Ray's machines."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def run(
 
 
 def _returned(outcome: Outcome) -> dict[int, Any]:
-    """What the function returned, by rank. Raises what it raised, or UnavailableError."""
+    """Returns the function's results by rank. Raises its exception, or UnavailableError."""
     if not outcome.came_to_the_end:
         failure = call.first_failure_in(outcome.failed)
         if failure is None:
@@ -146,7 +146,8 @@ def _returned(outcome: Outcome) -> dict[int, Any]:
 
 
 def _status(outcome: Outcome) -> int:
-    """The script's. Launchers whose own workers did not fail know only that others' did (1)."""
+    """Returns the script's status. Launchers whose own workers did not fail know only that others'
+    did (1)."""
     if outcome.came_to_the_end:
         return 0
     if not outcome.failed:

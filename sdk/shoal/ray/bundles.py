@@ -1,9 +1,9 @@
 """Places for launchers in a Ray cluster: placement groups, and in each bundle an actor that runs a
 command.
 
-The bundles that a run cannot begin without are one group, which Ray places as a whole. Each further
-one is a group of its own: Ray (and its autoscaler) places it whenever there is room. When a machine
-dies, Ray places its bundles anew, starts their actors there, and has them run their commands again.
+The bundles required to begin a run form one group, which Ray places as a unit. Each further one is
+a group of its own, which Ray (and its autoscaler) places when there is room. When a machine dies,
+Ray places its bundles again, restarts their actors, and makes them run their commands again.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from shoal_common.errors import DeadlineError
 from shoal.ray.command import CommandActor
 
 _THREADS: Final = 2
-"""Threads of each actor: one runs the command, one answers meanwhile."""
+"""Threads of each actor: one runs the command, one answers requests."""
 
 
 class Bundles:
-    """All bundles of a run, alike. A context manager: at its end actors, commands and groups are
+    """Bundles of a run, all alike. A context manager: at its end actors, commands and groups are
     gone."""
 
     def __init__(self, what: str, resources: Mapping[str, float], *, strategy: str) -> None:
-        """`what` they are for, to people."""
+        """`what`: their purpose, for people."""
         self._what = what
         self._resources = dict(resources)
         self._strategy = strategy
@@ -38,8 +38,8 @@ class Bundles:
         self.actors: list[Any] = []
 
     def place(self, least: int, most: int, *, timeout: timedelta) -> None:
-        """Waits until `least` have a place, and asks for the others. Raises DeadlineError, which
-        says what the cluster has."""
+        """Waits until `least` bundles are placed, and requests the others. Raises DeadlineError,
+        which lists the cluster's resources."""
         group = self._ask_for(least)
         if not group.wait(timeout.total_seconds()):
             raise DeadlineError(
@@ -78,7 +78,7 @@ class Bundles:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Kills what runs, and gives the places back."""
+        """Kills running commands and releases the bundles."""
         for actor in self.actors:
             with contextlib.suppress(RayError):
                 ray.kill(actor)

@@ -1,10 +1,10 @@
-"""A function on its way to the ranks, and what it returns or raises on its way back, as files
-beside a launcher.
+"""Transfers a function to the ranks, and its results or exceptions back, as files next to a
+launcher.
 
-They are pickled by Ray's cloudpickle, as all functions that Ray runs: whoever may submit work to a
-Ray cluster may run code there anyway (docs/decisions/0210). The actors in between pass bytes on;
-the worker that is to call the function reads them, and the driver what it returned. Ray is imported
-by these two alone.
+They are pickled by Ray's cloudpickle, like all functions run by Ray: anyone who may submit work to
+a Ray cluster can run code there anyway (docs/decisions/0210). The actors in between pass bytes on;
+only the worker that calls the function unpickles it, and the driver its result. Only these two
+import Ray.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ from shoal_common.errors import ConfigurationError
 from shoal.ray.command import PATH, Ended
 
 CALL: Final = "call"
-"""File that holds the function and its arguments."""
+"""File with the function and its arguments."""
 _VALUE: Final = "value-{}.left"
 _FAILURE: Final = "failure-{}.left"
 
 
 @dataclass(frozen=True)
 class Value:
-    """What one rank's call returned."""
+    """Return value of one rank's call."""
 
     rank: int
     world_size: int
-    """World size of the generation in which the rank came to its end."""
+    """World size of the generation in which the rank finished."""
     value: Any
 
 
 @dataclass(frozen=True)
 class Failure:
-    """What one rank's call raised."""
+    """Exception of one rank's call."""
 
     at: float
     """Unix time, on its machine's clock."""
     rank: int
     error: BaseException
-    """Itself, or where it cannot be pickled a RuntimeError with its text."""
+    """The exception itself or, if it cannot be pickled, a RuntimeError with its text."""
     trace: str
 
 
 def packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
-    """The call as bytes. Raises ConfigurationError for what cannot be pickled."""
+    """Returns the call as bytes. Raises ConfigurationError if it cannot be pickled."""
     from ray import cloudpickle
 
     try:
@@ -66,16 +66,16 @@ def packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
 
 
 def call_here(directory: Path, index: int, *, standing: Callable[[], tuple[int, int]]) -> None:
-    """Makes the call that is in `directory`, and leaves what it returns, or raises, there.
+    """Makes the call stored in `directory`, and stores its return value or exception there.
 
     Args:
         directory: shared with the actor.
         index: this worker's local rank.
-        standing: this worker's rank and the world size, asked once the function has ended.
+        standing: returns this worker's rank and the world size; called once the function has ended.
 
     Raises:
-        ConfigurationError: what it returned cannot be pickled.
-        BaseException: what the function raised.
+        ConfigurationError: the return value cannot be pickled.
+        BaseException: the function's exception.
     """
     sys.path += [
         entry for entry in json.loads((directory / PATH).read_text()) if entry not in sys.path
@@ -98,12 +98,12 @@ def call_here(directory: Path, index: int, *, standing: Callable[[], tuple[int, 
 
 
 def values_in(ended: Iterable[Ended]) -> list[Value]:
-    """What calls have returned, by rank."""
+    """Returns the calls' return values by rank."""
     return sorted(_read(ended, _VALUE), key=lambda value: value.rank)
 
 
 def first_failure_in(ended: Iterable[Ended]) -> Failure | None:
-    """The one that happened first: it is the cause, others follow from it."""
+    """Returns the earliest failure, which caused the others."""
     return min(_read(ended, _FAILURE), key=lambda failure: failure.at, default=None)
 
 
@@ -137,7 +137,7 @@ def _pickled_failure(failure: Failure) -> bytes:
 
     try:
         content: bytes = cloudpickle.dumps(failure)
-        # some exceptions cannot be made again from what they were pickled as
+        # some exceptions cannot be unpickled
         pickle.loads(content)  # noqa: S301
     except Exception:
         told = RuntimeError(f"{type(failure.error).__name__}: {failure.error}")
@@ -146,7 +146,7 @@ def _pickled_failure(failure: Failure) -> bytes:
 
 
 def _leave(path: Path, content: bytes) -> None:
-    """Whole, or not at all."""
+    """Writes a file atomically."""
     part = path.with_suffix(".part")
     with part.open("wb") as file:
         file.write(content)

@@ -1,10 +1,9 @@
-"""A command in a place that Ray has found for it: the actor that starts it, and what goes to it and
-comes back.
+"""A command in a place found by Ray: the actor that starts it, with its input and output files.
 
-The actor lives on the bundle's machine, and its command is a process of its own, since launchers
-want a main thread and no Ray. What the command prints goes where the actor's output goes, which Ray
-shows to the driver. When the actor is killed, or its machine's raylet dies, the kernel kills the
-command, and what that has started. Nothing here is imported from Ray.
+The actor runs on the bundle's machine, and its command is a separate process, since launchers need
+a main thread and no Ray. The command's output goes to the actor's output, which Ray shows to the
+driver. When the actor is killed, or its machine's raylet dies, the kernel kills the command and its
+descendants. Nothing here is imported from Ray.
 """
 
 from __future__ import annotations
@@ -27,65 +26,64 @@ from shoal_common.scratch import ScratchDirectory
 from shoal.launcher.process import Child, Handle, stop_all, wait_all
 
 DIRECTORY: Final = "SHOAL_RAY_DIRECTORY"
-"""Variable of the command: the directory that it shares with its actor, which only this user can
-read."""
+"""Variable with the directory shared by command and actor, which only this user can read."""
 HERE: Final = "{directory}"
 """Stands for that directory in a command's arguments."""
 SUMMARY: Final = "summary.left"
-"""File in it: which of a launcher's workers failed, for people."""
+"""File in that directory with the launcher's failed workers, for people."""
 PATH: Final = "path.json"
-"""File in it: sys.path of the actor, which Ray has set up as the driver's is."""
+"""File in that directory with the actor's sys.path, which Ray has set up like the driver's."""
 _KEPT_MOST: Final = timedelta(minutes=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What an actor runs: `python -m MODULE ARGUMENTS`, with the Python of its machine."""
+    """Command of an actor: `python -m MODULE ARGUMENTS`, with the Python of its machine."""
 
     module: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(repr=False)
-    """Added to the actor's; it may hold secrets, unlike the arguments."""
+    """Added to the actor's environment; unlike the arguments, it may contain secrets."""
     files: Mapping[str, bytes] = field(repr=False, default_factory=dict)
-    """Name -> content, in the command's directory before it starts."""
+    """Name -> content, written to the command's directory before it starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a command ended."""
+    """Result of a command."""
 
     status: int
-    """The exit status that a shell would give."""
+    """Exit status as in a shell."""
     host: str
     files: Mapping[str, bytes] = field(repr=False)
     """Files ending in .left that it has left in its directory."""
 
     @property
     def was_ended(self) -> bool:
-        """Whether a launcher ended for what happened to it, and not for what its script did
+        """Whether a launcher was ended by an external event rather than by its script
         (docs/exit-status.md)."""
         return self.status == PUT_OUT or self.status > 128
 
     @property
     def has_failed(self) -> bool:
-        """Whether a launcher ended for what its own workers did: others end with 1 when the job has
-        failed, or come too late."""
+        """Whether a launcher ended because of its own workers: others exit with 1 when the job has
+        failed, or arrive too late."""
         return self.status not in (0, PUT_OUT, PREEMPTED) and SUMMARY in self.files
 
 
 class CommandActor:
-    """Runs one command at a time. `run` blocks on one of the actor's threads, the others are called
-    on another."""
+    """Runs one command at a time. `run` blocks one of the actor's threads, the other methods run on
+    another."""
 
     def __init__(self, name: str) -> None:
-        """`name` is what Ray shows before each line of output."""
+        """`name`: prefix of each output line shown by Ray."""
         self._name = name
         self._scratch = ScratchDirectory("ray")
-        """Kept for the next command, so that a server which has ended finds its data; gone with the
+        """Kept for the next command, so that a restarted server finds its data; removed with the
         actor."""
         self._lock = threading.Lock()
         self._handle: Handle | None = None
-        """The command's process, while it runs."""
+        """Process of the running command."""
         self._stopped = False
 
     def __repr__(self) -> str:
@@ -126,13 +124,14 @@ class CommandActor:
             stop_all([child], grace=timedelta(0))
 
     def stop(self) -> None:
-        """SIGTERM to the command, or to the one that would be run next: a launcher's workers leave
-        at their next border."""
+        """Sends SIGTERM to the current or the next command: a launcher's workers leave at their
+        next step boundary."""
         with self._lock:
             self._stopped = True
             if self._handle is not None:
                 self._handle.send(signal.SIGTERM)
 
     def where(self) -> tuple[str, int]:
-        """The host name of its machine, and its process id there: who answers runs."""
+        """Returns the host name of its machine and its process id there. Any answer shows that it
+        runs."""
         return socket.gethostname(), os.getpid()

@@ -1,8 +1,8 @@
-"""A plan carried out on Ray: the coordinator beside the driver, bundles, and their commands until
+"""Carries out a plan on Ray: the coordinator next to the driver, bundles, and their commands until
 the end.
 
-The coordinator is the driver's child: when the driver dies, Ray ends all that it has started, so
-that there the coordinator adds nothing that can fail (docs/decisions/0210).
+The coordinator is a child of the driver: when the driver dies, Ray ends everything that it started,
+so the coordinator adds no point of failure (docs/decisions/0210).
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _FOR_PROCESSES = ("SHOAL_TLS_CA", "SHOAL_TLS_CERT", "SHOAL_TLS_KEY")
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long is waited, and for what."""
+    """Time limits of a run."""
 
     placement: timedelta
-    """How long Ray may take to find places for launchers."""
+    """How long Ray may take to place launchers."""
     shutdown: timedelta
-    """How long workers that are told to leave may take."""
+    """How long workers may take to leave on request."""
 
 
 def carry_out(plan: Plan, *, coordinator: str | None, patience: Patience) -> Outcome:
-    """Blocks until the run has ended; nothing of it is left then. `coordinator`: host:port of one
-    that runs; None: starts one."""
+    """Blocks until the run has ended and nothing of it is left. `coordinator`: host:port of a
+    running one; None: starts one."""
     _connect()
     if not plan.files:
         plan = replace(plan, script=(_on_all_machines(plan.script[0]), *plan.script[1:]))
@@ -96,9 +96,9 @@ def _connect() -> None:
 
 
 def _on_all_machines(script: str) -> str:
-    """The path of the script on every machine: below the directory that Ray has copied to all of
-    them (working_dir), where the driver has named one, else this machine's own. Raises
-    ConfigurationError where it does not exist."""
+    """Returns the script's path on every machine: relative to the directory that Ray has copied to
+    all of them (working_dir), if the driver has set one, otherwise this machine's own path. Raises
+    ConfigurationError if it does not exist."""
     if ray.get_runtime_context().runtime_env.get("working_dir"):
         return script
     path = Path(script).absolute()
@@ -112,8 +112,8 @@ def _on_all_machines(script: str) -> str:
 
 
 def _own_credentials() -> dict[str, str]:
-    """What this process shows the coordinator, for the launchers: the token itself, certificates by
-    their paths."""
+    """Returns this process's credentials for the launchers: the token itself, certificates by
+    path."""
     token = CallerSettings.load().bearer_token
     return {
         **({"SHOAL_TOKEN": token} if token else {}),
@@ -122,7 +122,7 @@ def _own_credentials() -> dict[str, str]:
 
 
 class _Hosted:
-    """The coordinator of one run, and the tokens that it takes."""
+    """Coordinator of one run, with the tokens that it accepts."""
 
     def __init__(self, job_id: str) -> None:
         self.token, self._server_token = secrets.token_hex(24), secrets.token_hex(24)

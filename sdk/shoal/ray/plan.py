@@ -1,5 +1,5 @@
-"""What is to run on Ray, checked, and as commands for its machines. Knows nothing of Ray but the
-names of its resources."""
+"""Plan of a run on Ray, validated and converted to commands for its machines. Knows nothing of Ray
+except the names of its resources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal.launcher.settings import NodeRange
 from shoal.ray.command import HERE, SUMMARY, Command
 
 TOKENS: Final = "tokens"
-"""File beside a server: who may call it."""
+"""File next to a server that defines who may call it."""
 _JOIN_GRACE_S: Final = 30
 _STRATEGIES: Final = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 _SET_HERE: Final = frozenset(
@@ -40,19 +40,18 @@ _SET_HERE: Final = frozenset(
         *("--no-fail-fast", "--module", "-m"),
     }
 )
-"""Flags of `shoal run` that are settled here."""
+"""Flags of `shoal run` that are set here."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One run. Raises ConfigurationError, naming the argument of `shoal.ray.run` that cannot
-    work."""
+    """One run. Raises ConfigurationError, naming the invalid argument of `shoal.ray.run`."""
 
     job_id: str
     script: tuple[str, ...]
-    """What follows the flags of `shoal run`."""
+    """Arguments after the flags of `shoal run`."""
     files: Mapping[str, bytes] = field(repr=False)
-    """Beside each launcher."""
+    """Files next to each launcher."""
     workers: int | tuple[int, int]
     workers_per_bundle: int = 1
     resources: Mapping[str, float]
@@ -116,7 +115,7 @@ class Plan:
 
     @property
     def nodes(self) -> NodeRange:
-        """Launchers, one a bundle. One is enough to go on, unless the fewest were named."""
+        """Launchers, one per bundle. One is enough to continue, unless a minimum was given."""
         if isinstance(self.workers, tuple):
             least, most = self.workers
             return NodeRange(least // self.workers_per_bundle, most // self.workers_per_bundle)
@@ -124,7 +123,7 @@ class Plan:
 
     @property
     def gang(self) -> int:
-        """Launchers that are placed together, before any starts."""
+        """Number of launchers that are placed together before any starts."""
         return self.nodes.least if isinstance(self.workers, tuple) else self.nodes.most
 
     @property
@@ -132,8 +131,8 @@ class Plan:
         return self.servers * (1 + self.server_backups)
 
     def launcher(self, coordinator: str, *, secrets: Mapping[str, str]) -> Command:
-        """`shoal run`. A job's id is of one run alone, and `--run 1` keeps a launcher that comes
-        after its end from beginning another."""
+        """Returns the `shoal run` command. A job id belongs to one run only, and `--run 1` keeps a
+        late launcher from beginning another."""
         nodes = self.nodes
         flags: dict[str, str | int] = {
             "--rdzv-endpoint": coordinator,
@@ -156,8 +155,8 @@ class Plan:
         )
 
     def server(self, index: int, coordinator: str, *, token: str, tokens: bytes) -> Command:
-        """`shoal-ps-server`. Its data is beside it: there when it is started again, and gone with
-        its machine."""
+        """Returns the `shoal-ps-server` command. Its data is next to it: kept across restarts, and
+        lost with its machine."""
         identity = (
             "--listen",
             "0.0.0.0:0",

@@ -1,10 +1,11 @@
-"""Follows the commands of a run on Ray from their start to the run's end, and says how it ended.
+"""Follows the commands of a run on Ray from their start to the run's end, and determines its
+outcome.
 
-Ray itself starts anew what was lost with a machine (`bundles`), so what is decided here is what an
-end means, which commands are waited for when the run is over, and when nobody is left. A command
-that ended for what happened to it is run again in its place (docs/exit-status.md).
+Ray itself restarts what was lost with a machine (`bundles`). This module interprets the end of a
+command, decides which commands to wait for when the run is over, and detects that none is left. A
+command ended by an external event is run again in its place (docs/exit-status.md).
 
-All belongs to the thread that calls `Supervision.run`.
+Everything belongs to the thread that calls `Supervision.run`.
 """
 
 from __future__ import annotations
@@ -26,18 +27,17 @@ _log = logging.getLogger("shoal.ray")
 
 _TICK_S: Final = 0.5
 _LOOK_S: Final = 5.0
-"""Between two questions to an actor whether it runs."""
+"""Interval between checks whether an actor runs."""
 _ANSWER_S: Final = 10.0
-"""Who has not answered for so long does not run: its machine is lost, or Ray has no place for
-it."""
+"""An actor that has not answered for this long does not run: its machine is lost, or Ray has no
+place for it."""
 _END_GRACE_S: Final = 300.0
-"""How long launchers that still run are waited for when one has finished: their scripts have come
-to the same end, and save."""
+"""How long to wait for running launchers after one has finished: their scripts have reached the
+same end, and save."""
 _FAILURE_GRACE_S: Final = 90.0
-"""How long launchers that still run are waited for when the job has failed: they give their workers
-30 s."""
+"""How long to wait for running launchers after the job has failed: they give their workers 30 s."""
 _LEAVE_S: Final = 5.0
-"""How long an actor may take to confirm that it has passed SIGTERM on."""
+"""How long an actor may take to confirm that it has forwarded SIGTERM."""
 _MOST_RERUNS: Final = 10
 
 
@@ -49,17 +49,15 @@ class Seat:
     command: Command
     actor: Any
     result: Any = None
-    """Ray's reference to the end of the command; None: it has ended for good."""
+    """Ray's reference to the end of the command; None if it has ended for good."""
     look: Any = None
-    """Ray's reference to the answer to the question whether the actor runs; None: none is due."""
+    """Ray's reference to the pending check whether the actor runs; None if there is none."""
     looked_at: float = 0.0
     answered_at: float | None = None
     host: str = ""
-    """Host name of the machine on which it runs. Empty: it has not run yet, or does not any
-    more."""
+    """Host name of its machine; empty while it does not run."""
     pid: int = 0
-    """Process id of the actor on that machine: an actor that Ray has started in its place has
-    another."""
+    """Process id of the actor on that machine, which changes when Ray restarts the actor."""
     earlier: list[Ended] = field(default_factory=list)
     """Ends after which it was run again."""
 
@@ -68,27 +66,27 @@ class Seat:
 
     @property
     def is_there(self) -> bool:
-        """Whether it has answered lately."""
+        """Whether it has answered recently."""
         return self.answered_at is not None and time.monotonic() < self.answered_at + _ANSWER_S
 
 
 @dataclass
 class Outcome:
-    """How the launchers ended."""
+    """Outcomes of the launchers."""
 
     finished: list[Ended] = field(default_factory=list)
     """Launchers that ended with status 0: the job is finished."""
     failed: list[Ended] = field(default_factory=list)
-    """Launchers that ended with another, and were not run again."""
+    """Launchers that ended with another status and were not run again."""
     earlier: list[Ended] = field(default_factory=list)
-    """How they had ended before, when they were run again."""
+    """Earlier endings of launchers that were run again."""
     lost: list[str] = field(default_factory=list)
-    """What Ray says of those that it could not run."""
+    """Ray's errors about launchers that could not be run."""
 
     @property
     def came_to_the_end(self) -> bool:
-        """Whether the script did, on every worker that the run had then: some finished, and none
-        failed."""
+        """Whether the script finished on every worker that the run had at its end: some finished,
+        and none failed."""
         return bool(self.finished) and not any(ended.has_failed for ended in self.failed)
 
 
@@ -116,9 +114,9 @@ class Supervision:
         self._patience = patience
         self._outcome = Outcome()
         self._ending_at: float | None = None
-        """When the first launcher ended for good; None: none has."""
+        """Time at which the first launcher ended for good; None if none has."""
         self._seen_at = time.monotonic()
-        """When a launcher answered last."""
+        """Time of the last answer from a launcher."""
 
     def run(self) -> Outcome:
         """Blocks until the job has ended. Raises DeadlineError when no launcher has run for too
@@ -136,7 +134,7 @@ class Supervision:
         return self._outcome
 
     def stop(self, grace: timedelta) -> None:
-        """SIGTERM to the commands that run; blocks until they have ended, for as long as
+        """Sends SIGTERM to the running commands; blocks until they have ended, for at most
         `grace`."""
         left = [
             *(seat for seat in self._left(self._launchers) if seat.is_there),
@@ -156,8 +154,7 @@ class Supervision:
 
     @staticmethod
     def _ask(method: Any) -> Any:
-        """A question that is for the actor as it is now, and not for the one that Ray starts in its
-        place."""
+        """Sends a request to the current incarnation of an actor only, not to its replacement."""
         return method.options(max_task_retries=0).remote()
 
     # ----------------------------------------------------------------------------------------- ends
@@ -194,8 +191,8 @@ class Supervision:
             if ended.has_failed or self._ending_at is not None:
                 self._begin_to_end()
             else:
-                # it came too late, or did not reach the coordinator; or the job has failed, and the
-                # others end by themselves
+                # it arrived too late, or did not reach the coordinator; or the job has failed, and
+                # the others end by themselves
                 _log.warning(
                     f"{seat.name} on {ended.host} ended with status {ended.status}, and none of "
                     "its workers failed: the others go on"
@@ -214,8 +211,8 @@ class Supervision:
             _log.warning(f"{seat.name} is given up, and the others go on: {why}")
 
     def _begin_to_end(self) -> None:
-        """The run comes to its end: launchers that do not run now are waited for no more, since
-        they would come too late."""
+        """Begins the end of the run: launchers that are not running now are no longer waited for,
+        since they would arrive too late."""
         if self._ending_at is None:
             self._ending_at = time.monotonic()
             for seat in self._left(self._launchers):

@@ -1,5 +1,4 @@
-"""What a launcher on Ray starts as a worker when a function is to run:
-`python -m shoal.ray.worker`."""
+"""Worker of a launcher on Ray that runs a function: `python -m shoal.ray.worker`."""
 
 from __future__ import annotations
 
@@ -12,7 +11,8 @@ from shoal.ray.command import DIRECTORY
 
 
 def _standing() -> tuple[int, int]:
-    """Rank and world size: the session's, where the function has made one; else torchrun's."""
+    """Returns rank and world size: the session's if the function has created one; otherwise
+    torchrun's."""
     if "shoal_worker.elastic.worker_process" in sys.modules:
         from shoal_worker.elastic.worker_process import find_session
 

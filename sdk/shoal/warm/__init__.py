@@ -1,7 +1,7 @@
-"""The warm process: it has imported torch and Shoal, and forks workers, so that each starts in
+"""The warm process: has imported torch and Shoal, and forks workers, so that each starts in
 milliseconds instead of seconds.
 
-`shoal.launcher.warm` starts it and commands it over an inherited socket; nobody else can.
-`__main__` is the program, `forking` serves its launcher, `becoming` turns a forked child into what
-a fresh interpreter would be, and `messages` is what both sides speak. See docs/decisions/0303.
+`shoal.launcher.warm` starts it and controls it over an inherited socket; nobody else can.
+`__main__` is the program, `forking` serves its launcher, `becoming` makes a forked child look like
+a fresh interpreter, and `messages` is the protocol between both sides. See docs/decisions/0303.
 """

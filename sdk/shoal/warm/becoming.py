@@ -1,6 +1,6 @@
-"""What a forked child does to be what a fresh interpreter would be, and how it runs its script.
+"""Turns a forked child into an equivalent of a fresh interpreter, and runs its script.
 
-A worker can tell the difference by these: modules that are imported already; the seed of `hash`,
+A worker can notice the difference only by these: already imported modules; the seed of `hash`,
 which workers of one warm process share unless PYTHONHASHSEED is set; frames of this package below
 its script's in stack dumps; and `gc.get_freeze_count()`.
 """
@@ -30,11 +30,11 @@ _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_MM: Final = 35
 _PR_SET_MM_MAP: Final = 14
 _HANDED_OVER_S: Final = 30.0
-"""How long the process in between may take to end."""
+"""How long the intermediate process may take to end."""
 
 
 class Program:
-    """What one forked worker runs."""
+    """Program run by one forked worker."""
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class Program:
         launcher: int,
         added: Mapping[str, str],
     ) -> None:
-        """Makes this process a worker; it ends if the launcher does not want it.
+        """Makes this process a worker; it exits if the launcher does not want it.
 
         Args:
-            request: `command`, `environment`, `folder` as `launcher.warm` sends them.
+            request: `command`, `environment`, `folder` as sent by `launcher.warm`.
             out: standard output.
             error: standard error.
-            gate: the launcher writes there when it knows the worker, and closes it when it does not
-                want one.
+            gate: the launcher writes to it when it has registered the worker, and closes it when it
+                does not want one.
             between: process id of the parent, which is about to end.
-            launcher: process id of the parent to be.
-            added: environment variables that imports have set.
+            launcher: process id of the future parent.
+            added: environment variables set by imports.
         """
         command: list[str] = request["command"]
         os.setsid()
@@ -92,11 +92,11 @@ class Program:
         sys.modules["__main__"] = self._main = _new_main()
 
     def run(self) -> None:
-        """Runs the script or module. What it raises ends the interpreter as if it had been started
+        """Runs the script or module. Its exceptions end the interpreter as if it had been started
         with it."""
         try:
             if self._is_module:
-                # what `python -m` calls
+                # called by `python -m`
                 runpy._run_module_as_main(self._target)  # type: ignore[attr-defined]
             else:
                 self._run_script()
@@ -108,7 +108,7 @@ class Program:
         self._forget_file()
 
     def _run_script(self) -> None:
-        # Not normalized, as the interpreter has it.
+        # Not normalized, as in the interpreter.
         path = os.path.join(os.getcwd(), self._target)  # noqa: PTH109, PTH118
         try:
             with io.open_code(path) as file:
@@ -122,11 +122,11 @@ class Program:
         self._main.__file__ = path
         self._main.__dict__["__cached__"] = None
         self._main.__loader__ = SourceFileLoader("__main__", path)
-        # it is what a worker runs
+        # this is the worker's own script
         exec(compile(source, path, "exec", dont_inherit=True), self._main.__dict__)  # noqa: S102
 
     def _forget_file(self) -> None:
-        """Removes what the interpreter removes once a script has come to its end, before exit
+        """Removes the names that the interpreter removes after a script has finished, before exit
         handlers run."""
         if not self._is_module:
             self._main.__dict__.pop("__file__", None)
@@ -150,7 +150,7 @@ class Program:
 def _follow_launcher(launcher: int, *, between: int) -> None:
     """Waits until the parent, `between`, has ended, then ties this process to the launcher.
 
-    Exits if another process has become the parent: the launcher has ended, or has given up.
+    Exits if another process has become the parent because the launcher has ended or has given up.
     """
     deadline = time.monotonic() + _HANDED_OVER_S
     while os.getppid() == between:
@@ -169,8 +169,8 @@ def _number_main_thread() -> None:
 
 
 def _seed_anew() -> None:
-    """Seeds from the operating system what a fresh interpreter seeds from there. Python seeds its
-    own generator after each fork."""
+    """Reseeds the generators that a fresh interpreter seeds from the operating system. Python
+    reseeds its own generator after each fork."""
     sys.modules["torch"].default_generator.seed()
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
@@ -195,8 +195,7 @@ def show_as(command: Sequence[str], environment: Mapping[str, str]) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = libc.sbrk.restype = ctypes.c_void_p
     length = len(words) + len(variables)
-    # Memory of the process's own that is never given back: the kernel reads it for as long as the
-    # process lives.
+    # Memory that is never released, since the kernel reads it for as long as the process lives.
     start = libc.mmap(
         None,
         ctypes.c_size_t(length),

@@ -1,13 +1,13 @@
 """Imports once, then forks a worker for each request of the launcher.
 
-A worker is forked twice: the process in between ends at once, and the kernel gives the worker to
-the launcher, which is a subreaper meanwhile (prctl(2)). So the launcher is its parent like that of
-any worker that it starts itself: it waits for it, and the worker dies with it. The death of the
-warm process concerns no worker.
+A worker is forked twice: the intermediate process ends at once, and the kernel gives the worker to
+the launcher, which is a subreaper meanwhile (prctl(2)). The launcher is therefore its parent like
+that of any worker that it starts itself: it waits for it, and the worker dies with it. The death of
+the warm process affects no worker.
 
-A process that is forked has one thread, whatever its parent has; locks that other threads hold stay
-locked for ever. So the warm process refuses to fork unless it is sure that it has no threads, no
-device and no tracer.
+A forked process has one thread, and locks held by other threads of its parent stay locked forever.
+The warm process therefore refuses to fork unless it is certain to have no other threads, no device
+and no tracer.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _DEVICES: Final = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
 
 
 def serve(descriptor: int, *, launcher: int) -> Program:
-    """Serves the launcher until it closes the socket or ends; the process ends then. Returns in
-    each forked worker.
+    """Serves the launcher until it closes the socket or ends; then exits. Returns in each forked
+    worker.
 
     Args:
         descriptor: the socket.
@@ -92,7 +92,7 @@ def serve(descriptor: int, *, launcher: int) -> Program:
 
 
 def _prepare() -> str:
-    """Imports everything; returns why no worker can be forked, else an empty string."""
+    """Imports everything; returns why no worker can be forked, or an empty string."""
     gc.disable()  # looking for garbage again and again takes a tenth of the time
     try:
         for name in _IMPORTED:
@@ -126,7 +126,7 @@ def _prepare() -> str:
 
 
 def _why_unsafe() -> str:
-    """Why a child forked now might not be like a fresh process; empty: it is."""
+    """Returns why a child forked now might not be equivalent to a fresh process; empty if it is."""
     torch = sys.modules["torch"]
     threads = len(list(Path("/proc/self/task").iterdir()))
     if threads != 1:
@@ -155,9 +155,9 @@ def _open_files() -> Iterable[str]:
 
 
 def _shadowed(folder: str, tops: frozenset[str]) -> str:
-    """Whether a file in the folder that comes first in a worker's sys.path would have been imported
-    in place of a module that is imported already. `tops`: names of those modules, without what
-    follows a dot."""
+    """Returns a description of a file in the first folder of a worker's sys.path that would have
+    been imported in place of an already imported module; empty if there is none. `tops`: top-level
+    names of those modules."""
     try:
         entries = list(os.scandir(folder)) if folder else []
     except OSError:

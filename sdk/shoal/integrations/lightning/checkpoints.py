@@ -1,6 +1,5 @@
-"""Which checkpoints a fit under Lightning's Trainer saves, and whether it goes on from one. They
-are Shoal's; the elastic loop saves them, where a step or an epoch is over with all that belongs to
-it."""
+"""Configures the checkpoints of a fit under Lightning's Trainer, and whether it resumes from one.
+They are Shoal's checkpoints, saved by the elastic loop when a step or an epoch is complete."""
 
 from __future__ import annotations
 
@@ -13,12 +12,12 @@ from shoal_worker.elastic.worker_process import current_session
 
 
 class Checkpoints(Checkpoint):
-    """Takes the place of Lightning's `ModelCheckpoint` among a Trainer's callbacks: saves Shoal's
+    """Replaces Lightning's `ModelCheckpoint` among a Trainer's callbacks: saves Shoal's
     checkpoints.
 
     A checkpoint is `directory/step-<n>`: model, optimizer, schedule, the Trainer's counts and its
     callbacks' states. It loads under any strategy on any number of ranks.
-    `shoal.load_full_state(directory)` gives the model's state of the newest.
+    `shoal.load_full_state(directory)` returns the model's state of the newest one.
     """
 
     def __init__(
@@ -53,13 +52,13 @@ class Checkpoints(Checkpoint):
         self.resume = resume
 
     def step_is_over(self) -> None:
-        """Saves, if it is due: a step of the run is over, with its evaluation, and with its epoch
-        where it is the last of one."""
+        """Saves if a checkpoint is due after a complete step, including its evaluation and the end
+        of an epoch that it completes."""
         if self.every_n_steps is not None:
             api.save_checkpoint(self.directory, keep=self.keep, every_steps=self.every_n_steps)
 
     def epoch_is_over(self) -> None:
-        """Saves, if epochs are what it goes by."""
+        """Saves if checkpoints are per epoch."""
         if self.every_n_steps is None:
             self.save()
 

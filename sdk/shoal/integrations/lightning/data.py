@@ -1,5 +1,5 @@
-"""Loaders of a Trainer under Lightning as Shoal's: the batches of each step are dealt to whatever
-ranks there are."""
+"""Converts a Lightning Trainer's loaders to Shoal's: the batches of each step are distributed over
+the current ranks."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def training_loader(
     limit: float = 1.0,
     in_order: bool = False,
 ) -> ElasticDataLoader:
-    """The loader of the training steps. A DataLoader's batch is one of `accumulated` parts of a
-    step, which all ranks take together.
+    """Returns the loader of the training steps. A DataLoader's batch is one of `accumulated` parts
+    of a step, which all ranks compute together.
 
     Args:
-        given: what the Trainer was given.
+        given: the Trainer's loader or loaders.
         accumulated: the Trainer's `accumulate_grad_batches`.
-        seed: of the order of samples.
-        deterministic: sums are to be the same on any number of ranks.
-        limit: batches of an epoch (int), or their part of the dataset's (float): the Trainer's
-            `limit_train_batches`.
-        in_order: samples come in the dataset's order, as `overfit_batches` has them.
+        seed: for the order of samples.
+        deterministic: sums must be the same on any number of ranks.
+        limit: number of batches per epoch (int), or their fraction of the dataset's (float): the
+            Trainer's `limit_train_batches`.
+        in_order: keep the dataset's order, as with `overfit_batches`.
 
     Raises:
-        ConfigurationError: its samples cannot be dealt so.
+        ConfigurationError: its samples cannot be distributed this way.
     """
     loader = _alone(given, "train_dataloader")
     if isinstance(loader, ElasticDataLoader):
@@ -78,7 +78,7 @@ def training_loader(
         global_batch_size=(loader.batch_size or 0) * accumulated,
         micro_batch_size=loader.batch_size if accumulated > 1 else None,
         seed=seed,
-        # those that are left are whole, or the last of all
+        # the remaining batches are complete, or the last of all
         drop_last=loader.drop_last and batches is None,
         name="lightning",
         **order,
@@ -87,15 +87,15 @@ def training_loader(
 
 
 class FirstSamples(Sampler[int]):
-    """The first of what a sampler draws in each epoch."""
+    """First samples drawn by a sampler in each epoch."""
 
     def __init__(self, sampler: Any, count: int) -> None:
-        """`sampler` has a length."""
+        """`sampler` must have a length."""
         self.sampler = sampler
         self._count = count
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the sampler, if it wants to know."""
+        """Passes the epoch on to a sampler that supports it."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
 
@@ -110,17 +110,17 @@ class FirstSamples(Sampler[int]):
 def evaluation_loaders(
     given: Any, what: str, *, limit: float = 1.0, in_order: bool = False
 ) -> list[ElasticDataLoader]:
-    """The loaders of an evaluation's batches, of which each batch is computed on one rank.
+    """Returns the loaders of an evaluation, of whose batches each is computed on one rank.
 
     Args:
-        given: one loader, or several, of which one is evaluated after the other.
-        what: names them in errors.
-        limit: batches of each (int), or their part of all (float): the Trainer's
-            `limit_val_batches` and its like.
-        in_order: those that shuffle are taken in the dataset's order, as `overfit_batches` does.
+        given: one loader, or several that are evaluated one after another.
+        what: name of them in errors.
+        limit: number of batches of each (int), or their fraction (float): the Trainer's
+            `limit_val_batches` and similar.
+        in_order: loaders that shuffle use the dataset's order, as with `overfit_batches`.
 
     Raises:
-        ConfigurationError: their samples cannot be dealt so.
+        ConfigurationError: their samples cannot be distributed this way.
     """
     if isinstance(given, CombinedLoader):
         if given._mode != "sequential":
@@ -135,7 +135,7 @@ def evaluation_loaders(
 
 
 def samples_in(loader: ElasticDataLoader) -> int:
-    """How many samples a batch of an evaluation loader has, but for its last one."""
+    """Returns the number of samples in each batch of an evaluation loader except the last."""
     batches = loader.evaluation_batches()
     return batches.samples(0) if isinstance(batches, EvaluationBatches) and len(batches) else 0
 
@@ -161,7 +161,8 @@ def _evaluation_loader(given: Any, what: str, limit: float, *, in_order: bool) -
 
 
 def _limited(loader: DataLoader[Any], limit: float, argument: str) -> int | None:
-    """How many batches are to be taken; None: all. Raises ConfigurationError: none."""
+    """Returns the number of batches to use; None: all. Raises ConfigurationError if there are
+    none."""
     full = len(loader)
     batches = min(full, limit) if isinstance(limit, int) else int(full * limit)
     if batches == 0 and full > 0:
@@ -182,7 +183,7 @@ def _refuse_limit(limit: float, argument: str, what: str) -> None:
 
 
 def _alone(given: Any, what: str) -> Any:
-    """The one loader that was given."""
+    """Returns the only loader in `given`."""
     while isinstance(given, CombinedLoader) or (isinstance(given, Sequence) and len(given) == 1):
         given = given.iterables if isinstance(given, CombinedLoader) else given[0]
     if isinstance(given, (Sequence, dict)):
@@ -204,7 +205,7 @@ def _alone(given: Any, what: str) -> Any:
 
 
 def _order(loader: DataLoader[Any], what: str) -> dict[str, Any]:
-    """Arguments of Shoal's loader, for the order that the sampler means."""
+    """Returns arguments of Shoal's loader that correspond to the sampler's order."""
     sampler = loader.sampler
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise ConfigurationError(

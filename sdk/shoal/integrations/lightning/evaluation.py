@@ -1,9 +1,9 @@
-"""Lightning's validations, tests and predictions with the batches dealt to all ranks: those of one
-that dies, again.
+"""Lightning's validations, tests and predictions with batches distributed over all ranks; those of
+a rank that dies are repeated.
 
-Each rank evaluates its batches, and what they gave is gathered; then every rank logs that of all
-batches, in their order, as one process would. Hooks of single batches are called on the rank that
-evaluates the batch; all others on all ranks.
+Each rank evaluates its batches, and the results are gathered; then every rank logs those of all
+batches in order, as one process would. Hooks of single batches are called on the rank that
+evaluates the batch, all others on all ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ElasticEvaluation(_EvaluationLoop):
     `test`."""
 
     def __init__(self, trainer: pl.Trainer, before: _EvaluationLoop) -> None:
-        """`before`: the Trainer's own, which knows the loaders that it was given."""
+        """`before`: the Trainer's own loop, which knows the given loaders."""
         super().__init__(
             trainer, before._trainer_fn, before._stage, verbose=before.verbose, inference_mode=False
         )
@@ -57,7 +57,7 @@ class ElasticEvaluation(_EvaluationLoop):
         self._logged_outputs: list[Any] = []
 
     def setup_data(self) -> None:
-        """Lightning calls it: asks for the loaders, once."""
+        """Requests the loaders once. Called by Lightning."""
         trainer, kind = self.trainer, self._stage.dataloader_prefix
         step = "test_step" if self._stage is RunningStage.TESTING else "validation_step"
         limit = getattr(trainer, f"limit_{kind}_batches")
@@ -74,7 +74,7 @@ class ElasticEvaluation(_EvaluationLoop):
         self._max_batches = [len(loader) for loader in self._loaders]
 
     def run(self) -> list[Any]:
-        """Evaluates. Every rank calls it, between steps."""
+        """Evaluates. Called by every rank, between steps."""
         self.setup_data()
         if self.skip:
             return []
@@ -114,12 +114,13 @@ class ElasticEvaluation(_EvaluationLoop):
         return outputs
 
     def _on_evaluation_epoch_end(self) -> None:
-        """Lightning calls it: what the hooks log here has to be the same on all ranks."""
+        """Calls the end-of-epoch hooks, whose logged values must be the same on all ranks. Called
+        by Lightning."""
         super()._on_evaluation_epoch_end()
         check_alike(collectives.gather(current_session(), self._results.take_elsewhere()))
 
     def _measure(self, loader: int, number: int, batch: Any) -> tuple[dict[str, float], Any]:
-        """What one batch gives: what is logged of it, and what metrics count."""
+        """Evaluates one batch: returns its logged values and its contribution to metrics."""
         trainer, results = self.trainer, self._results
         batch = _on_device(trainer, batch, loader)
         several = [loader] if len(self._loaders) > 1 else []
@@ -142,11 +143,10 @@ class ElasticEvaluation(_EvaluationLoop):
 
 
 class ElasticPrediction(_PredictionLoop):
-    """Takes the place of a Trainer's loop of `predict`. All ranks return the predictions of all
-    batches."""
+    """Replaces a Trainer's `predict` loop. All ranks return the predictions of all batches."""
 
     def __init__(self, trainer: pl.Trainer, before: _PredictionLoop) -> None:
-        """`before`: the Trainer's own, which knows the loaders that it was given."""
+        """`before`: the Trainer's own loop, which knows the given loaders."""
         super().__init__(trainer, inference_mode=False)
         self._data_source = before._data_source
         self._return_predictions = before._return_predictions
@@ -155,7 +155,7 @@ class ElasticPrediction(_PredictionLoop):
         """Samples in a batch of each."""
 
     def setup_data(self) -> None:
-        """Lightning calls it: asks for the loaders, once."""
+        """Requests the loaders once. Called by Lightning."""
         limit = self.trainer.limit_predict_batches
         if self._loaders or limit == 0:
             return
@@ -167,7 +167,7 @@ class ElasticPrediction(_PredictionLoop):
         self._sizes = [samples_in(loader) for loader in self._loaders]
 
     def run(self) -> Any:
-        """Predicts. Every rank calls it, between steps."""
+        """Predicts. Called by every rank, between steps."""
         self.setup_data()
         if self.skip:
             return None
@@ -191,14 +191,14 @@ class ElasticPrediction(_PredictionLoop):
         return self.on_run_end()
 
     def _samples_of(self, loader: int, batch: int) -> list[int]:
-        """The samples of a batch, by their place in the dataset."""
+        """Returns the dataset indices of a batch's samples."""
         size = self._sizes[loader]
         return list(
             range(batch * size, min((batch + 1) * size, len(self._loaders[loader].dataset)))
         )
 
     def _measure(self, loader: int, number: int, batch: Any) -> tuple[dict[str, float], Any]:
-        """The predictions of one batch."""
+        """Predicts one batch."""
         trainer = self.trainer
         batch = _on_device(trainer, batch, loader)
         several = [loader] if len(self._loaders) > 1 else []
@@ -221,8 +221,8 @@ class ElasticPrediction(_PredictionLoop):
         return {}, move_data_to_device(told, torch.device("cpu"))
 
     def _on_predict_epoch_end(self) -> Any:
-        """Lightning calls it: hooks of the end, with all predictions. Writers of these are called
-        in one process, and in another if that one dies meanwhile."""
+        """Calls the end hooks with all predictions. Called by Lightning. Prediction writers are
+        called in one process, and in another if that one dies meanwhile."""
         trainer, session = self.trainer, current_session()
         with _without_writers(trainer, True):
             told = super()._on_predict_epoch_end()
@@ -238,7 +238,7 @@ class ElasticPrediction(_PredictionLoop):
 
 @contextlib.contextmanager
 def _without_writers(trainer: pl.Trainer, said: bool) -> Iterator[None]:
-    """Inside, if `said`, the Trainer has no writers of predictions among its callbacks."""
+    """Removes prediction writers from the Trainer's callbacks within the block if `said`."""
     before = trainer.callbacks
     trainer.callbacks = [
         one for one in before if not (said and isinstance(one, BasePredictionWriter))

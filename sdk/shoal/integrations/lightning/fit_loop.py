@@ -1,9 +1,9 @@
-"""The fit. Its loop is Shoal's, as scripts write it (an `ElasticDataLoader`, `as_distributed`,
-`if optimizer.step():`); what Lightning has users write is called in it as in Lightning's own:
-`training_step`, hooks, callbacks, schedules, what is logged and validated, and when.
+"""The fit. Its loop is Shoal's, as in ordinary scripts (an `ElasticDataLoader`, `as_distributed`,
+`if optimizer.step():`); user code is called at the same points as in Lightning's own loop:
+`training_step`, hooks, callbacks, schedules, logging and validation.
 
-Steps and epochs are counted by the loader alone, and written into Lightning's counters from there:
-so a step that was void is no step, and a worker that joins has the others' counts.
+Only the loader counts steps and epochs; Lightning's counters are set from it. An aborted step is
+therefore not counted, and a joining worker has the same counts as the others.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from shoal.integrations.lightning.results import Held, Missing, Results, check_a
 
 
 class Trains(Protocol):
-    """What the loop asks of the strategy."""
+    """Interface of the strategy used by the loop."""
 
     seed: int
     options: Mapping[str, Any]
 
     @property
     def sharded(self) -> ShardedModel:
-        """The model that trains."""
+        """The training model."""
         ...
 
     @property
     def optimizer(self) -> ShardedOptimizer:
-        """The optimizer of the model that trains."""
+        """The optimizer of the training model."""
         ...
 
     def note_who_writes(self) -> None:
@@ -66,14 +66,14 @@ class _Counters(_TrainingEpochLoop):
     """Lightning's counters of an epoch, which follow the loader's."""
 
     def __init__(self, trainer: pl.Trainer, before: _TrainingEpochLoop) -> None:
-        """`before`: the Trainer's own, which knows its arguments."""
+        """`before`: the Trainer's own loop, which knows its arguments."""
         super().__init__(trainer, min_steps=before.min_steps, max_steps=before.max_steps)
         self._results: Results = Results(training=True)
         self.val_loop: ElasticEvaluation = ElasticEvaluation(trainer, before.val_loop)
 
     def stand(self, *, in_epoch: int, of: float, in_all: int, committed: int) -> None:
-        """The script is at step `in_epoch`, from 1, of `of` of its epoch; with it there are
-        `in_all`, of which `committed` count."""
+        """Sets the counters: the script is at step `in_epoch` (from 1) out of `of` in its epoch;
+        `in_all` steps were begun in total, of which `committed` count."""
         progress = self.batch_progress
         for counts, value in ((progress.current, in_epoch), (progress.total, in_all)):
             counts.ready = counts.started = counts.processed = counts.completed = value
@@ -99,11 +99,11 @@ class ElasticFit(_FitLoop):
         self._loader: ElasticDataLoader | None = None
         self._in_step = InStep(current_session())
         self._is_new = True
-        # parts of a step are the loader's micro-batches: Lightning sees one batch a step
+        # parts of a step are the loader's micro-batches: Lightning sees one batch per step
         trainer.accumulate_grad_batches = 1
 
     def setup_data(self) -> None:
-        """Lightning calls it, for `estimated_stepping_batches` also: asks for the loader, once."""
+        """Requests the loader once. Called by Lightning, also for `estimated_stepping_batches`."""
         if self._loader is not None:
             return
         trainer = self.trainer
@@ -137,7 +137,7 @@ class ElasticFit(_FitLoop):
 
     @property
     def loader(self) -> ElasticDataLoader:
-        """The loader of the steps."""
+        """Loader of the training steps."""
         self.setup_data()
         assert self._loader is not None
         return self._loader
@@ -145,7 +145,8 @@ class ElasticFit(_FitLoop):
     # ------------------------------------------------------------------------------------ the loops
 
     def run(self) -> None:
-        """Trains, until the epochs or steps are done, a callback says so, or the job is stopped."""
+        """Trains until the epochs or steps are done, a callback ends training, or the job is
+        stopped."""
         loader, session, counters = self.loader, current_session(), self.epoch_loop
         torch.set_grad_enabled(True)
         counters._results.attach(Metrics(self.trainer.lightning_module))
@@ -214,9 +215,9 @@ class ElasticFit(_FitLoop):
         self._epoch_is_over(epoch)
 
     def _train_step(self, batches: Iterable[Any], number: int) -> tuple[bool, tuple[Any, Any]]:
-        """One step over all ranks. True: it counts, on all of them; the loader hands it out again
-        if not. With it come the outputs of `training_step` and the batch, for hooks; None on a rank
-        that had no part of the step."""
+        """Makes one step over all ranks. Returns whether it counts, the same on all ranks;
+        otherwise the loader repeats it. Also returns the outputs of `training_step` and the batch,
+        for hooks; None on a rank without a part of the step."""
         trainer, session, strategy, results = (
             self.trainer,
             current_session(),
@@ -293,9 +294,9 @@ class ElasticFit(_FitLoop):
         step: Step | None,
         ranks: int,
     ) -> None:
-        """The step counts: logs what its parts gave, on all `ranks` that took it; what was logged
-        outside of steps since the last one is compared. `everyones`: as gathered within the step;
-        None: a rank died meanwhile. Others may have it."""
+        """Logs the values of a committed step's parts on all `ranks` that made it, and compares
+        values logged outside of steps since the last one. `everyones`: values gathered within the
+        step; None if a rank died meanwhile, in which case other ranks may have them."""
         told, missing = everyones, None
         if any(collectives.gather(current_session(), everyones is None, kind="self.log")):
             answers = collectives.gather(
@@ -313,7 +314,7 @@ class ElasticFit(_FitLoop):
                 )
         assert told is not None
         self._is_new = False
-        # A worker that has just come has not logged what the others did behind the step before.
+        # A new worker has not logged the others' values from after the previous step.
         if known := [one["elsewhere"] for one in told if not one["new"]]:
             check_alike(known)
         losses = [pair for one in told for pair in one["losses"]]
@@ -342,7 +343,7 @@ class ElasticFit(_FitLoop):
     # ----------------------------------------------------------------------- when something is over
 
     def _step_is_over(self, number: int, told: tuple[Any, Any]) -> None:
-        """A step counts: what Lightning does behind one, in its order."""
+        """Performs Lightning's actions after a committed step, in its order."""
         trainer, counters, (outputs, batch) = self.trainer, self.epoch_loop, told
         in_all = self.loader.global_step
         counters.stand(in_epoch=number + 1, of=self.max_batches, in_all=in_all, committed=in_all)
@@ -365,8 +366,8 @@ class ElasticFit(_FitLoop):
         counters._batches_that_stepped = in_all
 
     def _check_untouched(self, before: Mapping[str, int]) -> None:
-        """Raises ConfigurationError if a hook has updated a metric, which then counts this worker's
-        samples alone."""
+        """Raises ConfigurationError if a hook has updated a metric, which would then count only
+        this worker's samples."""
         now = self.epoch_loop._results.metrics_of_module.updates()
         for name in now:
             if now[name] > before.get(name, 0):
@@ -377,8 +378,8 @@ class ElasticFit(_FitLoop):
                 )
 
     def _epoch_is_over(self, epoch: int) -> None:
-        """The steps of an epoch are done, or training ends within it: what Lightning does then, in
-        its order."""
+        """Performs Lightning's actions at the end of an epoch, or of training within it, in its
+        order."""
         trainer, counters = self.trainer, self.epoch_loop
         trainer._logger_connector.epoch_end_reached()
         for counts in (self.epoch_progress.current, self.epoch_progress.total):

@@ -1,9 +1,9 @@
-"""What ranks tell each other in the middle of a step.
+"""Exchange of values between ranks in the middle of a step.
 
-Where a rank dies before it has told the others, that is missing with some of them, or with all. The
-step may count all the same, if its gradients were summed before: under ddp in the last backward
-pass, under the other strategies behind this. Whether all have it is asked behind the step
-(`fit_loop.py`).
+If a rank dies before it has sent its value, some or all of the others lack it. The step may count
+nevertheless if its gradients were summed before: under ddp in the last backward pass, under the
+other strategies after this exchange. The loop checks after the step whether all ranks have the
+values (`fit_loop.py`).
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from shoal_worker.elastic.session import Session
 from shoal_worker.engine.ranks_in_passes import RanksInPasses
 
 _FIRST: Final = 4096
-"""Bytes that go at once, with the length of all before them. The rest, of the longest, follows."""
+"""Bytes sent in the first round, together with the total length. The rest follows, padded to the
+longest."""
 _LENGTH: Final = 8
 
 
 class InStep:
-    """The ranks of a step, for values of any length."""
+    """Exchange among the ranks of a step, for values of any length."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._ranks = RanksInPasses(session, "what was logged")
 
     def gather(self, value: Any, *, kind: str) -> list[Any] | None:
-        """Everybody's `value`, in rank order; None: a rank was lost. Every rank calls it, in the
-        step, before `optimizer.step()`.
+        """Returns everybody's `value` in rank order; None if a rank was lost. Called by every rank,
+        in the step, before `optimizer.step()`.
 
         Args:
-            value: what `shoal.gather` takes.
-            kind: what it is called in errors.
+            value: any value accepted by `shoal.gather`.
+            kind: its name in errors.
         """
         own = collectives.packed(value, kind)
         session = self._session

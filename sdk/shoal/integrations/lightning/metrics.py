@@ -1,8 +1,8 @@
-"""torchmetrics' modules of a LightningModule, over all ranks.
+"""Synchronizes torchmetrics modules of a LightningModule over all ranks.
 
-A metric adds each batch to what it has counted, which would be this rank's batches. So before a
-batch it is emptied, and what the batch alone gave is taken out behind it; the batches of all ranks
-are then added to each rank's metric, in their order, as one process would.
+A metric accumulates batches, which would be only this rank's. It is therefore emptied before each
+batch, and the batch's contribution is extracted afterwards; the batches of all ranks are then added
+to each rank's metric in order, as one process would.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchmetrics.utilities.data import (
 )
 
 Counted = dict[str, Any]
-"""What a metric has counted: "updates", and "states" by name, of tensors and lists of them."""
+"""Contribution to a metric: "updates", and "states" by name, with tensors and lists of them."""
 
 
 def _sum(states: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -39,12 +39,12 @@ _ADD: Final[dict[Any, Callable[[Sequence[torch.Tensor]], torch.Tensor]]] = {
     dim_zero_min: lambda states: torch.stack(list(states)).amin(0),
     dim_zero_cat: lambda states: torch.cat([torch.atleast_1d(each) for each in states]),
 }
-"""How tensors of several batches become one, by what the metric says that processes do with
-theirs."""
+"""Combination of several batches' tensors, by the reduction that the metric declares for
+processes."""
 
 
 class Metrics:
-    """The metrics of a module, by name."""
+    """Metrics of a module by name."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -55,21 +55,20 @@ class Metrics:
         return {name: one for name, one in self._module.named_modules() if isinstance(one, Metric)}
 
     def updates(self) -> dict[str, int]:
-        """How often each metric was updated."""
+        """Returns the number of updates of each metric."""
         return {name: one._update_count for name, one in self._named.items()}
 
     def empty(self) -> None:
-        """A batch begins: what metrics have counted is set aside."""
+        """Begins a batch: sets the accumulated states aside."""
         self._aside = {name: _counted(one) for name, one in self._named.items()}
         for one in self._named.values():
             _clear(one)
 
     def take(self) -> dict[str, Counted]:
-        """The batch is over: returns what metrics have counted of it; they have what was set aside
-        again."""
+        """Ends a batch: returns its contributions, and restores the states set aside."""
         for one in self._module.modules():
             if isinstance(one, MetricCollection):
-                # those that count alike are updated once, and the others get it here
+                # metrics that share states are updated once, and the others get the result here
                 one.values(copy_state=True)
         found = {}
         for name, one in self._named.items():
@@ -79,14 +78,14 @@ class Metrics:
         return found
 
     def add(self, batches: Sequence[Mapping[str, Counted]]) -> None:
-        """Adds what batches gave, in their order."""
+        """Adds the contributions of batches in order."""
         for name, one in self._named.items():
             if told := [each[name] for each in batches if name in each]:
                 own = [_counted(one)] if one._update_count > 0 else []
                 _put(one, _added(name, one, own, told))
 
     def note_batch_value(self, name: str, batches: Sequence[Mapping[str, Counted]]) -> None:
-        """Lets the metric give, as the value of its last batch, that of these."""
+        """Sets the metric's value for its last batch to that of these batches."""
         one = self._named[name]
         before = _counted(one)
         _put(one, _added(name, one, [], [each[name] for each in batches if name in each]))
@@ -94,15 +93,15 @@ class Metrics:
         _put(one, before)
 
     def find(self, name: str) -> Metric:
-        """The metric of this name."""
+        """Returns the metric with that name."""
         return self._named[name]
 
     def state_dict(self) -> dict[str, Counted]:
-        """What has been counted, for joiners and checkpoints."""
+        """Returns the accumulated states, for joiners and checkpoints."""
         return {name: _counted(one) for name, one in self._named.items() if one._update_count > 0}
 
     def load_state_dict(self, state: Mapping[str, Counted]) -> None:
-        """Inverse of `state_dict`."""
+        """Restores the result of `state_dict`."""
         for name, one in self._named.items():
             _put(one, state.get(name) or _nothing(one))
 
@@ -139,7 +138,7 @@ def _put(one: Metric, counted: Counted) -> None:
 
 
 def _added(name: str, one: Metric, own: list[Counted], told: list[Counted]) -> Counted:
-    """What the metric has after its own and what was told."""
+    """Returns the metric's states after its own and the received contributions."""
     everything = [*own, *told]
     states: dict[str, Any] = {}
     for state, reduction in one._reductions.items():

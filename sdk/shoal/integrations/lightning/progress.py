@@ -1,5 +1,5 @@
-"""What a fit has counted beside steps, as registered state: joiners get it, and checkpoints have
-it. Steps and epochs are the loader's."""
+"""State of a fit beyond steps, as registered state: joiners receive it, and checkpoints contain it.
+Steps and epochs belong to the loader."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _METRICS = ("_callback_metrics", "_logged_metrics")
 
 
 class Progress:
-    """The epoch's sums of what was logged, what torchmetrics' modules have counted, the metrics of
-    the last epoch, and the states of callbacks: registered state."""
+    """Registered state: the epoch's sums of logged values, the states of torchmetrics modules, the
+    metrics of the last epoch, and the states of callbacks."""
 
     def __init__(self, trainer: pl.Trainer, results: Results) -> None:
         self._trainer = trainer

@@ -1,5 +1,5 @@
-"""What a Trainer with Shoal's strategy does not do: refused before it trains, by one error that
-says what to do instead."""
+"""Unsupported uses of a Trainer with Shoal's strategy: refused before training by one error that
+names the alternative."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from shoal.integrations.lightning.checkpoints import Checkpoints
 from shoal.integrations.lightning.preparing import preparers
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
-"""Under which a module's own forward and backward passes train it. The others take a batch through
-`train_step`, or are no synchronous data parallelism."""
+"""Strategies under which a module's own forward and backward passes train it. The others take a
+batch through `train_step`, or are not synchronous data parallelism."""
 
 _CHECKPOINTS: Final = (
     "use shoal.integrations.lightning.Checkpoints(directory, every_n_steps=..., keep=...)"
@@ -41,7 +41,7 @@ _CALLBACKS: Final[dict[type[Any], str]] = {
     callbacks.BaseFinetuning: "give the optimizer all parameters from the start, and freeze with "
     "requires_grad_(False)",
 }
-"""Callbacks that cannot be kept, with what to do instead."""
+"""Unsupported callbacks, each with the alternative."""
 
 _MODULE: Final = {
     "optimizer_step": "a step may be void: set learning rates by a schedule, and gradients in "
@@ -53,7 +53,7 @@ _MODULE: Final = {
     "on_load_checkpoint": "checkpoints are Shoal's: add what is to be saved by "
     "shoal.register_state(name=object)",
 }
-"""Methods of a LightningModule that are not called, or would do harm, with what to do instead."""
+"""Methods of a LightningModule that are not called or would do harm, each with the alternative."""
 
 
 def _refuse(what: str, instead: str) -> ConfigurationError:
@@ -61,7 +61,7 @@ def _refuse(what: str, instead: str) -> ConfigurationError:
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
-    """Raises ConfigurationError for what cannot be done so that a fault changes nothing."""
+    """Raises ConfigurationError for uses that are not fault-tolerant."""
     _check_arguments(trainer)
     if trainer.state.fn is TrainerFn.FITTING:
         _check_callbacks(trainer)
@@ -130,7 +130,8 @@ def _check_arguments(trainer: pl.Trainer) -> None:
 
 
 def _is_default(callback: Any) -> bool:
-    """Whether it is the ModelCheckpoint that a Trainer adds by itself, or one that is like it."""
+    """Returns whether it is the ModelCheckpoint that a Trainer adds by default, or an equivalent
+    one."""
     if type(callback) is not callbacks.ModelCheckpoint:
         return False
     own, default = (
@@ -152,8 +153,8 @@ def _check_callbacks(trainer: pl.Trainer) -> None:
 
 
 def use_checkpoints(trainer: pl.Trainer) -> Checkpoints | None:
-    """Takes out the ModelCheckpoint that a Trainer has by itself, whose files no elastic fit could
-    go on from; returns what the fit saves, if it does.
+    """Removes a Trainer's default ModelCheckpoint, from whose files no elastic fit could resume.
+    Returns the fit's `Checkpoints`, if any.
 
     Raises:
         ConfigurationError: there are several.
@@ -189,8 +190,8 @@ def _check_module(module: pl.LightningModule) -> None:
 
 
 def check_metrics(module: pl.LightningModule) -> None:
-    """Raises ConfigurationError if the module, which is whole by now, has metrics that cannot be
-    taken together over ranks."""
+    """Raises ConfigurationError if the complete module has metrics that cannot be combined over
+    ranks."""
     for name, one in module.named_modules():
         if isinstance(one, (WrapperMetric, MetricTracker)):
             raise _refuse(

@@ -1,11 +1,11 @@
-"""What `self.log` is given: over all ranks, and not before the step counts in which it was.
+"""Values passed to `self.log`: combined over all ranks, and only once their step is committed.
 
-Lightning adds a value to what an epoch is made of when it is logged. A step may be void, and its
-values are this rank's. So what is logged of a batch waits here; when the step counts, or the
-evaluation is done, that of all ranks is logged in its place, the same on all.
+Lightning immediately adds a logged value to the epoch's results, but a step may be aborted, and its
+values are only this rank's. Values logged during a batch are therefore held here. When the step is
+committed, or the evaluation is done, those of all ranks are logged instead, the same on all.
 
-What is logged elsewhere is logged at once, and noted: it has to be the same on all ranks, and they
-compare it.
+Values logged elsewhere are logged at once and recorded: they must be the same on all ranks, which
+compare them.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from shoal.integrations.lightning.metrics import Counted, Metrics
 _log = logging.getLogger(__name__)
 
 _ARGUMENTS: Final = ("prog_bar", "logger", "on_step", "on_epoch", "add_dataloader_idx")
-"""Arguments of `log` that go with a value."""
+"""Arguments of `log` stored with a value."""
 
 _REDUCTIONS: Final[Mapping[str, Callable[[Sequence[float]], float]]] = {
     "sum": math.fsum,
     "max": max,
     "min": min,
 }
-"""What becomes of the values of a step's parts, by the argument `reduce_fx`, beside means."""
+"""Combination of the values of a step's parts, by the argument `reduce_fx`, besides means."""
 
 
 @dataclass(frozen=True)
 class _Known:
-    """What a value is logged as."""
+    """Identity of a logged value."""
 
     fx: str
     name: str
     reduction: str
     metric: str | None
-    """The torchmetrics module that is logged, instead of a value."""
+    """The torchmetrics module that is logged instead of a value."""
     flags: tuple[bool, ...]
-    """`_ARGUMENTS`."""
+    """Values of `_ARGUMENTS`."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -69,16 +69,16 @@ class _Known:
 
 @dataclass(frozen=True)
 class Missing:
-    """What is known of a step of which a worker took its parts with it."""
+    """Known facts about a step for which a worker died with its parts."""
 
     mean_loss: float | None
-    """The loss of all ranks' samples; None: it was not told."""
+    """Mean loss of all ranks' samples; None if not reported."""
     weight: float | None
-    """What all of them weigh."""
+    """Their total weight."""
 
 
 class Held:
-    """Keeps what is logged of one part of a step, or of one batch of an evaluation, until it
+    """Holds the values logged during one part of a step, or one batch of an evaluation, until it
     counts."""
 
     def __init__(self, part: int, weight: Callable[[], float]) -> None:
@@ -93,7 +93,7 @@ class Held:
         self._entries: list[list[Any]] = []
 
     def log(self, known: _Known, value: float | None, batch_size: int | None) -> None:
-        """Adds a value; None: of a metric, which has its own."""
+        """Adds a value; None for a metric, which has its own."""
         if value is None:
             weight = 1.0
         elif batch_size is None or self._weight() == 0:  # a stand-in batch counts as nothing
@@ -103,13 +103,12 @@ class Held:
         self._entries.append([known.text(), value, weight])
 
     def told(self, counted: Mapping[str, Counted]) -> dict[str, Any]:
-        """Returns what was logged of the part, for other ranks, with what metrics have counted of
-        it."""
+        """Returns the part's logged values and metric contributions, for other ranks."""
         return {"part": self.part, "entries": self._entries, "counted": dict(counted)}
 
 
 class Results(_ResultCollection):
-    """Values that were logged."""
+    """Logged values."""
 
     def __init__(self, *, training: bool) -> None:
         super().__init__(training=training)
@@ -124,16 +123,16 @@ class Results(_ResultCollection):
 
     @property
     def metrics_of_module(self) -> Metrics:
-        """The metrics of the module that logs."""
+        """Metrics of the module that logs."""
         assert self._metrics is not None
         return self._metrics
 
     def hold(self, held: Held | None) -> None:
-        """What is logged from here on goes to `held`; None: it is logged at once."""
+        """Redirects logged values to `held`; None: they are logged at once."""
         self._held = held
 
     def log(self, fx: str, name: str, value: Any, **arguments: Any) -> None:
-        """Lightning calls it, for `self.log`."""
+        """Logs a value. Called by Lightning for `self.log`."""
         if self._held is None:
             super().log(fx, name, value, **arguments)
             if not arguments.get("rank_zero_only"):
@@ -181,13 +180,13 @@ class Results(_ResultCollection):
         missing: Missing | None,
         losses: Sequence[Sequence[float]],
     ) -> None:
-        """A step counts: adds its parts to the metrics, and logs one value for all parts of each
-        name.
+        """Logs a committed step: adds its parts to the metrics, and logs one value per name for all
+        parts.
 
         Args:
-            told: the parts, of all ranks.
-            missing: a worker died with its parts, which a warning tells once; None: all are there.
-            losses: of the parts, with what they weigh.
+            told: the parts of all ranks.
+            missing: a worker died with its parts, which is warned about once; None: all are there.
+            losses: losses of the parts with their weights.
         """
         parts = sorted(told, key=lambda one: int(one["part"]))
         values: dict[str, list[tuple[float | None, float]]] = {}
@@ -227,8 +226,8 @@ class Results(_ResultCollection):
                 )
 
     def log_batch(self, told: Mapping[str, Any]) -> None:
-        """Logs what was logged of one batch of an evaluation, as if it were done here and now. What
-        metrics have counted of it is not added to them: that of all batches is, at once."""
+        """Logs the values of one evaluation batch as if it were computed here and now. Does not add
+        metric contributions, which are added for all batches at once."""
         self._note_batch_values([told["counted"]], {known for known, _, _ in told["entries"]})
         for text, value, weight in told["entries"]:
             self._log(_Known.of(text), value, weight)
@@ -251,20 +250,19 @@ class Results(_ResultCollection):
     # -------------------------------------------------------------------- what was logged elsewhere
 
     def take_elsewhere(self) -> list[list[Any]]:
-        """Returns what was logged outside of batches since this was last called: lists of hook,
-        name and value."""
+        """Returns the values logged outside of batches since the last call: lists of hook, name and
+        value."""
         told, self._elsewhere = self._elsewhere, []
         return told
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
-        """Lightning calls it: at the end of an epoch, and for a hook's first values in one. Those
-        are the epoch's first without it, and in a worker that joined within the epoch they are
-        not."""
+        """Resets results. Called by Lightning at the end of an epoch, and for a hook's first values
+        in one. The latter would be wrong in a worker that joined within the epoch."""
         if fx is None:
             super().reset(metrics, fx)
 
     def state_dict(self) -> list[list[Any]]:
-        """What has been logged in this epoch, for joiners and checkpoints."""
+        """Returns the values logged in this epoch, for joiners and checkpoints."""
         return [
             [
                 key,
@@ -279,7 +277,7 @@ class Results(_ResultCollection):
         ]
 
     def load_state_dict(self, state: Iterable[list[Any]]) -> None:
-        """Inverse of `state_dict`."""
+        """Restores the result of `state_dict`."""
         self.clear()
         for key, text, value, size in state:
             known = _Known.of(text)

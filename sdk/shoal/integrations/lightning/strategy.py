@@ -1,8 +1,8 @@
-"""The strategy that a Lightning Trainer is given: `Trainer(strategy=ShoalStrategy("zero2"))`.
+"""Strategy for a Lightning Trainer: `Trainer(strategy=ShoalStrategy("zero2"))`.
 
-To Lightning each worker is one process alone, on `shoal.device()`: it opens no process group, and
-waits for nobody. The fit's loop is Shoal's (`fit_loop.py`), put into the Trainer before it trains.
-What cannot be done so is refused then (`refusals.py`, decision 274).
+To Lightning each worker is a single process on `shoal.device()`: it opens no process group and
+waits for nobody. Shoal's fit loop (`fit_loop.py`) is put into the Trainer before training.
+Unsupported uses are refused then (`refusals.py`, decision 274).
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class ShoalStrategy(Strategy):
     """Trains and evaluates a LightningModule on the workers of a job, which may die, leave and join
     meanwhile.
 
-    Every rank makes the Trainer and calls the same methods in the same order: `fit`, once;
-    `validate`, `test` and `predict` behind it, or without it.
+    Every rank creates the Trainer and calls the same methods in the same order: `fit`, at most
+    once, and then `validate`, `test` and `predict`.
     """
 
     strategy_name = "shoal"
@@ -70,19 +70,19 @@ class ShoalStrategy(Strategy):
         self._checkpoints: Checkpoints | None = None
         self._sharded: ShardedModel | None = None
         self._module: pl.LightningModule | None = None
-        """Whose model that is."""
+        """Module of that model."""
 
     # ----------------------------------------------------------------------- what Lightning is told
 
     @property
     def root_device(self) -> torch.device:
-        """`shoal.device()`."""
+        """Device of this process, `shoal.device()`."""
         return current_session().device
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the one process that writes and logs; another one is when that one
-        dies."""
+        """Whether this is the one process that writes and logs; if it dies, another one takes
+        over."""
         return current_session().is_first
 
     @property
@@ -98,7 +98,8 @@ class ShoalStrategy(Strategy):
 
     @property
     def world_size(self) -> int:
-        """1: to Lightning this process is alone. `shoal.world_size()` tells how many there are."""
+        """Always 1, since to Lightning this process is alone. `shoal.world_size()` returns the
+        number of ranks."""
         return 1
 
     def note_who_writes(self) -> None:
@@ -109,7 +110,7 @@ class ShoalStrategy(Strategy):
 
     @property
     def sharded(self) -> ShardedModel:
-        """The model that trains.
+        """The training model.
 
         Raises:
             PreconditionError: neither a fit nor an evaluation has begun.
@@ -123,13 +124,13 @@ class ShoalStrategy(Strategy):
 
     @property
     def optimizer(self) -> ShardedOptimizer:
-        """The optimizer of the model that trains."""
+        """The optimizer of the training model."""
         (optimizer,) = self.optimizers
         assert isinstance(optimizer, ShardedOptimizer)
         return optimizer
 
     def setup_environment(self) -> None:
-        """Lightning calls it, before it prepares anything: what cannot be done is refused here."""
+        """Refuses unsupported uses before Lightning prepares anything. Called by Lightning."""
         module = self.lightning_module
         assert module is not None
         trainer = module.trainer
@@ -155,8 +156,8 @@ class ShoalStrategy(Strategy):
         super().setup_environment()
 
     def setup(self, trainer: pl.Trainer) -> None:
-        """Lightning calls it, when the module is whole: puts Shoal's loops into the Trainer, and
-        makes model and optimizer the job's."""
+        """Puts Shoal's loops into the Trainer, and distributes model and optimizer. Called by
+        Lightning when the module is complete."""
         module = self.lightning_module
         assert self.accelerator is not None
         assert module is not None
@@ -194,20 +195,20 @@ class ShoalStrategy(Strategy):
         if self._sharded is None:
             self.model_to_device()
             backend = {name: value for name, value in self.options.items() if name == "backend"}
-            # nothing is trained: whole on each rank, as every evaluation has it
+            # nothing is trained: unsharded on each rank, as evaluations need it
             model = api.as_distributed(module, **backend)
             assert isinstance(model, ShardedModel)
             self._sharded = model
         self.model = self._sharded
 
     def model_to_device(self) -> None:
-        """Lightning calls it."""
+        """Moves the module to its device. Called by Lightning."""
         assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
 
     def teardown(self) -> None:
-        """Lightning calls it at the end of a fit. The model stays where it is: its parameters may
-        be cut over the ranks."""
+        """Cleans up at the end of a fit. Called by Lightning. The model stays on its device, since
+        its parameters may be sharded."""
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
@@ -215,14 +216,14 @@ class ShoalStrategy(Strategy):
     # ----------------------------------------------------------------------- what ranks do together
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits for nobody: what ranks do together is Shoal's."""
+        """Does nothing, since Shoal synchronizes the ranks."""
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Returns `obj`: Lightning asks for paths, which only the process that writes uses."""
         return obj
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> NoReturn:
-        """Refused.
+        """Refuses the call.
 
         Raises:
             ConfigurationError: always.
@@ -233,7 +234,7 @@ class ShoalStrategy(Strategy):
         )
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> NoReturn:
-        """Refused.
+        """Refuses the call.
 
         Raises:
             ConfigurationError: always.
@@ -245,7 +246,8 @@ class ShoalStrategy(Strategy):
     # ---------------------------------------------------------------------------------------- files
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The whole model's state, under the module's own names. Every rank calls it."""
+        """Returns the unsharded model's state under the module's own names. Called by every
+        rank."""
         return (
             self._sharded.full_state_dict()
             if self._sharded is not None
@@ -253,7 +255,7 @@ class ShoalStrategy(Strategy):
         )
 
     def optimizer_state(self, optimizer: Any) -> NoReturn:
-        """Refused.
+        """Refuses the call.
 
         Raises:
             ConfigurationError: always.
@@ -267,8 +269,8 @@ class ShoalStrategy(Strategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Writes what `trainer.save_checkpoint(path, weights_only=True)` has gathered, in the one
-        process that writes. Every rank calls it.
+        """Writes the data gathered by `trainer.save_checkpoint(path, weights_only=True)`, in the
+        one process that writes. Called by every rank.
 
         Raises:
             UnavailableError (FILE_NOT_WRITTEN): that process died meanwhile.
@@ -284,13 +286,13 @@ class ShoalStrategy(Strategy):
     def load_checkpoint(
         self, checkpoint_path: Any, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Lightning calls it, for `validate`, `test` and `predict` with `ckpt_path`: reads a file
-        that `trainer.save_checkpoint` wrote, or the newest checkpoint in the directory of a
-        `Checkpoints`.
+        """Reads a file written by `trainer.save_checkpoint`, or the newest checkpoint in the
+        directory of a `Checkpoints`. Called by Lightning for `validate`, `test` and `predict` with
+        `ckpt_path`.
 
         Raises:
-            ConfigurationError: it is to train from there, or to evaluate other weights than those
-                that were trained in this process.
+            ConfigurationError: it would resume training, or evaluate weights other than those
+                trained in this process.
         """
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn is TrainerFn.FITTING:

@@ -1,5 +1,5 @@
-"""What `TrainingArguments` say to a process of an elastic job, and which of them the Trainer there
-does not have."""
+"""`TrainingArguments` for a process of an elastic job, and the arguments that its Trainer does not
+support."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import has_length
 
 STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
-"""Under which the Trainer's own forward and backward passes train the model. The others take a
-batch through `train_step`, or are no synchronous data parallelism."""
+"""Strategies under which the Trainer's own forward and backward passes train the model. The others
+take a batch through `train_step`, or are not synchronous data parallelism."""
 
 _REFUSED: Final[Mapping[str, tuple[Any, str]]] = {
     "auto_find_batch_size": (False, "the batch is the job's, and the same on all workers"),
@@ -48,7 +48,7 @@ _REFUSED: Final[Mapping[str, tuple[Any, str]]] = {
     "push_to_hub": (False, "call trainer.save_model(directory), and upload that"),
     "torch_compile": (False, "give the Trainer a compiled model: torch.compile(model)"),
 }
-"""Arguments that this Trainer does not have: what they are unless given, and what to do instead."""
+"""Unsupported arguments: the default value of each, and the alternative."""
 
 
 _SURROUNDINGS: Final = (
@@ -61,8 +61,7 @@ _SURROUNDINGS: Final = (
 
 @contextmanager
 def _alone(device: torch.device) -> Iterator[None]:
-    """What Accelerate reads of its surroundings in here says that this process is alone, on
-    `device`."""
+    """Makes Accelerate see this process as the only one, on `device`, within the block."""
     before = {name: os.environ.pop(name) for name in _SURROUNDINGS if name in os.environ}
     os.environ["ACCELERATE_TORCH_DEVICE"] = str(device)
     try:
@@ -73,14 +72,13 @@ def _alone(device: torch.device) -> Iterator[None]:
 
 
 class TrainingArguments(transformers.TrainingArguments):
-    """transformers' own, of a process that is alone as far as transformers knows, on
-    `shoal.device()`.
+    """transformers' TrainingArguments for a process that appears to be alone, on `shoal.device()`.
 
-    Made before the Trainer, it joins the job (`shoal.init()`).
+    Created before the Trainer, it joins the job (`shoal.init()`).
     """
 
     use_cpu: bool
-    """Whether to leave GPUs alone; without any, it is set."""
+    """Whether to ignore GPUs; set automatically if there are none."""
 
     def __post_init__(self) -> None:
         self.use_cpu = self.use_cpu or not torch.cuda.is_available()  # as `shoal.device()`
@@ -102,7 +100,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
     @property
     def process_index(self) -> int:
-        """0 in the one process that writes and logs; another when that one dies."""
+        """0 in the one process that writes and logs; if it dies, in another one."""
         session = current_session()
         return 0 if session.is_first else max(1, session.rank)
 
@@ -113,7 +111,7 @@ class TrainingArguments(transformers.TrainingArguments):
 
 
 def check_arguments(args: Any, strategy: str, options: Mapping[str, Any]) -> None:
-    """Raises ConfigurationError for what this Trainer does not do."""
+    """Raises ConfigurationError for unsupported arguments."""
     if not isinstance(args, TrainingArguments):
         raise ConfigurationError(
             f"args is a {type(args).__module__}.{type(args).__name__}: expected a "
@@ -140,7 +138,7 @@ def check_arguments(args: Any, strategy: str, options: Mapping[str, Any]) -> Non
 
 
 def order_of(dataset: Any, sampler_fn: Callable[[Any], Any] | None) -> dict[str, Any]:
-    """Arguments of the loader, for the order that the Trainer's sampler means."""
+    """Returns arguments of the loader that correspond to the order of the Trainer's sampler."""
     if isinstance(dataset, torch.utils.data.IterableDataset) or not has_length(dataset):
         return {}
     sampler = sampler_fn(dataset) if sampler_fn is not None else None
@@ -155,9 +153,9 @@ def order_of(dataset: Any, sampler_fn: Callable[[Any], Any] | None) -> dict[str,
 
 
 def lengths(args: TrainingArguments, loader: ElasticDataLoader) -> tuple[int, int, int]:
-    """Steps in an epoch, epochs, and steps in all."""
+    """Returns the steps per epoch, the epochs, and the total number of steps."""
     if not has_length(loader):
-        # transformers has seen to it that max_steps is given
+        # transformers has ensured that max_steps is given
         return args.max_steps, sys.maxsize, args.max_steps
     steps = len(loader)
     if args.max_steps > 0:

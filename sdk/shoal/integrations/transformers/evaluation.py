@@ -1,5 +1,4 @@
-"""What transformers makes of the predictions of several batches, as in its own
-`evaluation_loop`."""
+"""Combines the predictions of several batches as transformers' own `evaluation_loop` does."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from transformers.trainer_pt_utils import EvalLoopContainer
 
 
 def concatenated(parts: Iterable[Any], *, concatenates: bool) -> Any:
-    """What transformers makes of logits or labels of several batches: arrays, padded to one width.
-    `concatenates`: else lists of them."""
+    """Combines logits or labels of several batches into arrays padded to one width; lists of them
+    unless `concatenates`."""
     container = EvalLoopContainer(concatenates, padding_index=-100)
     for part in parts:
         if part is not None:

@@ -1,4 +1,4 @@
-"""What the Trainer's loop has counted, as registered state: joiners get it, and checkpoints have
+"""Counters of the Trainer's loop as registered state: joiners receive it, and checkpoints contain
 it."""
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _PROGRESS: Final = (
     "best_global_step",
     "best_model_checkpoint",
 )
-"""Fields of TrainerState that the loop moves on; the others follow from the arguments, or differ by
-rank."""
+"""Fields of TrainerState that the loop updates; the others follow from the arguments or differ
+between ranks."""
 
 _SPEEDS: Final = ("_runtime", "_per_second")
-"""Endings of what the Trainer logs of its own speed."""
+"""Suffixes of the Trainer's logged speeds."""
 
 
 class Progress:
-    """What the Trainer's loop has counted, as registered state."""
+    """Counters of the Trainer's loop as registered state."""
 
     def __init__(self, trainer: transformers.Trainer) -> None:
         self._trainer = trainer
@@ -63,7 +63,7 @@ class Progress:
                     setattr(one, name, value)
 
     def _history(self) -> list[dict[str, Any]]:
-        """The Trainer's log without speeds, which differ from rank to rank."""
+        """Returns the Trainer's log without speeds, which differ between ranks."""
         return [
             {name: value for name, value in entry.items() if not name.endswith(_SPEEDS)}
             for entry in self._trainer.state.log_history

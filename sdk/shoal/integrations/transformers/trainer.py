@@ -1,11 +1,11 @@
-"""The Trainer. The training loop is Shoal's, as scripts write it (an `ElasticDataLoader`,
-`as_distributed`, `if optimizer.step():`). All else is the Trainer's: the loss, the optimizer and
-its schedule, callbacks, what is logged, evaluated and saved, and when.
+"""Elastic Trainer. The training loop is Shoal's, as in ordinary scripts (an `ElasticDataLoader`,
+`as_distributed`, `if optimizer.step():`). Everything else is the Trainer's: the loss, the optimizer
+and its schedule, callbacks, logging, evaluation and saving.
 
-To transformers and Accelerate each worker is one process alone, so they open no process group. The
-arguments say what one process would do, and the job does that whatever its workers are: a step
-takes `per_device_train_batch_size * gradient_accumulation_steps` samples, over all ranks. What
-cannot be done so is refused when the Trainer is made (decision 263).
+To transformers and Accelerate each worker is a single process, so they open no process group. The
+arguments describe the work of one process, and the job does exactly that with any number of
+workers: a step takes `per_device_train_batch_size * gradient_accumulation_steps` samples over all
+ranks. Unsupported uses are refused when the Trainer is created (decision 263).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from shoal.integrations.transformers.progress import Progress
 
 
 class Trainer(transformers.Trainer):
-    """transformers' own, whose training survives the death of workers, and lets others join.
+    """transformers' Trainer, whose training survives the death of workers and lets others join.
 
-    Every rank makes it and calls the same methods in the same order: `train`, `evaluate`,
-    `predict`, `save_model`. A process trains one model, so `train` is called once.
+    Every rank creates it and calls the same methods in the same order: `train`, `evaluate`,
+    `predict`, `save_model`. A process trains one model, so `train` is called at most once.
     """
 
     def __init__(
@@ -76,15 +76,15 @@ class Trainer(transformers.Trainer):
         super().__init__(model, args, *rest, **named)
 
     model_wrapped: Any
-    """The model that trains: a `ShardedModel`, from the first call that needs it on."""
+    """The training model: a `ShardedModel` from the first call that needs it."""
     optimizer: Any
-    """The model's optimizer: a `ShardedOptimizer` from the first call that needs the model
-    distributed."""
+    """The model's optimizer: a `ShardedOptimizer` from the first call that needs the distributed
+    model."""
     control: Any
     """transformers' TrainerControl."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """transformers calls it."""
+        """Creates the accelerator. Called by transformers."""
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ConfigurationError(
@@ -102,8 +102,8 @@ class Trainer(transformers.Trainer):
         self.accelerator.unwrap_model = unwrap_model
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """The context that transformers computes the loss in: autocast in bfloat16 with bf16=True,
-        else nothing."""
+        """Returns the context for computing the loss: autocast in bfloat16 with bf16=True,
+        otherwise nothing."""
         return self.accelerator.autocast()
 
     # ----------------------------------------------------------------------------------------- data
@@ -145,15 +145,15 @@ class Trainer(transformers.Trainer):
         )
 
     def _weight(self, batch: Any) -> float:
-        """What a batch weighs in the mean over a step, where the model divides its loss by a number
-        of items: that number."""
+        """Returns a batch's weight in the mean over a step. If the model divides its loss by a
+        number of items, it is that number."""
         items = self._get_num_items_in_batch([batch], self.args.device)
         return float(find_batch_size(batch) or 1) if items is None else float(items)
 
     # ------------------------------------------------------------------------------------- training
 
     def _distribute(self) -> ShardedModel:
-        """The model, once it and its optimizer are the job's."""
+        """Distributes the model and its optimizer if necessary, and returns the model."""
         if isinstance(self.model_wrapped, ShardedModel):
             return self.model_wrapped
         if self.optimizer is None:
@@ -171,13 +171,13 @@ class Trainer(transformers.Trainer):
         trial: Any = None,
         ignore_keys_for_eval: Any = None,
     ) -> Any:
-        """Trains as transformers' own does, and lets workers die and join.
+        """Trains like transformers' own Trainer, while workers may die and join.
 
         Args:
-            resume_from_checkpoint: True, or a directory: goes on from the newest checkpoint in
-                `output_dir`, or there, if there is one.
+            resume_from_checkpoint: True, or a directory: resume from the newest checkpoint in
+                `output_dir`, or in that directory, if there is one.
             trial: None.
-            ignore_keys_for_eval: as of transformers' own.
+            ignore_keys_for_eval: as in transformers' own.
 
         Raises:
             PreconditionError: it was called before in this process.
@@ -208,7 +208,7 @@ class Trainer(transformers.Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """`train` calls it: the elastic loop."""
+        """Runs the elastic loop. Called by `train`."""
         args, session = self.args, current_session()
         model, loader = self._distribute(), self.get_train_dataloader()
         if not isinstance(loader, ElasticDataLoader):
@@ -302,11 +302,11 @@ class Trainer(transformers.Trainer):
     def _train_step(
         self, model: ShardedModel, batches: Iterable[Any], told: dict[str, Any]
     ) -> bool:
-        """One step over all ranks. True: it counts, on all of them; the loader hands it out again
-        if not."""
+        """Makes one step over all ranks. Returns whether it counts, the same on all ranks;
+        otherwise the loader repeats it."""
         args, session, handler = self.args, current_session(), self.callback_handler
         self.control = handler.on_step_begin(args, self.state, self.control)
-        # the mean over parts is the step's, by what they weigh
+        # the mean over parts is the step's, weighted by the parts' weights
         self.current_gradient_accumulation_steps = 1
         total = weights = 0.0
         for number, inputs in enumerate(batches):
@@ -345,8 +345,8 @@ class Trainer(transformers.Trainer):
         )
 
     def _add_loss(self, loss: float | None) -> None:
-        """Adds a step's loss, over all of its samples: the same on all ranks. As in transformers,
-        one that is no number counts as the mean of those before."""
+        """Adds a step's loss over all of its samples, the same on all ranks. As in transformers, a
+        NaN or infinite loss counts as the mean of earlier ones."""
         if loss is None or (self.args.logging_nan_inf_filter and not math.isfinite(loss)):
             self._tr_loss += self._tr_loss / (
                 1 + self.state.global_step - self._globalstep_last_logged
@@ -355,7 +355,7 @@ class Trainer(transformers.Trainer):
             self._tr_loss += loss
 
     def _note_who_writes(self) -> None:
-        """One rank logs and writes files; when it dies, another one does."""
+        """Updates which rank logs and writes files; if it dies, another one does."""
         self.state.is_local_process_zero = self.is_local_process_zero()
         self.state.is_world_process_zero = self.is_world_process_zero()
 
@@ -369,8 +369,8 @@ class Trainer(transformers.Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Evaluates as transformers' own does, with the batches dealt to all ranks: those of one
-        that dies, again."""
+        """Evaluates like transformers' own, with batches distributed over all ranks; those of a
+        rank that dies are repeated."""
         if not isinstance(dataloader, ElasticDataLoader):
             raise ConfigurationError(
                 f"evaluation with a {type(dataloader).__name__}: expected a "
@@ -431,20 +431,20 @@ class Trainer(transformers.Trainer):
     # --------------------------------------------------------------------------------------- saving
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Shoal's checkpoint, in `output_dir/step-<n>`, with the Trainer's state."""
+        """Saves Shoal's checkpoint in `output_dir/step-<n>`, with the Trainer's state."""
         if not current_session().is_redoing:
             api.save_checkpoint(
                 self.args.output_dir, keep=self.args.save_total_limit or sys.maxsize
             )
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes the whole model, as transformers' own does, on the one rank that writes. Every
-        rank calls it."""
+        """Writes the unsharded model like transformers' own, on the one rank that writes. Called by
+        every rank."""
         state = self._distribute().full_state_dict()
         self._save(output_dir or self.args.output_dir, state_dict=state)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused.
+        """Refuses the call.
 
         Raises:
             ConfigurationError: always.

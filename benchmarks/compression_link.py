@@ -117,7 +117,8 @@ def measure(options: Options) -> Table:
             "control words included, beside the formula of docs/strategies/compression.md and the "
             "time that the formula's bytes take on the link. Gloo's all-to-all often sends one "
             "way after the other, so fp16, bf16, int8 and sign take up to twice that time "
-            "(decision 0127). Runs of less than 10 s are repeated; times are medians."
+            "(docs/explanation/compression.md#presets). Runs of less than 10 s are repeated; "
+            "times are medians."
         ),
         columns=(
             "runs",

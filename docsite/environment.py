@@ -56,7 +56,7 @@ _OTHERS: Final = {
     "[addresses](../clusters/addresses.md)",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "set to 1 for workers, unless it is set, as torchrun does",
     "MALLOC_* GLIBC_TUNABLES": "where one is set, workers leave glibc's malloc as it is "
-    "([decision 30](../decisions/0030-keep-freed-memory.md))",
+    "([why](../explanation/backends.md#memory))",
     "NO_COLOR": "no colours on the terminal",
     "PMI_SIZE OMPI_COMM_WORLD_SIZE": "by which a process sees that `mpiexec` started it",
     "SHOAL_WARM": "0: `shoal run` and `shoal up` start a fresh interpreter for each worker, as "

@@ -3,8 +3,8 @@
 By default glibc returns freed memory at the top of its heap to the kernel and takes it back, page
 fault by page fault, for the next message. gRPC allocates and frees every message it receives, so
 page faults dominated large transfers: a push and pull of 64 MiB took 3 to 10 times the processor
-time of the copies themselves (docs/decisions/0030). A training step likewise frees its gradients
-and its optimizer's temporaries. Other C libraries are left alone.
+time of the copies themselves (docs/explanation/backends.md#memory). A training step likewise frees
+its gradients and its optimizer's temporaries. Other C libraries are left alone.
 """
 
 from __future__ import annotations

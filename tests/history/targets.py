@@ -84,5 +84,5 @@ class Target:
     @property
     def waits_for_another_run(self) -> bool:
         """A server that was started after the end of the run of what it holds, as its log says
-        (docs/decisions/0205)."""
+        (docs/explanation/membership.md#runs)."""
         return self.kind == "server" and self.child is not None and "RUN_ENDED" in self.child.said()

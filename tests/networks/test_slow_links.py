@@ -13,7 +13,8 @@ Make = Callable[..., Network]
 WIDE = "19000"
 """Width of the model. With this one, one, two and three ranks end each of 30 steps alike, so that
 it does not matter when a rank joins. With 20000 the last bit of one element depends on the number
-of ranks after step 17: a sum falls on a rounding boundary (decision 4)."""
+of ranks after step 17: a sum falls on a rounding boundary
+(docs/decisions/0004-deterministic-sums.md)."""
 
 
 @pytest.mark.soak

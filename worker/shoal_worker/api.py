@@ -81,7 +81,7 @@ _CONFIG_FIELDS = frozenset(f.name for f in dataclasses.fields(ShardingConfigurat
 def init() -> None:
     """Joins the cluster that `shoal run` started; alone, this process is a world of one. Calling it
     again does nothing. In `shoal.launch` a rank takes its place, and so does a process of
-    `mpiexec`, where there is no coordinator (decision 140).
+    `mpiexec`, where there is no coordinator (docs/explanation/backends.md#mpi).
 
     In a fresh job it blocks until this member has a rank.
 
@@ -226,7 +226,8 @@ def as_distributed_for_high_bandwidth(
     """`as_distributed` with `ShardingConfiguration.for_high_bandwidth()`: buckets of 100 MiB,
     nothing compressed.
 
-    `options` as for `as_distributed`, and over these. Measured in T9 and docs/decisions/0127.
+    `options` as for `as_distributed`, and over these. Measured in T9 and
+    docs/explanation/compression.md#presets.
     """
     return as_distributed(
         model, optimizer, config=ShardingConfiguration.for_high_bandwidth(), **options
@@ -246,7 +247,8 @@ def as_distributed_for_low_bandwidth(
     `gradient_compression` is "powersgd" (rank 4) with ddp; "topk" (1 %) where gradients are cut or
     pushed (zero1, zero2, zero3, fsdp, async_sgd); with other strategies, which do not compress,
     nothing. An optimizer that names a compressor (`GradientCompressionOptimizer`) keeps it.
-    `options` as for `as_distributed`, and over these. Measured in T9 and docs/decisions/0127.
+    `options` as for `as_distributed`, and over these. Measured in T9 and
+    docs/explanation/compression.md#presets.
     """
     chosen = (
         None

@@ -7,7 +7,8 @@ maps nothing created by a client. The server copies a piece before it inspects i
 cannot change a value after it was checked.
 
 The pages last as long as the connection. Fresh memory for each partition, sealed against writing,
-would save the server's copy but cost three times as much in page faults (docs/decisions/0196).
+would save the server's copy but cost three times as much in page faults
+(docs/explanation/parameter-servers.md#transport).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Moves partitions between servers, one move at a time; the state written here determines who owns
-them (docs/decisions/0200).
+them (docs/explanation/parameter-servers.md#moving-partitions).
 
 A move is written first, then its giver is notified. Only the giver's report ends it. A lost giver,
 or its backup, is waited for, since its journal may record that the partitions have left; if it does

@@ -1,4 +1,5 @@
-"""Runs of a job: decides when the next one begins and who belongs to which (docs/decisions/0205).
+"""Runs of a job: decides when the next one begins and who belongs to which
+(docs/explanation/membership.md#runs).
 
 A run ends when its script finishes, when it fails, or when it is stopped, and for no other reason.
 A caller that creates the job before its newest run has ended joins that run; a run whose processes

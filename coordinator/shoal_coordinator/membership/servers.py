@@ -4,7 +4,8 @@ the places.
 A place has an epoch, stored in its primary's record. It increases when the primary changes and when
 a backup arrives, is lost or is dropped. A backup is in sync from the moment its primary says so
 until it is lost or the primary reports otherwise. Meanwhile the primary acknowledges nothing that
-the backup does not have, so that the backup can take over at any moment (docs/decisions/0198).
+the backup does not have, so that the backup can take over at any moment
+(docs/explanation/parameter-servers.md#backups).
 """
 
 from __future__ import annotations

@@ -269,7 +269,7 @@ class Server:
 @dataclass(frozen=True, kw_only=True)
 class Move:
     """Partitions that one server hands over to another: shoal.v1.MovePartitions
-    (docs/decisions/0200)."""
+    (docs/explanation/parameter-servers.md#moving-partitions)."""
 
     number: int
     partitions: tuple[int, ...]

@@ -36,11 +36,11 @@ class CoordinatorStub:
     `shoal-member-key`, 32 hex digits) is spoken for by calls with the same key alone:
     PERMISSION_DENIED / MEMBER_KEY_WRONG.
 
-    A job has runs, one after another (docs/decisions/0205). Requests have a field `run`: the run
-    that the caller belongs to; without it, the newest. Who belongs to one that has ended is told so:
-    FAILED_PRECONDITION / RUN_ENDED, which names the run, how it ended and the newest one;
-    FAILED_PRECONDITION / RUN_UNKNOWN where the coordinator has lost it, or another run has its
-    number.
+    A job has runs, one after another (docs/explanation/membership.md#runs). Requests have a field
+    `run`: the run that the caller belongs to; without it, the newest. Who belongs to one that has
+    ended is told so: FAILED_PRECONDITION / RUN_ENDED, which names the run, how it ended and the
+    newest one; FAILED_PRECONDITION / RUN_UNKNOWN where the coordinator has lost it, or another run
+    has its number.
     """
 
     def __init__(self, channel):
@@ -132,11 +132,11 @@ class CoordinatorServicer:
     `shoal-member-key`, 32 hex digits) is spoken for by calls with the same key alone:
     PERMISSION_DENIED / MEMBER_KEY_WRONG.
 
-    A job has runs, one after another (docs/decisions/0205). Requests have a field `run`: the run
-    that the caller belongs to; without it, the newest. Who belongs to one that has ended is told so:
-    FAILED_PRECONDITION / RUN_ENDED, which names the run, how it ended and the newest one;
-    FAILED_PRECONDITION / RUN_UNKNOWN where the coordinator has lost it, or another run has its
-    number.
+    A job has runs, one after another (docs/explanation/membership.md#runs). Requests have a field
+    `run`: the run that the caller belongs to; without it, the newest. Who belongs to one that has
+    ended is told so: FAILED_PRECONDITION / RUN_ENDED, which names the run, how it ended and the
+    newest one; FAILED_PRECONDITION / RUN_UNKNOWN where the coordinator has lost it, or another run
+    has its number.
     """
 
     def CreateJob(self, request, context):
@@ -363,11 +363,11 @@ class Coordinator:
     `shoal-member-key`, 32 hex digits) is spoken for by calls with the same key alone:
     PERMISSION_DENIED / MEMBER_KEY_WRONG.
 
-    A job has runs, one after another (docs/decisions/0205). Requests have a field `run`: the run
-    that the caller belongs to; without it, the newest. Who belongs to one that has ended is told so:
-    FAILED_PRECONDITION / RUN_ENDED, which names the run, how it ended and the newest one;
-    FAILED_PRECONDITION / RUN_UNKNOWN where the coordinator has lost it, or another run has its
-    number.
+    A job has runs, one after another (docs/explanation/membership.md#runs). Requests have a field
+    `run`: the run that the caller belongs to; without it, the newest. Who belongs to one that has
+    ended is told so: FAILED_PRECONDITION / RUN_ENDED, which names the run, how it ended and the
+    newest one; FAILED_PRECONDITION / RUN_UNKNOWN where the coordinator has lost it, or another run
+    has its number.
     """
 
     @staticmethod

@@ -2,8 +2,8 @@
 to clients with a ticket from OpenData.
 
 Belongs to the event loop, which also does the reading and writing: received data must be checked
-and applied there anyway, and a thread per connection was not faster (docs/decisions/0196).
-`Transfers` implements the streams, as for gRPC.
+and applied there anyway, and a thread per connection was not faster
+(docs/explanation/parameter-servers.md#transport). `Transfers` implements the streams, as for gRPC.
 """
 
 from __future__ import annotations

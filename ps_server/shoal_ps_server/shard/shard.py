@@ -5,8 +5,9 @@ position in the order; `apply` makes it once it is in the journal, or `refuse` w
 Admitted changes are applied in the order of their admission or, from some change on, all refused.
 
 The shard belongs to the event loop's thread: no method locks, waits, or may be called from
-elsewhere (docs/decisions/0031 has the measurement). gRPC's own threads read the next chunks from
-the network while torch, which releases the GIL, applies a partition.
+elsewhere (docs/decisions/0031-the-event-loop-owns-the-shard.md has the measurement). gRPC's own
+threads
+read the next chunks from the network while torch, which releases the GIL, applies a partition.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 loop.
 
 Partitions are copied one by one between pushes and written to disk on a thread, so training
-continues; the cost is one copy of the shard in memory meanwhile (docs/decisions/0034).
+continues; the cost is one copy of the shard in memory meanwhile
+(docs/explanation/parameter-servers.md#journal-and-snapshots).
 """
 
 from __future__ import annotations

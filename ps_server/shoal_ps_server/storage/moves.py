@@ -1,5 +1,5 @@
 """Partitions on their way between this server and another one, as recorded in the journal
-(docs/decisions/0200).
+(docs/explanation/parameter-servers.md#moving-partitions).
 
 Leaving partitions stay here, frozen, and taken ones are not served until the coordinator's shard
 map names their owner. A running server, a recovering one and its backup all reach the same state

@@ -60,7 +60,7 @@ class JobSettings:
 
 def launchers_job_id(job_id: str) -> str:
     """Returns the id of the job in which a job's launchers on several machines agree
-    (docs/decisions/0064)."""
+    (docs/explanation/launcher-and-deployment.md#several-machines)."""
     return f"{job_id}.nodes"
 
 

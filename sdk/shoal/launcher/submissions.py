@@ -1,5 +1,6 @@
 """Background runs: launchers that nobody waits for, with output and result in files that any
-process of this user on this host can follow (docs/decisions/0207).
+process of this user on this host can follow
+(docs/explanation/launcher-and-deployment.md#batch-systems).
 
 Each run has a directory below that of its job: `submission.json` describes the command and its
 process, `output.log` has all output, and `result.json` the outcome. The launcher's process writes

@@ -2,9 +2,9 @@
 launcher.
 
 They are pickled by Ray's cloudpickle, like all functions run by Ray: anyone who may submit work to
-a Ray cluster can run code there anyway (docs/decisions/0210). The actors in between pass bytes on;
-only the worker that calls the function unpickles it, and the driver its result. Only these two
-import Ray.
+a Ray cluster can run code there anyway (docs/explanation/launcher-and-deployment.md#batch-systems).
+The actors in between pass bytes on; only the worker that calls the function unpickles it, and the
+driver its result. Only these two import Ray.
 """
 
 from __future__ import annotations

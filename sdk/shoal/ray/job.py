@@ -2,7 +2,8 @@
 the end.
 
 The coordinator is a child of the driver: when the driver dies, Ray ends everything that it started,
-so the coordinator adds no point of failure (docs/decisions/0210).
+so the coordinator adds no point of failure
+(docs/explanation/launcher-and-deployment.md#batch-systems).
 """
 
 from __future__ import annotations

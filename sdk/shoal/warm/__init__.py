@@ -3,5 +3,6 @@ milliseconds instead of seconds.
 
 `shoal.launcher.warm` starts it and controls it over an inherited socket; nobody else can.
 `__main__` is the program, `forking` serves its launcher, `becoming` makes a forked child look like
-a fresh interpreter, and `messages` is the protocol between both sides. See docs/decisions/0303.
+a fresh interpreter, and `messages` is the protocol between both sides. See
+docs/explanation/launcher-and-deployment.md#start.
 """

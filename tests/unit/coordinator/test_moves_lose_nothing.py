@@ -1,5 +1,5 @@
-"""Moves of partitions under random deaths: the coordinator's core as it is, and servers that keep
-to decision 0200, as a model of them.
+"""Moves of partitions under random deaths: the coordinator's core as it is, and servers as a
+model that keeps to docs/explanation/parameter-servers.md#moving-partitions.
 
 A server here is what its disk holds: of each partition how many pushes were applied, what it has
 taken and not come to own, and what it has noted as leaving. What must hold is that of all servers

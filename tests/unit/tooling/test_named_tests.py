@@ -1,11 +1,12 @@
 """Pages name the tests that hold what they promise: those exist. So do the functions by which a
-page follows a step. The index of decisions names all of them, and a folder's docstring its
-modules."""
+page follows a step, and the files that the explanation pages name. The index of decisions names all
+of them, and a folder's docstring its modules."""
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from shoal_worker.strategies import registry
 
 _ROOT = Path(__file__).parents[3]
 _WORKER = _ROOT / "worker/shoal_worker"
+_DECISIONS = _ROOT / "docs/decisions"
 _FOLDERS = sorted(path.parent for path in _WORKER.rglob("__init__.py") if path.parent != _WORKER)
 _OTHERS = ("parse_compression", "parallelize_module")
 """What else folders' docstrings name: functions."""
@@ -87,10 +89,65 @@ def _defined(file: Path, names: list[str]) -> bool:
     return True
 
 
-def test_every_decision_is_in_the_index_once() -> None:
-    folder = _ROOT / "docs/decisions"
-    named = re.findall(r"\]\(([^)]*)\)", (folder / "README.md").read_text())
-    assert sorted(named) == sorted(path.name for path in folder.glob("[0-9]*.md"))
+def test_every_decision_is_in_the_index() -> None:
+    index = (_DECISIONS / "README.md").read_text()
+    named = re.findall(r"^- \[[^\]]*\]\(([^)]*)\)", index, re.MULTILINE)
+    assert sorted(named) == sorted(path.name for path in _DECISIONS.glob("[0-9]*.md"))
+
+
+def test_every_decision_has_its_parts_and_is_short(subtests: pytest.Subtests) -> None:
+    for path in sorted(_DECISIONS.glob("[0-9]*.md")):
+        with subtests.test(path.name):
+            text = path.read_text()
+            assert text.startswith(f"# {int(path.name[:4])}. ")
+            assert re.search(r"^\*\*Status:\*\* \w+, \d{4}-\d\d-\d\d", text, re.MULTILINE)
+            parts = re.findall(r"^\*\*([\w ]+)\.\*\*", text, re.MULTILINE)
+            assert parts == ["Context", "Decision", "Rejected alternatives", "Consequences"]
+            assert 100 <= len(text.split()) <= 320
+
+
+def test_the_files_that_the_explanation_pages_name_exist() -> None:
+    named = {
+        (page.name, name)
+        for page in (_ROOT / "docs/explanation").glob("*.md")
+        for name in re.findall(r"`((?:\w+/)+\w+\.\w+|\w+\.py)`", page.read_text())
+    }
+    assert len(named) > 50
+    listed = _listed()
+    assert [
+        (page, name)
+        for page, name in sorted(named)
+        if not any(f"/{file}".endswith(f"/{name}") for file in listed)
+    ] == []
+
+
+def test_the_sections_of_pages_that_code_refers_to_exist() -> None:
+    named = {
+        (file, page, section)
+        for file in _listed("*.py", "*.proto")
+        for page, section in re.findall(
+            r"(docs/(?:explanation|decisions)/[\w-]+\.md)(?:#([\w-]+))?", (_ROOT / file).read_text()
+        )
+    }
+    assert len(named) > 30
+    assert [each for each in sorted(named) if not _has_section(*each[1:])] == []
+
+
+def _listed(*patterns: str) -> list[str]:
+    """Files of the repository."""
+    command = ["git", "ls-files", *patterns]
+    ended = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True)
+    return ended.stdout.split()
+
+
+def _has_section(page: str, section: str) -> bool:
+    path = _ROOT / page
+    if not path.exists():
+        return False
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
+    return not section or section in {
+        re.sub(r"[^\w\s-]", "", heading.lower()).replace(" ", "-") for heading in headings
+    }
 
 
 def _exists(name: str) -> bool:

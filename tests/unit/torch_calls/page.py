@@ -55,8 +55,8 @@ there over `p` is as over `model.parameters()`: right, or an error that names wh
 `model.gather_full_parameters()` gives whole values on every rank, and `optimizer.state_dict()` the
 whole state; `optimizer.state[p]` raises where this rank has that of its pieces. Step hooks of one
 optimizer, and those of all (`torch.optim.optimizer.register_optimizer_step_post_hook`), would be
-called with the optimizer of the pieces: `optimizer.step()` raises. Why so:
-[decision 289](decisions/0289-groups-of-whole-parameters.md).
+called with the optimizer of the pieces: `optimizer.step()` raises. [Why
+so](explanation/consistency.md#parameters-whose-values-are-elsewhere).
 
 What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alike on every rank, as
 in torch's own data parallelism.
@@ -183,7 +183,7 @@ with torch.no_grad():
 A parameter whose values, or whose gradient, are elsewhere changes its class for that time: it still
 tells its shape and dtype, and raises where values are asked for. In passes it is a plain parameter,
 so `torch.compile`, checkpointing and autocast see nothing of it
-([decision 165](decisions/0165-parameters-that-are-elsewhere.md)).
+([why](explanation/consistency.md#parameters-whose-values-are-elsewhere)).
 """
 
 

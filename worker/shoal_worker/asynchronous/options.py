@@ -252,7 +252,7 @@ Values = tuple[tuple[str, float], ...]
 # that is furthest: a change carries a revision, the number of changes that this worker's
 # hyperparameters have gone through, and a server ignores a revision that is not above its last.
 # Equal schedules have equal values at equal revisions, whether they are stepped per iteration or
-# per epoch (docs/decisions/0081).
+# per epoch (docs/explanation/parameter-servers.md#schedules-and-optimizers).
 #
 # All of it runs on the training thread.
 

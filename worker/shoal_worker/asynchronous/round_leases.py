@@ -3,7 +3,7 @@ together (outer_steps.py).
 
 To the coordinator and to the servers a round is one batch. So it has a key of its own, and whoever
 gets a dead worker's round trains on the same batches and pushes under the same key: each batch
-counts once on each partition (docs/decisions/0202).
+counts once on each partition (docs/explanation/parameter-servers.md#outer-steps).
 
 What a round does to the values is not here. All of it runs on the training thread, but for what
 `CoordinatorLeases` does on its own.

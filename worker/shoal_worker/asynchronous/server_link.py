@@ -6,11 +6,12 @@ the link asks the server what it holds, and then sends the same numbers again: w
 acknowledged and not applied twice. A server that comes back with less than it had acknowledged has
 lost its disk, or has no data directory. Then updates are lost, of all workers alike; the link says
 so in the log and in the metrics, gives an empty server this worker's own values, and goes on from
-where the server stands (docs/decisions/0082).
+where the server stands (docs/explanation/parameter-servers.md#pushes-count-once).
 
-Partitions may move to another server meanwhile (docs/decisions/0200). Then the link raises
-ShardMapChanged, `ParameterServers` deals the partitions out anew, and what was not acknowledged
-goes to the new owner under the same numbers.
+Partitions may move to another server meanwhile
+(docs/explanation/parameter-servers.md#moving-partitions). Then the link raises ShardMapChanged,
+`ParameterServers` deals the partitions out anew, and what was not acknowledged goes to the new
+owner under the same numbers.
 
 Used by one thread at a time: the training thread hands work to a thread of the pool and waits for
 it.

@@ -5,9 +5,10 @@ While one server is still being pushed to, values of another are pulled: each se
 its own. The training thread waits for all of them, so the tensors' memory is used by one side at a
 time. What goes wrong at one server is raised when the others have finished.
 
-When partitions have moved (docs/decisions/0200), the training thread deals them out anew once all
-threads have come back, and asks all servers again: every call here may be repeated, since each
-server's part is done once, or is the same however often it is done.
+When partitions have moved (docs/explanation/parameter-servers.md#moving-partitions), the training
+thread deals them out anew once all threads have come back, and asks all servers again: every call
+here may be repeated, since each server's part is done once, or is the same however often it is
+done.
 """
 
 from __future__ import annotations

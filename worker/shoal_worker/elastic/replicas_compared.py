@@ -9,7 +9,8 @@ group, then of parts of the first tensor that differs, which tell one cause from
 
 After the last step there is no further exchange: a rank may go on alone for minutes, and may change
 its own copy. So each rank takes digests at the moment in which its script leaves the loop over a
-loader, and reports them with its goodbye, where they are compared (decision 305).
+loader, and reports them with its goodbye, where they are compared
+(docs/explanation/consistency.md#replicas).
 
 Used by the training thread.
 """

@@ -3,7 +3,7 @@ does, and is saved and restored.
 
 One for each model that has `gradient_compression=`. Engines send their buckets through it
 (`Flight`, sharding's collectives) and tell it how each step ended: what it proposed to leave behind
-counts if the step does (docs/decisions/0098, 0125).
+counts if the step does (docs/explanation/compression.md#error-feedback).
 
 Belongs to the training thread, or to the thread that runs the backward pass while the training
 thread waits for that.

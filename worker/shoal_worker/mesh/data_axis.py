@@ -3,7 +3,8 @@ the replicas hold alike, or its shard.
 
 In shards it is what zero1, zero2 and fsdp do, among the ranks that hold the same part: each updates
 its shard and the one that it mirrors, and they gather the parameters: after the update, or for the
-passes. (Rajbhandari et al., "ZeRO", SC 2020, section 5; decision 0142.)
+passes. (Rajbhandari et al., "ZeRO", SC 2020, section 5;
+docs/explanation/mesh.md#sharding-along-the-data-axis.)
 """
 
 from __future__ import annotations

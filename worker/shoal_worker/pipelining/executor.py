@@ -2,8 +2,8 @@
 
 torch gives the order (schedule.py) and the split of a backward pass in two (`_backward`); the
 stages themselves are run here and not by torch's PipelineStage, for the reasons in
-docs/decisions/0105. Gradients are added to the parameters, weighted as told; nothing is averaged or
-reduced.
+docs/explanation/mesh.md#pipelines. Gradients are added to the parameters, weighted as told; nothing
+is averaged or reduced.
 
 Shapes of what goes between stages are learned from the first micro-batch of each kind of input,
 which sends them ahead of its activation; for later ones buffers are posted at once. Every step

@@ -48,7 +48,7 @@ _FIRST_BYTES = 1 << 20
 """The first bucket is closed once it holds so much: sending starts early."""
 _ONE_BYTES = 2 << 20
 """Gradients of no more than this go in one all-reduce: a second one costs more than an early start
-gains (docs/decisions/0007)."""
+gains (docs/explanation/step-commit.md#gradient-reduction-in-ddp)."""
 _LARGE_ELEMENTS = 1 << 14
 """From here on a gradient is copied and weighted by itself, as soon as it is whole; smaller ones
 all at once, which costs less each."""

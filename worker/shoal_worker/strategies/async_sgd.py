@@ -5,11 +5,11 @@ An iteration is a push. `optimizer.step()` sends this worker's gradient to the s
 the optimizer, and brings back the values that all workers have reached meanwhile. Nobody waits for
 anybody (`consistency="asp"`), only for those that are too far behind ("ssp"), or all for all
 ("bsp"). A worker that dies or joins disturbs no other: its batch is leased to another one, and
-applied once to each partition, whatever the dead one had pushed of it (docs/decisions/0083). The
-price: a gradient is computed on values that others have changed since (its staleness), so the
-result is not that of one process. (Dean et al., "Large Scale Distributed Deep Networks", NIPS 2012,
-section 4.1; Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter
-Server", NIPS 2013, on the bound.)
+applied once to each partition, whatever the dead one had pushed of it
+(docs/explanation/parameter-servers.md#leased-batches). The price: a gradient is computed on values
+that others have changed since (its staleness), so the result is not that of one process. (Dean et
+al., "Large Scale Distributed Deep Networks", NIPS 2012, section 4.1; Ho et al., "More Effective
+Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013, on the bound.)
 
 Cost per worker: parameters and gradients; the optimizer's state lies on the servers. 2P bytes per
 step: the gradient out, the values back. With `gradient_compression=` gradients go out compressed;
@@ -19,7 +19,7 @@ With `inner_steps=H` a worker takes H steps with the optimizer by itself, and pu
 moved, as one gradient of which the servers' optimizer, the outer one, makes a step (DiLoCo;
 Douillard et al., 2023; Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024).
 Then the optimizer's state is the worker's, and 2P bytes are sent every H steps. H batches are
-leased together, and count together (docs/decisions/0202).
+leased together, and count together (docs/explanation/parameter-servers.md#outer-steps).
 
 What is each worker's own: buffers (BatchNorm statistics), random numbers, registered state,
 `clip_grad_norm_` (of its own gradient), `evaluate` (every rank computes all of it, with the values

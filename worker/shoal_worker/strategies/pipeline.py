@@ -4,7 +4,7 @@ through them in micro-batches.
 Per rank: the stage's share of parameters, gradients and optimizer state, and the activations of the
 micro-batches in flight; activations and their gradients are sent at the borders. (Huang et al.,
 "GPipe", NeurIPS 2019; Narayanan et al., "PipeDream-2BW"/1F1B, ICML 2021; Qi et al., "Zero Bubble",
-ICLR 2024; decisions 0105 to 0107.) See docs/strategies/pipeline.md.
+ICLR 2024; docs/explanation/mesh.md#pipelines.) See docs/strategies/pipeline.md.
 """
 
 from __future__ import annotations

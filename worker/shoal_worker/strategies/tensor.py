@@ -2,8 +2,8 @@
 batch.
 
 Per rank: split layers 1/N; 2 all-reduces of activations a transformer block and direction. (Shoeybi
-et al., "Megatron-LM", 2019, section 3; decisions 0100 to 0104.) What is split and how is a plan:
-docs/strategies/tensor.md.
+et al., "Megatron-LM", 2019, section 3; docs/explanation/mesh.md#tensor-parallelism.) What is split
+and how is a plan: docs/strategies/tensor.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 Hugging Face (Llama, Mistral, GPT-2, BERT, T5, OPT, GPT-NeoX, ...), Meta's Llama, nanoGPT and timm.
 
 A block is found only if the shapes agree with the names. A wrong guess would cost communication,
-never a wrong result: DTensor keeps the arithmetic right whatever is split (docs/decisions/0100).
+never a wrong result: DTensor keeps the arithmetic right whatever is split
+(docs/explanation/mesh.md#tensor-parallelism).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 To Lightning each worker is a single process on `shoal.device()`: it opens no process group and
 waits for nobody. Shoal's fit loop (`fit_loop.py`) is put into the Trainer before training.
-Unsupported uses are refused then (`refusals.py`, decision 274).
+Unsupported uses are refused then (`refusals.py`, docs/decisions/0263-own-loops-for-trainers.md).
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ and its schedule, callbacks, logging, evaluation and saving.
 To transformers and Accelerate each worker is a single process, so they open no process group. The
 arguments describe the work of one process, and the job does exactly that with any number of
 workers: a step takes `per_device_train_batch_size * gradient_accumulation_steps` samples over all
-ranks. Unsupported uses are refused when the Trainer is created (decision 263).
+ranks. Unsupported uses are refused when the Trainer is created
+(docs/decisions/0263-own-loops-for-trainers.md).
 """
 
 from __future__ import annotations

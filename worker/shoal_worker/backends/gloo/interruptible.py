@@ -51,8 +51,8 @@ from shoal_worker.torch_internals import (
 # Memory that collectives need again and again, kept between them.
 #
 # What is freed to the system comes back as pages that the kernel has to clear first: for 64 MiB
-# that takes longer than to receive them (docs/decisions/0090). A few buffers are kept, for as long
-# as their group. Threads: any.
+# that takes longer than to receive them (docs/explanation/backends.md#gloo-faster-collectives). A
+# few buffers are kept, for as long as their group. Threads: any.
 
 
 _MOST_SCRATCH: Final = 2
@@ -68,7 +68,7 @@ _open: weakref.WeakSet[InterruptibleGroup] = weakref.WeakSet()
 
 BROADCASTS_FROM_BYTES: Final = 1 << 18
 """All-gathers of so many bytes on (the gathered whole) go by broadcasts, or by an exchange
-(docs/decisions/0090)."""
+(docs/explanation/backends.md#gloo-faster-collectives)."""
 
 _Numbers = TypeVar("_Numbers")
 _Sum = TypeVar("_Sum")

@@ -4,7 +4,7 @@ thread to training thread.
 At each step every rank waits for such a sum. What counts is how soon the last one goes on, and that
 is decided by threads: a message of Gloo's is read by a thread of Gloo's, which has to be woken, and
 then wakes the one that waits. On cores that have other work both may have to wait for a core. Here
-a rank reads its messages itself (docs/decisions/0184).
+a rank reads its messages itself (docs/explanation/backends.md#short-sums).
 
 Every rank gets all ranks' numbers and adds them up in the order of the ranks, so all have the same
 bits. A few ranks send theirs to all others at once. Of more, what a rank knows doubles in each of

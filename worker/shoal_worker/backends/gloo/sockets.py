@@ -68,8 +68,8 @@ _SEND_BYTES: Final = 1 << 19
 needs.
 
 By default it takes 4 MiB, copied under a lock for which Gloo's other thread spins in epoll_wait
-meanwhile: a quarter of all processor time (docs/decisions/0090). Between hosts more has to be under
-way, and the kernel's own measure stays."""
+meanwhile: a quarter of all processor time (docs/explanation/backends.md#gloo-faster-collectives).
+Between hosts more has to be under way, and the kernel's own measure stays."""
 
 _PIECE_BYTES: Final = 1 << 18
 

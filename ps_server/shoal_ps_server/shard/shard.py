@@ -6,8 +6,8 @@ Admitted changes are applied in the order of their admission or, from some chang
 
 The shard belongs to the event loop's thread: no method locks, waits, or may be called from
 elsewhere (docs/decisions/0031-the-event-loop-owns-the-shard.md has the measurement). gRPC's own
-threads
-read the next chunks from the network while torch, which releases the GIL, applies a partition.
+threads read the next chunks from the network while torch, which releases the GIL, applies a
+partition.
 """
 
 from __future__ import annotations

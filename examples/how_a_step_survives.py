@@ -1,0 +1,300 @@
+"""How a training step survives the death of a worker: Shoal's commit protocol alone, on threads.
+
+    python examples/how_a_step_survives.py
+
+Data-parallel workers sum their gradients and apply the sum. If one dies meanwhile, some of the
+others may have the sum and some may not. Those that have it must not apply it while the others drop
+it: the replicas would differ from then on. Instead of restarting all from a checkpoint:
+
+1. **Reduce.** An all-reduce sums the gradients. A worker that has the sum is *prepared*: it could
+   apply the step without any further message.
+2. **Commit.** A second, tiny all-reduce follows. Its result tells a worker that all workers are
+   prepared. From here on the step is *committed*: it will be applied, whatever fails next.
+3. **Recover.** A worker whose all-reduce failed does not know what the others saw: it is *in
+   doubt*. The survivors form the next *generation*, a new group, and exchange their statuses. If
+   one of them saw the commit, those in doubt apply the sum that they are holding. If none did, the
+   step is *aborted*: nobody has applied it, and the survivors take the same samples again.
+4. **Answer.** `take_step()` returns after that, so all survivors get the same answers in order.
+
+A single all-reduce is not enough: a worker that has the sum would not know whether the others have
+it too. Whoever sees the second one knows that nobody needs the dead worker any more.
+
+A new worker takes the state at a *step boundary*, where no step is in progress. The commit
+all-reduce carries the *step vote*: whether anybody knows of a worker that waits. All see the same
+sum, so all go to the rendezvous after the same step.
+
+The product does this in worker/shoal_worker/elastic: `step_lifecycle.py` (1, 2 and 4),
+`formation.py` and `reconcile.py` (3); tests/simulation/test_protocol_alone.py compares the answers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+COMMITTED, LOST = "committed", "lost"
+DEADLINE_S = 60.0  # longest that a worker waits for its peers
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An all-reduce that ends with its group: some workers get its result, others do not."""
+
+    step: int
+    """The run's step, counted from 1."""
+    phase: str
+    """The all-reduce of that step: "reduce" or "commit"."""
+    dies: str | None
+    """The worker that is killed; None: the connections break, and nobody dies."""
+    contributes: bool = True
+    """The killed worker has sent its part. Otherwise nobody can get the result."""
+    received: tuple[str, ...] = ()
+    """The workers that get the result all the same."""
+
+
+class PeerLost(Exception):
+    """A collective failed: its group is over, and only a new generation can go on."""
+
+
+class Killed(BaseException):
+    """Ends a worker as SIGKILL would: it cleans nothing up, and tells nobody."""
+
+
+class Group:
+    """The connections between the workers of one generation. Once broken, it stays broken."""
+
+    def __init__(self, number: int, members: list[str], faults: dict[Any, Fault]) -> None:
+        self.number, self.members, self.broken = number, members, False
+        self._faults = faults
+        self._torn: dict[Any, Fault | None] = {}
+        self._parts: dict[Any, dict[str, Any]] = {}
+        self._changed = threading.Condition()
+
+    def gather(self, name: str, key: Any, part: Any) -> dict[str, Any]:
+        """All members' parts; every member calls it with the same key. Raises PeerLost: the group
+        is broken, or breaks before this worker has the result."""
+        with self._changed:
+            if self.broken:
+                raise PeerLost
+            fault = self._torn.setdefault(key, self._faults.pop(key, None))
+            if fault is not None and fault.dies == name and not fault.contributes:
+                self.end()
+                raise Killed
+            parts = self._parts.setdefault(key, {})
+            parts[name] = part
+            self._changed.notify_all()
+            size = len(self.members)
+            await_that(self._changed, lambda: self.broken or len(parts) == size, f"{key}")
+            if len(parts) < size:
+                raise PeerLost
+            if fault is not None:
+                self.end()
+                if name == fault.dies:
+                    raise Killed
+                if name not in fault.received:
+                    raise PeerLost
+            return dict(parts)
+
+    def end(self) -> None:
+        """Breaks the connections: a member has died or left for another generation."""
+        with self._changed:
+            self.broken = True
+            self._changed.notify_all()
+
+
+class Coordinator:
+    """Knows which workers live, and makes one generation after the other of them."""
+
+    def __init__(self, members: Iterable[str], faults: Iterable[Fault] = ()) -> None:
+        self._faults: dict[Any, Fault] = {(fault.step, fault.phase): fault for fault in faults}
+        self.group = Group(0, [], self._faults)
+        self._living = set(members)
+        self.joining = set[str]()
+        """New workers, which wait for a step boundary."""
+        self._arrived: dict[str, bool] = {}
+        self._changed = threading.Condition()
+
+    def rendezvous(self, name: str, *, admits: bool) -> Group:
+        """The next generation, once all living members have asked for it. `admits`: this worker
+        stands at a step boundary, so new ones may come in."""
+        with self._changed:
+            before = self.group
+            self._arrived[name] = admits
+            self._form()
+            await_that(
+                self._changed,
+                lambda: self.group is not before and name in self.group.members,
+                f"the members of the generation after {before.number}",
+            )
+            return self.group
+
+    def bury(self, name: str) -> None:
+        """A worker is dead: nobody waits for it any longer."""
+        with self._changed:
+            self._living.discard(name)
+            self._arrived.pop(name, None)
+            self.group.end()
+            self._form()
+
+    def _form(self) -> None:
+        if not self._living or not self._living <= set(self._arrived):
+            return
+        if any(self._arrived[name] for name in self._living):
+            self._living, self.joining = self._living | self.joining, set()
+        self.group.end()
+        self.group = Group(self.group.number + 1, sorted(self._living), self._faults)
+        self._arrived.clear()
+        self._changed.notify_all()
+
+
+def await_that(changed: threading.Condition, holds: Callable[[], bool], what: str) -> None:
+    """Waits until `holds()`. Raises TimeoutError, naming what did not come."""
+    if not changed.wait_for(holds, DEADLINE_S):
+        raise TimeoutError(f"waited {DEADLINE_S:.0f} s for {what}")
+
+
+@dataclass(frozen=True)
+class State:
+    """What all replicas have in common."""
+
+    weight: float = 0.0
+    steps: int = 0
+    """Committed steps. -1: this worker is new, and has no state yet."""
+
+
+@dataclass
+class Worker:
+    """One data-parallel replica, and the loop that trains it."""
+
+    name: str
+    coordinator: Coordinator
+    last_step: int
+    state: State = State()
+    answers: list[tuple[int, str]] = field(default_factory=list)
+    """What `take_step()` has returned: the steps committed by then, and the outcome."""
+    prepared: State | None = None
+    """What the state will be if the step in progress is committed."""
+    after_step: Callable[[Worker], object] = lambda worker: None
+
+    def run(self) -> None:
+        """The training loop, until the run is finished or this worker is killed."""
+        try:
+            self.enter_generation(admits=True)
+            while self.state.steps < self.last_step:
+                outcome = self.take_step()
+                self.answers.append((self.state.steps, outcome))
+                self.after_step(self)
+        except Killed:
+            self.coordinator.bury(self.name)
+
+    def take_step(self) -> str:
+        """Trains on one batch together with the others. Returns the same outcome on every worker
+        that survives the step."""
+        step, votes = self.state.steps + 1, False
+        rank, world_size = self.group.members.index(self.name), len(self.group.members)
+        mine = batch_of(step)[rank::world_size]
+        gradients = {sample: gradient(self.state.weight, sample) for sample in mine}
+        try:
+            everyones = self.group.gather(self.name, (step, "reduce"), gradients)
+            self.prepared = updated(self.state, everyones.values())
+            vote = bool(self.coordinator.joining)
+            votes = any(self.group.gather(self.name, (step, "commit"), vote).values())
+            self.commit()
+        except PeerLost:
+            pass  # in doubt, or not even prepared: the others know whether the step counts
+        if self.group.broken or votes:
+            self.enter_generation(admits=self.state.steps == step)
+        return COMMITTED if self.state.steps == step else LOST
+
+    def commit(self) -> None:
+        """Applies the step in progress."""
+        assert self.prepared is not None
+        self.state, self.prepared = self.prepared, None
+
+    def enter_generation(self, *, admits: bool) -> None:
+        """Forms new groups until all members of one hold the same state."""
+        while True:
+            self.group = self.coordinator.rendezvous(self.name, admits=admits)
+            try:
+                return self.reconcile()
+            except PeerLost:  # somebody died meanwhile
+                admits = False
+
+    def reconcile(self) -> None:
+        """Compares statuses with the other members: commits or aborts a step in doubt, and gives
+        the state to new workers."""
+        number = self.group.number
+        steps = self.group.gather(self.name, ("status", number), self.state.steps)
+        newest = max(steps.values())
+        is_new = self.state.steps < 0
+        if not is_new and self.state.steps < newest:
+            self.commit()  # a peer saw the commit, so everyone was prepared
+        self.prepared = None  # nobody saw it: aborted
+        if min(steps.values()) < 0:
+            given = self.group.gather(self.name, ("state", number), self.state)
+            if is_new:
+                self.state = next(state for state in given.values() if state.steps == newest)
+
+
+def batch_of(step: int, size: int = 12) -> list[int]:
+    """The samples of a step: the same, whoever takes them."""
+    return [(step * size + index) % 97 for index in range(size)]
+
+
+def gradient(weight: float, sample: int) -> float:
+    """Of (weight x - 3 x)^2 / 2 at x = sample / 100."""
+    x = sample / 100
+    return (weight * x - 3 * x) * x
+
+
+def updated(state: State, everyones: Iterable[dict[int, float]]) -> State:
+    """One step of gradient descent. The order of summation does not depend on who computed what,
+    so the result has the same bits for any number of workers."""
+    gradients = {sample: value for part in everyones for sample, value in part.items()}
+    total = sum(gradients[sample] for sample in sorted(gradients))
+    return State(state.weight - 0.5 * total / len(gradients), state.steps + 1)
+
+
+def train(
+    names: str, steps: int, faults: Iterable[Fault] = (), joiner: tuple[str, int] | None = None
+) -> dict[str, Worker]:
+    """Trains to the end, and returns all workers, dead ones too. `names`: a letter for each.
+    `joiner`: one that starts when the first worker has taken so many steps."""
+    coordinator = Coordinator(names, faults)
+    workers = {name: Worker(name, coordinator, steps) for name in names}
+    threads = [threading.Thread(target=worker.run) for worker in workers.values()]
+    if joiner is not None:
+        late = workers[joiner[0]] = Worker(joiner[0], coordinator, steps, State(steps=-1))
+        coming = threading.Thread(target=late.run)
+        threads.append(coming)
+
+        def starts(worker: Worker) -> None:
+            if worker.state.steps == joiner[1] and not coming.ident:
+                coordinator.joining.add(late.name)
+                coming.start()
+
+        workers[names[0]].after_step = starts
+    for thread in threads[: len(names)]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return workers
+
+
+def main() -> None:
+    """Shows three runs, each with a new worker d that starts after step 5."""
+    for title, faults in {
+        "no faults": [],
+        "b dies in the commit of step 3; nobody sees its result": [Fault(3, "commit", "b")],
+        "b dies there; only c sees the result": [Fault(3, "commit", "b", received=("c",))],
+    }.items():
+        print(f"\n{title}")
+        for name, worker in train("abc", 8, faults, joiner=("d", 5)).items():
+            took = " ".join("LOST" if said == LOST else str(step) for step, said in worker.answers)
+            print(f"  {name}: weight {worker.state.weight:.17f} after steps {took}")
+
+
+if __name__ == "__main__":
+    main()

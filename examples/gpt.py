@@ -151,7 +151,7 @@ def train(model, optimizer, scheduler, loader, options):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-            if shoal.rank() == 0 and loader.global_step % 20 == 0:
+            if shoal.is_main_process() and loader.global_step % 20 == 0:
                 print(
                     f"step {loader.global_step}: {loss.item() / math.log(2):.2f} bits per byte",
                     flush=True,
@@ -194,7 +194,7 @@ def main(arguments=None):
     if options.checkpoints:
         shoal.save_checkpoint(options.checkpoints)
     whole = model.clone().eval() if options.write else None
-    if shoal.rank() == 0:
+    if shoal.is_main_process():
         print(
             f"{options.strategy} on {shoal.world_size()} ranks: {bits:.3f} bits per byte of files "
             "that it has not seen",

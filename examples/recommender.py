@@ -120,7 +120,7 @@ def train(options: argparse.Namespace) -> None:
     loader = shoal.ElasticDataLoader(torch.utils.data.TensorDataset(*log), **batches)
 
     def show(when: str) -> None:
-        if shoal.rank() == 0:
+        if shoal.is_main_process():
             reached = area_under_curve(model.predict(tuple(shown)).numpy(), held_out)
             best = area_under_curve(probability, held_out)
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10

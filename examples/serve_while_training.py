@@ -35,7 +35,7 @@ def digits() -> tuple[torch.Tensor, torch.Tensor]:
 
 def train(epochs: int) -> None:
     shoal.init()
-    if shoal.rank() == 0 and "SHOAL_COORDINATOR" in os.environ:
+    if shoal.is_main_process() and "SHOAL_COORDINATOR" in os.environ:
         print(
             f"python {__file__} --serve {os.environ['SHOAL_COORDINATOR']} --job "
             f"{os.environ['SHOAL_JOB_ID']}",

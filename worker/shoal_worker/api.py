@@ -27,6 +27,7 @@ from shoal_worker.elastic.evaluation import IteratedBatches, is_due
 from shoal_worker.elastic.evaluation import evaluate as _evaluate
 from shoal_worker.elastic.fixed import check_own
 from shoal_worker.elastic.loader_interface import StepStatus
+from shoal_worker.elastic.run_values import RunValues, values_in
 from shoal_worker.elastic.worker_process import current_session, find_session, open_session
 from shoal_worker.engine import whole_batch as whole_batches
 from shoal_worker.engine.model_session import ModelSession
@@ -61,6 +62,7 @@ __all__ = [
     "generation",
     "init",
     "is_joining",
+    "is_main_process",
     "load_full_state",
     "main_first",
     "print_once",
@@ -259,9 +261,17 @@ def as_distributed_for_low_bandwidth(
     return as_distributed(model, optimizer, strategy=strategy, config=config, **options)
 
 
-def register_state(**objects: Any) -> None:
-    """Makes objects with state_dict/load_state_dict a part of the run's state: sent to joiners, put
-    back on a redo, saved in checkpoints.
+def register_state(**objects: Any) -> RunValues:
+    """Makes objects and plain values a part of the run's state: sent to joiners, put back on a
+    redo, saved in checkpoints.
+
+    Objects have state_dict/load_state_dict. Plain values (numbers, strings, None, tensors, and
+    lists, tuples, sets and dictionaries of them) become attributes of what is returned, to be read
+    and written there by all ranks alike:
+
+        run = shoal.register_state(best=0.0)
+        ...
+        run.best = max(run.best, accuracy)
 
     After a lost step an object is what it was when the script got that step's batch, whatever the
     script did to it until the batch comes again. In a loop without a loader of Shoal's it is what
@@ -270,12 +280,17 @@ def register_state(**objects: Any) -> None:
     or 256 KiB of other values, are left as they are, with a warning. The `step` of registered
     schedulers and the `update` of registered gradient scalers do nothing after a lost step.
 
+    Returns:
+        The plain values; empty if none were given.
+
     Raises:
         ConfigurationError: an object without the two methods, or a name that is taken.
     """
     session = current_session()
-    for name, value in objects.items():
+    values = values_in(objects)
+    for name, value in {**objects, **values}.items():
         session.registered.register(name, value, copied=True)
+    return RunValues(values)
 
 
 @overload
@@ -533,7 +548,7 @@ def whole_batch(*tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ..
 def print_once(*values: Any, **options: Any) -> None:
     """`print`, on one rank alone: the first one that has the run's state. No rank waits for
     another."""
-    if current_session().is_first:
+    if is_main_process():
         print(*values, **options)  # noqa: T201 - what it is for
 
 
@@ -568,6 +583,19 @@ def track(*sinks: Sink, every_steps: int = 10) -> None:
             the log, and training goes on.
     """
     Tracker(current_session(), sinks, every_steps=every_steps)
+
+
+def is_main_process() -> bool:
+    """True in the one process that writes files and reports for all: the first that has the run's
+    state. False in a joiner that replays its script (`is_joining`).
+
+    It stays the same when others join or die. When it dies itself another process takes its place,
+    so ask each time:
+
+        if shoal.is_main_process():
+            torch.save(state, "best.pt")
+    """
+    return current_session().is_first
 
 
 def is_joining() -> bool:

@@ -36,8 +36,8 @@ def project(tmp_path: Path) -> Iterator[Session]:
         "XDG_RUNTIME_DIR": str(tmp_path / "runtime"),
         "XDG_STATE_HOME": str(tmp_path / "state"),
     }
-    # make is not to set up again the environment that runs this test.
-    running = Session(folder, {**own, **places, "MAKEFLAGS": "--old-file=.venv/installed"})
+    # The newest torch would take gigabytes: the test takes the one that all tests run with.
+    running = Session(folder, {**own, **places, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")})
     yield running
     running.close()
 

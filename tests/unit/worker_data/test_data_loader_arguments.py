@@ -11,6 +11,7 @@ from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.loader_interface import Placement
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     Dataset,
     DistributedSampler,
     IterableDataset,
@@ -228,3 +229,66 @@ def test_steps_of_an_evaluation_loader_and_evaluation_with_a_training_loader_are
         loader_of(train=False).epochs(3)
     with pytest.raises(ConfigurationError, match="train=False"):
         loader_of().evaluation_batches()
+
+
+# ---------------------------------------------------------------------------------- of a DataLoader
+
+
+def as_a_list(batch):
+    return torch.tensor(batch) * 10
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"shuffle": False}),
+        ({"shuffle": True}, {"shuffle": True}),
+        ({"drop_last": True}, {"shuffle": False, "drop_last": True}),
+        ({"collate_fn": as_a_list}, {"shuffle": False, "collate_fn": as_a_list}),
+        ({"sampler": [3, 1, 2]}, {"sampler": [3, 1, 2]}),
+    ],
+)
+def test_a_loader_made_of_a_dataloader_gives_the_same_batches(given, expected, make_rank):
+    def converted():
+        return ElasticDataLoader.from_dataloader(
+            DataLoader(list(range(10)), batch_size=4, **given), seed=3
+        )
+
+    def written():
+        return ElasticDataLoader(list(range(10)), global_batch_size=4, seed=3, **expected)
+
+    epochs = []
+    for make in (converted, written):
+        rank, batches = make_rank(make, Placement(generation=1, rank=0, world_size=1)), []
+        while (batch := rank.take()) is not None:
+            batches.append(batch)
+            rank.commit()
+        epochs.append(batches)
+    assert epochs[0] == epochs[1]
+
+
+def test_a_loader_made_of_a_dataloader_may_have_another_batch_size_and_evaluate(session):
+    given = DataLoader(list(range(10)), batch_size=4, shuffle=True)
+    loader = ElasticDataLoader.from_dataloader(given, global_batch_size=5, train=False)
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (lambda: [1, 2], "found a list; expected a torch.utils.data.DataLoader"),
+        (lambda: DataLoader([1], batch_size=None), "give it batch_size="),
+        (lambda: DataLoader([1], batch_sampler=[[0]]), "give it batch_size="),
+        (
+            lambda: DataLoader([1, 2], sampler=DistributedSampler([1, 2], 2, 0)),
+            "DistributedSampler deals samples to a fixed number of ranks",
+        ),
+        (
+            lambda: DataLoader([1], num_workers=1, worker_init_fn=print),
+            "worker_init_fn, and Shoal's data workers call none",
+        ),
+    ],
+)
+def test_a_dataloader_whose_samples_cannot_be_dealt_is_refused(given, said):
+    with pytest.raises(ConfigurationError, match=said):
+        ElasticDataLoader.from_dataloader(given())

@@ -45,6 +45,7 @@ from shoal_worker.data.streams import (
     makes_of,
     names_of,
 )
+from shoal_worker.data.torch_loaders import arguments_of
 from shoal_worker.elastic.loader_interface import Placement
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.digest import SAMPLES, identity_of
@@ -287,6 +288,49 @@ class ElasticDataLoader:
         )
         if train:
             self._introduction.session(self)
+
+    @classmethod
+    def from_dataloader(
+        cls,
+        loader: Any,
+        *,
+        global_batch_size: int | None = None,
+        micro_batch_size: int | None = None,
+        seed: int = 0,
+        weight_fn: Callable[[Any], float] | None = None,
+        name: str | None = None,
+        train: bool = True,
+    ) -> ElasticDataLoader:
+        """Makes a loader of a torch DataLoader: the same dataset, sampler or shuffling, batches,
+        `collate_fn`, `num_workers`, `pin_memory` and `drop_last`.
+
+        The order is another one than torch's generator would draw. `prefetch_factor`,
+        `persistent_workers`, `timeout` and `multiprocessing_context` have no effect.
+
+        Args:
+            loader: the DataLoader of a script for one process.
+            global_batch_size: samples in a step over all ranks; None: the loader's `batch_size`.
+            micro_batch_size: see `ElasticDataLoader`, as are all that follow.
+            seed: of the order.
+            weight_fn: weighs a batch.
+            name: tells several loaders apart.
+            train: False for evaluation.
+
+        Raises:
+            ConfigurationError: the loader has a batch_sampler, a DistributedSampler or a
+                worker_init_fn, or `ElasticDataLoader` refuses its arguments.
+        """
+        arguments = arguments_of(loader, "from_dataloader")
+        if global_batch_size is not None:
+            arguments["global_batch_size"] = global_batch_size
+        return cls(
+            **arguments,
+            micro_batch_size=micro_batch_size,
+            seed=seed,
+            weight_fn=weight_fn,
+            name=name,
+            train=train,
+        )
 
     @property
     def name(self) -> str:

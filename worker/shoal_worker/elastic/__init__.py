@@ -18,8 +18,9 @@ In come the calls of the user's loop, through loaders (`loader_interface`) and e
 - Between steps: `operations` (over a `channel`), `evaluation`, `collectives` (what scripts tell
   each other) and `torch_calls` (by torch's own functions). At any time: `first_of_machine` (what
   one process of a machine does before the others).
-- Beside the model: `schedulers_and_scalers`, `group_members` (the parameters in an optimizer's
-  groups), and `row_store` (rows of sparse tables, which servers hold).
+- Beside the model: `schedulers_and_scalers`, `run_values` (plain values of the script's),
+  `group_members` (the parameters in an optimizer's groups), and `row_store` (rows of sparse tables,
+  which servers hold).
 - Waiting: `waiting` (for what), `stall_watch` (whom this rank does not reach), `desync_detector`,
   `course` (what was issued in a step), `divergence`, `replicas_compared` and `batches_compared`
   (ranks that have gone different ways), `progress` (what heartbeats and metrics report),

@@ -10,16 +10,8 @@ from typing import Any
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from shoal_common.errors import ConfigurationError
 from shoal_worker.data.loader import ElasticDataLoader, EvaluationBatches
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    Subset,
-)
+from shoal_worker.data.torch_loaders import fetching_of, order_of
+from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler, Subset
 
 _INSTEAD = "give a torch DataLoader over a dataset with a length, or a shoal.ElasticDataLoader"
 
@@ -58,7 +50,7 @@ def training_loader(
             )
         _refuse_limit(limit, "limit_train_batches", "train_dataloader")
         return loader
-    order = {"shuffle": False} if in_order else _order(loader, "train_dataloader")
+    order = {"shuffle": False} if in_order else order_of(loader, "train_dataloader")
     batches = _limited(loader, limit, "limit_train_batches")
     if batches is not None:
         order = {
@@ -82,7 +74,7 @@ def training_loader(
         drop_last=loader.drop_last and batches is None,
         name="lightning",
         **order,
-        **_fetching(loader),
+        **fetching_of(loader),
     )
 
 
@@ -145,7 +137,7 @@ def _evaluation_loader(given: Any, what: str, limit: float, *, in_order: bool) -
     if isinstance(loader, ElasticDataLoader):
         _refuse_limit(limit, argument, what)
         return loader
-    order = _order(loader, what)
+    order = order_of(loader, what)
     if (order != {"shuffle": False} and not in_order) or loader.drop_last:
         raise ConfigurationError(
             f"{what}: the DataLoader shuffles, draws from a sampler or drops its last batch, so an "
@@ -156,7 +148,7 @@ def _evaluation_loader(given: Any, what: str, limit: float, *, in_order: bool) -
     if batches is not None:
         dataset = Subset(dataset, range(min(batches * loader.batch_size, len(dataset))))
     return ElasticDataLoader(
-        dataset, global_batch_size=loader.batch_size, train=False, **_fetching(loader)
+        dataset, global_batch_size=loader.batch_size, train=False, **fetching_of(loader)
     )
 
 
@@ -202,36 +194,3 @@ def _alone(given: Any, what: str) -> Any:
             "(docs/migration/trainers.md)"
         )
     return given
-
-
-def _order(loader: DataLoader[Any], what: str) -> dict[str, Any]:
-    """Returns arguments of Shoal's loader that correspond to the sampler's order."""
-    sampler = loader.sampler
-    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        raise ConfigurationError(
-            f"{what}: the DataLoader has batches of its own (a batch_sampler, or batch_size=None), "
-            f"and Shoal deals them: {_INSTEAD}"
-        )
-    if isinstance(sampler, DistributedSampler):
-        raise ConfigurationError(
-            f"{what}: a {type(sampler).__name__} deals samples to a fixed number of ranks, and "
-            "Shoal deals them to those that there are: leave the sampler out, with shuffle=True "
-            "for a new order each epoch"
-        )
-    if type(sampler) is SequentialSampler:
-        return {"shuffle": False}
-    if (
-        type(sampler) is RandomSampler
-        and not sampler.replacement
-        and sampler.num_samples == len(sampler.data_source)
-    ):
-        return {"shuffle": True}
-    return {"sampler": sampler}
-
-
-def _fetching(loader: DataLoader[Any]) -> dict[str, Any]:
-    return {
-        "collate_fn": loader.collate_fn,
-        "num_workers": loader.num_workers,
-        "pin_memory": loader.pin_memory,
-    }

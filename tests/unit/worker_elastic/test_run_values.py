@@ -1,0 +1,77 @@
+"""Plain values that a script registers: they are read and written as attributes, and belong to the
+run's state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import shoal
+import torch
+from shoal_worker.elastic.run_values import RunValues, values_in
+from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
+
+
+def registered_with(**values: Any) -> tuple[RegisteredState, RunValues]:
+    """What `register_state` makes of plain values."""
+    registered, made = RegisteredState(), values_in(values)
+    for name, value in made.items():
+        registered.register(name, value, copied=True)
+    return registered, RunValues(made)
+
+
+def test_a_joiner_and_a_resumed_script_get_the_values_of_the_run() -> None:
+    peers, run = registered_with(best=0.0, history=[], kept=None)
+    run.best, run.kept = 0.9, torch.ones(2)
+    run.history.append(("epoch", 1))
+    captured = peers.capture()
+
+    early, joined = registered_with(best=0.0, history=[], kept=None)
+    early.restore(captured)
+    assert (joined.best, joined.history, joined.kept.tolist()) == (0.9, [("epoch", 1)], [1, 1])
+
+    late = RegisteredState()
+    late.restore(captured)
+    values = values_in({"best": 0.0})
+    late.register("best", values["best"], copied=True)
+    assert RunValues(values).best == 0.9
+
+
+def test_a_lost_step_puts_values_back() -> None:
+    registered, run = registered_with(seen=0, history=[])
+    for lost in (False, True, False):
+        registered.put_back_again()
+        registered.step_begins()
+        registered.step_taken(may_be_lost=True)
+        run.seen += 12
+        run.history.append(run.seen)
+        if lost:
+            registered.step_void()
+        else:
+            registered.step_committed()
+    assert (run.seen, run.history) == (24, [12, 24])
+
+
+def test_a_name_that_was_not_registered_is_refused() -> None:
+    _, run = registered_with(best=0.0, epoch=1)
+    said = r"'bset' is no value of the run's state; expected one that .* \(best, epoch\)"
+    with pytest.raises(AttributeError, match=said):
+        run.bset = 1.0
+    with pytest.raises(AttributeError, match=said):
+        _ = run.bset
+    assert repr(run) == "RunValues(best=0.0, epoch=1)"
+
+
+def test_register_state_takes_objects_and_values_together() -> None:
+    try:
+        net = torch.nn.Linear(1, 1)
+        run = shoal.register_state(best=0.5, net=net)
+        run.best += 0.25
+        assert run.best == 0.75
+        with pytest.raises(AttributeError, match="'net' is no value"):
+            _ = run.net
+        with pytest.raises(shoal.ConfigurationError, match="'best' is taken by another object"):
+            shoal.register_state(best=1.0)
+        assert shoal.is_main_process()
+    finally:
+        shoal.shutdown()

@@ -1,0 +1,90 @@
+"""Arguments of Shoal's loader that mean what those of a torch DataLoader do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shoal_common.errors import ConfigurationError
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from shoal_worker.data.streams import is_stream
+
+
+def arguments_of(loader: Any, what: str) -> dict[str, Any]:
+    """Returns the arguments for the same dataset, order and batches. The batch is that of a script
+    on one process.
+
+    Args:
+        loader: a torch DataLoader.
+        what: its name in errors.
+
+    Raises:
+        ConfigurationError: it is none, or has batches, an order or data workers that Shoal cannot
+            deal.
+    """
+    if not isinstance(loader, DataLoader):
+        raise ConfigurationError(
+            f"{what}: found a {type(loader).__name__}; expected a torch.utils.data.DataLoader"
+        )
+    if loader.worker_init_fn is not None and loader.num_workers > 0:
+        raise ConfigurationError(
+            f"{what}: the DataLoader has a worker_init_fn, and Shoal's data workers call none. "
+            "Random generators are seeded for each batch without it; open files and connections "
+            "in the dataset, when an item is first asked for, and leave the argument out"
+        )
+    return {
+        "dataset": loader.dataset,
+        "global_batch_size": loader.batch_size,
+        "drop_last": loader.drop_last,
+        **order_of(loader, what),
+        **fetching_of(loader),
+    }
+
+
+def order_of(loader: DataLoader[Any], what: str) -> dict[str, Any]:
+    """Returns the arguments for the order that the loader's sampler means.
+
+    Raises:
+        ConfigurationError: it makes batches by itself, or deals samples to ranks.
+    """
+    if loader.batch_size is None or (
+        not is_stream(loader.dataset) and type(loader.batch_sampler) is not BatchSampler
+    ):
+        raise ConfigurationError(
+            f"{what}: the DataLoader has batches of its own (a batch_sampler, or batch_size=None), "
+            "and Shoal makes them of single samples: give it batch_size=, and a sampler that "
+            "draws samples"
+        )
+    if is_stream(loader.dataset):
+        return {}
+    sampler = loader.sampler
+    if isinstance(sampler, DistributedSampler):
+        raise ConfigurationError(
+            f"{what}: a {type(sampler).__name__} deals samples to a fixed number of ranks, and "
+            "Shoal deals them to those that there are: leave the sampler out, with shuffle=True "
+            "for a new order each epoch"
+        )
+    if type(sampler) is SequentialSampler:
+        return {"shuffle": False}
+    if (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(sampler.data_source)
+    ):
+        return {"shuffle": True}
+    return {"sampler": sampler}
+
+
+def fetching_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Returns the arguments by which batches are made of samples."""
+    return {
+        "collate_fn": loader.collate_fn,
+        "num_workers": loader.num_workers,
+        "pin_memory": loader.pin_memory,
+    }

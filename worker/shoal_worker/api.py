@@ -426,17 +426,18 @@ def load_full_state(path: str | Path, *, model: int | None = None) -> dict[str, 
     return read_model(Path(path), model)
 
 
-def report(*, loss: float | torch.Tensor) -> None:
-    """Tells `shoal status`, `shoal top` and the metrics this rank's loss. `train_step` does so by
-    itself.
+def report(**numbers: float | torch.Tensor) -> None:
+    """Reports this rank's loss, and up to 16 numbers of other names, to `shoal status`,
+    `shoal top`, the status page, TensorBoard and MLflow: `shoal.report(loss=loss, accuracy=0.98)`.
+    The loss also goes to Prometheus and into plots; `train_step` reports it by itself.
 
-    Cheap enough for every step: a loss on a GPU is copied when the GPU has come to it, and the loop
-    does not wait for it.
+    Cheap enough for every step: a number on a GPU is copied when the GPU has computed it, and the
+    loop does not wait for it. A name keeps its last value.
 
     Raises:
-        ConfigurationError: it is not one number.
+        ConfigurationError: one is not a single number, or there are too many names.
     """
-    current_session().progress.loss.tell(loss)
+    current_session().progress.report(numbers)
 
 
 def all_reduce(value: Any, op: str = "sum") -> Any:

@@ -36,6 +36,7 @@ class Progress:
     awaited_server: str = ""
     busy_link: tuple[int, float] | None = None
     """Rank and bytes per second."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
     out_of_reach: tuple[int, ...] = ()
     """shoal.v1.Heartbeat.out_of_reach"""
     in_reach: bool = False

@@ -138,6 +138,7 @@ def _member(job: ObservedJob, member: Member, rank: int | None) -> dict[str, Any
         "samples": progress.samples,
         "samples_per_s": progress.samples_per_s,
         "loss": _finite(progress.loss) if progress.step else None,
+        "metrics": {name: _finite(value) for name, value in progress.metrics.items()},
         "step_time_s": progress.step_time_s,
         "staleness": progress.staleness,
         "busy_time_s": progress.busy_time_s,

@@ -4,8 +4,9 @@ job."""
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from shoal_common.errors import InvalidRequestError, StaleGenerationError
@@ -66,6 +67,8 @@ _STOPS: Final = {
 }
 _LONGEST_NAME: Final = 64
 _MOST_OUT_OF_REACH: Final = 64
+_MOST_METRICS: Final = 16
+_NO_METRICS: Final[Mapping[str, float]] = {}
 _LONGEST_S: Final = 1e9
 _EVENT_ID: Final = re.compile(r"[0-9]{1,19}(-[0-9]{1,19})?")
 
@@ -149,6 +152,13 @@ def parse_join(message: pb.Join) -> tuple[str, MemberJoined]:
     return checks.job_id(message.job_id), event
 
 
+def _metrics(told: pb.Progress) -> Mapping[str, float]:
+    return {
+        name[:_LONGEST_NAME]: value
+        for name, value in itertools.islice(told.metrics.items(), _MOST_METRICS)
+    }
+
+
 def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
     """Returns the generation that the member works in, and its progress. Rates and losses are
     informative and unchecked; invalid durations become 0.
@@ -180,6 +190,7 @@ def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
         busy_link=(told.busy_link.rank, told.busy_link.bytes_per_s)
         if told.HasField("busy_link")
         else None,
+        metrics=_metrics(told) if told.metrics else _NO_METRICS,
         in_reach=message.in_reach,
         spare=message.spare,
         out_of_reach=tuple(message.out_of_reach[:_MOST_OUT_OF_REACH]),

@@ -393,6 +393,7 @@ def _progress_message(progress: Progress) -> pb.Progress:
         cpu_s=progress.cpu_s,
         server_wait_s=progress.server_wait_s,
         awaited_server=progress.awaited_server,
+        metrics=progress.metrics,
         busy_link=None
         if progress.busy_link is None
         else pb.BusyLink(rank=progress.busy_link[0], bytes_per_s=progress.busy_link[1]),

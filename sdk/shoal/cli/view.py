@@ -177,6 +177,17 @@ def _member_table(job: Job) -> FittingTable:
                 for member in members
             ],
         ),
+        *(
+            Column(
+                name,
+                [
+                    f"{member.metrics[name]:.4g}" if name in member.metrics else _NOTHING
+                    for member in members
+                ],
+                dispensable=4 + place,
+            )
+            for place, name in enumerate(_metric_names(members))
+        ),
         Column("step time", [_milliseconds(member.step_time) for member in members]),
         Column("waiting", [_waiting(member) for member in members]),
         *(
@@ -185,6 +196,11 @@ def _member_table(job: Job) -> FittingTable:
             else ()
         ),
     )
+
+
+def _metric_names(members: Sequence[Member]) -> list[str]:
+    """Returns the names under which any member reports numbers, in the order of first use."""
+    return list(dict.fromkeys(name for member in members for name in member.metrics))
 
 
 def _milliseconds(duration: timedelta) -> str:
@@ -320,6 +336,7 @@ def _member_json(member: Member) -> dict[str, Any]:
         "samples": member.samples,
         "samples_per_s": member.samples_per_s,
         "loss": member.loss,
+        "metrics": dict(member.metrics),
         "step_time_s": member.step_time.total_seconds(),
         "staleness": member.staleness,
         "busy_time_s": member.busy_time.total_seconds(),

@@ -3,7 +3,8 @@ nothing here sends requests."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 
@@ -94,6 +95,8 @@ class Member:
     """Versions between its last pull and its last push (async_sgd)."""
     note: str | None
     """Note for people if it slows the others down or has been silent for long."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Last values of the other numbers that it reports (`shoal.report`), by name."""
 
 
 @dataclass(frozen=True, kw_only=True)

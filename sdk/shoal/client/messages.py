@@ -85,6 +85,7 @@ def member_of(message: pb.MemberStatus) -> Member:
         loss=None
         if math.isnan(progress.loss) or not message.HasField("progress")
         else progress.loss,
+        metrics={name: value for name, value in progress.metrics.items() if not math.isnan(value)},
         step_time=timedelta(seconds=progress.step_time_s),
         busy_time=timedelta(seconds=progress.busy_time_s),
         waiting=timedelta(seconds=progress.waiting_s),

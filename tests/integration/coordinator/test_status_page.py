@@ -62,7 +62,16 @@ def test_a_job_is_told_with_its_ranks_and_how_far_each_is(
 ) -> None:
     job = make_job(together=2, smallest=2)
     a, b = job.form("a", "b", host="h7", pid=41)
-    a.beat(1, sequence=1, step=9, loss=0.5, samples_per_s=100, step_time_s=0.1, busy_time_s=0.05)
+    a.beat(
+        1,
+        sequence=1,
+        step=9,
+        loss=0.5,
+        samples_per_s=100,
+        step_time_s=0.1,
+        busy_time_s=0.05,
+        metrics={"accuracy": 0.75, "lr": math.nan},
+    )
     b.beat(1, sequence=1, step=7, loss=math.nan, samples_per_s=50)
     seen = eventually(
         lambda: (
@@ -94,6 +103,7 @@ def test_a_job_is_told_with_its_ranks_and_how_far_each_is(
     )
     assert (first["loss"], first["steps_behind"], first["samples_per_s"]) == (0.5, 0, 100)
     assert (second["loss"], second["steps_behind"]) == (None, 2)
+    assert (first["metrics"], second["metrics"]) == ({"accuracy": 0.75, "lr": None}, {})
     listed = {each["job_id"]: each for each in told(shared_coordinator, "/api/jobs")["jobs"]}[
         job.job_id
     ]

@@ -64,6 +64,7 @@ def test_it_shows_a_job_its_ranks_and_a_fault_as_it_happens(
             samples_per_s=50,
             step_time_s=0.02,
             busy_time_s=0.01,
+            metrics={"accuracy": 0.75},
         )
     look_at(browser, job)
     eventually(
@@ -77,6 +78,7 @@ def test_it_shows_a_job_its_ranks_and_a_fault_as_it_happens(
         "0",
         "50",
         "0.125",
+        "0.75",
         "20 ms",
         "50 %",
         "now",
@@ -84,12 +86,8 @@ def test_it_shows_a_job_its_ranks_and_a_fault_as_it_happens(
     ]
     eventually(lambda: "0.125" in browser.texts(".facts dd"), "a point of the history")
     facts = dict(zip(browser.texts(".facts dt"), browser.texts(".facts dd"), strict=True))
-    assert (facts["Ranks"], facts["Generation"], facts["Step"], facts["Loss"]) == (
-        "3 of 2 to 3",
-        "1",
-        "1,234",
-        "0.125",
-    )
+    shown = ("Ranks", "Generation", "Step", "Loss", "accuracy")
+    assert [facts[name] for name in shown] == ["3 of 2 to 3", "1", "1,234", "0.125", "0.75"]
     assert browser.texts("#link") == ["live"]
     assert browser.texts("#course .mark.fault") == []
 

@@ -78,7 +78,12 @@ class Member:
                 yield pb.MemberMessage(leave=pb.Leave(reason=self.leaving))
                 return
             progress = pb.Progress(
-                step=step, sequence=step, samples_per_s=100.0, loss=1 / (step + 1), step_time_s=0.1
+                step=step,
+                sequence=step,
+                samples_per_s=100.0,
+                loss=1 / (step + 1),
+                step_time_s=0.1,
+                metrics={"accuracy": 0.75},
             )
             yield pb.MemberMessage(
                 heartbeat=pb.Heartbeat(generation=self.generation, progress=progress)

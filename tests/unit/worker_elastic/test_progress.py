@@ -12,6 +12,7 @@ import pytest
 import torch
 from shoal_common.errors import ConfigurationError
 from shoal_common.processes import children_cpu_s
+from shoal_worker.elastic.coordinator_messages import progress_message
 from shoal_worker.elastic.progress import ProcessorTime, ProgressMeter
 from shoal_worker.metrics import WorkerMetrics
 
@@ -140,3 +141,24 @@ def test_what_is_not_one_number_is_no_loss(told: Any) -> None:
         ConfigurationError, match=r"shoal\.report\(loss=\.\.\.\): found .*; expected one number"
     ):
         ProgressMeter(WorkerMetrics()).loss.tell(told)
+
+
+def test_reported_numbers_are_in_the_heartbeat_by_their_names() -> None:
+    meter = ProgressMeter(WorkerMetrics())
+    meter.report({"loss": 0.5, "accuracy": torch.tensor(0.25)})
+    meter.report({"lr": 0.1})
+    message = progress_message(meter.snapshot())
+    assert message.loss == 0.5
+    assert dict(message.metrics) == {"accuracy": 0.25, "lr": 0.1}
+
+
+def test_numbers_of_too_many_names_are_refused() -> None:
+    meter = ProgressMeter(WorkerMetrics())
+    meter.report({f"metric{number}": 0.0 for number in range(16)})
+    meter.report({"metric3": 1.0, "loss": 1.0})
+    with pytest.raises(ConfigurationError, match=r"at most 16 names besides the loss; .*metric15"):
+        meter.report({"one_more": 1.0})
+    with pytest.raises(ConfigurationError, match=r"report\(metric3=\.\.\.\): found 'x'; expected"):
+        meter.report({"metric3": "x"})  # type: ignore[dict-item]  # what a user may do
+    with pytest.raises(ConfigurationError, match="expected a name of at most 64 characters"):
+        ProgressMeter(WorkerMetrics()).report({"n" * 65: 1.0})

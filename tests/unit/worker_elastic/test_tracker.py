@@ -109,6 +109,23 @@ def test_a_loss_told_every_few_steps_is_not_told_for_those_between() -> None:
     assert memory.values["shoal/loss"] == [(4, 4.0), (8, 8.0)]
 
 
+def test_other_numbers_are_written_by_their_names_for_the_step_they_are_reported_in() -> None:
+    memory = Memory()
+    model, optimizer, loader = begin(memory, every_steps=2)
+    for (x,) in loader:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        shoal.report(loss=loader.global_step, lr=torch.tensor(loader.global_step / 8))
+        if loader.global_step == 4:
+            shoal.report(accuracy=0.5)
+    shoal.shutdown()
+    steps = range(2, STEPS + 1, 2)
+    assert memory.values["shoal/loss"] == [(step, float(step)) for step in steps]
+    assert memory.values["lr"] == [(step, step / 8) for step in steps]
+    assert memory.values["accuracy"] == [(4, 0.5)]
+
+
 def test_a_sink_that_cannot_be_written_to_is_given_up_and_training_and_the_others_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -174,6 +174,7 @@ def progress_message(progress: Progress) -> pb.Progress:
         cpu_s=progress.cpu_s,
         server_wait_s=progress.server_wait_s,
         awaited_server=progress.awaited_server,
+        metrics=progress.metrics,
         busy_link=pb.BusyLink(rank=busy.rank, bytes_per_s=busy.bytes_per_s)
         if busy is not None
         else None,

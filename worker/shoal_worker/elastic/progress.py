@@ -11,9 +11,11 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
+import torch
+from shoal_common.errors import ConfigurationError
 from shoal_common.processes import children_cpu_s
 from shoal_common.tally import Counts, TallyWriter
 
@@ -23,6 +25,7 @@ from shoal_worker.metrics import WorkerMetrics
 
 _WINDOW_S = 1.0
 _MEDIAN_OF = 31
+_MOST_METRICS, _LONGEST_NAME = 16, 64
 _CPU_OF_CHILDREN_S = 5.0
 """How often the processor time of child processes is added up: it takes a look at each."""
 
@@ -69,6 +72,8 @@ class Progress:
     awaited_server: str = ""
     """Which one, for people."""
     busy_link: BusyLink | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other numbers than the loss that the loop reported last, by name."""
 
 
 class ProgressMeter:
@@ -87,6 +92,8 @@ class ProgressMeter:
         self._samples = 0
         self.loss = ToldLoss()
         """What the loop, or `train_step`, told of its loss."""
+        self._reported: dict[str, ToldLoss] = {}
+        """Other numbers that the loop reports, by name. Replaced when a name is added."""
         metrics.loss.set_function(lambda: self.loss.value)
         self._staleness = 0.0
         self._recent: deque[tuple[float, int]] = deque()
@@ -254,6 +261,38 @@ class ProgressMeter:
         )
         writer.committed(self._counts, generation=generation, steps=steps)
 
+    def report(self, numbers: Mapping[str, float | torch.Tensor]) -> None:
+        """Notes numbers that the loop reports, by name.
+
+        Raises:
+            ConfigurationError: one is not a single number, or there are too many names, or one is
+                too long.
+        """
+        for name, value in numbers.items():
+            if name == "loss":
+                self.loss.tell(value)
+                continue
+            told = self._reported.get(name)
+            if told is None:
+                if len(name) > _LONGEST_NAME:
+                    raise ConfigurationError(
+                        f"shoal.report({name}=...): expected a name of at most {_LONGEST_NAME} "
+                        "characters"
+                    )
+                if len(self._reported) >= _MOST_METRICS:
+                    raise ConfigurationError(
+                        f"shoal.report({name}=...): expected at most {_MOST_METRICS} names besides "
+                        f"the loss; there are {', '.join(self._reported)}"
+                    )
+                told = ToldLoss(name)
+            told.tell(value)
+            self._reported = {**self._reported, name: told}
+
+    @property
+    def reported(self) -> Mapping[str, ToldLoss]:
+        """All numbers that are reported, by name, the loss among them."""
+        return {"loss": self.loss, **self._reported}
+
     def snapshot(self) -> Progress:
         """Returns how far this worker is now. While no step ends, the rate falls and the time of a
         step grows."""
@@ -287,6 +326,7 @@ class ProgressMeter:
                 cpu_s=self._cpu.seconds(),
                 server_wait_s=server_wait_s,
                 awaited_server=awaited_server,
+                metrics={name: told.value for name, told in self._reported.items()},
             )
 
 

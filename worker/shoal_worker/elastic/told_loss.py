@@ -1,5 +1,7 @@
-"""The losses that a loop tells, of itself (`ToldLoss`) or of a step (`read_later`). One on a device
-is copied when the device has come to it; who wants the number waits for that, and nobody before."""
+"""Numbers that a training loop reports (`ToldLoss`), and the losses of steps (`read_later`).
+
+A number on a device is copied once the device has computed it. Only a reader waits for that.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,10 @@ from torch.distributed.tensor import DTensor
 
 
 class ToldLoss:
-    """Told by the training thread, read by any."""
+    """A number that the loop reports under one name. Told by the training thread, read by any."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "loss") -> None:
+        self._name = name
         self._lock = threading.Lock()
         self._told = 0
         self._newest = (0, math.nan)
@@ -25,7 +28,7 @@ class ToldLoss:
 
     def tell(self, loss: float | torch.Tensor) -> None:
         """Raises ConfigurationError: it is not one number that this rank has."""
-        value = _one_number(loss)
+        value = _one_number(loss, self._name)
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             copy, arrival = _sent_to_host(value)
             with self._lock:
@@ -110,18 +113,19 @@ def _sent_to_host(value: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
     return copy, arrival
 
 
-def _one_number(loss: float | torch.Tensor) -> float | torch.Tensor:
+def _one_number(loss: float | torch.Tensor, name: str) -> float | torch.Tensor:
+    """Raises ConfigurationError: it is not one number that this rank has."""
     if isinstance(loss, DTensor):
         if not all(placement.is_replicate() for placement in loss.placements):
             raise ConfigurationError(
-                f"shoal.report(loss=...): the loss is a DTensor with placements {loss.placements}: "
-                "no rank has its value; report loss.full_tensor(), on every rank"
+                f"shoal.report({name}=...): found a DTensor with placements {loss.placements}, "
+                f"whose value no rank has; report {name}.full_tensor(), on every rank"
             )
         loss = loss.to_local()
     if isinstance(loss, torch.Tensor):
         if loss.numel() != 1 or loss.is_meta or loss.is_complex():
             raise ConfigurationError(
-                f"shoal.report(loss=...): found a tensor of shape {tuple(loss.shape)} and dtype "
+                f"shoal.report({name}=...): found a tensor of shape {tuple(loss.shape)} and dtype "
                 f"{loss.dtype} on {loss.device}; expected one number, such as the mean over the "
                 "batch"
             )
@@ -130,6 +134,6 @@ def _one_number(loss: float | torch.Tensor) -> float | torch.Tensor:
         return float(loss)
     except (TypeError, ValueError):
         raise ConfigurationError(
-            f"shoal.report(loss=...): found {loss!r}; expected one number, or a tensor of one "
+            f"shoal.report({name}=...): found {loss!r}; expected one number, or a tensor of one "
             "element"
         ) from None

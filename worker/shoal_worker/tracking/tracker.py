@@ -94,9 +94,10 @@ class Tracker:
         self._committed: int | None = None
         """The step that this rank committed last, if it was the first rank then: losses told until
         the next one begins are of it."""
-        self._loss_due: tuple[int, int] | None = None
-        """Ordinal of the loss that is to be written, and the step that it is of."""
-        self._told = session.progress.loss.told
+        self._due: dict[str, tuple[int, int]] = {}
+        """Name of each reported number that is to be written -> its ordinal, and the step that it
+        is of."""
+        self._told = {name: told.told for name, told in session.progress.reported.items()}
         self._before = Standing.of(session)
         session.progress.follow(begun=self._begun, committed=self._step_committed)
         session.on_close(lambda: self._close(ended=True))
@@ -104,12 +105,12 @@ class Tracker:
     def _begun(self) -> None:
         """A step begins: what was told of the loss since the last one was committed is that
         one's."""
-        self._take_loss(self._committed)
-        self._write_loss()
+        self._take_reported(self._committed)
+        self._write_reported()
         self._committed = None
 
     def _step_committed(self, step: int) -> None:
-        self._take_loss(step)  # told in the step itself
+        self._take_reported(step)  # told in the step itself
         now, before = Standing.of(self._session), self._before
         self._before = now
         if not self._session.is_first:
@@ -133,25 +134,32 @@ class Tracker:
         happened = "; ".join(_changes(before, now))
         if happened:
             self._each(lambda sink: sink.event(step, happened))
-        self._write_loss()
+        self._write_reported()
         self._each(lambda sink: sink.flush())
 
-    def _take_loss(self, step: int | None) -> None:
-        told, before = self._session.progress.loss.told, self._told
-        self._told = told
-        if told != before and step is not None and step // self._every != (step - 1) // self._every:
-            self._loss_due = (told, step)
+    def _take_reported(self, step: int | None) -> None:
+        due = step is not None and step // self._every != (step - 1) // self._every
+        for name, reported in self._session.progress.reported.items():
+            told, before = reported.told, self._told.get(name, 0)
+            self._told[name] = told
+            if told != before and due and step is not None:
+                self._due[name] = (told, step)
 
-    def _write_loss(self) -> None:
-        """The loss that is due, once it is known: one on a device may be on its way for a while."""
-        if self._loss_due is None or not self._open:
+    def _write_reported(self) -> None:
+        """Writes the numbers that are due and known: one on a device may be on its way for a
+        while."""
+        if not self._due or not self._open:
             return
-        (ordinal, step), (known, value) = self._loss_due, self._session.progress.loss.newest
-        if known < ordinal:
-            return
-        self._loss_due = None
-        if known == ordinal and step == self._written:
-            self._each(lambda sink: sink.scalars(step, {"shoal/loss": value}))
+        values: dict[str, float] = {}
+        for name, (ordinal, step) in [*self._due.items()]:
+            known, value = self._session.progress.reported[name].newest
+            if known < ordinal:
+                continue
+            del self._due[name]
+            if known == ordinal and step == self._written:
+                values["shoal/loss" if name == "loss" else name] = value
+        if values:
+            self._each(lambda sink: sink.scalars(self._written, values))
 
     def _reopen(self, step: int) -> None:
         self._close(ended=False)
@@ -162,9 +170,9 @@ class Tracker:
     def _close(self, *, ended: bool) -> None:
         if not self._open:
             return
-        self._take_loss(self._committed)
-        self._write_loss()
-        self._open, self._loss_due = False, None
+        self._take_reported(self._committed)
+        self._write_reported()
+        self._open, self._due = False, {}
         self._each(lambda sink: sink.close(ended=ended))
 
     def _each(self, call: Callable[[Sink], None]) -> None:

@@ -38,7 +38,7 @@ _LONG_S = 15
 the others have to do."""
 _HEARD_AFTER_S = 0.1
 """Longest until the coordinator hears of a death."""
-_TOLD_APART = "scripts went different ways"
+_TOLD_APART = "ranks diverged"
 _STATE_LOST = (
     "is lost: no rank",
     "only a checkpoint can replace",

@@ -103,6 +103,9 @@ class WorkerSettings(CallerSettings):
     away_timeout_s: float = Field(default=86400.0, gt=0)
     """Longest wait for a coordinator that is away, where training cannot go on without it. It does
     not count as waiting for a rank."""
+    full_tracebacks: bool = False
+    """Whether an error of Shoal that ends the script is shown with Shoal's own lines, and not with
+    those of the script alone."""
 
     def channel(self, address: str, **more: Any) -> ChannelSettings:
         """Says how to call the service at host:port as this member, with its key. Raises

@@ -148,7 +148,7 @@ def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
     longest = max(waiting, key=lambda place: place.waited_ms)
     step = max(place.pulse.progress.step for place in places)
     waited = f"waited {waited_ms // 1000} s in {longest.pulse.progress.waiting_in}"
-    head = f"generation {draft.number} stands at step {step}: {_names(waiting)} {waited}"
+    head = f"generation {draft.number} has stalled at step {step}: {_names(waiting)} {waited}"
     if not working and not silent:
         _, slow = behind_connection(
             [
@@ -159,7 +159,7 @@ def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
         why = reach or (f"; {slow}" if slow else "; none has said that it cannot reach another")
         return f"{head}, all at once, so something between them is missing or slow{why}"
     blamed = [
-        f"{place.name}, not heard of for {place.silent_ms // 1000} s"
+        f"{place.name}, no heartbeat for {place.silent_ms // 1000} s"
         for place in silent[:_MOST_NAMED]
     ]
     blamed += [

@@ -354,7 +354,7 @@ def event_message(event: StoredEvent) -> pb.Event:
 def note_of(state: JobState, member: Member, pulse: Pulse | None, now_ms: int) -> str:
     """Returns a note on a member that is silent or slows the others down; empty otherwise."""
     if pulse is not None and pulse.silent_ms(now_ms) > max(state.spec.unheard_ms, _SILENT_MS):
-        return f"not heard of for {pulse.silent_ms(now_ms) // 1000} s"
+        return f"no heartbeat for {pulse.silent_ms(now_ms) // 1000} s"
     straggler = state.stragglers.get(member.member_id)
     return straggler.text if straggler is not None and straggler.told else ""
 

@@ -200,7 +200,7 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DrainMember(self, request, context):
-        """Asks a member to leave at the next step border. Idempotent. Role: admin. NOT_FOUND /
+        """Asks a member to leave at the next step boundary. Idempotent. Role: admin. NOT_FOUND /
         MEMBER_UNKNOWN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -208,7 +208,7 @@ class CoordinatorServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StopJob(self, request, context):
-        """Asks all members to stop at the next step border, and closes the job to joins. Idempotent.
+        """Asks all members to stop at the next step boundary, and closes the job to joins. Idempotent.
         Role: worker: launchers stop a job whose workers have failed, or whose plain script has ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

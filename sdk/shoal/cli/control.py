@@ -30,7 +30,7 @@ def kill(rank: Rank, coordinator: Coordinator = None, job: Job = None) -> None:
 def drain(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Job = None) -> None:
     """Ask the worker of a rank, or a parameter server, to leave.
 
-    Nothing is lost. A worker goes at its next step border. A server hands what it holds to the
+    Nothing is lost. A worker leaves after the current step. A server hands what it holds to the
     others while training goes on; then it ends, and its backup does.
     """
     from shoal.cli.target import target
@@ -41,7 +41,7 @@ def drain(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Jo
                 found.job_id, rank=int(rank_or_server), reason="shoal drain"
             )
             typer.echo(
-                f"rank {rank_or_server} of job {found.job_id} leaves at its next step border "
+                f"rank {rank_or_server} of job {found.job_id} will leave after the current step "
                 f"(member {member_id})"
             )
         else:
@@ -61,11 +61,11 @@ def stop(
 ) -> None:
     """Ask all workers of a job to stop.
 
-    They stop together at their next step border, and the code after the loop runs. A plain torchrun
+    They stop together after the current step, and the code after the loop runs. A plain torchrun
     script has none: end its launcher.
     """
     from shoal.cli.target import target
 
     with target(coordinator, job) as found:
         found.client.stop(found.job_id, reason=reason)
-        typer.echo(f"job {found.job_id} stops at its workers' next step border")
+        typer.echo(f"job {found.job_id} will stop after the current step")

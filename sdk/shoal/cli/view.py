@@ -148,7 +148,8 @@ def _note(member: Member) -> str:
 
 
 def _phase(phase: MemberPhase | JobPhase) -> Text:
-    return Text(phase, style=_PHASE_STYLES.get(phase, ""))
+    shown = "active" if phase == MemberPhase.RANKED else phase
+    return Text(shown, style=_PHASE_STYLES.get(phase, ""))
 
 
 def _member_table(job: Job) -> FittingTable:

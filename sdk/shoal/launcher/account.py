@@ -39,10 +39,10 @@ class Pause:
     def text(self) -> str:
         """One line without a line break."""
         happened, still = "; ".join(change.text for change in self.changes), self.standstill
-        line = f"{happened}: training stood still for {still.seconds:.3f} s"
+        line = f"{happened}: training paused for {still.seconds:.3f} s"
         sizes = [change.world_size for change in self.changes if change.world_size]
         if sizes:
-            line += f" and went on from step {still.steps} with {_counted(sizes[-1], 'rank')}"
+            line += f" and continued from step {still.steps} with {_counted(sizes[-1], 'rank')}"
         return line + (
             f"; {_counted(still.undone, 'step')} from there on had been taken before"
             if still.undone

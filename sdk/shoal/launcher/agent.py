@@ -428,15 +428,15 @@ class Agent:
             self._stopping.set()
             if policy.elastic:
                 self._note(
-                    f"{what}: it raised, and no restart cures that: the job ends (--no-fail-fast, "
-                    "--max-restarts)"
+                    f"{what}: it raised an exception; restarting would not help, so the job ends "
+                    "(--no-fail-fast, --max-restarts)"
                 )
             self._spawn(self._wind_down(self._settings.failure_grace))
         elif not self._stopping.is_set():
             if not self._workers and (policy.end.is_over or not self._replacing):
                 self._conclude(known=report is not None)
             elif not ended.left:
-                self._note(f"{what}; the others go on without it")
+                self._note(f"{what}; continuing without it")
 
     def _replace(self, index: int, what: str) -> None:
         task = self._spawn(self._start_replacement(index, what))
@@ -453,7 +453,7 @@ class Agent:
                 "checkpoint to go on from"
             )
         else:
-            self._note(f"{what}; the others go on, pid {pid} takes its place")
+            self._note(f"{what}; continuing, replaced by pid {pid}")
 
     # -------------------------------------------------------------------------------------- the end
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
 
@@ -30,10 +31,10 @@ def failure_summary(
         lines += [
             _LINE,
             "Later failures:",
-            *(f"  {_moment(failure)} {failure_line(failure)}" for failure in others),
+            *(f"  {_moment(failure)} {_later(failure, first)}" for failure in others),
         ]
     if survived:
-        lines += [_LINE, "Failures on the way that were made up for, the newest last:"]
+        lines += [_LINE, "Failures that were recovered, newest last:"]
         lines += [
             f"  {_moment(failure)} {failure_line(failure)}"
             for failure in survived[-_MOST_SURVIVED:]
@@ -46,10 +47,17 @@ def survived_summary(survived: Sequence[WorkerExit]) -> str:
     names = ", ".join(
         f"{failure.who} (pid {failure.pid}, {failure.status})" for failure in survived
     )
-    return (
-        f"the run came to its end although {len(survived)} of its workers failed on the way: "
-        f"{names}"
+    count = (
+        "1 worker failure was" if len(survived) == 1 else f"{len(survived)} worker failures were"
     )
+    return f"run completed; {count} recovered: {names}"
+
+
+def _later(failure: WorkerExit, first: WorkerExit) -> str:
+    """Returns one line. A message that the first failure has too is not repeated."""
+    if failure.message and failure.message == first.message:
+        failure = replace(failure, message="the same error")
+    return failure_line(failure)
 
 
 def failure_line(failure: WorkerExit) -> str:
@@ -83,5 +91,5 @@ def _details(failure: WorkerExit) -> list[str]:
         f"  exit code : {ending}, pid {failure.pid}",
     ]
     if text := failure.traceback or failure.message:
-        lines += ["  traceback :", *(f"    {line}" for line in text.strip().splitlines())]
+        lines += ["  error     :", *(f"    {line}" for line in text.strip().splitlines())]
     return lines

@@ -318,7 +318,7 @@ def _account(error_file: Path) -> _Account:
         own = content.get("shoal", {})
         return _Account(
             message=str(message["message"]),
-            traceback=str(message["extraInfo"]["py_callstack"]),
+            traceback=own.get("brief") or str(message["extraInfo"]["py_callstack"]),
             rank=int(own.get("rank", -1)),
             unix_s=float(own.get("unix_s", 0.0)),
         )

@@ -115,7 +115,7 @@ def test_drain_lets_a_worker_take_its_leave(shell: Shell, elastic_worker: Path) 
     cluster = start(shell, elastic_worker)
     status, out, err = shell.run("drain", "2")
     assert (status, err) == (0, "")
-    assert out.startswith("rank 2 of job digits leaves at its next step border (member ")
+    assert out.startswith("rank 2 of job digits will leave after the current step (member ")
     cluster.wait_for_output("[2]: left", "[0]: generation 2 rank 0 of 2")
     with CoordinatorClient(ChannelSettings(address=shell.cluster().coordinator)) as client:
         for member in client.get_job("digits").members:

@@ -168,7 +168,7 @@ def test_stop_ends_a_job_at_a_border_and_followed_events_end_with_it(
     events = shell.start("events", "--follow")
     events.wait_for_output("generation_formed")
     status, out, err = shell.run("stop", "--reason", "seen enough")
-    assert (status, out, err) == (0, "job short stops at its workers' next step border\n", "")
+    assert (status, out, err) == (0, "job short will stop after the current step\n", "")
     assert run.wait() == 0
     assert (events.wait(), events.stderr) == (0, "")
     assert "stop_requested" in events.stdout

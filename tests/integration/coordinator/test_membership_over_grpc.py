@@ -222,7 +222,7 @@ def test_a_member_that_is_cut_off_while_its_peers_train_with_it_keeps_its_place(
 
     def silent() -> bool:
         a.beat(1, sequence=int(10 * (time.monotonic() - began)))
-        return "not heard of for" in next(
+        return "no heartbeat for" in next(
             (m.note for m in job.get().members if m.member_id == "b"), "not there"
         )
 
@@ -240,8 +240,8 @@ def test_a_step_that_stands_is_explained_to_those_that_wait(make_job: MakeJob) -
     b.beat(1, step=3)
     text = a.told("notice").text
     assert (
-        "generation 1 stands at step 3: rank 0 (h1) has waited 11 s in all_reduce for rank 1 (h1)"
-        in text
+        "generation 1 has stalled at step 3: rank 0 (h1) has waited 11 s in all_reduce for "
+        "rank 1 (h1)" in text
     )
     assert b.told("notice").text == text
     assert job.get().waits_for == text

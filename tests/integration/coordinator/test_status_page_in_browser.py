@@ -73,7 +73,7 @@ def test_it_shows_a_job_its_ranks_and_a_fault_as_it_happens(
     assert cells(browser, "ranks")[0] == [
         "0",
         "host-7",
-        "ranked",
+        "active",
         "1,234",
         "0",
         "50",
@@ -87,7 +87,7 @@ def test_it_shows_a_job_its_ranks_and_a_fault_as_it_happens(
     eventually(lambda: "0.125" in browser.texts(".facts dd"), "a point of the history")
     facts = dict(zip(browser.texts(".facts dt"), browser.texts(".facts dd"), strict=True))
     shown = ("Ranks", "Generation", "Step", "Loss", "accuracy")
-    assert [facts[name] for name in shown] == ["3 of 2 to 3", "1", "1,234", "0.125", "0.75"]
+    assert [facts[name] for name in shown] == ["3 (min 2, max 3)", "1", "1,234", "0.125", "0.75"]
     assert browser.texts("#link") == ["live"]
     assert browser.texts("#course .mark.fault") == []
 

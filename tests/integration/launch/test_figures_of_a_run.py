@@ -55,8 +55,8 @@ def test_a_killed_worker_is_told_with_its_pause_and_the_figures_and_the_plot_hav
     os.kill(victim, signal.SIGKILL)
     assert command.wait() == 0, command.stderr
     told = re.search(
-        rf"^shoal: rank 1 \(pid {victim} on \S+\) ended with SIGKILL: training stood still for "
-        rf"(\d+\.\d{{3}}) s and went on from step "
+        rf"^shoal: rank 1 \(pid {victim} on \S+\) ended with SIGKILL: training paused for "
+        rf"(\d+\.\d{{3}}) s and continued from step "
         r"(\d+) with 1 rank$",
         command.stderr,
         re.MULTILINE,

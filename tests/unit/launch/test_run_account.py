@@ -117,9 +117,9 @@ def test_a_loss_and_a_join_are_told_with_their_pauses_and_the_step_from_which_it
     assert run.account.wants_events(run.clock.ns)
     lines = run.account.explain([FORMED, LOST, formed, joined], {}, run.clock.ns)
     assert lines == [
-        "rank 1 (pid 7 on vm) ended with SIGKILL: training stood still for 0.090 s and went on "
-        "from step 20 with 1 rank",
-        "rank 1 (pid 9 on vm) joined: training stood still for 0.050 s and went on from step 30 "
+        "rank 1 (pid 7 on vm) ended with SIGKILL: training paused for 0.090 s and "
+        "continued from step 20 with 1 rank",
+        "rank 1 (pid 9 on vm) joined: training paused for 0.050 s and continued from step 30 "
         "with 2 ranks",
     ]
     figures = run.account.figures
@@ -153,8 +153,8 @@ def test_steps_taken_again_after_a_return_to_a_checkpoint_count_once_and_as_time
         [FORMED, LOST, formed], {"b": "ended with exit code 3"}, run.clock.ns
     )
     assert line == (
-        "rank 1 (pid 7 on vm) ended with exit code 3: training stood still for 0.100 s and went "
-        "on from step 10 with 1 rank; 10 steps from there on had been taken before"
+        "rank 1 (pid 7 on vm) ended with exit code 3: training paused for 0.100 s and "
+        "continued from step 10 with 1 rank; 10 steps from there on had been taken before"
     )
     figures = run.account.figures
     assert (figures.steps, figures.samples) == (40, 40 * BATCH)
@@ -206,8 +206,7 @@ def test_a_standstill_that_the_coordinator_explains_is_a_pause_although_nobody_c
     run.look(settle=True)
     (line,) = run.account.explain([], {}, run.clock.ns)
     assert (
-        line
-        == "rank 0 (vm) has waited 10 s in all_reduce for rank 1 (vm): training stood still for "
+        line == "rank 0 (vm) has waited 10 s in all_reduce for rank 1 (vm): training paused for "
         "20.010 s"
     )
     figures = run.account.figures
@@ -228,7 +227,7 @@ def test_a_lost_server_is_told_with_its_pause_soon_after_the_beginning(run: Run)
     run.steps(3, 4, "a", generation=1)
     run.look(settle=True)
     assert run.account.explain([], {}, run.clock.ns) == [
-        "parameter server server-0 was lost: training stood still for 20.010 s"
+        "parameter server server-0 was lost: training paused for 20.010 s"
     ]
 
 
@@ -247,8 +246,8 @@ def test_a_rank_that_is_kept_out_counts_as_a_fault(run: Run) -> None:
     formed = Event(kind="generation_formed", generation=2, attributes={"world_size": "1"})
     (line,) = run.account.explain([FORMED, kept_out, formed], {}, run.clock.ns)
     assert line.startswith(
-        "rank 1 (pid 7 on vm) was kept out: it and a accused each other 2 times: training stood "
-        "still for 30."
+        "rank 1 (pid 7 on vm) was kept out: it and a accused each other 2 times: training "
+        "paused for 30."
     )
     assert run.account.figures.faults == 1
 
@@ -282,8 +281,7 @@ def test_who_leaves_a_run_that_goes_on_has_left_it_and_all_together_have_not(run
     formed = Event(kind="generation_formed", generation=2, attributes={"world_size": "1"})
     (line,) = run.account.explain([FORMED, left, formed, left], {}, run.clock.ns)
     assert (
-        line
-        == "rank 1 (pid 7 on vm) left: training stood still for 0.010 s and went on from step 20 "
+        line == "rank 1 (pid 7 on vm) left: training paused for 0.010 s and continued from step 20 "
         "with 1 rank"
     )
     assert run.account.figures.leaves == 1

@@ -53,12 +53,12 @@ def member(rank: int, *, note: str = "", **progress: Any) -> pb.MemberStatus:
 
 def test_a_step_that_stands_is_explained_above_the_ranks_that_wait() -> None:
     why = (
-        "generation 1 stands at step 7: rank 0 (h0) has waited 12 s in all_reduce for rank 1 "
-        "(h1), not heard of for 13 s"
+        "generation 1 has stalled at step 7: rank 0 (h0) has waited 12 s in all_reduce for rank 1 "
+        "(h1), no heartbeat for 13 s"
     )
     members = [
         member(0, step=7, step_time_s=12.0, busy_time_s=0.1, waiting_s=12.0),
-        member(1, step=7, step_time_s=0.2, busy_time_s=0.1, note="not heard of for 13 s"),
+        member(1, step=7, step_time_s=0.2, busy_time_s=0.1, note="no heartbeat for 13 s"),
     ]
     job = pb.GetJobResponse(
         spec=pb.JobSpec(job_id="j", max_workers=2),
@@ -70,10 +70,10 @@ def test_a_step_that_stands_is_explained_above_the_ranks_that_wait() -> None:
     assert lines[1] == why
     assert lines[3].split()[-3:] == ["ms", "12", "s"]
     assert lines[4].split()[-1] == "50%"
-    assert lines[5] == "rank 1 (h1): not heard of for 13 s"
+    assert lines[5] == "rank 1 (h1): no heartbeat for 13 s"
     told = job_json(job_of(job))
     assert told["waits_for"] == why
-    assert [m["note"] for m in told["members"]] == [None, "not heard of for 13 s"]
+    assert [m["note"] for m in told["members"]] == [None, "no heartbeat for 13 s"]
 
 
 def test_servers_are_shown_with_what_they_hold_and_whether_they_leave() -> None:

@@ -116,7 +116,7 @@ def test_an_exception_that_hides_what_led_to_it_stands_for_itself() -> None:
 def test_what_the_scripts_did_is_no_consequence_though_a_failed_collective_told_it(
     reason: str,
 ) -> None:
-    verdict = PreconditionError("the ranks' scripts went different ways", reason=reason)
+    verdict = PreconditionError("ranks diverged", reason=reason)
     verdict.__cause__ = MembershipChanged("the group was ended")
     assert not is_consequence(verdict)
     after = RuntimeError("save failed")

@@ -228,7 +228,7 @@ def test_one_rank_alone_is_told_that_the_others_went_elsewhere() -> None:
 
     with pytest.raises(
         shoal.PreconditionError,
-        match=r"scripts went different ways \(rank 0: with_parameters, rank 1: evaluate\)",
+        match=r"ranks diverged \(rank 0: with_parameters, rank 1: evaluate\)",
     ):
         shoal.launch(body, world_size=2)
 

@@ -4,7 +4,8 @@ In come the calls of the user's loop, through loaders (`loader_interface`) and e
 (`strategy_interface`); out comes one outcome of each step, the same on all ranks that survive it.
 
 - A process: `worker_process` opens the session and ends it, also on signals; `script_end` says
-  whether the script has come to its end; `session` is what users and engines speak to.
+  whether the script has come to its end, `brief_errors` how an error of Shoal is shown there;
+  `session` is what users and engines speak to.
 - A step: `step` (the step in progress, and its control word), `step_lifecycle` (begins, commits and
   loses steps), `borders` (what happens between two of them; who leaves), `phase` (where the script
   is in the run), `committed_state` (what is true after the last step), `return_to_checkpoint`

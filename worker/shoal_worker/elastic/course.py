@@ -2,7 +2,7 @@
 wait.
 
 All ranks issue the same ones, so of two ranks' lists one is the beginning of the other, however far
-each has come. Where two lists differ at one place the scripts went different ways: one rank told an
+each has come. Where two lists differ at one place the ranks diverged: one rank told an
 optimizer to step, say, and another one left that out and went on with the next pass. Each then
 waits in a collective that the other never issues.
 

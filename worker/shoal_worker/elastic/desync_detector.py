@@ -1,4 +1,4 @@
-"""Notices that ranks wait for each other because their scripts went different ways, long before a
+"""Notices that ranks wait for each other because their scripts diverged, long before a
 collective's timeout.
 
 Of two ranks of which one evaluates and the other takes a step, each waits in a collective that the

@@ -60,9 +60,7 @@ def steps_apart(
         )
     except MembershipChanged:  # a peer has told its error and gone
         everyones = [told]
-    return PreconditionError(
-        f"the ranks' scripts went different ways: {_difference(everyones)}", reason=REASON
-    )
+    return PreconditionError(f"ranks diverged: {_difference(everyones)}", reason=REASON)
 
 
 def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError:
@@ -71,7 +69,7 @@ def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError
     ordered = sorted((one, other), key=lambda each: int(each["rank"]))
     who = ", ".join(f"rank {each['rank']} is in {each['what']}" for each in ordered)
     return PreconditionError(
-        f"the ranks' scripts went different ways ({who}), and would wait for each other for ever; "
+        f"ranks diverged ({who}), and would wait for each other for ever; "
         "every rank must take the same steps, and call evaluate, save_checkpoint, "
         f"should_early_stop and the like in the same order between them. {COUNTING}",
         reason=REASON,
@@ -87,7 +85,7 @@ def courses_apart(
         ((int(each["rank"]), text) for each, text in zip((one, other), what, strict=True))
     )
     return PreconditionError(
-        f"the ranks' scripts went different ways in step {step}, and would wait for each other for "
+        f"ranks diverged in step {step}, and would wait for each other for "
         f"ever: rank {first} {does}, where rank {second} {does_}; every rank must do the same "
         "passes in a step, and call optimizer.step() at the same place, of several models for the "
         f"same optimizers in one order. {COUNTING}",
@@ -99,7 +97,7 @@ def operations_apart(who: str) -> PreconditionError:
     """The error for ranks that do different things between two steps. `who`: which rank is in
     what."""
     return PreconditionError(
-        f"the ranks' scripts went different ways ({who}); every rank must call evaluate, "
+        f"ranks diverged ({who}); every rank must call evaluate, "
         "save_checkpoint, should_early_stop and the loader's iterations in the same order. "
         f"{COUNTING}",
         reason=REASON,
@@ -110,7 +108,7 @@ def borders_apart(places: Sequence[Sequence[Any]]) -> PreconditionError:
     """The error for ranks that joiners would have to meet at different places. `places`: each
     rank's loader, its number, epoch and step."""
     return PreconditionError(
-        "the ranks' scripts went different ways: they stand at (loader, its number, epoch, step) "
+        "ranks diverged: they stand at (loader, its number, epoch, step) "
         f"{list(places)}; every rank must iterate over the same loaders in the same order",
         reason=REASON,
     )
@@ -120,7 +118,7 @@ def ends_apart(ended_after: int, step: int) -> PreconditionError:
     """The error for a rank that takes a step which no peer takes. `ended_after`: the step after
     which a peer's script came to its end."""
     return PreconditionError(
-        "the ranks' scripts went different ways: a peer's came to its end after step "
+        "ranks diverged: a peer's came to its end after step "
         f"{ended_after}, and this one takes step {step}; every rank must take the same steps: "
         "leave the loop by what is alike on all ranks, such as loader.global_step or "
         "should_early_stop",
@@ -146,7 +144,7 @@ def evaluations_apart(dealings: Sequence[str]) -> PreconditionError:
     follow from, in JSON; not all the same."""
     what = _differences([json.loads(dealing) for dealing in dealings])
     return PreconditionError(
-        f"the ranks' scripts went different ways: they evaluate different batches {what}",
+        f"ranks diverged: they evaluate different batches {what}",
         reason=REASON,
     )
 

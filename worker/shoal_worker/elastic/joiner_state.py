@@ -76,7 +76,7 @@ class JoinerState:
             MembershipChanged: the group is over, or spares leave it.
             StateLostError: no rank holds some part of the state.
             LeftOver: this process is a spare that nobody can feed.
-            PreconditionError: there is no state, or the scripts went different ways; on all ranks
+            PreconditionError: there is no state, or the ranks diverged; on all ranks
                 alike.
         """
         held = self._held

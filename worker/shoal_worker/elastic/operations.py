@@ -97,7 +97,7 @@ class Operations:
 class GroupChannel:
     """A group's ranks without the spectators, who follow along and contribute nothing.
 
-    Each message says which operation it belongs to, so that ranks whose scripts went different ways
+    Each message says which operation it belongs to, so that ranks whose scripts diverged
     get an error instead of each other's data.
     """
 

@@ -137,7 +137,7 @@ class Reconciliation:
     """Ranks of the same state that lack some of them."""
     apart: tuple[int, ...]
     """Ranks that were in an operation, after the same ones and on the same state, while others of
-    their group were in a step: the ranks' scripts went different ways, and would wait for each
+    their group were in a step: ranks diverged, and would wait for each
     other in the next generation as well. Empty: none."""
 
     @property

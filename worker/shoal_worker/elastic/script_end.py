@@ -18,6 +18,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
+from shoal_worker.elastic.brief_errors import HINT, brief
+
 
 class ScriptEnd:
     """Watches from `install` on."""
@@ -65,7 +67,12 @@ class ScriptEnd:
         self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None
     ) -> None:
         self._uncaught = f"{kind.__name__}: {value}"
-        self._excepthook(kind, value, traceback)
+        # a hook of the script's own may do more than print
+        text = brief(value, traceback) if self._excepthook is sys.__excepthook__ else None
+        if text is not None:
+            sys.stderr.write(text + HINT)
+        else:
+            self._excepthook(kind, value, traceback)
         self._account_for(value, traceback)
 
     def _note_exit(self, status: Any = None, /) -> NoReturn:

@@ -401,9 +401,7 @@ class StepLifecycle:
             self._borders.ask(step.lost or "lost")
         except StopTraining as stop:
             self._stop = stop
-            _log.warning(
-                "step %d: nobody is left to tell whether it counts: %s", self._held.steps, stop
-            )
+            _log.warning("step %d: no peer is left to confirm it: %s", self._held.steps, stop)
         if step.undecided:
             step.void()
         if step.phase is StepPhase.DECIDED:

@@ -49,6 +49,7 @@ from shoal_worker.backends.mpi.backend import own_seat
 from shoal_worker.backends.process_end import end_now
 from shoal_worker.backends.worlds import Seat, own_world
 from shoal_worker.child_processes import keep_socket_paths_short, report_dead_threads
+from shoal_worker.elastic.brief_errors import brief
 from shoal_worker.elastic.coordinator_messages import run_message
 from shoal_worker.elastic.desync_detector import DesyncDetector
 from shoal_worker.elastic.fixed import FixedMembership
@@ -162,6 +163,7 @@ def leave_account(error: BaseException, traceback: TracebackType | None) -> None
         "shoal": {
             "rank": session.rank if session is not None else -1,
             "unix_s": min([now, *failed_at]),
+            "brief": brief(error, traceback),
         },
     }
     with contextlib.suppress(OSError):

@@ -1,0 +1,46 @@
+"""An error of Shoal that ends a script: its sentence, and the script's own lines."""
+
+from __future__ import annotations
+
+import pytest
+from shoal_common.errors import ConfigurationError, InternalError
+from shoal_worker.elastic.brief_errors import brief
+from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
+
+
+def script(line: str) -> BaseException:
+    """The exception that ends a script whose function has this line."""
+    source = f"def main():\n    {line}\nmain()\n"
+    names = {"state": RegisteredState(), "InternalError": InternalError}
+    try:
+        exec(compile(source, "/home/someone/train.py", "exec"), names)
+    except (ConfigurationError, ZeroDivisionError, InternalError) as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def test_an_error_of_shoal_is_its_sentence_and_the_lines_of_the_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    error = script("state.register('a', object())")
+    assert error.__traceback__ is not None
+    # without the frame of this file, which runs the script
+    text = brief(error, error.__traceback__.tb_next) or ""
+    assert text.splitlines() == [
+        "ConfigurationError: register_state(a=...): object has no state_dict() and "
+        "load_state_dict(); register an object that has both",
+        '  File "/home/someone/train.py", line 3, in <module>',
+        '  File "/home/someone/train.py", line 2, in main',
+    ]
+    monkeypatch.setenv("SHOAL_FULL_TRACEBACKS", "1")
+    assert brief(error, error.__traceback__) is None
+
+
+@pytest.mark.parametrize("line", ["1 / 0", "raise InternalError('a bug')"])
+def test_other_exceptions_and_bugs_keep_their_traceback(line: str) -> None:
+    error = script(line)
+    assert brief(error, error.__traceback__) is None
+
+
+def test_an_error_without_lines_of_a_script_keeps_its_traceback() -> None:
+    assert brief(ConfigurationError("nobody raised it"), None) is None

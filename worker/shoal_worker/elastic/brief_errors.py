@@ -1,0 +1,48 @@
+"""Errors of Shoal as a user reads them: the sentence, then the lines of the script that led to it.
+
+Shoal's own lines say nothing about a mistake in a script. `SHOAL_FULL_TRACEBACKS=1` shows them.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+import traceback as tracebacks
+from pathlib import Path
+from types import TracebackType
+
+from shoal_common.errors import InternalError, ShoalError
+
+from shoal_worker.settings import WorkerSettings
+
+HINT = "(SHOAL_FULL_TRACEBACKS=1 shows Shoal's own lines as well)\n"
+_OWN = ("shoal", "shoal_worker", "shoal_common", "shoal_protos")
+"""Packages whose lines are left out, beside those of installed packages."""
+
+
+def brief(error: BaseException, traceback: TracebackType | None) -> str | None:
+    """Returns the error without the lines of libraries, or None if it needs its whole traceback:
+    another's exception, a bug of Shoal's, or one that no line of the script has led to."""
+    if not isinstance(error, ShoalError) or isinstance(error, InternalError):
+        return None
+    if WorkerSettings().full_tracebacks:
+        return None
+    libraries = _libraries()
+    lines = [
+        frame
+        for frame in tracebacks.extract_tb(traceback)
+        if not frame.filename.startswith(libraries)
+    ]
+    if not lines:
+        return None
+    return f"{type(error).__name__}: {error}\n" + "".join(tracebacks.format_list(lines))
+
+
+def _libraries() -> tuple[str, ...]:
+    """Returns how the paths of modules begin that are no part of the script."""
+    paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    for name in _OWN:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None:
+            paths.add(str(Path(file).parent))
+    return ("<frozen ", *(f"{path}/" for path in paths if path))

@@ -320,6 +320,10 @@ class Session:
         """What this rank adds to the step's control word."""
         return self.lifecycle.control_word()
 
+    def settle_collectives(self) -> None:
+        """See `StepLifecycle.settle_collectives`."""
+        self.lifecycle.settle_collectives()
+
     def seal_step(self) -> None:
         """The gradients are summed: this rank has all that it needs to apply the step, or the step
         is marked lost."""

@@ -377,6 +377,11 @@ class StrategySession(Protocol):
         the ranks once per step."""
         ...
 
+    def settle_collectives(self) -> None:
+        """Returns when all collectives ordered in the step have ended; if not all did well it is
+        marked lost. On a device a failure is heard of no earlier."""
+        ...
+
     def seal_step(self) -> None:
         """The gradients are summed: this rank has all that it needs to apply the step. Waits for
         all that was ordered in it (`Group.settle`); if not all of that ended well the step is

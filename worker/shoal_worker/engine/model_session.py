@@ -149,6 +149,9 @@ class ModelSession:
         """Returns that of the run's step, with this model's loss in it."""
         return self._session.lifecycle.control_word(self.step)
 
+    def settle_collectives(self) -> None:
+        self._session.lifecycle.settle_collectives()
+
     def seal_step(self) -> None:
         self._session.lifecycle.settle_collectives()
         if (own := self.step) is not None:

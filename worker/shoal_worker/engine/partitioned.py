@@ -327,6 +327,18 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
                 "to accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
             )
 
+    def _is_lost(self) -> bool:
+        """Returns whether the step is known to be lost."""
+        step = self._session.step
+        return step is None or step.lost is not None
+
+    def _proves_lost(self) -> bool:
+        """Returns whether the step is lost once all collectives ordered so far have ended: on a
+        device a failure is heard of late."""
+        if not self._is_lost():
+            self._session.settle_collectives()
+        return self._is_lost()
+
     def _refuse_carried(self) -> None:
         """Raises PreconditionError: torch would have added this step's gradients to the last one's,
         which are gone with their update."""

@@ -19,7 +19,7 @@ differ in it, they compare all parameters before the step is applied.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -239,9 +239,11 @@ class WrittenParameters:
             reason="PARAMETERS_WRITTEN",
         )
 
-    def refuse(self) -> None:
-        """Raises ConfigurationError: a parameter was written, and this strategy would lose it."""
-        if names := self.names():
+    def refuse(self, *, unless: Callable[[], bool] = bool) -> None:
+        """Raises ConfigurationError: a parameter was written, and this strategy would lose it.
+        `unless`: it was a collective that failed, and the step is lost."""
+        names = self.names()
+        if names and not unless():
             raise written_in_vain(names[0], self._strategy)
 
     def update_begins(self) -> None:

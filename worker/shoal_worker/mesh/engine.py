@@ -659,7 +659,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         self._refuse_carried()
         if step.lost is None:  # else collectives that failed may have left any values
             for writes in self._writes:
-                writes.refuse()
+                writes.refuse(unless=self._proves_lost)
         self._held.hidden.show_gradients()
         with LosingStep(self._session) as summing:
             if not step.in_micro_batches:

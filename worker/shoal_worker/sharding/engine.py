@@ -485,15 +485,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
 
     def _watch_units(self, in_step: bool) -> None:
         for unit in self._held.units:
-            unit.in_step, unit.watched, unit.is_lost = (
-                in_step,
-                in_step and not self._looked,
-                self._is_lost,
-            )
-
-    def _is_lost(self) -> bool:
-        step = self._session.step
-        return step is None or step.lost is not None
+            unit.in_step, unit.watched = in_step, in_step and not self._looked
+            unit.is_lost, unit.proves_lost = self._is_lost, self._proves_lost
 
     @override
     def micro_batch_begins(self) -> None:
@@ -528,7 +521,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         self._execution.reduce_rest()
         if step.lost is None:  # else collectives that failed may have left any values
             if not self._carries_writes:
-                self._writes.refuse()
+                self._writes.refuse(unless=self._proves_lost)
                 for unit in self._held.units:
                     if unit.resident:
                         unit.refuse_written()

@@ -198,6 +198,9 @@ class Unit:
         self.is_lost: Callable[[], bool] = bool
         """Whether the step is lost: a collective that failed may have left any values in the whole
         parameters."""
+        self.proves_lost: Callable[[], bool] = bool
+        """The same, once all collectives ordered so far have ended: on a device a failure is heard
+        of late."""
         self._gathered = True
         self._gathering: Pending | None = None
         self._sampled: torch.Tensor | None = None
@@ -395,7 +398,7 @@ class Unit:
             name = self.parameter_names[0] if written else None
         if name is None and self._sampled is not None:
             name = self._written_in_place(self._sampled)
-        if name is not None:
+        if name is not None and not self.proves_lost():
             raise written_in_vain(name, self._whereabouts.strategy)
 
     def _written_in_place(self, before: torch.Tensor) -> str | None:

@@ -1,4 +1,5 @@
-"""Ranks that all train on the same batches of a plain DataLoader are stopped in the first steps."""
+"""Ranks that all train on the same batches of a plain DataLoader are stopped in the first steps;
+ranks that all evaluate on the same are warned."""
 
 from __future__ import annotations
 
@@ -170,3 +171,66 @@ def test_tiny_and_constant_data_is_trained_on(
             lambda: train_on(TensorDataset(rows), batch_size, sampled=sampled), world_size=2
         )
     assert ("same batches" in caplog.text) is warned
+
+
+def evaluate_by_hand(how: str, strategy: str) -> None:
+    """Two epochs, and a validation set that a loop of the script's goes through after each."""
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.01), strategy=strategy
+    )
+    loader, validation = sampled(), DataLoader(DATASET, batch_size=8)
+    if how == "dealt by a sampler":
+        validation = sampled()
+    if how == "a few samples":
+        validation = DataLoader(TensorDataset(ROWS[:16], ROWS[:16]), batch_size=8)
+    if how == "one batch again and again":
+        validation = DataLoader(TensorDataset(torch.ones(64, 4), ROWS), batch_size=8)
+    for _ in range(3):
+        for x, y in loader:
+            with torch.no_grad():
+                model(x)  # a teacher, say
+            nn.functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if how == "by shoal.evaluate":
+            shoal.evaluate(model, validation, lambda m, batch: {"sum": m(batch[0]).sum().item()})
+        elif how != "on one rank" or shoal.rank() == 0:
+            model.eval()
+            with torch.no_grad():
+                for x, _ in validation:
+                    model(x) if how != "by predict" else model.predict(x)
+            model.train()
+
+
+@pytest.mark.parametrize(
+    ("how", "strategy"),
+    [("by a loop", "ddp"), ("by a loop", "zero3"), ("by predict", "ddp"), ("by a loop", "hybrid")],
+)
+def test_ranks_that_all_go_through_the_validation_set_are_warned_once(
+    how: str, strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        shoal.launch(lambda: evaluate_by_hand(how, strategy), world_size=2)
+    assert caplog.text.count("all 2 ranks evaluated the model on the same batches") == 1
+    assert "shoal.evaluate" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("how", "strategy"),
+    [
+        ("dealt by a sampler", "ddp"),
+        ("a few samples", "ddp"),
+        ("one batch again and again", "ddp"),
+        ("by shoal.evaluate", "ddp"),
+        ("on one rank", "ddp"),
+        ("by a loop", "tensor"),
+    ],
+)
+def test_other_evaluations_are_not_warned_of(
+    how: str, strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        shoal.launch(lambda: evaluate_by_hand(how, strategy), world_size=2)
+    assert "on the same batches" not in caplog.text

@@ -1,4 +1,5 @@
-"""Compares what ranks train on in their first steps, where the script has no loader of Shoal's.
+"""Compares what ranks train on in their first steps, where the script has no loader of Shoal's, and
+what they evaluate on outside of `shoal.evaluate`.
 
 Nobody deals a plain DataLoader: with `torch.manual_seed` at the top and `shuffle=True`, every rank
 trains on the same batches, and more ranks only repeat the work. Shoal cannot see how a script draws
@@ -10,13 +11,19 @@ one batch, and nothing is said. An error needs proof: each batch is another one,
 DataLoader with a sampler of torch's own goes through more data than was compared. Anything less is
 a warning: a tiny or constant dataset, a sampler of the script's, batches drawn in the loop.
 
+Ranks that each go through the whole validation set get the right figures, in as much time as one
+rank: that is a warning, too. Digests of the first passes go with the next step's control word, so
+comparing them costs no message, and an evaluation behind the last step is not compared.
+
 Used by the training thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -32,6 +39,19 @@ _log = logging.getLogger(__name__)
 
 CHECKED: Final = 3
 """Steps that are compared. That many equal batches in a row are no accident."""
+
+
+def _digests(inputs: Any) -> list[int]:
+    tensors = [
+        each
+        for each in pytree.tree_leaves(inputs)
+        if isinstance(each, torch.Tensor) and not each.is_meta and each.numel()
+    ]
+    return [
+        digest_in_place(each)
+        for each in tensors
+        if each.layout is torch.strided and not each.is_nested
+    ]
 
 
 class BatchComparison:
@@ -59,16 +79,7 @@ class BatchComparison:
 
     def note(self, inputs: Any) -> None:
         """The model is called with `inputs` in the step in progress."""
-        tensors = [
-            each
-            for each in pytree.tree_leaves(inputs)
-            if isinstance(each, torch.Tensor) and not each.is_meta and each.numel()
-        ]
-        self._inputs += [
-            digest_in_place(each)
-            for each in tensors
-            if each.layout is torch.strided and not each.is_nested
-        ]
+        self._inputs += _digests(inputs)
 
     def drop(self) -> None:
         """The step in progress is void."""
@@ -119,3 +130,57 @@ class BatchComparison:
         if certain:
             raise PreconditionError(f"{what}. {remedy}", reason="SAME_BATCHES")
         _log.warning("%s. %s", what, remedy)
+
+
+class EvaluationComparison:
+    """What this rank evaluated the model on by itself, since the last step. Ends with the first
+    evaluation that was compared."""
+
+    def __init__(self) -> None:
+        self._passes: list[int] = []
+        """Digests of the inputs of the first passes."""
+        self._over = False
+        self._dealt = False
+
+    @property
+    def due(self) -> bool:
+        """The next pass is noted."""
+        return not self._over and not self._dealt and len(self._passes) < CHECKED
+
+    @contextlib.contextmanager
+    def dealt(self) -> Iterator[None]:
+        """Passes inside are those of `shoal.evaluate`, which deals batches to ranks."""
+        before, self._dealt = self._dealt, True
+        try:
+            yield
+        finally:
+            self._dealt = before
+
+    def note(self, inputs: Any) -> None:
+        """The model is called with `inputs`, and not to train."""
+        self._passes.append(xxhash.xxh3_64_intdigest(repr(_digests(inputs)).encode()))
+
+    @property
+    def digest(self) -> int:
+        """That of the first passes; 0: there are too few to tell an evaluation from a look at some
+        samples, or they are all alike."""
+        if self._over or len(self._passes) < CHECKED or len(set(self._passes)) == 1:
+            return 0
+        return xxhash.xxh3_64_intdigest(repr(self._passes).encode())
+
+    def conclude(self, digest: int, *, replicas: int, alike: bool, warns: bool) -> None:
+        """A step was committed, whose control word had `digest`. `alike`: all ranks had the same.
+        `warns`: this is the one rank that says so."""
+        self._passes = []
+        if digest == 0 or replicas == 1:
+            return
+        self._over = True
+        if alike and warns:
+            _log.warning(
+                "all %d ranks evaluated the model on the same batches: each goes through the whole "
+                "validation set, so that more ranks only repeat the work. The figures are those of "
+                "one rank. shoal.evaluate(model, loader, fn) gives each rank a part of the "
+                "batches, and all ranks the sums. (Said once; "
+                "as_distributed(..., consistency_check_every=0) turns it off)",
+                replicas,
+            )

@@ -18,7 +18,7 @@ from typing import Any, Final
 import xxhash
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 
-from shoal_worker.elastic.batches_compared import BatchComparison
+from shoal_worker.elastic.batches_compared import BatchComparison, EvaluationComparison
 from shoal_worker.elastic.course import Course
 from shoal_worker.elastic.loader_interface import Placement, StepSource
 from shoal_worker.elastic.member import LastState
@@ -80,6 +80,7 @@ class HeldState:
         self.registered = RegisteredState()
         self.operations = Operations()
         self.batches = BatchComparison()
+        self.evaluations = EvaluationComparison()
         self._engine: TrainingEngine | None = None
         self._sources: weakref.WeakValueDictionary[str, StepSource] = weakref.WeakValueDictionary()
         self._waiting: dict[str, Any] = {}

@@ -353,7 +353,7 @@ def evaluate(
             everyones.update((number, sums) for number, sums in own)
         return _total(everyones[n] for n in sorted(everyones))
 
-    with torch.no_grad():
+    with torch.no_grad(), session.evaluations.dealt():
         if session.is_joining:
             with evaluating(model):
                 compute(dealt((), (), 0, sys.maxsize), most=1)

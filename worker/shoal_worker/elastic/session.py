@@ -31,9 +31,11 @@ import torch
 from shoal_common.errors import PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 
+from shoal_worker.elastic.batches_compared import EvaluationComparison
 from shoal_worker.elastic.borders import Departure
 from shoal_worker.elastic.channel import Channel, LocalChannel
 from shoal_worker.elastic.committed_state import HeldState
+from shoal_worker.elastic.files_written import WhenWritten
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
@@ -84,6 +86,10 @@ class Session:
         """Why this process's end, which its script takes for a good one, is a failure."""
         self.outcome: StepStatus | None = None
         """Outcome of the last step that the script finished."""
+        self._left_from: Generation | None = None
+        """The generation in which this process said goodbye."""
+        self._left_as_first = True
+        """It was the first of that generation, or of no generation."""
         self._formation: Formation | None = None
         if membership is not None:
             membership.observe(self.progress)
@@ -171,14 +177,29 @@ class Session:
     @property
     def place_told(self) -> tuple[int, int]:
         """(rank, number of ranks) for scripts; (-1, -1) while this process replays its script and
-        has neither. Torch uses -1 likewise, for a process that is in no group."""
+        has neither. Torch uses -1 likewise, for a process that is in no group. After `close` they
+        are what they were: a script that has left its job must not take itself for rank 0."""
+        left = self._left_from
+        if left is not None:
+            return left.rank, left.world_size
         return (-1, -1) if self._held.phase.replaying else (self.rank, self.world_size)
+
+    @property
+    def when_written(self) -> WhenWritten | None:
+        """Who writes a file now, also after `close`; None: what the script does is not the
+        run's."""
+        generation = self._left_from or self._generation
+        if generation is None or self.is_joining or self.is_redoing:
+            return None
+        return WhenWritten(generation.rank, generation.number, self.steps)
 
     @property
     def is_first(self) -> bool:
         """This process does what one does for all, such as writing files: it holds the state, and
         no lower rank does."""
-        return not self.is_joining and (self._formation is None or self._formation.is_first)
+        if self._formation is None:
+            return self._left_as_first
+        return not self.is_joining and self._formation.is_first
 
     @property
     def generation(self) -> int:
@@ -312,6 +333,15 @@ class Session:
         """The model is called with `inputs` to train. See `BatchComparison`."""
         self.lifecycle.note_inputs(inputs)
 
+    def note_evaluated(self, *inputs: Any) -> None:
+        """The model is called with `inputs`, and not to train. See `EvaluationComparison`."""
+        self.lifecycle.note_evaluated(inputs)
+
+    @property
+    def evaluations(self) -> EvaluationComparison:
+        """What this rank evaluates outside of `shoal.evaluate`."""
+        return self._held.evaluations
+
     def note_trained(self, trained: Sequence[bool]) -> None:
         """See `StrategySession`."""
         self._held.registered.note_trained(trained)
@@ -388,6 +418,10 @@ class Session:
         """
         self._check_between_steps(kind)
         formation = self._formation
+        if self._membership is None and not self.has_left:
+            alone = body(LocalChannel())
+            self._held.operations.keep(alone)  # numbered as among ranks
+            return alone
         if (
             formation is None
             or self._held.phase.replaying
@@ -595,6 +629,8 @@ class Session:
         self._held.registered.let_go()
         if self._exchange is not None:
             self._exchange.close()
+        if self._membership is not None:
+            self._left_from, self._left_as_first = self._generation, self.is_first
         self._membership = self._formation = self._exchange = None
         self.lifecycle.leave_peers()
 

@@ -87,14 +87,15 @@ def _digits(value: int, count: int) -> list[int]:
 _BORDER, _LOSS, _WEIGHT, _STOP, _LEAVING = range(5)
 """Places in a control word; see `Step.control_word`."""
 _OWN: Final = 5
-"""Numbers of a control word that are the step's own; the others say whether settings agree, and
-writes in passes and between steps, and where the script stands."""
+"""Numbers of a control word that are the step's own; the others say whether settings agree, writes
+in passes and between steps, and what was evaluated, and where the script stands."""
 _DIGEST: Final = 4
 """Numbers that say whether the ranks have the same digest: two digits of it, and their squares."""
 _SETTINGS: Final = _OWN
 _WRITES: Final = _SETTINGS + _DIGEST
 _BETWEEN: Final = _WRITES + _DIGEST
-_PLACE: Final = _BETWEEN + _DIGEST
+_EVALUATED: Final = _BETWEEN + _DIGEST
+_PLACE: Final = _EVALUATED + _DIGEST
 CONTROL_LENGTH: Final = _PLACE + PLACE_WORD_LENGTH
 """Numbers in a control word. Summed over the ranks as float64, so whole numbers up to 2^53 are
 exact."""
@@ -170,6 +171,8 @@ class Step:
     written_between: int = 0
     """Digest of what was written to parameters and buffers since the last step, outside of any; 0:
     nothing."""
+    evaluated: int = 0
+    """Digest of what the model was evaluated on since the last step; see `EvaluationComparison`."""
     pushed: Sequence[int] | None = None
     """Numbers of the leased batches that count with it: those of its round, or none before that
     one's last step. None: its own alone."""
@@ -207,8 +210,8 @@ class Step:
     ) -> list[float]:
         """What this rank adds: a border is wanted; its loss times its weight; that weight, if it
         told a loss; it was told that the job stops; it was asked to leave; digests of its
-        optimizer's settings, of what its passes wrote, and of what was written between steps; where
-        its script stands."""
+        optimizer's settings, of what its passes wrote, of what was written between steps, and of
+        what was evaluated there; where its script stands."""
         weight = 0.0
         if self.share is not None and self.loss is not None:
             weight = self.micro_batches_weight if self.in_micro_batches else self.share.weight
@@ -217,6 +220,7 @@ class Step:
             *_digest_word(settings),
             *_digest_word(self.writes),
             *_digest_word(self.written_between),
+            *_digest_word(self.evaluated),
         ]
         own = (float(border_wanted), loss, weight, float(stop_told), float(leaving))
         return [*own, *digits, *place.word()]
@@ -288,6 +292,12 @@ class Step:
     def between_agrees(self) -> bool:
         """All ranks that took part found the same written between steps, or nothing."""
         return self._agree(_BETWEEN)
+
+    @property
+    def evaluated_alike(self) -> bool:
+        """All ranks that took part evaluated the model on the same inputs, and this is one of
+        them."""
+        return self.evaluated != 0 and self.control is not None and self._agree(_EVALUATED)
 
     def _agree(self, begins: int) -> bool:
         return self.control is None or agree(

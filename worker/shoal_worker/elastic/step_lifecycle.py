@@ -369,6 +369,7 @@ class StepLifecycle:
         several. Raises PreconditionError when its part of the step is not whole."""
         step = step or self.require()
         step.check_whole()
+        step.evaluated = self._held.evaluations.digest
         return self._borders.control_word(step)
 
     def settle_collectives(self) -> None:
@@ -450,6 +451,7 @@ class StepLifecycle:
         failpoint("session.after_commit")
         if step.control is not None:
             self._compare_batches(step)
+            self._compare_evaluations(step)
             self._compare_replicas()
         return StepStatus.LOST if self._end(updated=True) else StepStatus.COMMITTED
 
@@ -544,6 +546,27 @@ class StepLifecycle:
             and group is not None
         ):
             self._held.batches.compare(group, step.placement)
+
+    def note_evaluated(self, inputs: Any) -> None:
+        """The model is called with `inputs`, and not to train. In a step that is no evaluation, but
+        a teacher, say."""
+        evaluations = self._held.evaluations
+        if (
+            evaluations.due
+            and self.current is None
+            and not self._held.phase.replaying
+            and self._compares_batches
+        ):
+            evaluations.note(inputs)
+
+    def _compare_evaluations(self, step: Step) -> None:
+        group = self._borders.group
+        self._held.evaluations.conclude(
+            step.evaluated,
+            replicas=step.placement.world_size,
+            alike=step.evaluated_alike,
+            warns=group is not None and group.rank == 0,
+        )
 
     def compare_before_update(self, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
         """Before an update, if ranks differ in what was written between steps: they may hold the

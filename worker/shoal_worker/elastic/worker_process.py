@@ -52,6 +52,7 @@ from shoal_worker.child_processes import keep_socket_paths_short, report_dead_th
 from shoal_worker.elastic.brief_errors import brief
 from shoal_worker.elastic.coordinator_messages import run_message
 from shoal_worker.elastic.desync_detector import DesyncDetector
+from shoal_worker.elastic.files_written import WrittenFiles, notice_files
 from shoal_worker.elastic.fixed import FixedMembership
 from shoal_worker.elastic.generation import MemberIdentity
 from shoal_worker.elastic.loader_interface import LoaderSession
@@ -290,6 +291,9 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         undo.pop_all()
     set_session(session)
     at_end.install()
+    if settings.tally_file is not None:
+        notes = settings.tally_file.parent / "files-written"
+        notice_files(WrittenFiles(notes, lambda: session.when_written))
     return session
 
 

@@ -188,6 +188,8 @@ class ShardedModel(nn.Module):
         """A pass. `call`: the engine's."""
         if self.training and torch.is_grad_enabled():
             self._session.note_inputs(args, kwargs)
+        else:
+            self._session.note_evaluated(args, kwargs)
         output = call(*args, **kwargs)
         if self._among is not None and torch.is_grad_enabled():
             self._among.refuse_stale(output)
@@ -217,6 +219,7 @@ class ShardedModel(nn.Module):
         """The forward pass in evaluation mode, without gradients; each module's mode is put back
         afterwards. All ranks of a replica call it, with the same inputs, and get the same
         outputs."""
+        self._session.note_evaluated(inputs)
         return self.engine.predict(inputs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:

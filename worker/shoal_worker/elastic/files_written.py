@@ -1,0 +1,138 @@
+"""Notices files that several ranks of a machine write at the same time: each overwrites what the
+others write.
+
+A rank that opens a file to write it anew (`open(path, "w")`, `torch.save`) leaves a note of that in
+a directory that a launcher's workers share, and reads what the one before it has left there. Two
+ranks that did it in one generation, after as many steps, did it at once: a warning says so, once on
+each machine. No rank waits for another, and nothing goes over the network.
+
+Not noticed: files that compiled code opens by itself (safetensors, HDF5), ranks on different
+machines, and what is written before `shoal.init()`. Left out, since they may be meant: appending,
+exclusive creation, devices, other threads than the script's, a joiner that replays its script, and
+hidden files and directories, where libraries keep caches behind locks of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+import xxhash
+
+_log = logging.getLogger(__name__)
+
+MOST: Final = 256
+"""Files of a process that are looked at, the first ones: a script may write one for each sample."""
+
+
+class WhenWritten(NamedTuple):
+    """Who writes, and when. Two that differ in their rank alone write at once."""
+
+    rank: int
+    generation: int
+    steps: int
+
+
+class WrittenFiles:
+    """What this process writes. Used by the script's thread."""
+
+    def __init__(self, directory: Path, now: Callable[[], WhenWritten | None]) -> None:
+        """`directory`: that of the notes, for all ranks of the machine. `now`: None while what the
+        script does is not the run's."""
+        self._directory = directory
+        self._now = now
+        self._left = MOST
+        self._known: set[str] = set()
+        self._process, self._thread = os.getpid(), threading.get_ident()
+
+    def writes(self, path: str | bytes | os.PathLike[Any]) -> None:
+        """The file is about to be written anew."""
+        if os.getpid() != self._process or threading.get_ident() != self._thread:
+            return
+        where = os.path.realpath(os.fsdecode(path))
+        now = self._now() if not _is_left_out(where) else None
+        if now is None or (self._left == 0 and where not in self._known):
+            return
+        if where not in self._known:
+            self._known.add(where)
+            self._left -= 1
+        with contextlib.suppress(OSError, ValueError):  # the notes are gone, or full: no harm
+            before = self._note(where, now)
+            if before is not None and before._replace(rank=now.rank) == now != before:
+                self._warn(where, sorted((before.rank, now.rank)), now.steps)
+
+    def _note(self, where: str, now: WhenWritten) -> WhenWritten | None:
+        """Leaves a note, and returns the last one."""
+        self._directory.mkdir(exist_ok=True)
+        name = self._directory / xxhash.xxh3_64_hexdigest(where.encode(errors="surrogateescape"))
+        descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            before = os.pread(descriptor, 1000, 0)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(now).encode(), 0)
+        finally:
+            os.close(descriptor)
+        return WhenWritten(*json.loads(before)) if before else None
+
+    def _warn(self, where: str, ranks: list[int], steps: int) -> None:
+        try:
+            (self._directory / "told").touch(exist_ok=False)
+        except FileExistsError:
+            return
+        _log.warning(
+            "ranks %d and %d both write %s, after step %d: each overwrites what the other writes. "
+            "Let one rank write it (`if shoal.rank() == 0:`), give each rank a path of its own, or "
+            "use shoal.save_checkpoint(directory), which all ranks call. (Said once)",
+            *ranks,
+            where,
+            steps,
+        )
+
+
+def _is_left_out(where: str) -> bool:
+    path = Path(where)
+    of_a_library = any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+    return of_a_library or path.suffix == ".lock" or (path.exists() and not path.is_file())
+
+
+_noticing: list[WrittenFiles] = []
+"""That of this process, if any."""
+
+
+def notice_files(files: WrittenFiles) -> None:
+    """From now on `files` hears of what this process writes. Called once in a process."""
+    _noticing.append(files)
+    sys.addaudithook(_hear)
+    torch.save = _telling(torch.save)
+
+
+def _hear(event: str, args: tuple[Any, ...]) -> None:
+    """Hears of each event that Python reports (`sys.addaudithook`), of which `open` is one."""
+    if event == "open":
+        path, mode, flags = args
+        # descriptors have a path already, and os.open, without a mode, makes locks
+        if mode is not None and flags & os.O_TRUNC and not isinstance(path, int):
+            _noticing[-1].writes(path)
+
+
+def _telling(save: Callable[..., None]) -> Callable[..., None]:
+    """torch opens files by compiled code, of which Python does not report."""
+
+    @functools.wraps(save)
+    def telling(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(f, str | os.PathLike):
+            _noticing[-1].writes(f)
+        save(obj, f, *args, **kwargs)
+
+    return telling

@@ -31,7 +31,7 @@ from shoal_worker.elastic.run_values import RunValues, values_in
 from shoal_worker.elastic.worker_process import current_session, find_session, open_session
 from shoal_worker.engine import whole_batch as whole_batches
 from shoal_worker.engine.model_session import ModelSession
-from shoal_worker.engine.parameters import check_memory
+from shoal_worker.engine.parameters import check_memory, check_shaped
 from shoal_worker.engine.several_models import SeveralEngines
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.strategies import registry
@@ -137,6 +137,7 @@ def as_distributed(
         _check_kinds(one, its_optimizer, config)
     session = current_session()
     for one in models:
+        check_shaped(one)
         check_own(one)
     model_class, optimizer_class = registry.find(strategy)
     common = {name: value for name, value in options.items() if name in _CONFIG_FIELDS}

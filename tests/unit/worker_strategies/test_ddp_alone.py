@@ -401,9 +401,12 @@ def test_a_model_without_trainable_parameters_is_refused() -> None:
         shoal.as_distributed(nn.ReLU())
 
 
-def test_a_lazy_model_is_refused_until_it_has_a_shape() -> None:
-    with pytest.raises(shoal.ConfigurationError, match="run one batch through it"):
-        shoal.as_distributed(nn.LazyLinear(3))
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "tensor", "async_sgd"])
+def test_a_lazy_model_is_refused_until_it_has_a_shape(strategy: str) -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d())
+    for lazy in (net, nn.LazyLinear(3)):
+        with pytest.raises(shoal.ConfigurationError, match="run one batch through it"):
+            shoal.as_distributed(lazy, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
 
 
 @pytest.mark.parametrize(

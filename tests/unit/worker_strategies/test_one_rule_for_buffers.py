@@ -236,3 +236,40 @@ def test_a_buffer_that_a_pass_registers_is_refused(strategy: str) -> None:
             world_size=2,
         )
     assert stopped.value.reason == "BUFFERS_DIFFER"
+
+
+class Largest(nn.Module):
+    """Keeps the largest sample in integers, in and out of the state, and counts positive values."""
+
+    def __init__(self, *, positives: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.positives = positives
+        self.register_buffer("top", torch.tensor(0), persistent=positives)
+        self.register_buffer("count", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.top = torch.maximum(self.top, (100 * x).long().max())
+            if self.positives:
+                self.count += (x > 0).sum()
+            else:
+                self.count += len(x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_integers_that_need_not_be_counts_are_summed_with_a_warning_and_outside_of_the_state_kept(
+    strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def rank(*, positives: bool) -> int:
+        net = Largest(positives=positives)
+        assert train(strategy, net)["count"] == ((X > 0).sum() if positives else len(X))
+        return int(net.top)
+
+    largest = int((100 * X).long().max())
+    assert max(shoal.launch(lambda: rank(positives=False), world_size=2)) == largest
+    assert "int64" not in caplog.text
+    shoal.launch(lambda: rank(positives=True), world_size=2)
+    # each rank says so once
+    assert caplog.text.count("int64 buffers ['top', 'count'] changed by different amounts") == 2

@@ -20,6 +20,7 @@ Buffers are found by where they hang, each time anew: modules also assign new te
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -34,6 +35,8 @@ from shoal_worker.engine.module_state import ModuleState
 from shoal_worker.engine.pass_writes import same
 from shoal_worker.state.digest import digest_of
 
+_log = logging.getLogger(__name__)
+
 _ROWS: Final = 5
 """Numbers that are sent of a counter's change: itself, its remainder, the square of that, whether
 it is the number of samples; and itself once more, without a weight."""
@@ -43,6 +46,8 @@ _TOLERANCE: Final = 1e-5
 """Limit for the variance of remainders, which is 0 or at least the smallest weight of a pass."""
 _LARGEST_CHANGE: Final = 2.0**40
 """The mean over 4000 ranks of integers up to this, in float64, is off by less than a half."""
+_WATCHED_SUMS: Final = 100
+"""Steps in which sums of counters are looked at, the first ones."""
 
 
 class CommittedBuffers:
@@ -58,6 +63,7 @@ class CommittedBuffers:
         persistent = {id(tensor) for tensor in ModuleState(module).tensors.values()}
         floats: list[tuple[nn.Module, str]] = []
         counters: list[tuple[nn.Module, str]] = []
+        self._sums_to_watch = _WATCHED_SUMS
         others: list[tuple[nn.Module, str]] = []
         statistics: list[tuple[str, nn.Module, str]] = []
         self._counted: list[tuple[str, nn.Module, str]] = []
@@ -89,13 +95,12 @@ class CommittedBuffers:
                     others.append((owner, name))
                     continue
                 statistic = buffer.is_floating_point() and saved
-                if statistic:
-                    statistics.append(place)
-                elif saved:
-                    (self._counted if buffer.dtype == torch.int64 else self._exact).append(place)
-                (
-                    floats if statistic else counters if buffer.dtype == torch.int64 else others
-                ).append((owner, name))
+                counter = buffer.dtype == torch.int64 and saved
+                if saved:
+                    (statistics if statistic else self._counted if counter else self._exact).append(
+                        place
+                    )
+                (floats if statistic else counters if counter else others).append((owner, name))
         self.extremes = Extremes(extremes, kinds, followers)
         """Those that hold minima and maxima."""
         self._saved = [*statistics, *self._counted, *self._exact, *extremes, *followed]
@@ -345,6 +350,8 @@ class CommittedBuffers:
         alike = (squares - rest.square() < _TOLERANCE) & (of_samples < _TOLERANCE)
         each = alike.split(self._sizes[self._counters]) if count else ()
         steps = torch.cat([part.all().expand(part.shape) for part in each]) if each else alike
+        if count and self._sums_to_watch:
+            self._watch_sums(~steps & (of_samples < 1 - _TOLERANCE) & (summed != 0))
         counted = (
             committed[1]
             + torch.where(steps, once, summed).round().to(torch.int64)
@@ -356,6 +363,23 @@ class CommittedBuffers:
                 *_split(counted, self._committed[self._counters]),
             ]
         )
+
+    def _watch_sums(self, doubtful: torch.Tensor) -> None:
+        """Warns once of counters that may be none. `doubtful`: elements whose changes are summed,
+        and are not the number of samples."""
+        self._sums_to_watch -= 1
+        parts = doubtful.split(self._sizes[self._counters]) if doubtful.any() else ()
+        pairs = zip(self._counted, parts, strict=False)
+        names = [name for (name, _, _), part in pairs if part.any()]
+        if names:
+            self._sums_to_watch = 0
+            _log.warning(
+                "int64 buffers %s changed by different amounts on ranks or in micro-batches: the "
+                "changes are summed, which is right for a count. Keep a largest or a least value "
+                "in floating point, beginning at infinity, and what is neither (the last value, a "
+                "position) out of the state (persistent=False)",
+                names[:3],
+            )
 
     # ------------------------------------------------------------------ what has no mean and no sum
 

@@ -105,8 +105,8 @@ def check_shaped(module: nn.Module) -> None:
     forward pass."""
     if any(is_lazy(t) for t in (*module.parameters(), *module.buffers())):
         raise ConfigurationError(
-            "the model has lazy parameters without a shape: run one batch through it before "
-            "as_distributed"
+            "the model has lazy parameters or buffers without a shape: run one batch through it "
+            "before as_distributed"
         )
 
 

@@ -43,7 +43,7 @@ from shoal_worker.engine.hidden_parameters import (
     refuse_loading,
 )
 from shoal_worker.engine.module_state import ModuleState
-from shoal_worker.engine.parameters import check_shaped, take_unsaved
+from shoal_worker.engine.parameters import take_unsaved
 from shoal_worker.engine.partitioned import Closing, PartitionedEngine
 from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters, joined
 from shoal_worker.engine.passes import Loss, call_module, loss_of, when_gradients_come
@@ -67,7 +67,6 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     def __init__(self, setup: Setup, plan: MeshPlan) -> None:
         super().__init__(setup)
-        check_shaped(self.module)
         refuse_hooks(self.module.named_parameters(), self.strategy)
         if self.config.deterministic:
             raise ConfigurationError(

@@ -37,7 +37,6 @@ from shoal_worker.engine.optimizer_state import load_optimizer
 from shoal_worker.engine.parameters import (
     ModuleMembers,
     check_optimizer_covers,
-    check_shaped,
     check_trains,
     has_values,
     materialize,
@@ -81,7 +80,6 @@ class ReplicatedEngine(Engine):
         self._overlapped: OverlappedReduction | None = None
         self._accumulated: AccumulatedReduction | None = None
         self._attached = False
-        check_shaped(self.module)
         check_trains(self.module)
         synchronize_norms(self.module, self._session, sums=self.config.loss_reduction == "sum")
         self._step_buffers = CommittedBuffers(self.module, self.extremes)

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import trustme
+from shoal_common.exit_status import PUT_OUT
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.reach import find_obstacle
 from shoal_common.security import TlsSettings
@@ -165,3 +166,25 @@ def test_certificates_are_checked_as_grpc_checks_them(ours):
         not TlsSettings(authority=ours.authority).client_context().verify_flags
         & ssl.VERIFY_X509_STRICT
     )
+
+
+def test_a_worker_of_a_launcher_that_cannot_get_in_is_put_out_and_has_not_failed(
+    serve, ours, zygote, tmp_path
+):
+    """A replacement, say, that comes after the certificate has expired: the others go on."""
+    expired = ours.pair(not_after=datetime.now(UTC) - timedelta(days=1))
+    script, account = tmp_path / "script.py", tmp_path / "error.json"
+    script.write_text("import shoal\nshoal.init()\n")
+    worker = zygote.start(
+        "script",
+        [str(script)],
+        output=tmp_path / "output",
+        SHOAL_COORDINATOR=f"127.0.0.1:{serve(SERVICE(), tls=expired).port}",
+        SHOAL_TLS_CA=str(ours.authority),
+        SHOAL_LAUNCHER_ID="launcher",
+        TORCHELASTIC_ERROR_FILE=str(account),
+    )
+    assert worker.wait() == PUT_OUT
+    assert "is out of reach: the server's certificate has expired; renew it" in worker.said()
+    assert "Traceback" not in worker.said()
+    assert "certificate has expired" in account.read_text()

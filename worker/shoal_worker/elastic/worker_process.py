@@ -284,7 +284,15 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         if at_end.hear_sigterm():  # before it has a rank: one that waits for others leaves as well
             undo.callback(signal.signal, signal.SIGTERM, before)
             session.lifecycle.before_step = at_end.check_sigterm
-        session.join()
+        try:
+            session.join()
+        except UnavailableError as error:
+            if not settings.launcher_id:
+                raise
+            # no fault of the script's: its launcher lets the others go on
+            leave_account(error, error.__traceback__)
+            _log.error("%s", error)
+            raise SystemExit(PUT_OUT) from error
         detector = DesyncDetector(session)
         detector.start()
         session.on_close(detector.close)

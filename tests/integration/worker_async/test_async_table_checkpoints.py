@@ -60,7 +60,7 @@ def test_a_checkpoint_has_the_rows_and_makes_the_servers_write_theirs(
 
 
 def test_fresh_servers_get_rows_and_state_of_the_checkpoint_and_go_on_to_the_last_bit(
-    cluster: Make, tmp_path: Path
+    cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`train` takes the same eight steps each time."""
     with cluster(servers=1).member():
@@ -85,10 +85,13 @@ def test_fresh_servers_get_rows_and_state_of_the_checkpoint_and_go_on_to_the_las
         train(model, [optimizer])
         assert all(map(torch.equal, [*rows_of(again), again.out.weight], through))
         assert versions(running) == {9, 17}  # of what is dense the servers count anew
+        assert caplog.text.count("moments and momentum begin anew") == 1
         shoal.shutdown()
 
 
-def test_servers_that_have_rows_keep_them(cluster: Make, tmp_path: Path) -> None:
+def test_servers_that_have_rows_keep_them(
+    cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     running = cluster(servers=1)
     with running.member() as first:
         net = sparse()
@@ -104,6 +107,7 @@ def test_servers_that_have_rows_keep_them(cluster: Make, tmp_path: Path) -> None
         assert shoal.resume(tmp_path / "checkpoint")
         begin_step(model)
         assert all(map(torch.equal, rows_of(again), newest))
+        assert "momentum begin anew" not in caplog.text
         shoal.shutdown()
 
 

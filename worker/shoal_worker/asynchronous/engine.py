@@ -80,6 +80,8 @@ class AsyncEngine(Engine):
         self._handover: Handover | None = None
         self._joins_late = False
         """The job had begun when this worker came."""
+        self._resumed = False
+        """A checkpoint was loaded."""
         self._placed = False
         """The first loader knows which epoch the others are in."""
         self._tables = Tables(self.module)
@@ -218,8 +220,14 @@ class AsyncEngine(Engine):
         has_values = self.has_values()
         if not has_values:
             self._materialize()
-        self._require_servers().start(has_values=has_values, joins_late=self._joins_late)
+        gave = self._require_servers().start(has_values=has_values, joins_late=self._joins_late)
         self._started = True
+        if gave and self._resumed:
+            _log.warning(
+                "the parameter servers held no values, and took those of the checkpoint; moments "
+                "and momentum begin anew, since under async_sgd a checkpoint has none: the servers "
+                "keep them in their data directories"
+            )
         if self._joins_late and not (self._handover is not None and self._handover.take()):
             _log.warning(
                 "no peer could give its registered state, schedule and buffers; those of this "
@@ -526,6 +534,7 @@ class AsyncEngine(Engine):
             self._materialize()
         load_captured(self.module, state["model"])
         optimizers.restore(state["optimizer"])
+        self._resumed = True
 
     @property
     @override

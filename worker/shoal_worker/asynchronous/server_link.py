@@ -94,6 +94,8 @@ class ServerLink:
         self._job = job
         self._optimizer = optimizer
         self._options = options
+        self.gave_values = False
+        """The server had none, and holds this worker's."""
         self._closing = closing
         self._lost = lost
         self._revision = Revision(number=0, groups=())
@@ -420,6 +422,7 @@ class ServerLink:
                 reason="VALUES_MISSING",
             )
         results = self._initialize(missing)
+        self.gave_values |= not all(each.duplicate for each in results)
         if joins_late and not all(each.duplicate for each in results):
             _log.warning(
                 "server %d of a run that had begun held no values of %d of its %d partitions, and "

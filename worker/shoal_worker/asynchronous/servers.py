@@ -90,11 +90,12 @@ class ParameterServers:
         """Sets optimizer and consistency on each server. Raises as `ServerLink.configure`."""
         self._each(ServerLink.configure)
 
-    def start(self, *, has_values: bool, joins_late: bool = False) -> None:
+    def start(self, *, has_values: bool, joins_late: bool = False) -> bool:
         """Rank 0 gives the first values, if there are none yet; then the module has what the
-        servers hold. Raises as `ServerLink.start`."""
+        servers hold. True: some had none, and took this worker's. Raises as `ServerLink.start`."""
         self._each(lambda link: link.start(has_values=has_values, joins_late=joins_late))
         publish(self._tensors)
+        return any(link.gave_values for link in self._links)
 
     def exchange(self, iteration: Iteration) -> Pushed:
         """Pushes gradients, and pulls values or, with `prefetch`, begins to. Raises as

@@ -92,8 +92,8 @@ class WrittenFiles:
             return
         _log.warning(
             "ranks %d and %d both write %s, after step %d: each overwrites what the other writes. "
-            "Let one rank write it (`if shoal.rank() == 0:`), give each rank a path of its own, or "
-            "use shoal.save_checkpoint(directory), which all ranks call. (Said once)",
+            "Let one rank write it (`if shoal.is_main_process():`), give each rank a path of its "
+            "own, or use shoal.save_checkpoint(directory), which all ranks call. (Said once)",
             *ranks,
             where,
             steps,

@@ -18,7 +18,8 @@ In come the calls of the user's loop, through loaders (`loader_interface`) and e
   or MPI's.
 - Between steps: `operations` (over a `channel`), `evaluation`, `collectives` (what scripts tell
   each other) and `torch_calls` (by torch's own functions). At any time: `first_of_machine` (what
-  one process of a machine does before the others).
+  one process of a machine does before the others) and `files_written` (what several of them write
+  at once).
 - Beside the model: `schedulers_and_scalers`, `run_values` (plain values of the script's),
   `group_members` (the parameters in an optimizer's groups), and `row_store` (rows of sparse tables,
   which servers hold).

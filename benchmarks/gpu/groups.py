@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from shoal_worker.backends.nccl.backend import NCCLBackend
 from shoal_worker.backends.nccl.device import CudaDevice
-from shoal_worker.torch_internals import AllreduceOptions
+from torch.distributed import AllreduceOptions
 
 _PATIENCE: Final = timedelta(seconds=120)
 _SIZES_MIB: Final = (1, 16, 256)

@@ -28,7 +28,7 @@ from shoal_common.own_address import OwnAddress
 from shoal_common.process_secrets import take_secrets
 from shoal_common.settings import Address, parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
-from shoal_worker.torch_internals import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from shoal_worker.backends.nccl.backend import NCCLBackend
 from shoal_worker.backends.nccl.ending import Ending
-from shoal_worker.torch_internals import AllreduceOptions
+from torch.distributed import AllreduceOptions
 
 from tests.fake_device.library import FakeCuda, in_threads
 from tests.fake_device.machine import Machine

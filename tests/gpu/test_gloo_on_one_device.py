@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
 from shoal_worker.backends.gloo import on_devices
 from shoal_worker.backends.gloo.backend import GlooBackend
-from shoal_worker.torch_internals import AllreduceOptions
+from torch.distributed import AllreduceOptions
 
 from tests.fake_device.library import in_threads
 from tests.gpu.devices import is_there, needs, rehearsal

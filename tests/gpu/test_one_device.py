@@ -20,7 +20,7 @@ from shoal_common.errors import ConfigurationError, InvalidRequestError, Members
 from shoal_worker.backends.base import ReduceOp
 from shoal_worker.backends.nccl.backend import NCCLBackend
 from shoal_worker.backends.nccl.device import CudaDevice
-from shoal_worker.torch_internals import AllreduceOptions
+from torch.distributed import AllreduceOptions
 
 from tests.fake_device.library import FakeCuda, in_threads
 from tests.fake_device.machine import Machine

@@ -12,13 +12,13 @@ from typing import Any, Final, TypeVar
 
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, PreconditionError
+from torch.distributed import HashStore
 
 from shoal_worker.api import shutdown
 from shoal_worker.backends import worlds
 from shoal_worker.backends.inmemory import backend as inmemory
 from shoal_worker.backends.inmemory.turns import Turns
 from shoal_worker.elastic.worker_process import find_session
-from shoal_worker.torch_internals import HashStore
 
 T = TypeVar("T")
 

@@ -1,14 +1,24 @@
 """All names that Shoal's worker takes from modules of torch that are not public, in one place.
 
-torch may rename or drop them in any release. So this module is imported first by whoever needs one,
-and a torch without them is told by its version at once, not by an AttributeError in the middle of a
-step. `make test-torch VERSION=2.12.1` runs the tests with another torch.
+torch may rename or drop such names in any release. This module is imported before any of them is
+used, so a torch that lacks one fails the import with an error that names it, and not a step with an
+AttributeError. A torch that is newer than `TESTED` is admitted with a warning.
+
+Each name exists in all of `TESTED` and has no public counterpart there, with these exceptions:
+
+    AllgatherOptions              importable from distributed_c10d, but not in its __all__
+    queue_callback                public from 2.15 on: torch.autograd.graph.queue_callback
+    all_gather_single, ...        from 2.13 on; before by other names, see _NATIVE_NAMES
+    _FR_SELF_RECORDING_BACKENDS   from 2.15 on; earlier versions need nothing in its place
+
+`make test-torch VERSION=2.15.0` runs the tests with another torch, `make test-torches` with all.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
 import torch
@@ -16,9 +26,14 @@ from shoal_common.errors import ConfigurationError
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-EXPECTED: Final = "2.11 to 2.13"
-"""The versions of torch that have been tried."""
+TESTED: Final = ((2, 11), (2, 15))
+"""Oldest and newest version of torch that Shoal's tests have run with."""
 VERSION: Final = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def tested_range() -> str:
+    """Returns `TESTED` for messages: "2.11 to 2.15"."""
+    return " to ".join(f"{major}.{minor}" for major, minor in TESTED)
 
 
 def needs_torch(major: int, minor: int, what: str, instead: str) -> None:
@@ -33,10 +48,17 @@ def needs_torch(major: int, minor: int, what: str, instead: str) -> None:
 
 def _unexpected(error: Exception) -> ImportError:
     return ImportError(
-        f"Shoal's worker needs a torch of versions {EXPECTED}; torch {torch.__version__} is "
-        f"installed: {error}"
+        f"Shoal is tested with torch {tested_range()}; torch {torch.__version__} is installed and "
+        f"lacks a name that Shoal needs: {error}. Install a version of that range"
     )
 
+
+if TESTED[1] < VERSION:
+    warnings.warn(
+        f"Shoal is tested with torch {tested_range()}; torch {torch.__version__} is newer and may "
+        "behave otherwise",
+        stacklevel=2,
+    )
 
 try:
     from torch._C import DisableTorchFunctionSubclass, _current_graph_task_id
@@ -44,23 +66,10 @@ try:
     # the stub lacks _set_thread_isolation_mode
     from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
         AllgatherOptions,
-        AllreduceOptions,
-        AllToAllOptions,
-        BarrierOptions,
-        BroadcastOptions,
-        DebugLevel,
-        HashStore,
-        PrefixStore,
-        ReduceScatterOptions,
-        ScatterOptions,
-        Store,
-        TCPStore,
-        Work,
         _DistributedBackendOptions,
         _register_process_group,
         _set_thread_isolation_mode,
         _unregister_process_group,
-        get_debug_level,
     )
     from torch._dynamo import trace_rules
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -85,31 +94,34 @@ try:
         }.items()
     }
     """What torch's own groups call these collectives, whose names torch 2.13 gave them."""
-    for _name in _NATIVE_NAMES.values():
+    for _name in (
+        *_NATIVE_NAMES.values(),
+        # called where Shoal makes groups of torch's own
+        "_device_types",
+        "_register_backend",
+        "_set_default_backend",
+        "_set_group_name",
+    ):
         getattr(c10d.ProcessGroup, _name)
     _queue_callback: Callable[[Callable[[], None]], None] = (
-        torch.autograd.Variable._execution_engine.queue_callback
+        torch.autograd.graph.queue_callback
+        if hasattr(torch.autograd.graph, "queue_callback")
+        else torch.autograd.Variable._execution_engine.queue_callback
     )
+    _SELF_RECORDING: set[str] = (
+        getattr(c10d, "_FR_SELF_RECORDING_BACKENDS")  # noqa: B009 - mypy runs with torch 2.13
+        if VERSION >= (2, 15)
+        else set()
+    )
+    """Backends to which torch attaches no flight recorder."""
 except (ImportError, AttributeError) as error:
     raise _unexpected(error) from error
 
 __all__ = [
-    "EXPECTED",
-    "AllToAllOptions",
+    "TESTED",
     "AllgatherOptions",
-    "AllreduceOptions",
-    "BarrierOptions",
-    "BroadcastOptions",
-    "DebugLevel",
     "DisableTorchFunctionSubclass",
     "FakeTensorMode",
-    "HashStore",
-    "PrefixStore",
-    "ReduceScatterOptions",
-    "ScatterOptions",
-    "Store",
-    "TCPStore",
-    "Work",
     "_BatchNorm",
     "_DistributedBackendOptions",
     "_NormBase",
@@ -124,12 +136,15 @@ __all__ = [
     "compute_local_shape_and_global_offset",
     "cuda_is_unusable",
     "function_modes",
-    "get_debug_level",
     "in_backward",
+    "gloo_options",
     "native_collective",
     "needs_torch",
     "pytree",
+    "register_backend",
+    "schedule_parts",
     "stage_backwards",
+    "tested_range",
     "uncompiled",
 ]
 
@@ -156,10 +171,31 @@ def cuda_is_unusable() -> bool:
     return bool(_is_in_bad_fork())
 
 
-def native_collective(group: c10d.ProcessGroup, name: str) -> Callable[..., Work]:
+def native_collective(group: c10d.ProcessGroup, name: str) -> Callable[..., c10d.Work]:
     """The method of a process group of torch's own that torch 2.13 calls `name`."""
-    method: Callable[..., Work] = getattr(group, _NATIVE_NAMES.get(name, name))
+    method: Callable[..., c10d.Work] = getattr(group, _NATIVE_NAMES.get(name, name))
     return method
+
+
+def register_backend(
+    name: str, create: Callable[[_DistributedBackendOptions, Any], Any], devices: Sequence[str]
+) -> None:
+    """Makes torch know a backend whose groups are written in Python. Idempotent.
+
+    From 2.15 on torch attaches a flight recorder to groups whose backends do not record themselves.
+    That fails for a group written in Python ("ProcessGroup name not set"), since its C++ half has
+    no name. torch takes groups without devices for such; Shoal's have devices, on which object
+    collectives put their bytes. So the backend is listed among those that record themselves.
+    """
+    if name not in c10d.Backend.backend_list:
+        c10d.Backend.register_backend(name, create, extended_api=True, devices=list(devices))
+        _SELF_RECORDING.add(name)
+
+
+def gloo_options() -> Any:
+    """Returns new options of torch's ProcessGroupGloo."""
+    # the stub calls the class Options
+    return c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
 
 
 def function_modes() -> list[TorchFunctionMode]:
@@ -194,6 +230,16 @@ def stage_backwards() -> tuple[Callable[..., Any], Callable[..., Any]]:
     except ImportError as error:
         raise _unexpected(error) from error
     return stage_backward_input, stage_backward_weight
+
+
+def schedule_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """torch.distributed.pipelining.schedules' `_Action` and `_add_send_recv`, imported when a
+    pipeline asks for them, as `stage_backwards`."""
+    try:
+        from torch.distributed.pipelining.schedules import _Action, _add_send_recv
+    except ImportError as error:
+        raise _unexpected(error) from error
+    return _Action, _add_send_recv
 
 
 def iterates_undealt_dataloader(*, longer_than: int) -> bool:

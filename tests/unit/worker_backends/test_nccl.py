@@ -22,7 +22,7 @@ from shoal_common.errors import (
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.nccl.backend import NCCLBackend
 from shoal_worker.backends.nccl.device import WATCHDOG
-from shoal_worker.torch_internals import AllreduceOptions, AllToAllOptions
+from torch.distributed import AllreduceOptions, AllToAllOptions
 
 from tests.fake_device.library import FakeCuda, in_threads
 from tests.fake_device.machine import Stream

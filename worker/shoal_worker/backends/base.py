@@ -31,19 +31,19 @@ from shoal_common.errors import (
     MembershipChanged,
     PreconditionError,
 )
-from torch.distributed import DistBackendError
-
-from shoal_worker.backends.waits import Waits
-from shoal_worker.torch_internals import (
-    AllgatherOptions,
+from torch.distributed import (
     AllreduceOptions,
     AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
+    DistBackendError,
     ReduceScatterOptions,
     ScatterOptions,
     Store,
 )
+
+from shoal_worker.backends.waits import Waits
+from shoal_worker.torch_internals import AllgatherOptions
 
 # ------------------------------------------------------------------------------------------- errors
 #

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 import torch.distributed as dist
 from shoal_common.errors import InvalidRequestError
+from torch.distributed import Work
 from torch.distributed.distributed_c10d import GroupName
 
 from shoal_worker.backends.collective import Collective, Kind
-from shoal_worker.torch_internals import Work
 
 if TYPE_CHECKING:
     # The stub has other overloads of the constructor and the collectives than those that C++ calls

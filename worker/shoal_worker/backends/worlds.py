@@ -70,6 +70,7 @@ class World:
         self.tags_to_pg: dict[str, list[Any]] = {}
         self.pg_to_tag: dict[Any, str] = {}
         self.pg_coalesce_state: dict[Any, list[Any]] = {}
+        self.pg_flight_recorder_hooks: dict[Any, Any] = {}
         self.comms: list[Any] = []
         # and what a rank has beside torch's
         self.seat: Seat | None = None

@@ -26,20 +26,20 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError, ShoalError
-
-from shoal_worker.backends.base import CommunicationBackend, Traffic, cause_of
-from shoal_worker.elastic.generation import Generation
-from shoal_worker.elastic.opening import Opening, number_of_part
-from shoal_worker.elastic.waiting import Waiting
-from shoal_worker.store.redis_store import RedisStore
-from shoal_worker.torch_internals import (
-    AllgatherOptions,
+from torch.distributed import (
     AllToAllOptions,
     BarrierOptions,
     BroadcastOptions,
     ReduceScatterOptions,
     Store,
 )
+
+from shoal_worker.backends.base import CommunicationBackend, Traffic, cause_of
+from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.opening import Opening, number_of_part
+from shoal_worker.elastic.waiting import Waiting
+from shoal_worker.store.redis_store import RedisStore
+from shoal_worker.torch_internals import AllgatherOptions
 
 _Sum = TypeVar("_Sum")
 _FAILURES = (RuntimeError, ValueError)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from shoal_common.errors import ConfigurationError
+from torch.distributed import Store
 
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.elastic.generation import Generation
-from shoal_worker.torch_internals import Store
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

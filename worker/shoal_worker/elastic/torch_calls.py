@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
+from torch.distributed import Work
 
 from shoal_worker.backends.collective import (
     Collective,
@@ -40,7 +41,7 @@ from shoal_worker.backends.collective import (
 )
 from shoal_worker.backends.python_group import PythonGroup, Tensors
 from shoal_worker.state.serial import dump_tensors, load_tensors
-from shoal_worker.torch_internals import Work, c10d, in_backward
+from shoal_worker.torch_internals import c10d, in_backward
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.channel import Channel

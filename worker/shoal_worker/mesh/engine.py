@@ -25,7 +25,6 @@ import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 from torch import nn
-from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -59,7 +58,7 @@ from shoal_worker.pipelining.micro_batches import cut_batch
 from shoal_worker.sharding.collectives import IssuedCollectives
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 from shoal_worker.tensor_parallel.region import loss_parallel
-from shoal_worker.torch_internals import pytree
+from shoal_worker.torch_internals import after_backward, pytree
 
 
 class MeshEngine(PartitionedEngine[ModelParts, Closing]):
@@ -263,7 +262,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         if step is not None and not self._came:
             self._carried = self._held.hidden.carries and not step.in_micro_batches
             self._came = True
-        Variable._execution_engine.queue_callback(self._after_passes)
+        after_backward(self._after_passes)
 
     def _after_passes(self) -> None:
         self._in_passes = False

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
+from torch.distributed import Work
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
@@ -24,12 +25,7 @@ from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.failed_collectives import come_after
-from shoal_worker.torch_internals import (
-    Work,
-    _register_process_group,
-    _unregister_process_group,
-    pytree,
-)
+from shoal_worker.torch_internals import _register_process_group, _unregister_process_group, pytree
 
 _NUMBERS: Final = itertools.count(1)
 

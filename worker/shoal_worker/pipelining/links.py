@@ -21,10 +21,10 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, MembershipChanged
+from torch.distributed import AllreduceOptions, BroadcastOptions
 from torch.distributed.tensor import DTensor
 
 from shoal_worker.backends.base import GroupEndedError
-from shoal_worker.torch_internals import AllreduceOptions, BroadcastOptions
 
 _SENDS_AHEAD: Final = 2
 """Sends to one peer that may be under way; a further one waits for the first. They keep their

@@ -18,6 +18,10 @@ from shoal_common.errors import ConfigurationError, InternalError
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from shoal_worker.torch_internals import schedule_parts
+
+_Action, _add_send_recv = schedule_parts()
+
 
 class Kind(enum.StrEnum):
     """What a rank does. The values are torch's."""
@@ -165,7 +169,7 @@ def forward_schedule(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:
     one of its stages and then the next."""
     order = {
         rank: [
-            torch_schedules._Action(stage, torch_schedules.FORWARD, index)
+            _Action(stage, torch_schedules.FORWARD, index)
             for stage, owner in enumerate(rank_of)
             if owner == rank
             for index in range(micro_batches)
@@ -196,13 +200,9 @@ def _one_forward_one_backward(ranks: int, micro_batches: int) -> dict[int, list[
     order: dict[int, list[Any]] = {}
     for rank in range(ranks):
         ahead = min(ranks - 1 - rank, micro_batches)
-        forward = [
-            torch_schedules._Action(rank, torch_schedules.FORWARD, index)
-            for index in range(micro_batches)
-        ]
+        forward = [_Action(rank, torch_schedules.FORWARD, index) for index in range(micro_batches)]
         backward = [
-            torch_schedules._Action(rank, torch_schedules.FULL_BACKWARD, index)
-            for index in range(micro_batches)
+            _Action(rank, torch_schedules.FULL_BACKWARD, index) for index in range(micro_batches)
         ]
         alternating = [one for pair in zip(forward[ahead:], backward, strict=False) for one in pair]
         order[rank] = [*forward[:ahead], *alternating, *backward[micro_batches - ahead :]]
@@ -280,7 +280,7 @@ def _computations(order: Iterable[Any], micro_batches: int) -> Iterable[Any]:
 def _with_communication(
     name: str, micro_batches: int, rank_of: tuple[int, ...], order: Mapping[int, Sequence[Any]]
 ) -> Schedule:
-    complete = torch_schedules._add_send_recv(
+    complete = _add_send_recv(
         {rank: list(actions) for rank, actions in order.items() if actions},
         stage_to_rank=lambda stage: rank_of[stage],
         num_stages=len(rank_of),

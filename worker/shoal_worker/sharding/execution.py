@@ -30,7 +30,6 @@ from typing import Any, Final
 import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
 from torch import nn
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.group import Group
@@ -38,7 +37,7 @@ from shoal_worker.engine.hidden_parameters import Whereabouts
 from shoal_worker.engine.passes import half_a_pass, tensors_in, when_gradients_come
 from shoal_worker.sharding.collectives import Collectives, IssuedCollectives
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
-from shoal_worker.torch_internals import in_backward, uncompiled
+from shoal_worker.torch_internals import after_backward, in_backward, uncompiled
 
 # -------------------------------------------------------------------------------------------- hooks
 #
@@ -540,7 +539,7 @@ class ShardedExecution:
                 # with create_graph: what follows goes through the parameters' values again
                 self.pinned = True
             self.show_gradients()
-            Variable._execution_engine.queue_callback(self._after_backward)
+            after_backward(self._after_backward)
 
     def _after_backward(self) -> None:
         if self.reduces_in_backward:

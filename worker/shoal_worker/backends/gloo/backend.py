@@ -35,7 +35,7 @@ from shoal_worker.backends.gloo.forming import FormingGroup, connect_gloo
 from shoal_worker.backends.gloo.interruptible import InterruptibleGroup
 from shoal_worker.backends.gloo.sockets import address_for
 from shoal_worker.store.redis_store import RedisStore
-from shoal_worker.torch_internals import _DistributedBackendOptions
+from shoal_worker.torch_internals import _DistributedBackendOptions, register_backend
 
 NAME: Final = "shoal_gloo"
 
@@ -127,8 +127,7 @@ class GlooBackend(CommunicationBackend):
 
 def register() -> None:
     """Makes torch know the backend. Done on import."""
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+    register_backend(NAME, _create, ["cpu"])
 
 
 def _create(options: _DistributedBackendOptions, _: Any) -> InterruptibleGroup:

@@ -32,6 +32,7 @@ from shoal_worker.backends.base import GroupEndedError, cause_of
 from shoal_worker.backends.gloo.short_sums import Door, ShortSums
 from shoal_worker.backends.gloo.sockets import GroupSockets, Listener, listeners
 from shoal_worker.settings import gloo_interface
+from shoal_worker.torch_internals import gloo_options
 
 _DEVICE_ATTEMPTS: Final = 10
 _MOST_NAMED: Final = 8
@@ -164,8 +165,7 @@ def _connect_native(
     connect_timeout: timedelta,
     timeout: timedelta,
 ) -> dist.ProcessGroup:
-    # torch's stub calls it Options
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options = gloo_options()
     options._devices = [device]
     options._timeout = connect_timeout
     backend = ProcessGroupGloo(PrefixStore("gloo", store), rank, world_size, options)

@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Final, TypeVar
 import torch
 import torch.distributed as dist
 from shoal_common.errors import ShoalError
+from torch.distributed import BroadcastOptions, ReduceScatterOptions, Work
 
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.base import GroupEndedError, Traffic, cause_of
@@ -38,13 +39,7 @@ from shoal_worker.backends.gloo.works import AllOf, InterruptibleWork, Transfer,
 from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.backends.waits import Waits
 from shoal_worker.scratch import ScratchMemory, in_host_memory
-from shoal_worker.torch_internals import (
-    AllgatherOptions,
-    BroadcastOptions,
-    ReduceScatterOptions,
-    Work,
-    native_collective,
-)
+from shoal_worker.torch_internals import AllgatherOptions, native_collective
 
 # ------------------------------------------------------------------------------ memory that is kept
 #

@@ -23,8 +23,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-
-from shoal_worker.torch_internals import Work
+from torch.distributed import Work
 
 
 class Order(Protocol):

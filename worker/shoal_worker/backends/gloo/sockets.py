@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from shoal_common.own_address import route_towards
+from torch.distributed import PrefixStore, Store, TCPStore
 
 from shoal_worker.backends.base import Traffic
 from shoal_worker.settings import gloo_interface
 from shoal_worker.store.redis_store import RedisStore
-from shoal_worker.torch_internals import PrefixStore, Store, TCPStore
 
 # ------------------------------------------------------------------------------ this host's address
 #

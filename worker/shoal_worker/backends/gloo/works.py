@@ -17,13 +17,13 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
+from torch.distributed import Work
 
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.base import GroupEndedError
 from shoal_worker.backends.gloo import on_devices
 from shoal_worker.backends.native_threads import wait_until_asleep
 from shoal_worker.backends.waits import Waits
-from shoal_worker.torch_internals import Work
 
 _MOMENT_S: Final = 10.0
 """The longest such moment. Operations that Gloo tells of a broken connection end within a

@@ -14,13 +14,14 @@ from typing import Any, ClassVar, Final
 import torch
 import torch.distributed as dist
 from shoal_common.errors import InvalidRequestError
+from torch.distributed import Work
 from torch.distributed.distributed_c10d import Store
 
 from shoal_worker.backends.base import CommunicationBackend, GroupEndedError
 from shoal_worker.backends.collective import Collective, check_op
 from shoal_worker.backends.inmemory.room import Meeting, Reception, Room, room_for
 from shoal_worker.backends.python_group import PythonGroup
-from shoal_worker.torch_internals import Work, _DistributedBackendOptions
+from shoal_worker.torch_internals import _DistributedBackendOptions, register_backend
 
 # -------------------------------------------------------------------------------- the process group
 #
@@ -238,8 +239,7 @@ class InMemoryBackend(CommunicationBackend):
 
 def register() -> None:
     """Makes torch know the backend "shoal_inmemory"."""
-    if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    register_backend(NAME, _create, ["cpu", "cuda"])
 
 
 def _create(options: _DistributedBackendOptions, _: Any) -> InMemoryGroup:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError
+from torch.distributed import HashStore, Store
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from shoal_worker.backends.base import (
@@ -27,7 +28,7 @@ from shoal_worker.backends.base import (
     GroupEndedError,
 )
 from shoal_worker.backends.worlds import Seat
-from shoal_worker.torch_internals import HashStore, Store, _DistributedBackendOptions
+from shoal_worker.torch_internals import _DistributedBackendOptions, register_backend
 
 if TYPE_CHECKING:
     from shoal_worker.backends.mpi.group import MPIGroup
@@ -152,7 +153,7 @@ def register() -> None:
     """Makes torch know the backend "shoal_mpi" and `init_method="mpi://"`. Does not import mpi4py,
     which starts MPI."""
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        register_backend(NAME, _create, ["cpu"])
         register_rendezvous_handler("mpi", _rendezvous)
 
 

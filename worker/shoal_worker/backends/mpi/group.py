@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Final
 import torch
 from mpi4py import MPI
 from shoal_common.errors import InvalidRequestError
+from torch.distributed import Work
 
 from shoal_worker.backends.base import GroupEndedError
 from shoal_worker.backends.collective import (
@@ -34,7 +35,6 @@ from shoal_worker.backends.collective import (
 )
 from shoal_worker.backends.mpi.works import MPIWork
 from shoal_worker.backends.python_group import PythonGroup
-from shoal_worker.torch_internals import Work
 
 # ------------------------------------------------------------------------------------------ buffers
 #

@@ -21,9 +21,9 @@ from typing import Any, Final, Protocol
 import torch
 from mpi4py import MPI
 from shoal_common.errors import InvalidRequestError, ShoalError
+from torch.distributed import Work
 
 from shoal_worker.backends.base import GroupEndedError
-from shoal_worker.torch_internals import Work
 
 _EAGER_TESTS: Final = 20
 """So many tests before the first pause."""

@@ -28,6 +28,7 @@ from typing import ClassVar, Final
 import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError, MembershipChanged, ShoalError
+from torch.distributed import BarrierOptions
 from torch.distributed.distributed_c10d import Store
 from typing_extensions import override
 
@@ -38,7 +39,6 @@ from shoal_worker.backends.nccl.device import CudaDevice, Device, Native, Split
 from shoal_worker.backends.nccl.ending import Ending
 from shoal_worker.backends.nccl.group import DeviceGroup, DeviceWork, is_refusal
 from shoal_worker.backends.nccl.sharing import check_own_device
-from shoal_worker.torch_internals import BarrierOptions
 
 CONNECT_LIMIT: Final = timedelta(seconds=60)
 """How long NCCL may take to connect once all ranks are there; a longer connect_timeout holds

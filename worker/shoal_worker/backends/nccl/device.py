@@ -25,10 +25,10 @@ from typing import Any, ClassVar, Final, Protocol
 import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError
+from torch.distributed import AllreduceOptions, DebugLevel, Work, get_debug_level
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal_worker.settings import WorkerSettings, force_environment
-from shoal_worker.torch_internals import AllreduceOptions, DebugLevel, Work, get_debug_level
 
 _log = logging.getLogger(__name__)
 

@@ -35,12 +35,12 @@ from datetime import timedelta
 from typing import Final, NoReturn
 
 from shoal_common.exit_status import PUT_OUT
+from torch.distributed import Work
 
 from shoal_worker.backends import native_threads
 from shoal_worker.backends.base import GroupEndedError, cause_of
 from shoal_worker.backends.nccl.device import Device, Native
 from shoal_worker.backends.process_end import end_now
-from shoal_worker.torch_internals import Work
 
 _log = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ from typing import Any, ClassVar, Final, NoReturn
 import torch
 import torch.distributed as dist
 from shoal_common.errors import InvalidRequestError
+from torch.distributed import AllToAllOptions, Work
 
 from shoal_worker.backends.base import GroupEndedError, cause_of
 from shoal_worker.backends.nccl.device import Device
@@ -37,7 +38,7 @@ from shoal_worker.backends.nccl.ending import Ending
 from shoal_worker.backends.nccl.ordered import OrderedWorks
 from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.backends.waits import Waits
-from shoal_worker.torch_internals import AllgatherOptions, AllToAllOptions, Work, native_collective
+from shoal_worker.torch_internals import AllgatherOptions, native_collective
 
 _PAUSE_S: Final = 20e-6
 _REFUSALS: Final = ("ncclInvalidArgument", "ncclInvalidUsage")

@@ -64,10 +64,17 @@ TORCH_TESTS ?= tests/unit/tooling/test_torch_internals.py tests/unit/torch_calls
 	tests/unit/worker_checkpoint tests/integration/worker_backends tests/integration/tensor_parallel tests/integration/pipelining
 
 .PHONY: test-torch
-test-torch: ## Run the tests that touch torch's inner workings with another torch: make test-torch VERSION=2.12.1 (five to eight minutes; an environment of some gigabytes)
+test-torch: ## Run the tests that touch torch's inner workings with another torch: make test-torch VERSION=2.15.0 (five to eight minutes; an environment of some gigabytes)
 	@test -n "$(VERSION)" || { echo "VERSION is not given; expected one of torch's, as in make test-torch VERSION=2.12.1"; exit 1; }
 	@$(MAKE) --no-print-directory .venv-torch-$(VERSION)/installed
 	.venv-torch-$(VERSION)/bin/python -m pytest $(IN_TWO) --dist=loadfile $(TORCH_TESTS) $(PYTEST_ARGS)
+
+TORCHES ?= 2.11.0 2.12.1 2.14.1 2.15.0
+
+.PHONY: test-torches
+test-torches: ## Run test-torch with each other torch that Shoal admits (TORCHES), one after the other (about half an hour)
+	@failed=; for version in $(TORCHES); do $(MAKE) --no-print-directory test-torch VERSION=$$version || failed="$$failed $$version"; done; \
+	test -z "$$failed" || { echo "tests failed with torch$$failed"; exit 1; }
 
 .PHONY: parity
 parity: .venv/installed ## Run what make test leaves out of the parity matrix and of other large products of cases; write docs/parity.md

@@ -25,7 +25,7 @@ from shoal_common.errors import (
     UnavailableError,
     UnknownResourceError,
 )
-from shoal_worker.store import init_method as _init_method
+from shoal_worker import torch_extensions as _torch_extensions
 
 if TYPE_CHECKING:
     from shoal_common.clients.coordinator import CoordinatorClient
@@ -251,8 +251,9 @@ _HOMES = {
 }
 """Public name -> its module; all others are in the API module."""
 
-# torch.distributed.init_process_group(init_method="redis://...") works from here on.
-_init_method.register()
+# init_process_group("shoal_gloo") and init_process_group(init_method="redis://...") work from here
+# on.
+_torch_extensions.register()
 
 
 def __getattr__(name: str) -> Any:

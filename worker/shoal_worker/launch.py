@@ -16,7 +16,6 @@ from torch.distributed import HashStore
 
 from shoal_worker.api import shutdown
 from shoal_worker.backends import worlds
-from shoal_worker.backends.inmemory import backend as inmemory
 from shoal_worker.backends.inmemory.turns import Turns
 from shoal_worker.elastic.worker_process import find_session
 
@@ -72,7 +71,6 @@ def launch(
         raise ConfigurationError(f"launch(world_size={world_size}): expected at least 1")
     if timeout <= timedelta(0):
         raise ConfigurationError(f"launch(timeout={timeout}): expected more than 0 s")
-    inmemory.register()
     with worlds.installed():
         ranks = _Ranks(lambda: fn(*arguments), world_size, timeout)
         return ranks.run()
@@ -162,7 +160,7 @@ class _Ranks:
                 try:
                     self._turns.begin(rank)
                     dist.init_process_group(
-                        inmemory.NAME,
+                        "shoal_inmemory",
                         store=self._store,
                         rank=rank,
                         world_size=self._size,

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 import torch
@@ -26,12 +26,14 @@ from shoal_common.errors import ConfigurationError
 from torch.distributed import distributed_c10d as c10d
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
+from shoal_worker.torch_extensions import BACKENDS
+
 TESTED: Final = ((2, 11), (2, 15))
 """Oldest and newest version of torch that Shoal's tests have run with."""
 VERSION: Final = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
-def tested_range() -> str:
+def expected_versions() -> str:
     """Returns `TESTED` for messages: "2.11 to 2.15"."""
     return " to ".join(f"{major}.{minor}" for major, minor in TESTED)
 
@@ -48,15 +50,15 @@ def needs_torch(major: int, minor: int, what: str, instead: str) -> None:
 
 def _unexpected(error: Exception) -> ImportError:
     return ImportError(
-        f"Shoal is tested with torch {tested_range()}; torch {torch.__version__} is installed and "
-        f"lacks a name that Shoal needs: {error}. Install a version of that range"
+        f"Shoal is tested with torch {expected_versions()}; torch {torch.__version__} is installed "
+        f"and lacks a name that Shoal needs: {error}. Install a version of that range"
     )
 
 
 if TESTED[1] < VERSION:
     warnings.warn(
-        f"Shoal is tested with torch {tested_range()}; torch {torch.__version__} is newer and may "
-        "behave otherwise",
+        f"Shoal is tested with torch {expected_versions()}; torch {torch.__version__} is newer and "
+        "may behave otherwise",
         stacklevel=2,
     )
 
@@ -108,12 +110,12 @@ try:
         if hasattr(torch.autograd.graph, "queue_callback")
         else torch.autograd.Variable._execution_engine.queue_callback
     )
-    _SELF_RECORDING: set[str] = (
-        getattr(c10d, "_FR_SELF_RECORDING_BACKENDS")  # noqa: B009 - mypy runs with torch 2.13
-        if VERSION >= (2, 15)
-        else set()
-    )
-    """Backends to which torch attaches no flight recorder."""
+    if VERSION >= (2, 15):
+        # From then on torch attaches a flight recorder to groups whose backends do not record
+        # themselves. That fails for a group written in Python ("ProcessGroup name not set"), since
+        # its C++ half has no name. torch takes groups without devices for such; Shoal's have
+        # devices, on which object collectives put their bytes.
+        getattr(c10d, "_FR_SELF_RECORDING_BACKENDS").update(BACKENDS)  # noqa: B009 - mypy has 2.13
 except (ImportError, AttributeError) as error:
     raise _unexpected(error) from error
 
@@ -141,10 +143,9 @@ __all__ = [
     "native_collective",
     "needs_torch",
     "pytree",
-    "register_backend",
     "schedule_parts",
     "stage_backwards",
-    "tested_range",
+    "expected_versions",
     "uncompiled",
 ]
 
@@ -175,21 +176,6 @@ def native_collective(group: c10d.ProcessGroup, name: str) -> Callable[..., c10d
     """The method of a process group of torch's own that torch 2.13 calls `name`."""
     method: Callable[..., c10d.Work] = getattr(group, _NATIVE_NAMES.get(name, name))
     return method
-
-
-def register_backend(
-    name: str, create: Callable[[_DistributedBackendOptions, Any], Any], devices: Sequence[str]
-) -> None:
-    """Makes torch know a backend whose groups are written in Python. Idempotent.
-
-    From 2.15 on torch attaches a flight recorder to groups whose backends do not record themselves.
-    That fails for a group written in Python ("ProcessGroup name not set"), since its C++ half has
-    no name. torch takes groups without devices for such; Shoal's have devices, on which object
-    collectives put their bytes. So the backend is listed among those that record themselves.
-    """
-    if name not in c10d.Backend.backend_list:
-        c10d.Backend.register_backend(name, create, extended_api=True, devices=list(devices))
-        _SELF_RECORDING.add(name)
 
 
 def gloo_options() -> Any:

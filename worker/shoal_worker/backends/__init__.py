@@ -8,10 +8,8 @@ is a torch process group written in Python, and `collective` what its collective
 torch know the process groups of the first three ("shoal_gloo", "shoal_inmemory", "shoal_mpi").
 """
 
+from shoal_worker import torch_extensions
 from shoal_worker.backends.base import CommunicationBackend, GroupEndedError, Handle, ReduceOp
-from shoal_worker.backends.gloo import backend as _gloo
-from shoal_worker.backends.inmemory import backend as _inmemory
-from shoal_worker.backends.mpi import backend as _mpi
 from shoal_worker.backends.registry import backend_class, backend_names
 
 __all__ = [
@@ -23,5 +21,4 @@ __all__ = [
     "backend_names",
 ]
 
-for _backend in (_gloo, _inmemory, _mpi):
-    _backend.register()
+torch_extensions.register()

@@ -11,7 +11,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from shoal_worker.store import init_method
+from shoal_worker import torch_extensions
 
 
 def main() -> None:
@@ -21,7 +21,7 @@ def main() -> None:
             "usage: python -m shoal_worker.store SCRIPT [ARGUMENTS]: runs it with "
             "init_method='redis://HOST:PORT/JOB' known"
         )
-    init_method.register()
+    torch_extensions.register()
     script = sys.argv[1]
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).resolve().parent)

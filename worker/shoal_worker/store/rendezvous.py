@@ -7,7 +7,7 @@ come from the arguments of init_process_group, else from the query (`?rank=0&wor
 from RANK and WORLD_SIZE. The job's name can be used again: ranks first agree on a round, and each
 round has a prefix of its own, so that what an earlier run left behind is never seen.
 
-`import shoal` makes torch know it (store/init_method.py). For scripts that do not import it,
+`import shoal` makes torch know it (torch_extensions.py). For scripts that do not import it,
 `python -m shoal_worker.store script.py` does.
 
 This is not how Shoal's own generations form (the coordinator gives those rank and prefix). It does

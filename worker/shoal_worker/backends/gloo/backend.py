@@ -8,9 +8,8 @@ watch has noticed (sockets.GRACE_S). The same happens when a rank dies. So a gro
 its ranks when it ends for one; a rank that leaves in good order does so after a collective that all
 take part in.
 
-Importing this module also makes torch know `init_process_group("shoal_gloo")`: the same groups as
-torch's own default group and sub-groups, for code that needs torch's world. (The name is not
-"gloo": torch ignores what is registered under a built-in name.) Beyond torch's "gloo", these can be
+`init_process_group("shoal_gloo")` makes the same groups torch's own default group and sub-groups,
+for code that needs torch's world (torch_extensions.py). Beyond torch's "gloo", these can be
 ended, from any thread, by `group.abort()` (`torch.distributed.group.WORLD.abort()`), and let go of
 their sockets in forked children. Such an abort ends the group on this rank, and at a peer what
 waits for this rank; other than a GlooBackend it does not end by itself when a peer leaves, since a
@@ -23,7 +22,7 @@ import contextlib
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,9 +34,7 @@ from shoal_worker.backends.gloo.forming import FormingGroup, connect_gloo
 from shoal_worker.backends.gloo.interruptible import InterruptibleGroup
 from shoal_worker.backends.gloo.sockets import address_for
 from shoal_worker.store.redis_store import RedisStore
-from shoal_worker.torch_internals import _DistributedBackendOptions, register_backend
-
-NAME: Final = "shoal_gloo"
+from shoal_worker.torch_internals import _DistributedBackendOptions
 
 
 class GlooBackend(CommunicationBackend):
@@ -125,12 +122,7 @@ class GlooBackend(CommunicationBackend):
         return False  # the group raises MembershipChanged itself
 
 
-def register() -> None:
-    """Makes torch know the backend. Done on import."""
-    register_backend(NAME, _create, ["cpu"])
-
-
-def _create(options: _DistributedBackendOptions, _: Any) -> InterruptibleGroup:
+def create_group(options: _DistributedBackendOptions, _: Any) -> InterruptibleGroup:
     """Called by torch for the default group and each new_group. As with torch's gloo, a peer may
     take the whole timeout to come."""
     formed = connect_gloo(

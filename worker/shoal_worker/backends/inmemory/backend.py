@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from datetime import timedelta
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from shoal_worker.backends.base import CommunicationBackend, GroupEndedError
 from shoal_worker.backends.collective import Collective, check_op
 from shoal_worker.backends.inmemory.room import Meeting, Reception, Room, room_for
 from shoal_worker.backends.python_group import PythonGroup
-from shoal_worker.torch_internals import _DistributedBackendOptions, register_backend
+from shoal_worker.torch_internals import _DistributedBackendOptions
 
 # -------------------------------------------------------------------------------- the process group
 #
@@ -187,8 +187,6 @@ class ReceiveWork(_InMemoryWork):
 
 # -------------------------------------------------------------------------------------- the backend
 
-NAME: Final = "shoal_inmemory"
-
 
 class InMemoryBackend(CommunicationBackend):
     """A group of threads. The store only says which threads belong together: a
@@ -237,12 +235,7 @@ class InMemoryBackend(CommunicationBackend):
         return False  # the group raises what it means
 
 
-def register() -> None:
-    """Makes torch know the backend "shoal_inmemory"."""
-    register_backend(NAME, _create, ["cpu", "cuda"])
-
-
-def _create(options: _DistributedBackendOptions, _: Any) -> InMemoryGroup:
+def create_group(options: _DistributedBackendOptions, _: Any) -> InMemoryGroup:
     """Called by torch for the default group and each new_group. Waits for the others with the first
     collective."""
     room = room_for(options.store, options.group_rank, options.group_size, options.group_id)

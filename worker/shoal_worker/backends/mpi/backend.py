@@ -14,12 +14,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError
 from torch.distributed import HashStore, Store
-from torch.distributed.rendezvous import register_rendezvous_handler
 
 from shoal_worker.backends.base import (
     DEFAULT_CONNECT_TIMEOUT,
@@ -28,12 +27,10 @@ from shoal_worker.backends.base import (
     GroupEndedError,
 )
 from shoal_worker.backends.worlds import Seat
-from shoal_worker.torch_internals import _DistributedBackendOptions, register_backend
+from shoal_worker.torch_internals import _DistributedBackendOptions
 
 if TYPE_CHECKING:
     from shoal_worker.backends.mpi.group import MPIGroup
-
-NAME: Final = "shoal_mpi"
 
 
 class MPIBackend(CommunicationBackend):
@@ -149,15 +146,7 @@ def own_seat(timeout: timedelta) -> Seat:
     )
 
 
-def register() -> None:
-    """Makes torch know the backend "shoal_mpi" and `init_method="mpi://"`. Does not import mpi4py,
-    which starts MPI."""
-    if NAME not in dist.Backend.backend_list:
-        register_backend(NAME, _create, ["cpu"])
-        register_rendezvous_handler("mpi", _rendezvous)
-
-
-def _create(options: _DistributedBackendOptions, _: Any) -> MPIGroup:
+def create_group(options: _DistributedBackendOptions, _: Any) -> MPIGroup:
     """Called by torch for the default group and each new_group, on the members alone. MPI lets it
     wait for them without a deadline."""
     from shoal_worker.backends.mpi.group import MPIGroup
@@ -169,7 +158,7 @@ def _create(options: _DistributedBackendOptions, _: Any) -> MPIGroup:
     return MPIGroup(communicator, options.group_id, options.timeout)
 
 
-def _rendezvous(
+def rendezvous(
     url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any
 ) -> Iterator[tuple[Store, int, int]]:
     """Rank and size from MPI. The store is this process's alone: groups on MPI need none."""

@@ -1,0 +1,121 @@
+"""Makes torch know Shoal's init methods (`redis://...`) and backends (`shoal_gloo`, ...) without
+importing torch, so that `import shoal` alone is enough and stays quick.
+
+torch has no plug-in for either: they are registered in two of its modules, at once if the module is
+loaded, else at the moment when it is. The code behind a name is imported when it is used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final
+
+INIT_METHODS: Final = {
+    "redis": "shoal_worker.store.rendezvous:rendezvous",
+    "rediss": "shoal_worker.store.rendezvous:rendezvous",
+    "mpi": "shoal_worker.backends.mpi.backend:rendezvous",
+}
+"""Functions by the schemes of their URLs."""
+BACKENDS: Final = {
+    "shoal_gloo": ("shoal_worker.backends.gloo.backend:create_group", ("cpu",)),
+    "shoal_inmemory": ("shoal_worker.backends.inmemory.backend:create_group", ("cpu", "cuda")),
+    "shoal_mpi": ("shoal_worker.backends.mpi.backend:create_group", ("cpu",)),
+}
+"""Functions that make process groups by the names of their backends, with the devices of their
+tensors. (No name is "gloo": torch ignores what is registered under the name of a backend of its
+own.)"""
+
+_log = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Makes torch know the names, now or when it is imported. Idempotent."""
+    later = {}
+    for name, tell in _TOLD.items():
+        module = sys.modules.get(name)
+        if module is not None:
+            tell(module)
+        else:
+            later[name] = tell
+    if later and not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder(later))
+
+
+def _tell_init_methods(module: ModuleType) -> None:
+    for scheme, home in INIT_METHODS.items():
+        known = module._rendezvous_handlers.get(scheme)
+        if known is None:
+            module.register_rendezvous_handler(scheme, _Deferred(home))
+        elif known != _Deferred(home):
+            _log.warning(
+                "another package has registered the init method %s:// already; Shoal's is not "
+                "available",
+                scheme,
+            )
+
+
+def _tell_backends(module: ModuleType) -> None:
+    for name, (home, devices) in BACKENDS.items():
+        if name not in module.Backend.backend_list:
+            module.Backend.register_backend(
+                name, _Deferred(home), extended_api=True, devices=list(devices)
+            )
+
+
+_TOLD: Final = {
+    "torch.distributed.rendezvous": _tell_init_methods,
+    "torch.distributed.distributed_c10d": _tell_backends,
+}
+"""Modules of torch, and what each is told."""
+
+
+class _Deferred:
+    """A function that is imported when it is called."""
+
+    def __init__(self, home: str) -> None:
+        self._home = home
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Deferred) and other._home == self._home
+
+    def __hash__(self) -> int:
+        return hash(self._home)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        module, _, name = self._home.partition(":")
+        return getattr(importlib.import_module(module), name)(*arguments, **options)
+
+
+class _Finder(MetaPathFinder):
+    """Stands before other finders until each of some modules is looked for, lets them find it, and
+    calls a function with it once it is loaded."""
+
+    def __init__(self, awaited: dict[str, Callable[[ModuleType], None]]) -> None:
+        self._awaited = awaited
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        tell = self._awaited.pop(fullname, None)
+        if tell is None:
+            return None
+        if not self._awaited:
+            sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_tell(module: ModuleType) -> None:
+                load(module)
+                tell(module)
+
+            # of this loader, which loads this module alone
+            spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
+        return spec

@@ -3,14 +3,17 @@ not wait for ever."""
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing.process
 import multiprocessing.queues
 import multiprocessing.util
 import os
+import pickle
 import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from shoal_common.errors import ConfigurationError
@@ -51,6 +54,37 @@ def _too_long(chosen: str, why: str) -> ConfigurationError:
         f"batches through sockets there, whose paths have at most {_LONGEST}, and {why}; set "
         f"TMPDIR to a directory of at most {_LONGEST - _SOCKET} bytes"
     )
+
+
+@contextlib.contextmanager
+def explained_pickling(num_workers: int) -> Iterator[None]:
+    """Around the start of data workers: raises ConfigurationError if what they need cannot be
+    pickled, as every start method but "fork" does."""
+    try:
+        yield
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        method = multiprocessing.get_start_method()
+        if method == "fork":
+            raise
+        raise ConfigurationError(
+            f"num_workers={num_workers}: data workers are started by {method!r} (Python's default "
+            "from 3.14 on is 'forkserver'), which pickles the dataset and its functions, and that "
+            f"failed: {error}. Define them at the top level of a module, or call "
+            "multiprocessing.set_start_method('fork') first"
+        ) from error
+
+
+def check_not_imported_again() -> None:
+    """Raises ConfigurationError in a data worker that imports the script before it works, as every
+    start method but "fork" does: the script would train once more, in there."""
+    process = multiprocessing.process.current_process()
+    if getattr(process, "_inheriting", False):  # as multiprocessing itself asks
+        raise ConfigurationError(
+            f"process {process.name} is started by {multiprocessing.get_start_method()!r} "
+            "(Python's default from 3.14 on is 'forkserver'), which imports the script again, and "
+            "the script calls Shoal at its top level. Move that below `if __name__ == "
+            "'__main__':`, or call multiprocessing.set_start_method('fork') first"
+        )
 
 
 def end_if_a_batch_is_lost() -> None:

@@ -1,5 +1,5 @@
-"""A torch script that knows nothing of Shoal: run by test_redis_init_method.py as one of several
-ranks."""
+"""A torch script that does not import Shoal: run by test_redis_init_method.py as one of several
+ranks, which has made torch know its names."""
 
 import datetime
 import sys
@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 if __name__ == "__main__":
     url, rank, world_size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    for attempt in range(2):  # the same job name again, as after a restart
+    # the same job name again, as after a restart
+    for attempt, backend in enumerate(("gloo", "shoal_gloo")):
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=url,
             rank=rank,
             world_size=world_size,

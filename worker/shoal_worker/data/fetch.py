@@ -37,7 +37,11 @@ import xxhash
 from shoal_common.errors import InternalError
 from torch.utils.data import DataLoader, Dataset, TensorDataset, default_collate
 
-from shoal_worker.child_processes import end_if_a_batch_is_lost, keep_socket_paths_short
+from shoal_worker.child_processes import (
+    end_if_a_batch_is_lost,
+    explained_pickling,
+    keep_socket_paths_short,
+)
 from shoal_worker.randomness import generators_kept
 
 
@@ -154,7 +158,8 @@ class Fetcher:
                 # not the global one: making batches must not move the training's random numbers
                 generator=torch.Generator(),
             )
-        self._batches = iter(self._loader)
+        with explained_pickling(self._num_workers):
+            self._batches = iter(self._loader)
 
 
 class _Feed:

@@ -29,6 +29,7 @@ import torch
 from shoal_common.errors import ConfigurationError, InternalError, PreconditionError
 from typing_extensions import override
 
+from shoal_worker.child_processes import explained_pickling
 from shoal_worker.data.fetch import tie_to_parent
 from shoal_worker.data.stream_reader import Mark, Reader, SourceReader
 
@@ -72,7 +73,9 @@ class Sources:
             # At the process's end multiprocessing would ask them to end by SIGTERM, which they
             # leave to the rank.
             atexit.register(self.close)
-            self._workers = [_Worker(self._makes, self.ahead) for _ in range(self._num_workers)]
+            with explained_pickling(self._num_workers):
+                for _ in range(self._num_workers):
+                    self._workers.append(_Worker(self._makes, self.ahead))
         worker = min(self._workers, key=lambda each: each.open_readers)
         return RemoteReader(worker, number, key=key, name=name, at=at or Mark())
 

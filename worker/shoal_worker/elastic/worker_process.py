@@ -48,7 +48,11 @@ from shoal_worker.backends import native_threads
 from shoal_worker.backends.mpi.backend import own_seat
 from shoal_worker.backends.process_end import end_now
 from shoal_worker.backends.worlds import Seat, own_world
-from shoal_worker.child_processes import keep_socket_paths_short, report_dead_threads
+from shoal_worker.child_processes import (
+    check_not_imported_again,
+    keep_socket_paths_short,
+    report_dead_threads,
+)
 from shoal_worker.elastic.brief_errors import brief
 from shoal_worker.elastic.coordinator_messages import run_message
 from shoal_worker.elastic.desync_detector import DesyncDetector
@@ -214,12 +218,13 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
     `shoal.launch` that rank, whatever the environment says.
 
     Raises:
-        ConfigurationError: the environment contradicts itself.
+        ConfigurationError: the environment contradicts itself, or this process is a data worker.
         DeadlineError: no coordinator, or too few members, within the rendezvous timeout.
     """
     world = own_world()
     if world is not None and world.seat is not None:
         return open_fixed(world.seat)
+    check_not_imported_again()
     settings = settings or WorkerSettings()
     take_secrets()  # what the script starts has no use for them
     if settings.coordinator is not None or mpi_world_size() > 1:

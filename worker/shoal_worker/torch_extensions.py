@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 def register() -> None:
     """Makes torch know the names, now or when it is imported. Idempotent."""
-    later = {}
+    later: dict[str, Callable[[ModuleType], None]] = {}
     for name, tell in _TOLD.items():
         module = sys.modules.get(name)
         if module is not None:

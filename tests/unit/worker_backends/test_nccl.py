@@ -661,7 +661,10 @@ def test_where_communicators_block_a_dead_peer_holds_nobody_up_but_the_thread_th
     assert time.monotonic() - begun < PATIENCE.total_seconds() / 2
     for backend in backends:
         backend.rest()  # nothing of the group uses memory: the next one may be formed
-    assert [each.name for each in nccl_threads() - before] == ["shoal-nccl-forming"] * 2
+    eventually(
+        lambda: [each.name for each in nccl_threads() - before] == ["shoal-nccl-forming"] * 2,
+        "the threads that abort to end",
+    )
     for stream in ranks.machine.streams:
         stream.communicator.stand()
     eventually(

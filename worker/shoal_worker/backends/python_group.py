@@ -52,6 +52,14 @@ class NamedGroup(_ProcessGroup):
     def _set_group_name(self, name: GroupName) -> None:
         self._name = name
 
+    def _get_backend(self, device: torch.device) -> NamedGroup:
+        """Looked up by torch, which asks the backend of a device what it can do. No backend lies
+        beneath a group written in Python; it answers for itself."""
+        return self
+
+    supports_coalescing: ClassVar[bool] = False
+    supports_splitting: ClassVar[bool] = False
+
 
 def _collective(name: str) -> Any:
     def issue(self: ForwardingGroup, *arguments: Any, **options: Any) -> Work:
